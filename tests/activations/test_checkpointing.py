@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.activations import checkpointing as recompute
 from hf_zero.errors import ConfigError
+from tests.helpers.caches import cache_argument
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, full_grads, start
 from tests.helpers.models import ARCHITECTURES, seeded
@@ -231,16 +232,17 @@ def test_transformers_models_with_caches(case: Any) -> None:
 def test_a_filled_cache_is_part_of_the_result() -> None:
     """Prefix tuning gives one: such a forward is not checkpointed."""
     model = ARCHITECTURES["llama"].build()
+    name = cache_argument(type(model).forward)
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
-        cache = model(ids, use_cache=True).past_key_values
-    want = model(ids, past_key_values=copy.deepcopy(cache)).logits
+        cache = model(ids, use_cache=True)[name]
+    want = model(ids, **{name: copy.deepcopy(cache)}).logits
     engine = start(model, sgd(model), config_of(2, activation_checkpointing={"blocks": True}))
-    got = engine(ids, past_key_values=copy.deepcopy(cache)).logits
+    got = engine(ids, **{name: copy.deepcopy(cache)}).logits
     assert torch.equal(got, want)
     engine.backward(got.square().mean())
     engine.eval()
-    assert engine(ids, use_cache=True).past_key_values.get_seq_length() == 4, (
+    assert engine(ids, use_cache=True)[name].get_seq_length() == 4, (
         "evaluation with gradients keeps its cache"
     )
     engine.destroy()

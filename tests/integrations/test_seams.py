@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import itertools
-import logging
 import pickle
 import sys
 import tomllib
@@ -20,6 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder, seams
 from hf_zero.integrations.seams import Seam
 from tests.helpers.cells import in_one_item
@@ -28,12 +28,21 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @in_one_item(seams.SEAMS, named=lambda seam: seam.target)
-def test_a_seam_is_in_and_the_signature_is_the_one_that_was_read(seam: Seam) -> None:
+def test_each_row_holds_for_the_installed_release(seam: Seam) -> None:
     _, _, found = seam.locate(importlib.import_module(seam.module))
     function = getattr(found, "__func__", found)
-    assert getattr(function, seams.MARK) == seam.target
-    assert seams.describe(inspect.unwrap(function)) == seam.signature
-    assert importlib.metadata.version(seam.package) in SpecifierSet(seam.versions)
+    assert getattr(function, seams.MARK, None) == seam.target, seams.left_out.get(seam.target)
+    original = inspect.unwrap(function, stop=lambda each: not hasattr(each, seams.MARK))
+    assert {*seam.uses} <= {*inspect.signature(original).parameters}
+
+
+def test_the_pinned_releases_are_among_those_that_were_run() -> None:
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line
+    )
+    for seam in seams.SEAMS:
+        package = seam.package.replace("pytorch_", "")
+        assert pins[package] in SpecifierSet(seam.versions), seam.target
 
 
 def test_the_least_release_that_pip_installs_is_supported() -> None:
@@ -92,8 +101,21 @@ def louder(original: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
-def seam(target: str, signature: str) -> Seam:
-    return Seam(f"seamed.parts:{target}", signature, f"{__name__}:louder", ">=1", "a test needs it")
+def only_of_width(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda width: original(width)
+
+
+def positional(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b=3: original(a, b)
+
+
+def choosy(original: Callable[..., Any]) -> Callable[..., Any]:
+    raise ConfigError("answers 3 for 1")
+
+
+def seam(target: str, wrapper: Any = louder, uses: tuple[str, ...] = ()) -> Seam:
+    wrapper = f"{__name__}:{wrapper.__name__}"
+    return Seam(f"seamed.parts:{target}", wrapper, ">=1", "is not loud", uses)
 
 
 @pytest.fixture
@@ -109,8 +131,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     kept = [item for item in sys.meta_path if not isinstance(item, finder.SeamFinder)]
     monkeypatch.setattr(sys, "meta_path", kept)
     monkeypatch.setattr(finder, "WATCHED", ("seamed",))
-    found = (seam("Box.open", "(self, width=1, *, deep=False)"), seam("plain", "(a, b=2)"))
-    monkeypatch.setattr(seams, "SEAMS", found)
+    monkeypatch.setattr(seams, "SEAMS", (seam("Box.open"), seam("plain")))
+    monkeypatch.setattr(seams, "left_out", {})
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"7.1 of {name}")
     seams.modules.cache_clear()
     yield tmp_path / "seamed"
     seams.modules.cache_clear()
@@ -163,7 +186,7 @@ def test_a_module_that_is_still_running_gets_them_later(package: Path, later: st
 
 
 def test_a_static_method_stays_one(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seams, "SEAMS", (seam("Box.still", "(width)"),))
+    monkeypatch.setattr(seams, "SEAMS", (seam("Box.still"),))
     parts()  # imported before
     finder.install_hooks()
     assert parts().Box.still(2) == parts().Box().still(2) == 200
@@ -171,12 +194,37 @@ def test_a_static_method_stays_one(package: Path, monkeypatch: pytest.MonkeyPatc
     assert parts().Box.still(2) == 200
 
 
-def test_what_changed_in_another_release_is_named(
-    package: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_row_that_does_not_hold_leaves_its_symbol_alone_and_says_so_once(
+    package: Path, monkeypatch: pytest.MonkeyPatch, heard: list[str]
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("hf_zero"), "propagate", True)
-    monkeypatch.setattr(seams, "SEAMS", (seam("Box.close", "(self)"), seam("plain", "(a)")))
+    rows = {
+        "Box.close": (seam("Box.close"), "is gone"),
+        "Box.open": (
+            seam("Box.open", only_of_width),
+            "takes (self, width=1, *, deep=False), and hf-zero calls it as (width)",
+        ),
+        "Box.still": (
+            seam("Box.still", uses=("height",)),
+            "takes (width), and hf-zero calls it as (*args, **kwargs) with height",
+        ),
+        "plain": (
+            seam("plain", positional),  # another default
+            "takes (a, b=2), and hf-zero calls it as (a, b=3)",
+        ),
+        "late": (seam("late", choosy), "answers 3 for 1"),
+    }
+    monkeypatch.setattr(seams, "SEAMS", tuple(row for row, _ in rows.values()))
+    (package / "parts.py").write_text(BODY.format(during="math") + "def late(a):\n    return a\n")
     finder.install_hooks()
-    assert parts().plain(1) == 300
-    assert "seamed.parts:Box.close is gone" in caplog.text and "Install seamed>=1" in caplog.text
-    assert "seamed.parts:plain takes (a, b=2), hf-zero was read against (a)" in caplog.text
+    module = parts()
+    seams.apply(module)
+    assert (module.plain(1), module.late(1), module.Box().open(4)) == (3, 1, 4)
+    assert module.Box.still(2) == 2
+    expected = [
+        f"seamed 7.1 of seamed: seamed.parts:{target} {reason}. It stays as it is, and this part "
+        f"of hf-zero is off: {row.wrapper} (is not loud). Install seamed>=1, or a release of "
+        "hf-zero that knows it"
+        for target, (row, reason) in rows.items()
+    ]
+    assert heard == expected
+    assert set(seams.left_out) == {f"seamed.parts:{target}" for target in rows}

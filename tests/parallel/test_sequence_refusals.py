@@ -19,6 +19,7 @@ from hf_zero.errors import ConfigError, NotBuiltError, RankMismatchError
 from hf_zero.parallel.alike import due
 from hf_zero.parallel.sequence.batches import cut
 from hf_zero.techniques.registry import TrainingTechniques
+from tests.helpers.caches import cache_argument
 from tests.helpers.causal_zoo import tiny
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, start
@@ -160,6 +161,7 @@ def forward(rank, models, change):
     engine(**batch)
 
 
+CACHE = cache_argument(transformers.GPT2Model.forward)
 CHANGES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda batch: batch.pop("position_ids"), "without position_ids"),
     (
@@ -167,7 +169,7 @@ CHANGES: list[tuple[Callable[[Any], Any], str]] = [
         "an attention_mask in training",
     ),
     (
-        lambda batch: batch.update(past_key_values=cache_of(TOKENS), labels=None),
+        lambda batch: batch.update({CACHE: cache_of(TOKENS), "labels": None}),
         "8 queries and 24 keys",
     ),
 ]

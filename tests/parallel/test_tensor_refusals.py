@@ -22,6 +22,7 @@ from hf_zero.errors import (
 from hf_zero.parallel.tensor import verification
 from hf_zero.parallel.tensor.layers import Rowwise
 from hf_zero.zero.layout.sharding import Sharding, set_sharding
+from tests.helpers.caches import cache_argument
 from tests.helpers.causal_zoo import batch_of, by_model_type, tiny
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, start
@@ -64,7 +65,8 @@ def called_with_a_cache(heads):
         cache: Any = transformers.DynamicCache()
         for layer in range(2):
             cache.update(torch.zeros(2, heads, 3, 8), torch.zeros(2, heads, 3, 8), layer)
-        cut(model)(**batch_of(), past_key_values=cache if heads else ((),))
+        name = cache_argument(type(model).forward)
+        cut(model)(**batch_of(), **{name: cache if heads else ((),)})
 
     return call
 
@@ -98,7 +100,7 @@ CALLS: dict[str, tuple[int, Any, Any, str]] = {
                   "among 2 ranks already"),
     "heads of a cache": (2, llama, called_with_a_cache(3), "has 3 heads"),
     "a latent cache": (2, lambda: tiny("deepseek_v2"), called_with_a_cache(4), "prefix tuning"),
-    "a cache that is a tuple": (2, llama, called_with_a_cache(0), "past_key_values is a tuple"),
+    "a cache that is a tuple": (2, llama, called_with_a_cache(0), "is a tuple, of which"),
     "sequences were shared before": (4, llama, shared_sequences, "after hf_zero.tensor_parallel"),
     "few bits": (2, mixtral, engine_of(3, quantize_training=BITS, **TP), "scales of rounded"),
     "quantisation-aware": (

@@ -9,7 +9,6 @@ ACCELERATE = ">=1.12,<1.16"
 SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.commands.utils:CustomArgumentParser.add_argument",
-        signature="(self, *args, **kwargs)",
         wrapper="hf_zero.integrations.accelerate.launch:alias_config",
         versions=ACCELERATE,
         why="`accelerate launch --config FILE` means --config_file; the parser "
@@ -17,14 +16,12 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.commands.launch:_validate_launch_command",
-        signature="(args)",
         wrapper="hf_zero.integrations.accelerate.launch:check_zero_launch",
         versions=ACCELERATE,
         why="`--cpu` beside a DEEPSPEED file starts one plain process without a word",
     ),
     Seam(
         target="accelerate.utils.launch:prepare_deepspeed_cmd_env",
-        signature="(args)",
         wrapper="hf_zero.integrations.accelerate.launch:prepare_ranks",
         versions=ACCELERATE,
         why=(
@@ -35,7 +32,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.utils.launch:prepare_simple_launcher_cmd_env",
-        signature="(args)",
         wrapper="hf_zero.integrations.accelerate.launch:refuse_plain_launch",
         versions=ACCELERATE,
         why="the last place before a plain, unsharded process where a ZeRO "
@@ -43,7 +39,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.utils.operations:_gpu_gather",
-        signature="(tensor)",
         wrapper="hf_zero.integrations.accelerate.state:gather_without_deprecation",
         versions=ACCELERATE,
         why="under torch 2.13 every rank of a device run warns that all_gather_into_tensor is "
@@ -51,7 +46,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.state:PartialState._prepare_backend",
-        signature="(self, cpu=False, sagemaker_dp=False, backend=None)",
         wrapper="hf_zero.integrations.accelerate.state:answer_gloo",
         versions=ACCELERATE,
         why="ranks without an accelerator get no backend under DEEPSPEED and "
@@ -59,12 +53,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.state:AcceleratorState.__init__",
-        signature=(
-            "(self, mixed_precision=None, cpu=False, dynamo_plugin=None, "
-            "deepspeed_plugin=None, fsdp_plugin=None, "
-            "torch_tp_plugin=None, megatron_lm_plugin=None, parallelism_config=None, "
-            "_from_accelerator=False, **kwargs)"
-        ),
         wrapper="hf_zero.integrations.accelerate.state:shard_on_cpu",
         versions=ACCELERATE,
         why="cpu=True and ACCELERATE_USE_CPU drop DEEPSPEED in silence; plain `python` has no "
@@ -72,7 +60,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.utils.deepspeed:HfDeepSpeedConfig.__init__",
-        signature="(self, config_file_or_dict)",
         wrapper="hf_zero.integrations.accelerate.plugin:read_strictly",
         versions=ACCELERATE,
         why="a path that does not exist ends in an error about base64; presets are not known, and "
@@ -80,7 +67,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.utils.dataclasses:DeepSpeedPlugin.__post_init__",
-        signature="(self)",
         wrapper="hf_zero.integrations.accelerate.plugin:add_written_keys",
         versions=ACCELERATE,
         why="a plugin made from a file without deepspeed_config_file knows eight keys; kernels and "
@@ -88,7 +74,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.utils.dataclasses:DeepSpeedPlugin.fill_match",
-        signature="(self, ds_key_long, mismatches=None, must_match=True, **kwargs)",
         wrapper="hf_zero.integrations.accelerate.plugin:leave_own_autos",
         versions=ACCELERATE,
         why="takes every auto for a hole and raises where nothing fills it; "
@@ -96,7 +81,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.utils.dataclasses:DeepSpeedPlugin.zero3_init_context_manager",
-        signature="(self, enable=False)",
         wrapper="hf_zero.integrations.accelerate.plugin:leave_models_whole",
         versions=ACCELERATE,
         why="its enable=False leaves the ZeRO-3 configuration alive in transformers, and frozen "
@@ -104,7 +88,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.accelerator:map_pytorch_optim_to_deepspeed",
-        signature="(optimizer)",
         wrapper="hf_zero.integrations.accelerate.accelerator:keep_the_optimizer",
         versions=ACCELERATE,
         why="under offload every optimizer that is not Adagrad or Lion becomes Adam, "
@@ -112,7 +95,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.accelerator:Accelerator._prepare_deepspeed",
-        signature="(self, *args)",
         wrapper="hf_zero.integrations.accelerate.accelerator:prepare_engines",
         versions=ACCELERATE,
         why="TRL handles names of engines at stage 3; of several models that train, one "
@@ -120,7 +102,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.accelerator:Accelerator.prepare_data_loader",
-        signature="(self, data_loader, device_placement=None, slice_fn_for_dispatch=None)",
         wrapper="hf_zero.integrations.accelerate.loaders:draw_by_difficulty",
         versions=ACCELERATE,
         why="the one place that the loaders of scripts and of the Trainer come through, which "
@@ -128,19 +109,14 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.accelerator:prepare_data_loader",
-        signature="(dataloader, device=None, num_processes=None, process_index=None, "
-        "split_batches=False, put_on_device=False, rng_types=None, dispatch_batches=None, "
-        "even_batches=True, slice_fn_for_dispatch=None, use_seedable_sampler=False, "
-        "data_seed=None, non_blocking=False, use_stateful_dataloader=False, "
-        "torch_device_mesh=None)",
         wrapper="hf_zero.integrations.accelerate.loaders:share_out",
+        uses=("num_processes", "process_index", "torch_device_mesh", "use_seedable_sampler"),
         versions=ACCELERATE,
         why="a loader that dispatches gives all tensor-parallel groups the same batches, and once "
         "some were skipped each rank others",
     ),
     Seam(
         target="accelerate.data_loader:DataLoaderAdapter.adjust_state_dict_for_prefetch",
-        signature="(self)",
         wrapper="hf_zero.integrations.accelerate.loaders:rewind_what_was_fetched",
         versions=ACCELERATE,
         why="takes back one batch a process from the state of a loader that dispatches, which has "
@@ -148,7 +124,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.data_loader:skip_first_batches",
-        signature="(dataloader, num_batches=0)",
         wrapper="hf_zero.integrations.accelerate.loaders:skip_what_was_trained",
         versions=ACCELERATE,
         why="counts from the beginning of an epoch, and a loader that draws by difficulty begins "
@@ -156,7 +131,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.accelerator:Accelerator.clip_grad_norm_",
-        signature="(self, parameters, max_norm, norm_type=2)",
         wrapper="hf_zero.integrations.accelerate.multiple_models:clip_by_the_engine",
         versions=ACCELERATE,
         why="drops max_norm in silence, knows the norm of one engine alone, and reads "
@@ -164,7 +138,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.accelerator:Accelerator.prepare_optimizer",
-        signature="(self, optimizer, device_placement=None)",
         wrapper="hf_zero.integrations.accelerate.accelerator:refuse_optimizer_apart",
         versions=ACCELERATE,
         why="under DEEPSPEED it and prepare_model leave each rank with a model of its own, which "
@@ -172,28 +145,24 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.accelerator:Accelerator.log",
-        signature="(*args, **kwargs)",
         wrapper="hf_zero.integrations.accelerate.accelerator:add_figures",
         versions=ACCELERATE,
         why="trackers get what the script logs, and the engine's figures beside it",
     ),
     Seam(
         target="accelerate.accelerator:Accelerator._do_sync",
-        signature="(self)",
         wrapper="hf_zero.integrations.accelerate.accelerator:follow_the_phases",
         versions=ACCELERATE,
         why="windows of `accumulate` have one size, which training_phases change",
     ),
     Seam(
         target="accelerate.accelerator:Accelerator.no_sync",
-        signature="(self, model)",
         wrapper="hf_zero.integrations.accelerate.multiple_models:add_up_in_no_sync",
         versions=ACCELERATE,
         why="does nothing for engines of stages 2 and 3, whose backward inside would be a step",
     ),
     Seam(
         target="accelerate.accelerator:Accelerator.gather_for_metrics",
-        signature="(self, input_data, use_gather_object=False)",
         wrapper="hf_zero.integrations.accelerate.loaders:count_samples_once",
         versions=ACCELERATE,
         why="gathers what tensor-parallel ranks have of the same samples from each of them, and "
@@ -201,7 +170,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.scheduler:AcceleratedScheduler.step",
-        signature="(self, *args, **kwargs)",
         wrapper="hf_zero.integrations.accelerate.loaders:count_batches_once",
         versions=ACCELERATE,
         why="steps as many times as there are processes, as if each had a batch of its own: a "
@@ -209,7 +177,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.accelerator:Accelerator.get_state_dict",
-        signature="(self, model, unwrap=True)",
         wrapper="hf_zero.integrations.accelerate.accelerator:empty_elsewhere",
         versions=ACCELERATE,
         why="rank 0 alone gets the weights; None on the others makes save_pretrained gather "
@@ -217,7 +184,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.accelerator:Accelerator.save_state",
-        signature="(self, output_dir=None, safe_serialization=True, **save_model_func_kwargs)",
         wrapper="hf_zero.integrations.accelerate.checkpoints:keep_until_saved",
         versions=ACCELERATE,
         why="total_limit removes the oldest states before the new one is written: with 1 there is "
@@ -225,7 +191,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.accelerator:Accelerator.load_state",
-        signature="(self, input_dir=None, load_kwargs=None, **load_model_func_kwargs)",
         wrapper="hf_zero.integrations.accelerate.checkpoints:resume_from_whole",
         versions=ACCELERATE,
         why="loads the state with the highest number, torn or not",
@@ -233,7 +198,6 @@ SEAMS: tuple[Seam, ...] = (
     *(
         Seam(
             target=f"accelerate.data_loader:{name}",
-            signature="(self)",
             wrapper="hf_zero.integrations.accelerate.memory_saves:save_between_batches",
             versions=ACCELERATE,
             why="the body of the script's loop has ended, and with it the step: the one place "
@@ -243,7 +207,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="accelerate.data_loader:send_to_device",
-        signature="(tensor, device, non_blocking=False, skip_keys=None)",
         wrapper="hf_zero.integrations.transformers.attention_masks:note_padding",
         versions=ACCELERATE,
         why="the last place where an attention mask can be read without waiting for the device",

@@ -11,78 +11,67 @@ SEAMS: tuple[Seam, ...] = (
     *(
         Seam(
             f"{package}.{target}",
-            signature,
             f"hf_zero.integrations.lightning.wrappers:{wrapper}",
             LIGHTNING,
             why,
         )
         for package in PACKAGES
-        for target, signature, wrapper, why in (
+        for target, wrapper, why in (
             (
                 "strategies.deepspeed:DeepSpeedStrategy.register_strategies",
-                "(cls, strategy_registry)",
                 "register_stages",
                 "Trainer(strategy='zero_stage_3') is found without an import; the registry asks "
                 "each class of Lightning for its names",
             ),
             (
                 "strategies.deepspeed:DeepSpeedStrategy.init_deepspeed",
-                "(self)",
                 "go_on_with_an_engine",
                 "the model of an engine is given to initialize again (test after fit, fit after "
                 "validate), its hooks removed; windows cross epochs",
             ),
             (
                 "strategies.ddp:DDPStrategy.teardown",
-                "(self)",
                 "keep_engines_in_place",
                 "moves the module and the optimizer's state to the CPU, out of an engine that a "
                 "later save still needs",
             ),
             (
                 "strategies.strategy:Strategy.lightning_module_state_dict",
-                "(self)",
                 "leave_weights_in_shards",
                 "makes the model whole on every rank for each checkpoint, and "
                 "DeepSpeedStrategy then drops it",
             ),
             (
                 "strategies.strategy:Strategy.remove_checkpoint",
-                "(self, filepath)",
                 "remove_once_replaced",
                 "removes the last whole checkpoint while the new one is still being written; a "
                 "removal that is cut off leaves half a folder",
             ),
             (
                 "strategies.strategy:Strategy.on_train_end",
-                "(self)",
                 "end_with_whole_ones",
                 "a fit returns, and its best_model_path is read, while the last checkpoint "
                 "is still being written",
             ),
             (
                 "callbacks.model_checkpoint:ModelCheckpoint._find_last_checkpoints",
-                "(self, trainer)",
                 "find_whole_ones",
                 "ckpt_path='last' takes the newest folder called last, torn or not",
             ),
             (
                 "trainer.connectors.checkpoint_connector:_CheckpointConnector._parse_ckpt_path",
-                "(self, state_fn, ckpt_path, model_provided, model_connected)",
                 "refuse_torn_ones",
                 "a torn folder is met when the model has been made, by an error that knows no "
                 "other checkpoint of the run",
             ),
             (
                 "trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start",
-                "(self, checkpoint_path=None, weights_only=None)",
                 "resume_from_memory",
                 "the path of the last checkpoint is chosen before there is an engine, and there "
                 "is none where only the memory of the hosts has one",
             ),
             (
                 "trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers",
-                "(self)",
                 "save_after_a_step",
                 "its handler of SIGTERM broadcasts, and that of a SLURM job saves, inside of "
                 "whatever collective is under way: ranks wait for each other without end",
@@ -90,7 +79,6 @@ SEAMS: tuple[Seam, ...] = (
             (
                 "trainer.connectors.accelerator_connector:"
                 "_AcceleratorConnector._check_and_init_precision",
-                "(self)",
                 "choose_precision",
                 "knows the precision of its own strategies only, and turns fp16 on a CPU into bf16",
             ),

@@ -9,7 +9,6 @@ PEFT = ">=0.21,<0.22"
 SEAMS: tuple[Seam, ...] = (
     Seam(
         target="peft.tuners.trainable_tokens.layer:TrainableTokensLayer._collect_token_weights",
-        signature="(self, weight, rows, embed_dim)",
         wrapper="hf_zero.integrations.peft.adapters:read_token_rows",
         versions=PEFT,
         why="asks torch for the current CUDA device under ZeRO-3, and sends "
@@ -17,8 +16,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="peft.utils.save_and_load:get_peft_model_state_dict",
-        signature="(model, state_dict=None, adapter_name='default', unwrap_compiled=False, "
-        "save_embedding_layers='auto')",
         wrapper="hf_zero.integrations.peft.adapters:read_state_dict",
         versions=PEFT,
         why="rank 0 saves alone, and would gather modules that are saved whole and prompt "
@@ -26,11 +23,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="peft.peft_model:PeftModel.save_pretrained",
-        signature=(
-            "(self, save_directory, safe_serialization=True, selected_adapters=None, "
-            "save_embedding_layers='auto', is_main_process=True, "
-            "path_initial_model_for_weight_conversion=None, **kwargs)"
-        ),
         wrapper="hf_zero.integrations.peft.adapters:leave_files_to_rank_0",
         versions=PEFT,
         why="ranks without the weights would write an empty adapter over that of rank 0",

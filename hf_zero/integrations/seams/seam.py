@@ -1,4 +1,4 @@
-"""Row of the table of seams, and the notation of its signatures."""
+"""Row of the table of seams, and the comparison of a wrapper with the installed symbol."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import inspect
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+OPEN = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 @dataclass(frozen=True)
@@ -16,15 +18,15 @@ class Seam:
     """``module:attribute``, the attribute possibly dotted:
     ``accelerate.state:PartialState._prepare_backend``.
     """
-    signature: str
-    """Parameters as ``describe`` writes them: names, kinds and defaults, no annotations."""
     wrapper: str
-    """``module:function`` that takes the original and returns the replacement."""
-    versions: str
-    """Releases of the target's package that the seam was read against, as a requirement
-    specifier.
+    """``module:function`` that takes the original and returns the replacement. Raises ConfigError
+    if the original does not behave as the replacement needs.
     """
+    versions: str
+    """Releases of the target's package that the tests have run with, as a requirement specifier."""
     why: str
+    uses: tuple[str, ...] = ()
+    """Parameters that the replacement looks up by name in ``*args, **kwargs``."""
 
     @property
     def module(self) -> str:
@@ -43,6 +45,27 @@ class Seam:
         for part in path:
             holder = getattr(holder, part)
         return holder, name, inspect.getattr_static(holder, name)
+
+    def fits(self, replacement: Any, original: Any) -> bool:
+        """Return whether ``replacement`` takes each call that ``original`` takes, with the same
+        defaults. A side with ``*args, **kwargs`` takes whatever it does not name.
+        """
+        ours, theirs = (_parameters(each) for each in (replacement, original))
+        if {kind for _, kind, _ in theirs} >= OPEN:
+            return True
+        if {kind for _, kind, _ in ours} >= OPEN:
+            ours = [each for each in ours if each[1] not in OPEN]
+            theirs, rest = theirs[: len(ours)], theirs[len(ours) :]
+            return theirs == ours and {*self.uses} <= {name for name, _, _ in rest}
+        return theirs == ours
+
+
+def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    """Return the name, kind and default of each parameter; ``*`` and ``**`` have no name."""
+    return [
+        ("" if each.kind in OPEN else each.name, each.kind, each.default)
+        for each in inspect.signature(function).parameters.values()
+    ]
 
 
 def describe(function: Any) -> str:

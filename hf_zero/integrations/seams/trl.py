@@ -9,7 +9,6 @@ TRL = ">=1.16,<1.17"
 SEAMS: tuple[Seam, ...] = (
     Seam(
         target="trl.generation.vllm_generation:VLLMGeneration._iter_named_params",
-        signature="(self)",
         wrapper="hf_zero.integrations.trl.rollout_weights:iter_in_buckets",
         versions=TRL,
         why="gathers a unit for each of its parameters, and the whole model to merge adapters",
@@ -17,7 +16,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="trl.experimental.online_dpo.online_dpo_trainer:"
         "OnlineDPOTrainer._move_model_to_vllm_inner",
-        signature="(self)",
         wrapper="hf_zero.integrations.trl.rollout_weights:move_in_buckets",
         versions=TRL,
         why="gathers a unit for each of its parameters, and sends each by itself",

@@ -9,11 +9,14 @@ used in the forward.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.parallel.sequence.attention import note_positions
 
@@ -43,32 +46,51 @@ def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``transformers.masking_utils._preprocess_mask_arguments``: a mask known to mask nothing
     becomes None. Records whether positions were given.
     """
+    names = list(inspect.signature(original).parameters)
+    early, mask_at, length_at = _places_in_result(original)
 
-    def _preprocess_mask_arguments(
-        config: Any, inputs_embeds: Any, attention_mask: Any, past_key_values: Any,
-        position_ids: Any, layer_idx: Any,
-        encoder_hidden_states: Any = None,
-    ) -> Any:  # fmt: skip
-        pads = known_padding(attention_mask)
-        note_positions(position_ids is not None)
-        early, mask, packed, q_length, kv_length, q_offset, kv_offset = original(
-            config,
-            inputs_embeds,
-            attention_mask,
-            past_key_values,
-            position_ids,
-            layer_idx,
-            encoder_hidden_states,
-        )
-        if pads is not None and not early and mask is not None:
-            if pads:
-                _note(mask, pads)  # the original has made a copy in another dtype
-            elif mask.shape[-1] == kv_length:
-                # otherwise it also marks the filled part of a static cache
-                mask = None
-        return early, mask, packed, q_length, kv_length, q_offset, kv_offset
+    def _preprocess_mask_arguments(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args)), **kwargs}
+        pads = known_padding(given["attention_mask"])
+        note_positions(given.get("position_ids") is not None)
+        result = original(*args, **kwargs)
+        if pads is None or result[early] or result[mask_at] is None:
+            return result
+        mask = result[mask_at]
+        if pads:
+            _note(mask, pads)  # the original has made a copy in another dtype
+        elif mask.shape[-1] == result[length_at]:
+            # otherwise it also marks the filled part of a static cache
+            return tuple(None if at == mask_at else each for at, each in enumerate(result))
+        return result
 
     return _preprocess_mask_arguments
+
+
+def _places_in_result(original: Callable[..., Any]) -> tuple[int, int, int]:
+    """Return the places, in the result of ``_preprocess_mask_arguments``, of the flag that the mask
+    is final, of the mask, and of the number of keys, found by a call with two queries and three
+    keys. Raises ConfigError if it does not have one of each.
+    """
+    shown = {
+        "config": SimpleNamespace(_attn_implementation="sdpa"),
+        "inputs_embeds": torch.zeros(1, 2, 1, device="cpu"),
+        "attention_mask": torch.ones(1, 3, dtype=torch.long, device="cpu"),
+    }
+    parameters = inspect.signature(original).parameters.values()
+    try:
+        result = original(**{
+            each.name: shown.get(each.name)
+            for each in parameters
+            if each.name in shown or each.default is each.empty
+        })  # fmt: skip
+        flags = [at for at, each in enumerate(result) if each is False]
+        masks = [at for at, each in enumerate(result) if getattr(each, "shape", ()) == (1, 3)]
+        lengths = [at for at, each in enumerate(result) if type(each) is int and each == 3]
+        (early,), (mask,), (length,) = flags, masks, lengths
+    except Exception as error:
+        raise ConfigError(f"returns something else for a mask of three keys ({error})") from error
+    return early, mask, length
 
 
 def keep_causal_mask(original: Callable[..., bool]) -> Callable[..., bool]:

@@ -12,6 +12,7 @@ keeps those of its own.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +41,9 @@ from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout import sharding
 from hf_zero.zero.layout.parameter import ZeroParamStatus
 from hf_zero.zero.layout.sharding import sharding_of
+from hf_zero.zero.layout.tree import is_cache
 
 ATTRIBUTE = "_hf_zero_tensor_part"
-
-_NAME = "past_key_values"
 
 
 @dataclass
@@ -311,17 +311,23 @@ class EnteringCaches:
         model.register_forward_hook(Attached(self._after), with_kwargs=True)
 
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        _check(kwargs.get(_NAME))
-        for cache in _parts(kwargs.get(_NAME)):
-            if cache not in self._own:
-                for place, layer in enumerate(cache.layers):
-                    self._cut(model, place, layer)
-                self._own.add(cache)
+        for name, given in (*enumerate(args), *kwargs.items()):
+            if not is_cache(given):
+                continue
+            _check(name, given)
+            for cache in _parts(given):
+                if cache not in self._own:
+                    for place, layer in enumerate(cache.layers):
+                        self._cut(model, f"layer {place} of {name}", place, layer)
+                    self._own.add(cache)
 
     def _after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._own.update(_parts(getattr(output, _NAME, None)))
+        returned = output.values() if isinstance(output, Mapping) else output
+        for each in returned if isinstance(returned, Iterable) else ():
+            if not isinstance(each, torch.Tensor) and is_cache(each):
+                self._own.update(_parts(each))
 
-    def _cut(self, model: Any, place: int, layer: Any) -> None:
+    def _cut(self, model: Any, name: str, place: int, layer: Any) -> None:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not isinstance(keys, torch.Tensor) or keys.dim() != 4:
             return
@@ -336,16 +342,16 @@ class EnteringCaches:
             return  # a copy of a cache that holds this rank's heads
         if latent or not kinds or heads != whole or (whole % size and size % whole):
             raise ConfigError(
-                f"layer {place} of {_NAME} has {heads} heads, and {TENSOR_SIZE} = {size} cannot "
+                f"{name} has {heads} heads, and {TENSOR_SIZE} = {size} cannot "
                 f"share them out as {type(model).__name__} does its {whole} heads of keys and "
                 "values; adapt the model by LoRA or by prompts among its inputs in place of "
                 f"prefix tuning, or set {TENSOR_SIZE} to 1"
             )
-        layer.keys, layer.values = (self._own_heads(each, place) for each in (keys, values))
+        layer.keys, layer.values = (self._own_heads(each, name) for each in (keys, values))
 
-    def _own_heads(self, x: torch.Tensor, place: int) -> torch.Tensor:
+    def _own_heads(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Return this rank's heads of ``x`` [B, H, S, D]; the gradient of ``x`` is whole."""
-        axis, name, heads = self._axis, f"{_NAME}.{place}", x.shape[1]
+        axis, heads = self._axis, x.shape[1]
         if heads % axis.size == 0:
             return split(x.movedim(1, -1), axis, name).movedim(-1, 1)
         return copy_to(x, axis, name).narrow(1, axis.rank * heads // axis.size, 1)
@@ -358,11 +364,11 @@ def _parts(given: Any) -> list[Any]:
     return [each for each in parts if isinstance(getattr(each, "layers", None), list)]
 
 
-def _check(given: Any) -> None:
-    """Raise ConfigError for an object that is not a cache of transformers."""
-    if given and not _parts(given):
+def _check(name: object, given: Any) -> None:
+    """Raise ConfigError for keys and values that are not in a cache of transformers."""
+    if (isinstance(given, tuple) or hasattr(given, "get_seq_length")) and not _parts(given):
         raise ConfigError(
-            f"{_NAME} is a {type(given).__name__}, of which tensor-parallel ranks cannot take "
+            f"{name} is a {type(given).__name__}, of which tensor-parallel ranks cannot take "
             "their heads; pass a Cache of transformers, as DynamicCache"
         )
 

@@ -4,7 +4,9 @@ numbers are the same.
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from accelerate.utils import DeepSpeedPlugin
 from torch.utils.data import DataLoader
 from transformers import masking_utils
 
+from hf_zero.errors import ConfigError
 from hf_zero.integrations.transformers import attention_masks
 from hf_zero.integrations.transformers.training_arguments import TrainingArguments
 from tests.helpers import trainers
@@ -24,6 +27,10 @@ from tests.helpers.models import ARCHITECTURES, LENGTH, VOCAB
 from tests.helpers.plain_process import forget
 
 ROWS = 4
+
+
+def _causal(cache: Any, config: Any, embeds: torch.Tensor, mask: torch.Tensor) -> Any:
+    return masking_utils.create_causal_mask(config, embeds, mask, cache)
 
 
 def rows(padded: bool, count: int = 3 * ROWS) -> list[dict[str, torch.Tensor]]:
@@ -73,7 +80,7 @@ def test_masks_are_those_of_transformers(case: tuple[str, str, bool]) -> None:
     mask = torch.stack([row["attention_mask"] for row in rows(padded)])
     make: Any = masking_utils.create_bidirectional_mask
     if architecture == "llama":
-        make = partial(masking_utils.create_causal_mask, past_key_values=None)
+        make = partial(_causal, None)
     embeds = torch.zeros(*mask.shape, config.hidden_size)
     expected = make(config, embeds, mask.clone())
     attention_masks._note(mask, padded)
@@ -98,6 +105,24 @@ def test_values_that_change_and_masks_shorter_than_the_cache() -> None:
     assert attention_masks.known_padding(mask) is None
     config = ARCHITECTURES["bert"].build().config
     assert masking_utils.create_bidirectional_mask(config, embeds, mask) is not None
+
+
+def test_an_original_that_answers_otherwise_is_refused() -> None:
+    """The places in its result are found by a call, whatever its parameters are called."""
+    plain: Any = inspect.unwrap(masking_utils._preprocess_mask_arguments)
+
+    def turned(store, config, inputs_embeds, attention_mask, position_ids=None):
+        return plain(config, inputs_embeds, attention_mask, store, position_ids, 0)[::-1]
+
+    mask = torch.ones(2, 5, dtype=torch.long)
+    attention_masks._note(mask, False)
+    config = SimpleNamespace(_attn_implementation="sdpa")
+    embeds = torch.zeros(2, 5, 4)
+    result = attention_masks.drop_whole_masks(turned)(None, config, embeds, attention_mask=mask)
+    assert result == (0, 0, 5, 5, None, None, False)
+    for other in (lambda *given, **named: turned(*given, **named)[:3], lambda config: None):
+        with pytest.raises(ConfigError, match="something else for a mask of three keys"):
+            attention_masks.drop_whole_masks(other)
 
 
 def test_batches_of_any_kind_pass() -> None:
