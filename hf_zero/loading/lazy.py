@@ -71,6 +71,17 @@ class LazyTensor(torch.Tensor):
         """Read the values now and return a plain CPU tensor."""
         return self.expression.whole()
 
+    # Code outside of torch asks for memory: the whole values are read now.
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self.read_whole().numpy(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.read_whole().tolist()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.read_whole().__dlpack__(**kwargs)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -265,6 +276,8 @@ def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _computed_now(func, args, kwargs)  # each read would draw other numbers
     if any(map(is_filled, tree_flatten((args, kwargs))[0])):
         if func is aten.constant_pad_nd.default and not any(args[1]):
             return LazyTensor(_copied(args[0].expression))

@@ -367,6 +367,42 @@ def files_that_are_damaged(rank: int, folder: Path) -> None:
     refused(OSError, "no such folder")
 
 
+def conversions_that_a_user_registers(rank: int, folder: Path) -> None:
+    """Any operation, on whole values where it asks for memory, or a refusal by its name."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    from hf_zero.errors import ConfigError
+
+    class Halved(ConversionOps):
+        def convert(self, input_dict: Any, target_patterns: Any = (), **unused: Any) -> Any:
+            ((tensor,),) = input_dict.values()
+            return {target_patterns[0]: torch.from_numpy(tensor.numpy() / 2)}
+
+    class Doubled(ConversionOps):
+        def convert(self, input_dict: Any, target_patterns: Any = (), **unused: Any) -> Any:
+            ((tensor,),) = input_dict.values()
+            return {target_patterns[0]: tensor.mul_(2)}
+
+    def register(*operations: Any) -> None:
+        name = "mlp.up_proj.weight"
+        rows = [WeightConverter(name, name, [each]) for each in operations]
+        conversion_mapping.register_checkpoint_conversion_mapping(
+            "LlamaForCausalLM", rows, overwrite=True
+        )
+
+    try:
+        register(Halved())
+        assert_loads_as(held("llama", folder), plain("llama", folder))
+        register(Doubled())
+        plain("llama", folder)
+        with pytest.raises(ConfigError, match=r"up_proj.weight cannot .* writes into .* Doubled"):
+            held("llama", folder)
+    finally:
+        register()
+    assert open_files() == []
+
+
 def open_files() -> list[str]:
     links = (Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
     targets = (os.readlink(link) for link in links if link.is_symlink())
@@ -494,6 +530,7 @@ CASES: dict[str, Callable[[int, Path], None]] = {
         stages_and_devices,
         weights_that_nothing_initialises,
         files_that_are_damaged,
+        conversions_that_a_user_registers,
         freezing_before_initialize,
         adapters,
         saving,

@@ -211,7 +211,17 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(model, state_dict, checkpoint_files, load_config, expected_keys)
         assert loading is not None
         loading.opened.add(checkpoint_files)
-        return original(model, loading.opened.tensors, checkpoint_files, load_config, expected_keys)
+        found = original(
+            model, loading.opened.tensors, checkpoint_files, load_config, expected_keys
+        )
+        errors = found[0].conversion_errors
+        if errors:
+            name, said = next(iter(errors.items()))
+            raise ConfigError(
+                f"the checkpoint's weights for {name} cannot be converted in shards: "
+                f"{' '.join(said.splitlines()[-2:])}"
+            )
+        return found
 
     return _load_pretrained_model
 
