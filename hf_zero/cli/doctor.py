@@ -94,7 +94,7 @@ def smoke(
 def examine() -> list[Finding]:
     return [
         finding
-        for part in (_versions, _variables, _devices, _slot, _kernels)
+        for part in (_versions, _libraries, _variables, _devices, _slot, _kernels)
         for finding in _whole(part)
     ]
 
@@ -186,6 +186,18 @@ def _versions() -> Iterator[Finding]:
                 "broken",
                 f"{found}, but hf-zero needs {requirement.specifier}; pip install '{requirement}'",
             )
+
+
+def _libraries() -> Iterator[Finding]:
+    from hf_zero.integrations.probes import examine_libraries
+
+    for each in examine_libraries():
+        for probe, reason in each.failed:
+            said = f"{each.release} ({each.standing}): {probe.part} is off: {reason}"
+            yield Finding("libraries", each.library, "off", said)
+        if not each.failed:
+            held = "" if each.standing == "tested" else ", but all probes hold"
+            yield Finding("libraries", each.library, "ok", f"{each.release}: {each.standing}{held}")
 
 
 def _variables() -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from hf_zero.cli import doctor
 from hf_zero.cli.app import app
+from hf_zero.integrations import probes
 from hf_zero.ops import dispatch, native
 from tests.helpers.accelerators import play_accelerator
 
@@ -65,6 +66,33 @@ def test_the_command_for_people_goes_on_where_a_part_cannot_be_looked_at(
     assert "ended early: RuntimeError: the driver is gone" in found.stdout
     # before it, and of other parts
     assert "entry point" in found.stdout and "C++ compiler" in found.stdout
+
+
+def test_a_library_is_tested_or_newer_or_a_part_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks() -> None:
+        raise AttributeError("the cache is gone")
+
+    def release(name: str) -> str:
+        if name == "peft":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return {"torch": "2.13.0+cpu", "trl": "0.9"}.get(name, "7.1.dev0")
+
+    monkeypatch.setattr(importlib.metadata, "version", release)
+    tested = dict.fromkeys(("torch", "transformers", "accelerate", "trl", "peft"), ">=2.11,<2.14")
+    monkeypatch.setattr(probes, "TESTED", tested)
+    rows = (("transformers", "slow masks", lambda: None), ("accelerate", "the slot", breaks))
+    monkeypatch.setattr(probes, "PROBES", tuple(probes.Probe(*row) for row in rows))
+    found = named(doctor._libraries)
+    outside = "than tested (<2.14,>=2.11)"
+    assert {name: (each.status, each.detail) for name, each in found.items()} == {
+        "torch": ("ok", "2.13.0+cpu: tested"),
+        "transformers": ("ok", f"7.1.dev0: newer {outside}, but all probes hold"),
+        "accelerate": (
+            "off",
+            f"7.1.dev0 (newer {outside}): the slot is off: AttributeError: the cache is gone",
+        ),
+        "trl": ("ok", f"0.9: older {outside}, but all probes hold"),
+    }
 
 
 def test_both_folders_are_named_where_another_package_is_installed(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ STACK = [f"hf_zero.{name}" for name in ORDER.split()]
 # out of its own folder.
 LIBRARIES = (
     "seams checkpoint_folders memory_checkpoints signal_saves engine_teardown deepspeed.facade "
-    "finder datasets fused deepspeed accelerate peft transformers lightning pytorch_lightning trl"
+    "finder datasets fused deepspeed accelerate peft transformers lightning pytorch_lightning trl "
+    "probes"
 )
 INTEGRATIONS = [
     f"hf_zero.{name}" if name.startswith("deepspeed") else f"hf_zero.integrations.{name}"
@@ -57,6 +58,7 @@ OTHER_LIBRARIES = {
     "fused": {"transformers"},
     "deepspeed": {"transformers"},
     "transformers": {"accelerate"},
+    "probes": {"transformers"},
 }
 # Libraries of torch that have their own groups and collectives, or need none, and the modules that
 # meet them. All else of torch.distributed is met in hf_zero.distributed.

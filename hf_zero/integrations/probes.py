@@ -1,0 +1,169 @@
+"""Probes of the installed libraries: small runs of what hf-zero relies on, for ``hf-zero doctor``.
+
+A probe is a function that returns, or raises with the reason. All of them take seconds. A part that
+needs a new one adds a row to ``PROBES``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from hf_zero.errors import VerificationError
+from hf_zero.integrations import finder, seams
+from hf_zero.integrations.seams.accelerate import ACCELERATE
+from hf_zero.integrations.seams.lightning import LIGHTNING
+from hf_zero.integrations.seams.peft import PEFT
+from hf_zero.integrations.seams.transformers import TRANSFORMERS
+from hf_zero.integrations.seams.trl import TRL
+from hf_zero.loading import LazyTensor, make_pending
+from hf_zero.loading.expressions import InMemory
+from hf_zero.loading.lazy import read_pending
+from hf_zero.techniques.blocks import first_of, hidden_state, layers_of
+from hf_zero.techniques.token_cut import TokenCut
+
+TESTED = {
+    "torch": ">=2.11,<2.14",
+    "transformers": TRANSFORMERS,
+    "accelerate": ACCELERATE,
+    "trl": TRL,
+    "peft": PEFT,
+    "lightning": LIGHTNING,
+    "pytorch_lightning": LIGHTNING,
+}
+"""Releases that the tests have run with, by library."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One probe; ``part`` is switched off, or fails, where ``run`` raises."""
+
+    library: str
+    part: str
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The result of all probes of an installed library."""
+
+    library: str
+    release: str
+    failed: tuple[tuple[Probe, str], ...]  # with the reason
+
+    @property
+    def standing(self) -> str:
+        """The relation of the release to those of the tests."""
+        tested = SpecifierSet(TESTED[self.library])
+        release = Version(self.release).base_version
+        if tested.contains(release):
+            return "tested"
+        newer = Version(release) > min(Version(each.version) for each in tested)
+        return f"{'newer' if newer else 'older'} than tested ({tested})"
+
+
+def examine_libraries() -> Iterator[Examination]:
+    """Run the probes of each installed library of ``TESTED``."""
+    finder.install_hooks()
+    for library in TESTED:
+        try:
+            release = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        failed = []
+        for probe in PROBES:
+            if probe.library != library:
+                continue
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    probe.run()
+            except Exception as error:  # whatever another release raises is a finding
+                failed.append((probe, f"{type(error).__name__}: {error}"))
+        yield Examination(library, release, tuple(failed))
+
+
+def _hold(seam: seams.Seam) -> None:
+    """Raise VerificationError if the symbol of ``seam`` is not wrapped."""
+    seams.apply(importlib.import_module(seam.module))
+    if seam.target in seams.left_out:
+        raise VerificationError(f"{seam.target} {seams.left_out[seam.target]}")
+
+
+def _read_in_parts() -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    lazy = LazyTensor(InMemory(whole))
+    joined = torch.cat([lazy[:2].T, lazy[2:].T], 1).to(torch.float64)
+    if not isinstance(joined, LazyTensor) or not torch.equal(joined.read_whole(), whole.T.double()):
+        raise VerificationError("a tensor that is read later has other values")
+
+
+def _decoder() -> torch.nn.Module:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def _blocks_can_be_cut() -> None:
+    """Cut the second block of a decoder to two of six tokens, by the arguments of its call."""
+    model, tokens, calls = _decoder(), torch.arange(6)[None], []
+    block = layers_of(model, "this probe")[1].block
+    hook = block.register_forward_hook(
+        lambda block, args, kwargs, output: calls.append((args, kwargs, output)), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(input_ids=tokens, use_cache=True)
+        hook.remove()
+        ((args, kwargs, output),) = calls
+        place, state = hidden_state(block, args, kwargs) or (None, torch.empty(0))
+        if state.shape != getattr(first_of(output), "shape", None):
+            raise VerificationError(f"{type(block).__name__} maps no hidden state to another one")
+        kept = torch.tensor([[1, 4]])
+        cut = TokenCut(block, kept, 6, "attention_mask", lambda _, why: VerificationError(why))
+        args, kwargs = cut.arguments(args, kwargs, place, state[:, kept[0]])
+        if first_of(block(*args, **kwargs)).shape != (1, 2, 8):
+            raise VerificationError(f"{type(block).__name__} returns other tokens than it gets")
+
+
+def _checkpoints_load_in_shards() -> None:
+    from transformers.utils import logging
+
+    from hf_zero.integrations.transformers.loading import read_later
+
+    logging.disable_progress_bar()
+    model = _decoder()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)  # type: ignore[operator]
+        with read_later():
+            loaded = type(model).from_pretrained(folder)  # type: ignore[attr-defined]
+            if not any(isinstance(each, LazyTensor) for each in loaded.parameters()):
+                raise VerificationError("the loader read the weights at once")
+            make_pending(loaded)
+            read_pending(loaded)
+    for (name, value), other in zip(model.state_dict().items(), loaded.state_dict().values()):
+        if not torch.equal(value, other):
+            raise VerificationError(f"{name} was loaded with other values")
+
+
+PROBES: tuple[Probe, ...] = (
+    Probe("torch", "loading of checkpoints in shards", _read_in_parts),
+    Probe("transformers", "random_ltd and progressive_layer_drop", _blocks_can_be_cut),
+    Probe("transformers", "from_pretrained in shards", _checkpoints_load_in_shards),
+    *(
+        Probe(seam.package, f"{seam.wrapper} ({seam.why})", partial(_hold, seam))
+        for seam in seams.SEAMS
+    ),
+)

@@ -1,0 +1,55 @@
+"""Probes of the installed libraries: they hold here, and fail where a part does not act."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hf_zero.errors import VerificationError
+from hf_zero.integrations import probes, seams
+from hf_zero.loading import LazyTensor
+from hf_zero.techniques.token_cut import TokenCut
+from tests.helpers.cells import in_one_item, in_turn
+
+
+@in_one_item(probes.PROBES, named=lambda probe: probe.part)
+def test_a_probe_holds_for_the_installed_release(probe: probes.Probe) -> None:
+    probe.run()
+
+
+def test_each_seam_has_one_and_each_library_a_range() -> None:
+    held = [probe for probe in probes.PROBES if getattr(probe.run, "func", None) is probes._hold]
+    assert [probe.run.args[0] for probe in held] == [*seams.SEAMS]  # type: ignore[attr-defined]
+    assert {probe.library for probe in probes.PROBES} == {*probes.TESTED}
+
+
+def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokenCut, "arguments", lambda self, args, kwargs, *_: (args, kwargs))
+
+
+def read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LazyTensor, "__new__", lambda cls, each: torch.zeros(each.shape))
+
+
+def left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(seams.left_out, seams.SEAMS[0].target, "is gone")
+
+
+@in_turn(
+    "broken, number, said",
+    [
+        (read_at_once, 0, "has other values"),
+        (uncut, 1, "returns other tokens than it gets"),
+        (read_at_once, 2, "read the weights at once"),
+        (left, 3, "add_argument is gone"),
+    ],
+)
+def test_a_probe_fails_where_its_part_does_not_act(
+    broken: Callable[[pytest.MonkeyPatch], None], number: int, said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    broken(monkeypatch)
+    with pytest.raises(VerificationError, match=said):
+        probes.PROBES[number].run()
