@@ -170,13 +170,14 @@ def hidden_state(
     """Return the input hidden state of ``block``, the first floating-point tensor in the order of
     its signature, and its index or name among the arguments; None if there is none.
     """
-    names = list(inspect.signature(type(block).forward).parameters) if kwargs else []
-    order = {name: place for place, name in enumerate(names)}
-    given = sorted(kwargs.items(), key=lambda item: order.get(item[0], len(order)))
-    every: list[tuple[int | str, Any]] = [*enumerate(args), *given]
-    for place, value in every:
+    for place, value in enumerate(args):
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return place, value
+    names = inspect.signature(type(block).forward).parameters if kwargs else ()
+    for name in [*(name for name in names if name in kwargs), *kwargs]:
+        value = kwargs[name]
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return name, value
     return None
 
 

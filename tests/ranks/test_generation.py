@@ -8,7 +8,9 @@ from transformers import GenerationConfig
 import hf_zero
 from hf_zero.errors import ReleasedParameterError
 from hf_zero.integrations.transformers import generation
+from hf_zero.zero.gather.schedule import Schedule
 from tests.helpers import tensor_parallel as split
+from tests.helpers.caches import cache_argument
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES
@@ -207,3 +209,21 @@ def test_ranks_of_shared_layers_keep_together_until_the_last_has_ended(shared, s
         engine.destroy()
 
     run_ranks(len(lengths), run)
+
+
+def test_a_forward_with_a_cache_has_an_order_of_gathers_of_its_own(monkeypatch):
+    """Under any name of the argument, and as a whole forward where it is None."""
+    model = built()
+    name, kinds = cache_argument(type(model).forward), []
+    engine = start(model, adamw(model), config_of(3))
+    begin = Schedule.begin
+    monkeypatch.setattr(
+        Schedule, "begin", lambda self, kind, *more, **named: (
+            kinds.append(kind), begin(self, kind, *more, **named)
+        )[1],
+    )  # fmt: skip
+    with torch.no_grad():
+        cache = engine.module(PROMPTS, **{name: None}, use_cache=True)[name]
+        engine.module(PROMPTS[:, :1], **{name: cache})
+    assert [kind[3:] for kind in kinds] == [(), (name,)]
+    engine.destroy()

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import BatchEncoding
+from transformers import BatchEncoding, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_zero.zero.layout.tree import map_tensors, tensors_in
+from hf_zero.zero.layout.tree import is_cache, map_tensors, tensors_in
 from tests.helpers.cells import in_one_item
 
 Pair = namedtuple("Pair", ["a", "b"])
@@ -108,3 +108,17 @@ def test_unknown_objects_are_searched_one_level_and_reported():
     assert unknown == [cache] and map_tensors(cache, plus_ten) is cache
     assert firsts({t(4)}) == [4] and firsts(frozenset([t(5)])) == [5]
     assert firsts(BatchEncoding({"input_ids": t(1), "mask": t(2)})) == [1, 2]
+
+
+@in_one_item([
+    (DynamicCache(), True),
+    (((t(1), t(2)), (t(3), t(4))), True),
+    ((t(1), t(2)), False),
+    ((), False),
+    (None, False),
+    (t(1), False),
+    ({"keys": t(1)}, False),
+])  # fmt: skip
+def test_a_cache_is_known_by_its_role(case):
+    value, expected = case
+    assert is_cache(value) is expected
