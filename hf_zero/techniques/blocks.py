@@ -16,7 +16,6 @@ words in which an engine refuses them without a technique
 from __future__ import annotations
 
 import inspect
-import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -29,7 +28,7 @@ from torch import nn
 from hf_zero.errors import ConfigError
 from hf_zero.zero.gather.model_patches import Attached, outside_graphs
 from hf_zero.zero.layout.unit import RootForward
-from hf_zero.zero.layout.wrap import find_blocks, repeated_blocks
+from hf_zero.zero.layout.wrap import described, find_blocks, repeated_blocks
 
 Call = Callable[..., Any]
 # call(block, run, args, kwargs), instead of run(*args, **kwargs)
@@ -154,14 +153,6 @@ def _new(kind: type[nn.Module], *args: Any) -> nn.Module:
     than the block's.
     """
     return kind.__new__(kind, *args)
-
-
-def described(block: nn.Module) -> str:
-    """Return the class of ``block``, for messages, with the release of the library that has it."""
-    kind = getattr(type(block), "_hf_zero_plain", type(block))
-    library = kind.__module__.partition(".")[0]
-    release = getattr(sys.modules.get(library), "__version__", None)
-    return f"{kind.__name__} of {library} {release}" if release else kind.__name__
 
 
 def hidden_state(

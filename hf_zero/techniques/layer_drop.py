@@ -49,7 +49,6 @@ from hf_zero.techniques.blocks import (
     Call,
     DrawsForBlocks,
     Layer,
-    described,
     first_of,
     hidden_state,
     layers_of,
@@ -58,6 +57,7 @@ from hf_zero.techniques.blocks import (
 from hf_zero.techniques.schedules import Decay
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.unit import RootForward
+from hf_zero.zero.layout.wrap import described
 
 KEY = "progressive_layer_drop"
 

@@ -30,7 +30,6 @@ from hf_zero.techniques.blocks import (
     Call,
     DrawsForBlocks,
     Layer,
-    described,
     first_of,
     hidden_state,
     layers_of,
@@ -41,6 +40,7 @@ from hf_zero.techniques.sequence_length import DECODER_TOKENS, NOT_TEXT, TOKENS
 from hf_zero.techniques.token_cut import TokenCut
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.unit import RootForward
+from hf_zero.zero.layout.wrap import described
 
 BY_ROW = (*TOKENS, *DECODER_TOKENS, *NOT_TEXT)  # model arguments whose first dimension is rows
 

@@ -29,8 +29,9 @@ from tests.helpers import oracle
 from tests.helpers.causal_zoo import tiny
 from tests.helpers.cells import in_one_item
 from tests.helpers.dropout import dropout_by
+from tests.helpers.engines import start
 from tests.helpers.host_syncs import HostSyncs
-from tests.helpers.models import Stack
+from tests.helpers.models import Stack, seeded
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import (
     Ranks,
@@ -45,7 +46,7 @@ from tests.helpers.sequences import (
     qwen3,
     train_on_threads,
 )
-from tests.helpers.training import Plan
+from tests.helpers.training import Plan, plain_sgd
 from tests.parallel.expert_cases import OnSpreadExperts, keys
 
 SP2, SP4, BOTH, TENSOR = Ranks(2), Ranks(4), Ranks(2, 2), Ranks(2, 1, 2)
@@ -394,6 +395,54 @@ def test_what_is_refused():
     config = {"tiled_mlp": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
     with pytest.raises(ConfigError, match="no block of Stack"):
         hf_zero.initialize(model=Stack(), config=config)
+
+
+class GatedMLP(nn.Module):
+    """An MLP with a second argument, and ``hidden`` wherever it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.most = nn.Linear(4, 4), 0
+
+    def forward(self, hidden, gate=None):
+        self.most = max(self.most, hidden.shape[1])
+        return self.layer(hidden) * (1 if gate is None else gate)
+
+
+class Gated(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.layers, self.call = nn.ModuleList(GatedMLP() for _ in range(2)), call
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + self.call(layer, x)
+        return x
+
+
+def test_mlps_are_called_by_keyword_or_with_more_than_tokens():
+    """The latter is refused by the class, and no MLP runs on all tokens in silence."""
+    config = {
+        "tiled_mlp": {"enabled": True, "shards": 3}, "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 0},
+    }  # fmt: skip
+    x = torch.randn(2, 9, 4)
+
+    def run(call, enabled=True):
+        model = seeded(lambda: Gated(call))
+        section = {"tiled_mlp": {**config["tiled_mlp"], "enabled": enabled}}
+        engine = start(model, plain_sgd(model), config | section)
+        out = engine(x)
+        engine.destroy()
+        return out, model.layers[0].most
+
+    by_name = lambda layer, x: layer(hidden=x, gate=None)  # noqa: E731
+    (got, most), (want, _) = run(by_name), run(by_name, enabled=False)
+    torch.testing.assert_close(got, want)
+    assert most == 3
+    for call in (lambda layer, x: layer(x, x), lambda layer, x: layer(x, gate=x)):
+        with pytest.raises(ConfigError, match="tokens of GatedMLP, which is called with 2"):
+            run(call)
 
 
 def test_tokens_of_whole_batches_are_counted_once():

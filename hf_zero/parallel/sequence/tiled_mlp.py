@@ -15,7 +15,7 @@ from hf_zero.config import TiledMlpSection, ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.zero.gather.model_patches import Attached, Override, Stateless
 from hf_zero.zero.layout.declared import text_config_of
-from hf_zero.zero.layout.wrap import repeated_blocks
+from hf_zero.zero.layout.wrap import described, repeated_blocks
 
 KEY = "tiled_mlp"
 
@@ -58,7 +58,7 @@ class TiledMlps(Stateless):
             )
         for module in found:
             plain, before = module.forward, module.__dict__.get("forward")
-            tiled = Override(self._tiled(plain), module, "forward")
+            tiled = Override(self._tiled(module, plain), module, "forward")
             module.__dict__["forward"] = tiled
             self._undo.append((module, tiled, before))
         if self._written is None:
@@ -67,15 +67,26 @@ class TiledMlps(Stateless):
             )
             self._undo.append(hook)
 
-    def _tiled(self, plain: Any) -> Any:
-        def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            shards = min(self._shards, x.shape[-2] if x.dim() > 1 else 1)
-            if shards == 1 or args or kwargs:
-                return plain(x, *args, **kwargs)
+    def _tiled(self, module: nn.Module, plain: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            named = {**dict(enumerate(args)), **kwargs}
+            given = {name: each for name, each in named.items() if each is not None}
+            name, x = next(iter(given.items()), (0, None))
+            tokens = x.shape[-2] if isinstance(x, torch.Tensor) and x.dim() > 1 else 1
+            shards = min(self._shards, tokens)
+            if shards == 1:
+                return plain(*args, **kwargs)
+            if len(given) > 1 or name not in (0, *kwargs):
+                raise ConfigError(
+                    f"{KEY} cannot cut the tokens of {described(module)}, which is called with "
+                    f"{len(given)} arguments of unknown roles; remove the section"
+                )
+            assert isinstance(x, torch.Tensor)
+            run = plain if isinstance(name, int) else lambda part: plain(**{name: part})
             parts = x.chunk(shards, dim=-2)
             if not torch.is_grad_enabled():
-                return torch.cat([plain(part) for part in parts], dim=-2)
-            made = [checkpoint(plain, part, use_reentrant=False) for part in parts]
+                return torch.cat([run(part) for part in parts], dim=-2)
+            made = [checkpoint(run, part, use_reentrant=False) for part in parts]
             return torch.cat(made, dim=-2)
 
         return forward

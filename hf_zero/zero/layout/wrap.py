@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -486,3 +487,11 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 def z3_leaf_module(module: nn.Module) -> bool:
     return bool(getattr(module, WHOLE, False))
+
+
+def described(module: nn.Module) -> str:
+    """Return the class of ``module``, for messages, with the release of the library that has it."""
+    kind = getattr(type(module), "_hf_zero_plain", type(module))
+    library = kind.__module__.partition(".")[0]
+    release = getattr(sys.modules.get(library), "__version__", None)
+    return f"{kind.__name__} of {library} {release}" if release else kind.__name__
