@@ -71,6 +71,19 @@ def options(folder: Path, **changes: Any) -> dict[str, Any]:
     return {**chosen, **changes}
 
 
+class Began(transformers.TrainerCallback):
+    """The step that a training begins with, after what it resumes from."""
+
+    step: int | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.step = state.global_step
+
+
+def began_at(run: transformers.Trainer) -> int | None:
+    return next(each.step for each in run.callback_handler.callbacks if isinstance(each, Began))
+
+
 def trainer(args: Any, architecture: str = "bert", **changes: Any) -> transformers.Trainer:
     data = rows(architecture)
     chosen = {
@@ -79,6 +92,7 @@ def trainer(args: Any, architecture: str = "bert", **changes: Any) -> transforme
         "train_dataset": data,
         "eval_dataset": data[:6],
         **changes,
+        "callbacks": [*(changes.get("callbacks") or ()), Began()],
     }
     return transformers.Trainer(**chosen)
 

@@ -16,7 +16,7 @@ from hf_zero.checkpoint import save_job
 from hf_zero.checkpoint.memory import saving
 from hf_zero.integrations.checkpoint_folders import trainer_folder_error
 from tests.helpers.plain_process import forget
-from tests.helpers.trainers import logged, routed, rows, weights
+from tests.helpers.trainers import began_at, logged, routed, rows, weights
 
 
 class Failing(transformers.TrainerCallback):
@@ -93,7 +93,7 @@ def test_a_run_goes_on_from_memory_by_every_route_and_across_an_epoch(
     train("ours", tmp_path, fails=3)
     train("stock", tmp_path, fails=7, resume=True)
     run = train("callback", tmp_path, resume=True)
-    assert run._initial_global_step == 6
+    assert began_at(run) == 6
     assert run.deepspeed.memory.by_route
     same(run, whole)
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("checkpoint-*"))
@@ -107,7 +107,7 @@ def test_the_newer_of_memory_and_disk_is_taken(tmp_path: Path, whole: Any) -> No
     third = str(folder / "checkpoint-3")
     for begins, resume in ((3, third), (5, True)):
         run = train("ours", tmp_path, fails=begins, resume=resume, **saved)
-        assert run._initial_global_step == begins
+        assert began_at(run) == begins
     for step in (4, 5):
         shutil.move(folder / f"checkpoint-{step}", tmp_path / f"kept-{step}")
     train("ours", tmp_path, fails=4, resume=third)
@@ -121,7 +121,7 @@ def test_the_newer_of_memory_and_disk_is_taken(tmp_path: Path, whole: Any) -> No
     assert names(unpacked) == names(tmp_path / "kept-4") - model
     assert trainer_folder_error(unpacked) == ""
     run = train("ours", tmp_path, resume=third)
-    assert run._initial_global_step == 4
+    assert began_at(run) == 4
     same(run, whole)
 
 
@@ -135,5 +135,5 @@ def test_a_save_on_disk_at_the_same_step_shares_the_copy(
     train("ours", tmp_path, fails=5, async_save=True, **saved)
     shutil.rmtree(tmp_path / "memory")
     run = train("ours", tmp_path, resume=True, async_save=True, **saved)
-    assert run._initial_global_step == 4 and not copied
+    assert began_at(run) == 4 and not copied
     same(run, whole)

@@ -89,11 +89,14 @@ def trainer(args, folder, resume):
             return super().training_step(model, inputs, *rest, **more)
 
     class Between(transformers.TrainerCallback):
+        def on_train_begin(self, arguments, state, control, **others):
+            self.first = state.global_step
+
         def on_step_begin(self, arguments, state, control, **others):
             if folder is not None:
                 begin(args, run.deepspeed, state.global_step)
 
-    saves = folder is not None and saves_on_disk(args)
+    saves, between = folder is not None and saves_on_disk(args), Between()
     run = Seeing(
         model=build(args),
         args=hf_zero.TrainingArguments(
@@ -104,7 +107,7 @@ def trainer(args, folder, resume):
             save_steps=EVERY, report_to="none", disable_tqdm=True,
         ),
         train_dataset=data(),
-        callbacks=[Between()],
+        callbacks=[between],
     )  # fmt: skip
     code = None
     try:
@@ -112,7 +115,7 @@ def trainer(args, folder, resume):
     except SystemExit as ended:  # by a signal; the test wants a report
         code = ended.code
     losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
-    first = run._initial_global_step if resume else 0
+    first = between.first if resume else 0
     found = {"first": first, "rows": run.rows, "losses": losses[first:] if resume else losses}
     return {**found, "code": code, "accumulation": run.args.gradient_accumulation_steps}
 
