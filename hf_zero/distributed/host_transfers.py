@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_zero.distributed.process_group import CPU, group_backend
+from hf_zero.distributed.process_group import CPU, default_store, group_backend
 
 PIECE = 8 << 20  # bytes of one message
 Peer = tuple[int, torch.Tensor]  # a rank, and the tensor sent to it or received from it
@@ -29,7 +29,7 @@ class HostTransfers:
         self._group: Any = None  # torch's stubs lack its methods
         self._closed = False
         if world > 1 and group_backend(CPU) != "fake":
-            store = dist.PrefixStore(f"hf_zero/{name}", dist.distributed_c10d._get_default_store())
+            store = dist.PrefixStore(f"hf_zero/{name}", default_store())
             limit = timedelta(seconds=timeout)
             self._group = dist.ProcessGroupGloo(store, rank, world, timeout=limit)
 

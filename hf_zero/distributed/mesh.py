@@ -38,6 +38,7 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import AXES, ParallelGroups
 from hf_zero.distributed.process_group import (
     abort_together,
+    default_store,
     get_rank,
     get_world_size,
     group_backend,
@@ -246,7 +247,7 @@ class Mesh:
         """Agree with the peers on the making of an engine, and start the heartbeats of this host;
         return the log of the engine's agreements.
         """
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         rank_status = self.watchdog.rank_status
         stage = f" of stage {self.dims.coordinate(self.rank, 'pipeline')}"
         self.name = f"engine {store.add(f'hf_zero/engines/{self.rank}', 1)}"
@@ -355,9 +356,7 @@ class Mesh:
         if self.consensus is None:
             return None
         rank_status = self.watchdog.rank_status
-        store = dist.PrefixStore(
-            f"hf_zero/{self.name}/{topic}", dist.distributed_c10d._get_default_store()
-        )
+        store = dist.PrefixStore(f"hf_zero/{self.name}/{topic}", default_store())
         return StoreMessages(
             store,
             self.rank,

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MeshDim
@@ -17,6 +16,7 @@ from hf_zero.distributed.flat_mesh import DimMaker
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.process_group import (
     default_device,
+    default_store,
     get_rank,
     get_world_size,
     group_backend,
@@ -116,7 +116,7 @@ def init_parallel(
         )
     if not is_initialized():
         return ParallelGroups(dims, device or default_device(), timeout)
-    made = _groups.setdefault(dist.distributed_c10d._get_default_store(), [])
+    made = _groups.setdefault(default_store(), [])
     held = next((each for each in made if each.dims == dims), None)
     if held is None:
         held = ParallelGroups(dims, device or default_device(), timeout, made)
@@ -140,4 +140,4 @@ def groups_along(axis: str, size: int) -> ParallelGroups | None:
 def _made() -> list[ParallelGroups]:
     if not is_initialized():
         return []
-    return _groups.get(dist.distributed_c10d._get_default_store()) or []
+    return _groups.get(default_store()) or []

@@ -42,6 +42,11 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", get_rank()))
 
 
+def default_store() -> dist.Store:
+    """Return the store of the default process group."""
+    return dist.distributed_c10d._get_default_store()  # type: ignore[no-any-return]
+
+
 def destroy_process_group() -> None:
     if is_initialized():
         dist.destroy_process_group()
@@ -130,7 +135,7 @@ def add_host_backend(timeout: timedelta) -> None:
     assert group is not None
     address = os.environ.get("MASTER_ADDR")
     choose_interface(address, get_world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    store = dist.PrefixStore("hf_zero/host", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore("hf_zero/host", default_store())
     gloo = dist.ProcessGroupGloo(store, get_rank(), get_world_size(), timeout=timeout)
     gloo._set_sequence_number_for_group()
     group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)

@@ -33,6 +33,7 @@ from hf_zero.distributed.process_group import (
     backend_serving,
     backends_for,
     default_device,
+    default_store,
     destroy_group,
     get_world_size,
     group_backend,
@@ -302,7 +303,7 @@ _world_groups: weakref.WeakKeyDictionary[Any, WorldGroup] = weakref.WeakKeyDicti
 
 def get_world_group() -> WorldGroup:
     """Return the world group of the current process group, made by the first call (collective)."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     if store not in _world_groups:
         _world_groups[store] = WorldGroup(store)
     return _world_groups[store]

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from hf_zero.device import streams
 from hf_zero.device.spans import NOTHING, span
@@ -497,7 +498,7 @@ class UserWrites:
         """Record that the engine has changed the parameters: autograd then raises for a backward
         through an older graph, as it does for plain parameters.
         """
-        torch._C._increment_version(self._members)
+        increment_version(self._members)
         self.updates += 1
 
     def drop_aliases(self) -> None:
