@@ -20,9 +20,11 @@ TRITON = frozenset({"cuda"})  # kinds supported by kernels/gpu
 
 @functools.cache
 def drives_streams(kind: str) -> bool:
-    """Whether work on this kind of device is ordered by streams and events."""
+    """Whether work on this kind of device is ordered by streams and events, and threads choose
+    among its devices: a release of torch may give a kind, as MPS, the former alone.
+    """
     module = getattr(torch, kind, None)
-    names = ("Stream", "Event", "stream", "current_stream")
+    names = ("Stream", "Event", "stream", "current_stream", "set_device")
     return kind not in IN_HOST_MEMORY and all(hasattr(module, name) for name in names)
 
 

@@ -60,7 +60,9 @@ def test_no_kind_of_accelerator_is_named_outside_the_package() -> None:
 
 
 def test_the_host_has_no_streams_and_torch_says_what_is_here(monkeypatch):
-    for kind in ("cpu", "meta", "mps"):
+    streams_alone = SimpleNamespace(Stream=1, Event=1, stream=1, current_stream=1)
+    monkeypatch.setattr(torch, "streams_alone", streams_alone, raising=False)
+    for kind in ("cpu", "meta", "mps", "streams_alone"):
         assert kinds.is_host(kind)
     host = torch.device("cpu")
     assert streams.shard_stream(host) is None and streams.record_here(host) is None

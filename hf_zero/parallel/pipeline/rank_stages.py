@@ -65,6 +65,9 @@ class Stage:
         # read by schedules for messages to stages other than neighbours, which do not occur
         self.args_recv_info: dict[int, tuple[Any, ...]] = {0: ()}
         self.act_send_info: dict[int, list[Any]] = {}
+        # read by the schedules of torch 2.15 when they connect ranks, which StageMessages does
+        self.p2p_per_edge, self._parent_group = False, None
+        self.stage_index_to_group_rank: dict[int, int] = {}  # schedules of several stages set it
         self._messages = messages
         self._forward = forward
         self._backward = backward
@@ -111,6 +114,14 @@ class Stage:
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Do nothing: the engine reduces and scales gradients."""
+
+    def release_fwd_send_outputs(self, micro_batch: int) -> None:
+        """Do nothing: the backward of the micro-batch releases its outputs."""
+
+    def _clear_unlaunched_fwd_recv(self, micro_batch: int) -> None:
+        """Do nothing: the end of a run clears all that it received."""
+
+    _clear_unlaunched_bwd_recv = _clear_unlaunched_fwd_recv
 
     # ---- messages ----
 
@@ -276,10 +287,13 @@ def make_schedule(
                 f"gradient_accumulation_steps is {micro_batches}, which the interleaved schedule "
                 f"cannot divide among {ranks} ranks of a pipeline; make it a multiple of {ranks}"
             )
-        return ScheduleInterleaved1F1B(own, micro_batches, **options)
-    if name == "gpipe" or micro_batches < stages[0].num_stages:
-        return ScheduleGPipe(own[0], micro_batches, **options)
-    return Schedule1F1B(own[0], micro_batches, **options)
+        schedule: Any = ScheduleInterleaved1F1B(own, micro_batches, **options)
+    elif name == "gpipe" or micro_batches < stages[0].num_stages:
+        schedule = ScheduleGPipe(own[0], micro_batches, **options)
+    else:
+        schedule = Schedule1F1B(own[0], micro_batches, **options)
+    schedule._p2p_initialized = True  # torch 2.15 would launch collectives and messages of its own
+    return schedule
 
 
 @contextmanager

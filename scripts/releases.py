@@ -1,0 +1,250 @@
+"""Run hf-zero on releases of torch, Transformers, Accelerate, TRL, PEFT and Lightning.
+
+    scripts/releases                    # pinned, newest and oldest; each minor of transformers
+    scripts/releases --only torch=newest --only transformers=5.18.1 --only all=newest
+    scripts/releases --table            # writes the table from the rows alone
+
+An environment is the installed one, which has the pinned releases, with one library at another
+release: a folder of the cache holds what differs, and needs no network. ``all=newest`` takes these
+folders together. A run replaces the row of its environment in ``bench/results/releases.jsonl`` and
+writes the table of ``hf_zero/docs/compatibility.md``. Exit code 1 if a test fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+from marks import filled
+from suite import VARIABLES, guarded
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = ROOT / "scripts" / "bench" / "results" / "releases.jsonl"
+PAGE = ROOT / "hf_zero" / "docs" / "compatibility.md"
+CACHE = Path.home() / ".cache" / "hf-zero" / "releases"
+COVERAGE = ROOT / "scripts" / "coverage_of_kernels.py"
+LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "lightning")
+# Installed packages that change with a library.
+COMPANIONS = {"torch": "torchvision", "lightning": "pytorch-lightning=={release}"}
+LIMIT = 360  # seconds of the tests of one environment
+SHOWN = 5  # failures of an environment that the page names
+ALL = ["torch=pinned", *(f"{library}=newest" for library in (*LIBRARIES, "all"))]
+ALL += [*(f"{library}=oldest" for library in LIBRARIES), "transformers=minors"]
+SELECTION = tomllib.loads((ROOT / "scripts" / "releases.toml").read_text())
+VERSIONS = "import json, sys, versions as v; print(json.dumps(v.versions(*sys.argv[1:])))"
+DOCTOR = "import sys; from hf_zero.cli import main; sys.argv[0] = 'hf-zero'; main()"
+Row = dict[str, Any]
+
+
+def number(release: str) -> tuple[int, ...]:
+    """Return the numbers of ``release``, without those of a pre-release or a build."""
+    return tuple(map(int, re.findall(r"\d+", re.split("[a-z+]", release)[0])))
+
+
+def output(*command: str, **environment: str) -> str:
+    """Return what Python prints with the arguments ``command``."""
+    python, env = [sys.executable, *command], {**os.environ, **environment}
+    done = subprocess.run(python, cwd=ROOT, env=env, capture_output=True, text=True)
+    if done.returncode and not done.stdout:
+        raise RuntimeError(done.stderr[-2000:] or f"exit code {done.returncode}")
+    return done.stdout
+
+
+def pip(*arguments: str) -> str:
+    """Run pip with no settings of this machine but the certificates, as scripts/pins.py does."""
+    others = {name: "" for name in os.environ if name[:4] == "PIP_" and name != "PIP_CERT"}
+    return output("-m", "pip", *arguments, **{**others, "PIP_CONFIG_FILE": os.devnull})
+
+
+def installed(*names: str, path: str = "") -> dict[str, str]:
+    found = output("-c", VERSIONS, *names, PYTHONPATH=f"{ROOT / 'scripts' / 'bench'}:{path}")
+    return {name: version.partition("+")[0] for name, version in json.loads(found).items()}
+
+
+def published(library: str, cache: Path, more: list[str]) -> list[str]:
+    """Return the releases of ``library`` that the index has, or had when it was last reached, from
+    the newest to the lower bound of pyproject.toml.
+    """
+    record = cache / f"{library}{'-pre' * ('--pre' in more)}.txt"
+    try:
+        shown = pip("index", "versions", library, "--retries", "1", "--timeout", "20", *more)
+        record.write_text(shown.partition("versions: ")[2].partition("\n")[0])
+    except RuntimeError:
+        if not record.exists():
+            raise
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = sum(project["optional-dependencies"].values(), project["dependencies"])
+    bound = next(line.partition(">=")[2] for line in lines if line.startswith(f"{library}>="))
+    return [each for each in record.read_text().split(", ") if number(each) >= number(bound)]
+
+
+def environments(only: list[str], cache: Path, more: list[str]) -> dict[str, dict[str, str]]:
+    """Return for each environment, by name, the releases that differ from the installed ones."""
+    here, found = installed(*LIBRARIES), dict[str, dict[str, str]]()
+
+    def releases(library: str, word: str) -> list[str]:
+        if word not in ("newest", "oldest", "minors"):
+            return [here[library] if word == "pinned" else word]
+        known = published(library, cache, more)
+        minors = {number(each)[:2]: each for each in reversed(known)}
+        return {"newest": known[:1], "oldest": known[-1:], "minors": [*minors.values()]}[word]
+
+    for each in only:
+        library, _, word = each.partition("=")
+        if library not in (*LIBRARIES, "all") or not word:
+            names = f"{', '.join(LIBRARIES)} or all; newest, oldest, pinned, minors or a version"
+            raise SystemExit(f"releases: --only {each} is not NAME=RELEASE: {names}")
+        names = LIBRARIES if library == "all" else ()
+        parts = [{name: releases(name, word)[0] for name in names}] if names else []
+        for part in parts or [{library: release} for release in releases(library, word)]:
+            differing = {name: release for name, release in part.items() if release != here[name]}
+            name = " ".join(*differing.items()) if len(differing) == 1 else f"all {word}"
+            found[name if differing else "pinned"] = differing
+    return found
+
+
+def overlay(library: str, release: str, cache: Path, more: list[str]) -> Path:
+    """Return the folder of what differs from the installed environment, made on first use."""
+    folder = cache / f"{library}-{release}"
+    if not folder.exists():
+        beside = COMPANIONS.get(library, "").format(release=release)
+        present = beside and beside.partition("==")[0] in installed(beside.partition("==")[0])
+        asked = [f"{library}=={release}", *([beside] if present else [])]
+        report = pip("install", "--quiet", "--dry-run", "--report", "-", *more, *asked)
+        metadata = [item["metadata"] for item in json.loads(report)["install"]]
+        exact = [f"{each['name']}=={each['version']}" for each in metadata]
+        partial = cache / f"{folder.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        pip("install", "--quiet", "--no-deps", "--target", str(partial), *more, *exact)
+        partial.rename(folder)
+    return folder
+
+
+def run(name: str, folders: list[Path], quick: bool, workers: int) -> Row:
+    """Return the row of a run of the doctor and the tests with ``folders`` on the path."""
+    path = os.pathsep.join(map(str, [ROOT, *folders]))
+    git = ["git", "describe", "--always"]
+    row: Row = {
+        "environment": name,
+        "date": datetime.date.today().isoformat(),
+        "commit": subprocess.check_output(git, cwd=ROOT, text=True).strip(),
+        "versions": installed(*LIBRARIES, "triton", path=path),
+    }
+    with guarded() as environment:
+        environment |= {**VARIABLES, "PYTHONPATH": path}
+        try:
+            findings = json.loads(output("-c", DOCTOR, "doctor", "--json", **environment))
+            row["broken"] = [each["name"] for each in findings if each["status"] == "broken"]
+            if COVERAGE.exists():
+                row["coverage"] = json.loads(output(str(COVERAGE), "--json", **environment))
+        except (RuntimeError, ValueError) as error:
+            row.setdefault("broken", [str(error).splitlines()[-1]])
+        results = Path(environment["TMPDIR"], "results.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "--dist", "loadfile"]
+        command += ["--max-worker-restart", "0", "-m", "not long", f"--junitxml={results}"]
+        for paths in SELECTION.values():
+            command += [f"tests/{each}" for each in (paths[:1] if quick else paths)]
+        begun = time.monotonic()
+        tests = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
+        try:
+            tests.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            tests.send_signal(signal.SIGINT)  # pytest then writes the results so far
+            tests.wait(60)
+            row["stopped_after"] = LIMIT
+        row["seconds"] = round(time.monotonic() - begun)
+        row["columns"] = columns(results.read_text() if results.exists() else "<none/>")
+    return row
+
+
+def columns(results: str) -> dict[str, Row]:
+    """Return for each column the number of tests that passed and the names of those that failed."""
+    found: dict[str, Row] = {}
+    for case in ElementTree.fromstring(results).iter("testcase"):
+        names = [case.get(key) for key in ("classname", "name") if case.get(key)]
+        for column, paths in SELECTION.items():
+            modules = (each.removesuffix(".py").replace("/", ".") for each in paths)
+            if f"{names[0]}.".startswith(tuple(f"tests.{each}." for each in modules)):
+                cell = found.setdefault(column, {"passed": 0, "failed": []})
+                if case.find("failure") is not None or case.find("error") is not None:
+                    cell["failed"].append("::".join(names))
+                elif case.find("skipped") is None:
+                    cell["passed"] += 1
+    return found
+
+
+def table(rows: list[Row]) -> str:
+    """Return the table of ``rows``, and the failures below it."""
+    counts = ["Coverage of fused kernels"] if any(row.get("coverage") for row in rows) else []
+    head = ["Release", "Doctor", *SELECTION, *counts, "Run on"]
+    lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
+    failures = []
+    for row in sorted(rows, key=position):
+        cells = [row["environment"], "broken" if row["broken"] else "passed"]
+        names = list(row["broken"])
+        for column in SELECTION:
+            cell = row["columns"].get(column, {"passed": 0, "failed": []})
+            failed, passed = len(cell["failed"]), cell["passed"]
+            names += cell["failed"]
+            wrong = f"{failed} of {failed + passed} failed"
+            cells.append(wrong if failed else "passed" if passed else "not run")
+        found = row.get("coverage", {}).items()
+        covered = ", ".join(f"{count} {kind}" for kind, count in found if isinstance(count, int))
+        lines.append(f"| {' | '.join([*cells, *([covered] if counts else []), row['date']])} |")
+        if names:
+            shown = [*(f"`{each}`" for each in names[:SHOWN]), *["…"] * (len(names) > SHOWN)]
+            failures.append(f"- {row['environment']}: {', '.join(shown)}")
+    return "\n".join(["", *lines, "", *failures, *([""] if failures else [])])
+
+
+def position(row: Row) -> tuple[Any, ...]:
+    """Return the place of ``row`` in the table: pinned, then by library and release, then all."""
+    library, _, release = row["environment"].partition(" ")
+    return ("pinned", *LIBRARIES, "all").index(library), number(release)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", action="append", metavar="NAME=RELEASE", help="may be repeated")
+    parser.add_argument("--quick", action="store_true", help="fewer tests: one path a column")
+    parser.add_argument("--pre", action="store_true", help="newest may be a pre-release")
+    parser.add_argument("--index", metavar="URL", help="another package index")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder of environments")
+    parser.add_argument("--workers", type=int, default=2, help="processes of pytest")
+    parser.add_argument("--table", action="store_true", help="write the table, run nothing")
+    options = parser.parse_args()
+    rows = {row["environment"]: row for row in map(json.loads, ROWS.read_text().splitlines())}
+    more = ["--pre"] * options.pre + ["--extra-index-url", options.index] * bool(options.index)
+    digest = hashlib.sha256((ROOT / "constraints.txt").read_bytes()).hexdigest()[:8]
+    cache = options.cache / f"python3.{sys.version_info[1]}-{digest}"
+    cache.mkdir(parents=True, exist_ok=True)
+    chosen = {} if options.table else environments(options.only or ALL, cache, more)
+    failures = 0
+    for place, (name, releases) in enumerate(chosen.items(), 1):
+        print(f"[{place}/{len(chosen)}] {name}: ", end="", flush=True)
+        folders = [overlay(library, release, cache, more) for library, release in releases.items()]
+        row = rows[name] = run(name, folders, options.quick, options.workers)
+        ROWS.write_text("".join(f"{json.dumps(rows[each])}\n" for each in sorted(rows)))
+        wrong = len(row["broken"]) + sum(len(cell["failed"]) for cell in row["columns"].values())
+        passed = sum(cell["passed"] for cell in row["columns"].values())
+        print(f"{passed} passed, {wrong} failed, {row['seconds']} s", flush=True)
+        failures += wrong or not passed
+    PAGE.write_text(filled(PAGE.read_text(), "releases", table(list(rows.values()))))
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

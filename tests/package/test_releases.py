@@ -1,0 +1,108 @@
+"""scripts/releases: its environments, and the table that it makes of the results."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = """<testsuites><testsuite>
+<testcase classname="tests.zero.layout.test_wrap" name="test_a"/>
+<testcase classname="tests.integrations.trl.test_trainers" name="test_b[x|y]"><failure/></testcase>
+<testcase classname="tests.integrations.trl.test_trainers" name="test_c"><skipped/></testcase>
+<testcase classname="" name="tests.integrations.lightning.test_strategy"><error/></testcase>
+<testcase classname="tests.zero_of_another_name" name="test_d"><failure/></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.fixture
+def releases(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("releases")
+
+
+def test_the_page_shows_the_rows(releases: Any) -> None:
+    rows = [json.loads(line) for line in releases.ROWS.read_text().splitlines()]
+    assert rows and f"<!-- releases -->\n{releases.table(rows)}\n" in releases.PAGE.read_text()
+    for paths in releases.SELECTION.values():
+        assert all((ROOT / "tests" / path).exists() for path in paths)
+
+
+def test_results_are_counted_by_column(releases: Any) -> None:
+    columns = releases.columns(RESULTS)
+    adapters = {"passed": 0, "failed": ["tests.integrations.trl.test_trainers::test_b[x|y]"]}
+    lightning = {"passed": 0, "failed": ["tests.integrations.lightning.test_strategy"]}
+    assert columns == {
+        "engine": {"passed": 1, "failed": []},
+        "TRL": adapters,
+        "PEFT": adapters,
+        "Lightning": lightning,
+    }
+    row = {"environment": "torch 2.15.0", "date": "2026-11-26", "broken": [], "columns": columns}
+    pinned = {**row, "environment": "pinned", "broken": ["triton"], "columns": {}}
+    shown = releases.table([row, pinned]).splitlines()
+    assert shown[3].startswith("| pinned | broken | not run |")
+    assert shown[4].startswith("| torch 2.15.0 | passed | passed | not run |")
+    assert "| 1 of 1 failed | 1 of 1 failed | 1 of 1 failed | not run | 2026" in shown[4]
+    assert shown[6] == "- pinned: `triton`" and "`tests.integrations.lightning" in shown[7]
+    counted = releases.table([{**row, "coverage": {"fused": 30, "left": 4}}, pinned])
+    assert "| Coverage of fused kernels |" in counted and "| 30 fused, 4 left | 2026" in counted
+
+
+def test_environments_differ_from_the_installed_one(
+    releases: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = dict.fromkeys(releases.LIBRARIES, "5.18.0")
+    index = "5.19.0rc1, 5.18.1, 5.18.0, 5.17.2, 5.17.0, 4.9.0"
+    monkeypatch.setattr(releases, "installed", lambda *names: here)
+    monkeypatch.setattr(releases, "pip", lambda *command: f"Available versions: {index}\n")
+    wanted = [f"transformers={word}" for word in ("pinned", "newest", "oldest", "minors")]
+    found = {
+        "pinned": {},
+        "transformers 5.19.0rc1": {"transformers": "5.19.0rc1"},
+        "transformers 5.17.0": {"transformers": "5.17.0"},
+        "transformers 5.17.2": {"transformers": "5.17.2"},
+        "transformers 5.18.1": {"transformers": "5.18.1"},
+    }
+    assert releases.environments(wanted, tmp_path, []) == found
+    everything = releases.environments(["all=newest"], tmp_path, [])
+    assert everything == {"all newest": dict.fromkeys(here, "5.19.0rc1")}
+
+    def unreachable(*command: str) -> str:
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(releases, "pip", unreachable)
+    assert releases.environments(wanted, tmp_path, []) == found, "as the index was last"
+    with pytest.raises(RuntimeError, match="no network"):
+        releases.environments(["transformers=newest"], tmp_path, ["--pre"])
+    for wrong in ("numpy=newest", "torch"):
+        with pytest.raises(SystemExit, match=f"--only {wrong} is not NAME=RELEASE"):
+            releases.environments([wrong], tmp_path, [])
+
+
+def test_an_environment_is_made_once(
+    releases: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of what pip would change; a folder that was not finished does not count."""
+    commands: list[tuple[str, ...]] = []
+
+    def pip(*command: str) -> str:
+        commands.append(command)
+        if "--target" in command:
+            Path(command[command.index("--target") + 1]).mkdir()
+        changed = [{"metadata": {"name": name, "version": "2"}} for name in ("lightning", "other")]
+        return json.dumps({"install": changed})
+
+    monkeypatch.setattr(releases, "pip", pip)
+    monkeypatch.setattr(releases, "installed", lambda *names: dict.fromkeys(names, "1"))
+    (tmp_path / "lightning-2.partial").mkdir()
+    folder = releases.overlay("lightning", "2", tmp_path, ["--pre"])
+    assert folder == releases.overlay("lightning", "2", tmp_path, []) and folder.is_dir()
+    asked, installed = commands
+    assert asked[-3:] == ("--pre", "lightning==2", "pytorch-lightning==2")
+    assert installed[-2:] == ("lightning==2", "other==2") and "--no-deps" in installed
+    assert [path.name for path in tmp_path.iterdir()] == ["lightning-2"]
