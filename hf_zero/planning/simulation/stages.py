@@ -207,7 +207,8 @@ class StageRecorder(Recorder):
         self._repeated = self.now + this.kept
         if self.recording is not None:
             self.recording.events += this.events
-        return this.messages if name.endswith("_ops") else self._loss_without_value
+        # a copy: a schedule may empty the list
+        return list(this.messages) if name.endswith("_ops") else self._loss_without_value
 
     def _end_call(self) -> None:
         """Count the bytes of the last call."""
