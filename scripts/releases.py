@@ -87,7 +87,8 @@ def published(library: str, cache: Path, more: list[str]) -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = sum(project["optional-dependencies"].values(), project["dependencies"])
     bound = next(line.partition(">=")[2] for line in lines if line.startswith(f"{library}>="))
-    return [each for each in record.read_text().split(", ") if number(each) >= number(bound)]
+    known = dict.fromkeys(each.partition("+")[0] for each in record.read_text().split(", "))
+    return [each for each in known if number(each) >= number(bound)]
 
 
 def environments(only: list[str], cache: Path, more: list[str]) -> dict[str, dict[str, str]]:
@@ -202,8 +203,9 @@ def table(rows: list[Row]) -> str:
         lines.append(f"| {' | '.join([*cells, *([covered] if counts else []), row['date']])} |")
         if names:
             shown = [*(f"`{each}`" for each in names[:SHOWN]), *["…"] * (len(names) > SHOWN)]
-            failures.append(f"- {row['environment']}: {', '.join(shown)}")
-    return "\n".join(["", *lines, "", *failures, *([""] if failures else [])])
+            failures.append(f"| {row['environment']} | {', '.join(shown)} |")
+    second = ["", "| Release | Failed |", "| --- | --- |", *failures] if failures else []
+    return "\n".join(["", *lines, *second, ""])
 
 
 def position(row: Row) -> tuple[Any, ...]:

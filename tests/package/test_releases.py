@@ -48,7 +48,8 @@ def test_results_are_counted_by_column(releases: Any) -> None:
     assert shown[3].startswith("| pinned | broken | not run |")
     assert shown[4].startswith("| torch 2.15.0 | passed | passed | not run |")
     assert "| 1 of 1 failed | 1 of 1 failed | 1 of 1 failed | not run | 2026" in shown[4]
-    assert shown[6] == "- pinned: `triton`" and "`tests.integrations.lightning" in shown[7]
+    assert shown[6:9] == ["| Release | Failed |", "| --- | --- |", "| pinned | `triton` |"]
+    assert shown[9].endswith("`tests.integrations.lightning.test_strategy` |")
     counted = releases.table([{**row, "coverage": {"fused": 30, "left": 4}}, pinned])
     assert "| Coverage of fused kernels |" in counted and "| 30 fused, 4 left | 2026" in counted
 
@@ -57,7 +58,7 @@ def test_environments_differ_from_the_installed_one(
     releases: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     here = dict.fromkeys(releases.LIBRARIES, "5.18.0")
-    index = "5.19.0rc1, 5.18.1, 5.18.0, 5.17.2, 5.17.0, 4.9.0"
+    index = "5.19.0rc1, 5.18.1+cpu, 5.18.1, 5.18.0, 5.17.2, 5.17.0, 4.9.0"
     monkeypatch.setattr(releases, "installed", lambda *names: here)
     monkeypatch.setattr(releases, "pip", lambda *command: f"Available versions: {index}\n")
     wanted = [f"transformers={word}" for word in ("pinned", "newest", "oldest", "minors")]
