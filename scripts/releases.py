@@ -2,7 +2,6 @@
 
     scripts/releases                    # pinned, newest and oldest; each minor of transformers
     scripts/releases --only torch=newest --only transformers=5.18.1 --only all=newest
-    scripts/releases --table            # writes the table from the rows alone
 
 An environment is the installed one, which has the pinned releases, with one library at another
 release: a folder of the cache holds what differs, and needs no network. ``all=newest`` takes these
@@ -33,13 +32,11 @@ from suite import VARIABLES, guarded
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "scripts" / "bench" / "results" / "releases.jsonl"
 PAGE = ROOT / "hf_zero" / "docs" / "compatibility.md"
-CACHE = Path.home() / ".cache" / "hf-zero" / "releases"
 COVERAGE = ROOT / "scripts" / "coverage_of_kernels.py"
 LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "lightning")
 # Installed packages that change with a library.
 COMPANIONS = {"torch": "torchvision", "lightning": "pytorch-lightning=={release}"}
 LIMIT = 1500  # seconds, which end a hang: the tests take four minutes on two quiet cores
-SHOWN = 5  # failures of an environment that the page names
 ALL = ["torch=pinned", *(f"{library}=newest" for library in (*LIBRARIES, "all"))]
 ALL += [*(f"{library}=oldest" for library in LIBRARIES), "transformers=minors"]
 SELECTION = tomllib.loads((ROOT / "scripts" / "releases.toml").read_text())
@@ -134,14 +131,13 @@ def overlay(library: str, release: str, cache: Path, more: list[str]) -> Path:
     return folder
 
 
-def run(name: str, folders: list[Path], quick: bool, workers: int) -> Row:
+def run(name: str, folders: list[Path], quick: bool) -> Row:
     """Return the row of a run of the doctor and the tests with ``folders`` on the path."""
     path = os.pathsep.join(map(str, [ROOT, *folders]))
-    git = ["git", "describe", "--always"]
     row: Row = {
         "environment": name,
         "date": datetime.date.today().isoformat(),
-        "commit": subprocess.check_output(git, cwd=ROOT, text=True).strip(),
+        "commit": subprocess.getoutput(f"git -C '{ROOT}' describe --always"),
         "versions": installed(*LIBRARIES, "triton", path=path),
     }
     with guarded() as environment:
@@ -156,12 +152,12 @@ def run(name: str, folders: list[Path], quick: bool, workers: int) -> Row:
         results = Path(environment["TMPDIR"], "results.xml")
         # after SIGINT pytest writes the results so far
         command = ["timeout", "--signal=INT", "--kill-after=60", str(LIMIT), sys.executable]
-        command += ["-m", "pytest", "-q", "-n", str(workers), "--dist", "loadfile"]
+        command += ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"]
         command += ["--max-worker-restart", "0", "-m", "not long", f"--junitxml={results}"]
         for paths in SELECTION.values():
             command += [f"tests/{each}" for each in (paths[:1] if quick else paths)]
         begun = time.monotonic()
-        tests = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
+        tests = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True)
         row |= {"exit_code": tests.returncode, "seconds": round(time.monotonic() - begun)}
         row["columns"] = columns(results.read_text() if results.exists() else "<none/>")
     return row
@@ -202,7 +198,7 @@ def table(rows: list[Row]) -> str:
         covered = ", ".join(f"{count} {kind}" for kind, count in found if isinstance(count, int))
         lines.append(f"| {' | '.join([*cells, *([covered] if counts else []), row['date']])} |")
         if names:
-            shown = [*(f"`{each}`" for each in names[:SHOWN]), *["…"] * (len(names) > SHOWN)]
+            shown = [*(f"`{each}`" for each in names[:5]), *["…"] * (len(names) > 5)]
             failures.append(f"| {row['environment']} | {', '.join(shown)} |")
     second = ["", "| Release | Failed |", "| --- | --- |", *failures] if failures else []
     return "\n".join(["", *lines, *second, ""])
@@ -220,8 +216,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer tests: one path a column")
     parser.add_argument("--pre", action="store_true", help="newest may be a pre-release")
     parser.add_argument("--index", metavar="URL", help="another package index")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="folder of environments")
-    parser.add_argument("--workers", type=int, default=2, help="processes of pytest")
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/hf-zero/releases")
     parser.add_argument("--table", action="store_true", help="write the table, run nothing")
     options = parser.parse_args()
     rows = {row["environment"]: row for row in map(json.loads, ROWS.read_text().splitlines())}
@@ -233,14 +228,21 @@ def main() -> int:
     failures = 0
     for place, (name, releases) in enumerate(chosen.items(), 1):
         print(f"[{place}/{len(chosen)}] {name}: ", end="", flush=True)
-        folders = [overlay(library, release, cache, more) for library, release in releases.items()]
-        row = rows[name] = run(name, folders, options.quick, options.workers)
+        try:
+            folders = [overlay(each, release, cache, more) for each, release in releases.items()]
+        except RuntimeError as error:
+            print(f"not installed: {str(error).strip().splitlines()[-1]}")
+            failures += 1
+            continue
+        row = rows[name] = run(name, folders, options.quick)
         ROWS.write_text("".join(f"{json.dumps(rows[each])}\n" for each in sorted(rows)))
+        PAGE.write_text(filled(PAGE.read_text(), "releases", table(list(rows.values()))))
         wrong = len(row["broken"]) + sum(len(cell["failed"]) for cell in row["columns"].values())
         passed = sum(cell["passed"] for cell in row["columns"].values())
         print(f"{passed} passed, {wrong} failed, {row['seconds']} s", flush=True)
         failures += wrong or not passed
-    PAGE.write_text(filled(PAGE.read_text(), "releases", table(list(rows.values()))))
+    if options.table:
+        PAGE.write_text(filled(PAGE.read_text(), "releases", table(list(rows.values()))))
     return int(failures > 0)
 
 

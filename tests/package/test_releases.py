@@ -107,3 +107,49 @@ def test_an_environment_is_made_once(
     assert asked[-3:] == ("--pre", "lightning==2", "pytorch-lightning==2")
     assert installed[-2:] == ("lightning==2", "other==2") and "--no-deps" in installed
     assert [path.name for path in tmp_path.iterdir()] == ["lightning-2"]
+
+
+def test_a_run_replaces_rows_and_goes_on_after_an_environment_that_cannot_be_made(
+    releases: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows, page = tmp_path / "rows.jsonl", tmp_path / "page.md"
+    failed = {"engine": {"passed": 2, "failed": ["tests.zero::test_a"]}}
+    blank = {"date": "2026-11-26", "broken": [], "seconds": 3}
+    old = {"environment": "torch 2.15.0", "columns": failed, **blank}
+    rows.write_text(json.dumps(old) + "\n")
+    page.write_text("<!-- releases -->\n<!-- end of releases -->\n")
+    monkeypatch.setattr(releases, "ROWS", rows)
+    monkeypatch.setattr(releases, "PAGE", page)
+    here = dict.fromkeys(releases.LIBRARIES, "1.0")
+    monkeypatch.setattr(releases, "installed", lambda *names: here)
+
+    def overlay(library: str, release: str, *more: Any) -> Path:
+        if library == "peft":
+            raise RuntimeError("Traceback\nno network")
+        return tmp_path
+
+    def run(name: str, folders: list[Path], quick: bool) -> dict[str, Any]:
+        assert folders == [tmp_path] and quick
+        columns = {"engine": {"passed": 3, "failed": []}}
+        return {"environment": name, "columns": columns, **blank}
+
+    monkeypatch.setattr(releases, "overlay", overlay)
+    monkeypatch.setattr(releases, "run", run)
+    cache = ["--cache", str(tmp_path / "cache"), "--quick"]
+
+    def called(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["releases", *cache, *arguments])
+        return int(releases.main())
+
+    assert called("--only", "peft=0.22.0", "--only", "torch=2.15.0") == 1
+    shown = ["[1/2] peft 0.22.0: not installed: no network"]
+    shown += ["[2/2] torch 2.15.0: 3 passed, 0 failed, 3 s"]
+    assert capsys.readouterr().out.splitlines() == shown
+    (row,) = map(json.loads, rows.read_text().splitlines())
+    assert row["columns"] != failed and "| torch 2.15.0 | passed | passed |" in page.read_text()
+    assert called("--only", "torch=2.15.0") == 0
+    page.write_text("<!-- releases -->\n<!-- end of releases -->\n")
+    assert called("--table") == 0 and "| torch 2.15.0 |" in page.read_text()

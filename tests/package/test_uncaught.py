@@ -4,6 +4,7 @@ rank is seen, and others are left alone.
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 from datetime import timedelta
@@ -18,6 +19,9 @@ from hf_zero.launch import launcher
 from tests.helpers.cells import in_turn
 from tests.helpers.commands import completed
 from tests.helpers.launched import environment, python
+
+# Forks of the server of Pythons leave its modules uncollected, which Triton 3.9 reports.
+LEAKS = re.compile(r"nanobind: leaked.*?refleaks\.html", re.DOTALL)
 
 
 @pytest.fixture
@@ -173,7 +177,7 @@ def test_a_mistake_of_rank_0_is_said_by_it_and_the_others_name_it(tmp_path) -> N
     own = environment() | {"PYTHON_EXEC": python()}
     own.pop("OMP_NUM_THREADS", None)
     done = completed(command, env=own, timeout=300)
-    threads, *lines = done.stderr.splitlines()
+    threads, *lines = LEAKS.sub("", done.stderr).splitlines()
     assert threads.startswith("hf-zero launch: torch uses one CPU thread in each rank")
     assert done.returncode == 1 and len(lines) == 5, lines
     assert lines[0] == "hf-zero, rank 0: ConfigError: the file of rank 0 is not there"
