@@ -62,7 +62,8 @@ def output(*command: str, **environment: str) -> str:
 def pip(*arguments: str) -> str:
     """Run pip with no settings of this machine but the certificates, as scripts/pins.py does."""
     others = {name: "" for name in os.environ if name[:4] == "PIP_" and name != "PIP_CERT"}
-    return output("-m", "pip", *arguments, **{**others, "PIP_CONFIG_FILE": os.devnull})
+    own = {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    return output("-m", "pip", *arguments, **(others | own))
 
 
 def installed(*names: str, path: str = "") -> dict[str, str]:
@@ -104,9 +105,8 @@ def environments(only: list[str], cache: Path, more: list[str]) -> dict[str, dic
         if library not in (*LIBRARIES, "all") or not word:
             names = f"{', '.join(LIBRARIES)} or all; newest, oldest, pinned, minors or a version"
             raise SystemExit(f"releases: --only {each} is not NAME=RELEASE: {names}")
-        names = LIBRARIES if library == "all" else ()
-        parts = [{name: releases(name, word)[0] for name in names}] if names else []
-        for part in parts or [{library: release} for release in releases(library, word)]:
+        whole = [{each: releases(each, word)[0] for each in LIBRARIES}] if library == "all" else []
+        for part in whole or [{library: release} for release in releases(library, word)]:
             differing = {name: release for name, release in part.items() if release != here[name]}
             name = " ".join(*differing.items()) if len(differing) == 1 else f"all {word}"
             found[name if differing else "pinned"] = differing
@@ -213,7 +213,7 @@ def position(row: Row) -> tuple[Any, ...]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", action="append", metavar="NAME=RELEASE", help="may be repeated")
-    parser.add_argument("--quick", action="store_true", help="fewer tests: one path a column")
+    parser.add_argument("--quick", action="store_true", help="one path of tests a column")
     parser.add_argument("--pre", action="store_true", help="newest may be a pre-release")
     parser.add_argument("--index", metavar="URL", help="another package index")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/hf-zero/releases")
