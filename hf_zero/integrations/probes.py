@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,11 +29,12 @@ from hf_zero.integrations.seams.trl import TRL
 from hf_zero.loading import LazyTensor, make_pending
 from hf_zero.loading.expressions import InMemory
 from hf_zero.loading.lazy import read_pending
+from hf_zero.logging import logger
 from hf_zero.techniques.blocks import first_of, hidden_state, layers_of
 from hf_zero.techniques.token_cut import TokenCut
 
 TESTED = {
-    "torch": ">=2.11,<2.14",
+    "torch": ">=2.11,<2.16",
     "transformers": TRANSFORMERS,
     "accelerate": ACCELERATE,
     "trl": TRL,
@@ -139,11 +141,11 @@ def _blocks_can_be_cut() -> None:
 
 
 def _checkpoints_load_in_shards() -> None:
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
     from hf_zero.integrations.transformers.loading import read_later
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
     model = _decoder()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)  # type: ignore[operator]
@@ -158,10 +160,35 @@ def _checkpoints_load_in_shards() -> None:
             raise VerificationError(f"{name} was loaded with other values")
 
 
+def _kernels_are_active() -> None:
+    """Install fused kernels in a decoder, and compare its logits."""
+    from hf_zero.integrations.fused import optimize, report
+
+    model, tokens = _decoder().eval(), torch.arange(6)[None]
+    kernels = ["norms", "activations", "rotary", "qkv"]
+    with torch.no_grad():
+        right = model(input_ids=tokens).logits
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            optimize(model, kernels)
+        finally:
+            logger.setLevel(level)
+        found = model(input_ids=tokens).logits
+    missing = set(kernels) - {name for line in report(model).replaced for name in line.kernels}
+    if missing:
+        raise VerificationError(
+            f"no module of {type(model).__name__} has {', '.join(sorted(missing))}"
+        )
+    if not torch.allclose(found, right, rtol=1e-4, atol=1e-5):
+        raise VerificationError(f"logits of {type(model).__name__} differ with fused kernels")
+
+
 PROBES: tuple[Probe, ...] = (
     Probe("torch", "loading of checkpoints in shards", _read_in_parts),
     Probe("transformers", "random_ltd and progressive_layer_drop", _blocks_can_be_cut),
     Probe("transformers", "from_pretrained in shards", _checkpoints_load_in_shards),
+    Probe("transformers", "fused kernels", _kernels_are_active),
     *(
         Probe(seam.package, f"{seam.wrapper} ({seam.why})", partial(_hold, seam))
         for seam in seams.SEAMS

@@ -9,6 +9,8 @@ import torch
 
 from hf_zero.errors import VerificationError
 from hf_zero.integrations import probes, seams
+from hf_zero.integrations.fused import candidates
+from hf_zero.integrations.fused.recognition import Verdict
 from hf_zero.loading import LazyTensor
 from hf_zero.techniques.token_cut import TokenCut
 from tests.helpers.cells import in_one_item, in_turn
@@ -33,6 +35,10 @@ def read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LazyTensor, "__new__", lambda cls, each: torch.zeros(each.shape))
 
 
+def unrecognized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "verdict_on", lambda module: Verdict())
+
+
 def left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(seams.left_out, seams.SEAMS[0].target, "is gone")
 
@@ -43,7 +49,8 @@ def left(monkeypatch: pytest.MonkeyPatch) -> None:
         (read_at_once, 0, "has other values"),
         (uncut, 1, "returns other tokens than it gets"),
         (read_at_once, 2, "read the weights at once"),
-        (left, 3, "add_argument is gone"),
+        (unrecognized, 3, "no module of LlamaForCausalLM has activations, norms"),
+        (left, 4, "add_argument is gone"),
     ],
 )
 def test_a_probe_fails_where_its_part_does_not_act(
