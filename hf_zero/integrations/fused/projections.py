@@ -9,7 +9,6 @@ tensor, and compute it themselves otherwise.
 from __future__ import annotations
 
 import copy
-import itertools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -50,16 +49,10 @@ class Projections:
         together = whole(x, self.linears) if takes(x, linear.weight) else None
         if together is None:
             return F.linear(x, linear.weight, linear.bias)
-        parts = _parts(together, [each.out_features for each in self.linears])
+        parts = together.split([each.out_features for each in self.linears], dim=-1)
         self.input, self.version = x, _version(x)
         self.outputs = {i: part for i, part in enumerate(parts) if i != number}
         return parts[number]
-
-
-def _parts(together: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-    """Split the last dimension into views that may be written into, as those of split may not."""
-    starts = itertools.accumulate(sizes, initial=0)
-    return [together.narrow(-1, start, size) for start, size in zip(starts, sizes)]
 
 
 def _version(x: torch.Tensor) -> int:
