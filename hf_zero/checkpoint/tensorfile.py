@@ -317,8 +317,10 @@ class TensorFile(ClosedAtExit):
 
     def _read_header(self) -> tuple[dict[str, str], dict[str, TensorEntry], int]:
         start = self._bytes(8, 0)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-        if not 0 <= length <= min(MAX_HEADER, self.size - 8):
+        if len(start) < 8:
+            raise self._damaged(f"it has {self.size} bytes, fewer than a header")
+        length = struct.unpack("<Q", start)[0]
+        if not length <= min(MAX_HEADER, self.size - 8):
             raise self._damaged(f"its header claims {length} bytes, the file has {self.size}")
         content = self._bytes(length, 8)
         self._header = start + content

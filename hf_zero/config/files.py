@@ -31,7 +31,8 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     name = os.fspath(path)
     if not os.path.isfile(name):
-        what = "is a directory, not a file" if os.path.isdir(name) else "does not exist"
+        other = "is no regular file" if os.path.lexists(name) else "does not exist"
+        what = "is a directory, not a file" if os.path.isdir(name) else other
         raise ConfigError(
             f"config file {name} {what} (looked in {os.path.abspath(name)}); pass the path "
             "of a JSON or YAML file"

@@ -163,6 +163,8 @@ DAMAGED = {
     "seven bytes": b"1234567",
     "header longer than the file": raw({}, length=10),
     "header beyond the limit": raw({}, length=MAX_HEADER + 1),
+    "nothing": b"",
+    "half a length": b"\x08\0\0",
     "no JSON": raw(b"{nonsense"),
     "not UTF-8": raw(b'{"\xff": 1}'),
     "a list": raw([]),

@@ -8,6 +8,7 @@ import base64
 import copy
 import dataclasses
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,9 @@ def test_coerce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ZeroConfig.coerce(form, allow_auto=True).stage == 1
         with pytest.raises(ConfigError, match="gradient_clipping"):
             ZeroConfig.coerce(form)
+    os.mkfifo(tmp_path / "pipe.json")
     for given, said in (
+        (tmp_path / "pipe.json", "is no regular file"),
         ("zero9.yaml", r"zero9\.yaml does not exist \(looked in /.*zero9\.yaml\)"),
         (tmp_path, "is a directory, not a file"),
         ('{"stage": 3', "config string is not valid JSON"),
