@@ -214,7 +214,9 @@ def cuts_of_experts(
 def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """Yield the modules of experts with their paths and the names of their stacked parameters."""
     for at, inner in model.named_modules():
-        plan = getattr(inner, "ep_plan", None)
+        config = getattr(inner, "config", None)
+        # older releases of transformers leave the plan in the configuration
+        plan = getattr(inner, "ep_plan", None) or getattr(config, "base_model_ep_plan", None)
         if not plan:
             continue
         patterns = [
