@@ -69,7 +69,8 @@ class TiledMlps(Stateless):
 
     def _tiled(self, module: nn.Module, plain: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            named = {**dict(enumerate(args)), **kwargs}
+            named: dict[int | str, Any] = dict(enumerate(args))
+            named.update(kwargs)
             given = {name: each for name, each in named.items() if each is not None}
             name, x = next(iter(given.items()), (0, None))
             tokens = x.shape[-2] if isinstance(x, torch.Tensor) and x.dim() > 1 else 1
