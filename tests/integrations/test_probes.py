@@ -10,7 +10,7 @@ import torch
 from hf_zero.errors import VerificationError
 from hf_zero.integrations import probes, seams
 from hf_zero.integrations.fused import candidates
-from hf_zero.integrations.fused.recognition import Verdict
+from hf_zero.integrations.fused.recognition import Recognition
 from hf_zero.loading import LazyTensor
 from hf_zero.techniques.token_cut import TokenCut
 from tests.helpers.cells import in_one_item, in_turn
@@ -36,7 +36,7 @@ def read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unrecognized(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "verdict_on", lambda module: Verdict())
+    monkeypatch.setattr(candidates, "verdict_on", lambda module: Recognition())
 
 
 def left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.integrations.fused.recognition import Verdict, verdict_on
+from hf_zero.integrations.fused.recognition import Recognition, verdict_on
 from hf_zero.integrations.fused.rotations import other_rotation, rotating_forward
 from hf_zero.integrations.fused.sublayers import Mlp, Norm, Sum
 from hf_zero.logging import log_rank0
@@ -82,7 +82,7 @@ def _left(module: nn.Module, wanted: Collection[str], why_not: str) -> Iterator[
 _warned: set[type] = set()
 
 
-def _warn(module: nn.Module, verdict: Verdict) -> None:
+def _warn(module: nn.Module, verdict: Recognition) -> None:
     from transformers import __version__
 
     if type(module) not in _warned:

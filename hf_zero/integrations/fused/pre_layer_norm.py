@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused.replacement import Replacement
-from hf_zero.integrations.fused.shells import Call, calls_of_model, shell
+from hf_zero.integrations.fused.shells import ModuleCall, calls_of_model, shell
 from hf_zero.integrations.fused.sublayers import Norm
 from hf_zero.zero.layout.wrap import repeated_blocks
 
@@ -119,7 +119,7 @@ def _refused(model: nn.Module, name: str, why: str) -> KernelError:
     return KernelError(f"pre_layer_norm: {name} ({kind}) {why}; leave it out")
 
 
-def _moved(model: nn.Module, name: str, made: list[Call]) -> tuple[_Moved, ...]:
+def _moved(model: nn.Module, name: str, made: list[ModuleCall]) -> tuple[_Moved, ...]:
     whole = [call for call in made if call.name == name]
     inside = [call for call in made if call.name.startswith(f"{name}.")]
     norms = [call for call in inside if isinstance(call.module, nn.LayerNorm)]
@@ -156,7 +156,7 @@ def _moved(model: nn.Module, name: str, made: list[Call]) -> tuple[_Moved, ...]:
     return tuple(found)
 
 
-def _keys(call: Call, stream: torch.Tensor) -> Keys:
+def _keys(call: ModuleCall, stream: torch.Tensor) -> Keys:
     args, kwargs = call.arguments
     return (
         *(i for i, each in enumerate(args) if each is stream),
@@ -164,7 +164,7 @@ def _keys(call: Call, stream: torch.Tensor) -> Keys:
     )
 
 
-def _prove(block: nn.Module, name: str, moved: tuple[_Moved, ...], made: list[Call]) -> None:
+def _prove(block: nn.Module, name: str, moved: tuple[_Moved, ...], made: list[ModuleCall]) -> None:
     """Raise KernelError unless a copy of ``block`` whose linear layers are zero, with its norms
     moved, returns its input.
     """

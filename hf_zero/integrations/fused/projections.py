@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_zero.integrations.fused.shells import Call
+from hf_zero.integrations.fused.shells import ModuleCall
 from hf_zero.integrations.fused.sublayers import plain, takes, whole
 
 GROUP = "_hf_zero_group"
@@ -76,7 +76,7 @@ def remove(linears: list[nn.Linear]) -> None:
         linear.__dict__.pop("forward", None)
 
 
-def groups(made: list[Call], model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+def groups(made: list[ModuleCall], model: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """Yield (name of the parent, names of linear layers below it) for each group of plain linear
     layers that are called with one tensor, once each, and whose outputs are not written into.
     """

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_zero.device import kinds
-from hf_zero.integrations.fused.shells import Call, calls, shell
+from hf_zero.integrations.fused.shells import ModuleCall, calls, shell
 from hf_zero.integrations.fused.sublayers import ACTIVATIONS, Expression, Mlp, Norm, Sum
 
 LARGEST = 12  # submodules of a module that is tried
@@ -29,7 +29,7 @@ BOUND = 1e-4  # of the largest number, in fp32
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Recognition:
     """The expression that a module computes, or ``why_not`` if it looks like one and is none, or
     the fused forward ``disagrees``.
     """
@@ -43,14 +43,14 @@ class _Unfit(Exception):
     """A module of which there is no small copy."""
 
 
-_verdicts: dict[Hashable, Verdict] = {}
+_verdicts: dict[Hashable, Recognition] = {}
 
 
-def verdict_on(module: nn.Module) -> Verdict:
+def verdict_on(module: nn.Module) -> Recognition:
     """Return what ``module`` computes; once for each class and configuration in this process."""
     parts = list(module.named_modules())
     if len(parts) > LARGEST + 1:
-        return Verdict()
+        return Recognition()
     key = (type(module).forward, tuple(_description(name, each) for name, each in parts))
     if key not in _verdicts:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -79,10 +79,10 @@ def _setting(value: Any) -> Hashable:
     return object()  # equal to nothing, so its module is judged by itself
 
 
-def _judge(module: nn.Module) -> Verdict:
+def _judge(module: nn.Module) -> Recognition:
     arguments = _arguments(module)
     if arguments not in (1, 2):
-        return Verdict()
+        return Recognition()
     try:
         sizes = _sizes(module)
         for widths in _widths(module, sizes, arguments):
@@ -95,17 +95,17 @@ def _judge(module: nn.Module) -> Verdict:
             except Exception:  # another width, or code that a small copy cannot run
                 continue
             if not isinstance(out, torch.Tensor):
-                return Verdict()
+                return Recognition()
             found = _expression(made, inputs, out, recorded)
             if isinstance(found, str):
-                return Verdict(why_not=found)
+                return Recognition(why_not=found)
             if found is None:
-                return Verdict()
+                return Recognition()
             wrong = _disagreement(module, found, sizes, widths)
-            return Verdict(disagrees=wrong) if wrong else Verdict(found)
+            return Recognition(disagrees=wrong) if wrong else Recognition(found)
     except _Unfit:
         pass
-    return Verdict()
+    return Recognition()
 
 
 def _arguments(module: nn.Module) -> int:
@@ -231,7 +231,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _expression(
-    module: nn.Module, inputs: list[torch.Tensor], out: torch.Tensor, made: list[Call]
+    module: nn.Module, inputs: list[torch.Tensor], out: torch.Tensor, made: list[ModuleCall]
 ) -> Expression | str | None:
     with torch.no_grad():
         if len(inputs) == 1 and not made:
@@ -246,7 +246,7 @@ def _norm(module: nn.Module, width: int) -> Norm | None:
     if len(given) > 2 or len({each.shape for each in given.values()}) > 1:
         return None
     weight, bias = (*given, "", "")[:2]
-    known = [
+    known: list[tuple[str | float, float]] = [
         (key, value)
         for key, value in module.__dict__.items()
         if isinstance(value, float) and 0 < value < 0.1
@@ -280,7 +280,7 @@ def _computes(
     return _same(module(x), right.float())
 
 
-def _chained(made: list[Call], last: torch.Tensor) -> bool:
+def _chained(made: list[ModuleCall], last: torch.Tensor) -> bool:
     """Return whether each call gets what the one before returned, and the last returns ``last``."""
     for call, following in itertools.pairwise(made):
         if len(call.outputs) != 1 or not _same(call.outputs[0], following.inputs[0]):
@@ -288,7 +288,7 @@ def _chained(made: list[Call], last: torch.Tensor) -> bool:
     return not made or (len(made[-1].outputs) == 1 and _same(made[-1].outputs[0], last))
 
 
-def _mlp(x: torch.Tensor, out: torch.Tensor, made: list[Call]) -> Mlp | str | None:
+def _mlp(x: torch.Tensor, out: torch.Tensor, made: list[ModuleCall]) -> Mlp | str | None:
     firsts = [c for c in made if isinstance(c.module, nn.Linear) and _same(c.inputs[0], x)]
     if len(firsts) not in (1, 2) or any(len(c.outputs) != 1 for c in made):
         return None
@@ -324,7 +324,7 @@ def _has_no_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is None
 
 
-def _sum(inputs: list[torch.Tensor], out: torch.Tensor, made: list[Call]) -> Sum | None:
+def _sum(inputs: list[torch.Tensor], out: torch.Tensor, made: list[ModuleCall]) -> Sum | None:
     """Find the sum at the end of a module; without a dropout before or a norm after it there is
     nothing to fuse.
     """

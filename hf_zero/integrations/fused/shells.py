@@ -79,7 +79,7 @@ def shell(
 
 
 @dataclass(eq=False)
-class Call:
+class ModuleCall:
     """A call of the module ``name``: its (args, kwargs), the tensors among them, and among its
     results.
     """
@@ -95,11 +95,11 @@ class Call:
 
 
 @contextmanager
-def calls(module: nn.Module, outermost: bool) -> Iterator[list[Call]]:
+def calls(module: nn.Module, outermost: bool) -> Iterator[list[ModuleCall]]:
     """Record the calls of submodules of ``module``, in the order in which they return; the
     ``outermost`` alone, or all.
     """
-    made: list[Call] = []
+    made: list[ModuleCall] = []
     inside = 0
 
     def enter(*_: Any) -> None:
@@ -112,7 +112,7 @@ def calls(module: nn.Module, outermost: bool) -> Iterator[list[Call]]:
             inside -= 1
             if not outermost or inside == 0:
                 given = _tensors((args, kwargs))
-                made.append(Call(name, called, (args, kwargs), given, _tensors(out)))
+                made.append(ModuleCall(name, called, (args, kwargs), given, _tensors(out)))
 
         return hook
 
@@ -141,7 +141,7 @@ class _Zeros(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def calls_of_model(model: nn.Module) -> list[Call] | str:
+def calls_of_model(model: nn.Module) -> list[ModuleCall] | str:
     """Return all calls of a training forward of ``model``, a model of transformers, on the meta
     device; or the reason why it cannot run there.
     """

@@ -181,7 +181,7 @@ class Mlp:
             return activations.swiglu(gate, up)
         return activations.geglu(gate, up, approximate=self.act)
 
-    def _of_one(self, x: torch.Tensor, linear: nn.Module) -> torch.Tensor:
+    def _of_one(self, x: torch.Tensor, linear: Any) -> torch.Tensor:
         """Return gelu(linear(x)); the kernel adds the bias of a plain matrix and bias."""
         bias = getattr(linear, "bias", None)
         if bias is not None and takes(x, linear.weight, bias):
