@@ -32,7 +32,6 @@ from suite import VARIABLES, guarded
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "scripts" / "bench" / "results" / "releases.jsonl"
 PAGE = ROOT / "hf_zero" / "docs" / "compatibility.md"
-COVERAGE = ROOT / "scripts" / "coverage_of_kernels.py"
 LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "lightning")
 # Installed packages that change with a library.
 COMPANIONS = {"torch": "torchvision", "lightning": "pytorch-lightning=={release}"}
@@ -144,8 +143,6 @@ def run(name: str, folders: list[Path], quick: bool) -> Row:
         try:
             findings = json.loads(output("-c", DOCTOR, "doctor", "--json", **environment))
             row["broken"] = [each["name"] for each in findings if each["status"] == "broken"]
-            if COVERAGE.exists():
-                row["coverage"] = json.loads(output(str(COVERAGE), "--json", **environment))
         except (RuntimeError, ValueError) as error:
             row.setdefault("broken", [str(error).splitlines()[-1]])
         results = Path(environment["TMPDIR"], "results.xml")
@@ -180,8 +177,7 @@ def columns(results: str) -> dict[str, Row]:
 
 def table(rows: list[Row]) -> str:
     """Return the table of ``rows``, and the failures below it."""
-    counts = ["Coverage of fused kernels"] if any(row.get("coverage") for row in rows) else []
-    head = ["Release", "Doctor", *SELECTION, *counts, "Run on"]
+    head = ["Release", "Doctor", *SELECTION, "Run on"]
     lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
     failures = []
     for row in sorted(rows, key=position):
@@ -193,9 +189,7 @@ def table(rows: list[Row]) -> str:
             names += cell["failed"][:2]
             wrong = f"{failed} of {failed + passed} failed"
             cells.append(wrong if failed else "passed" if passed else "not run")
-        found = row.get("coverage", {}).items()
-        covered = ", ".join(f"{count} {kind}" for kind, count in found if isinstance(count, int))
-        lines.append(f"| {' | '.join([*cells, *([covered] if counts else []), row['date']])} |")
+        lines.append(f"| {' | '.join([*cells, row['date']])} |")
         if names:
             shown = ", ".join(f"`{each}`" for each in names)
             failures.append(f"| {row['environment']} | {shown} |")

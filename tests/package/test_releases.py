@@ -50,8 +50,6 @@ def test_results_are_counted_by_column(releases: Any) -> None:
     assert "| 1 of 1 failed | 1 of 1 failed | 1 of 1 failed | not run | 2026" in shown[4]
     assert shown[6:9] == ["| Release | Failed |", "| --- | --- |", "| pinned | `triton` |"]
     assert shown[9].endswith("`tests.integrations.lightning.test_strategy` |")
-    counted = releases.table([{**row, "coverage": {"fused": 30, "left": 4}}, pinned])
-    assert "| Coverage of fused kernels |" in counted and "| 30 fused, 4 left | 2026" in counted
 
 
 def test_environments_differ_from_the_installed_one(
