@@ -62,8 +62,31 @@ def _functions_called(forward: Any) -> Iterator[tuple[str, Function]]:
     for function in _layers(forward):
         for name in function.__code__.co_names:
             each = function.__globals__.get(name)
-            if isinstance(each, types.FunctionType) and each.__code__.co_argcount >= 4:
+            if (
+                isinstance(each, types.FunctionType)
+                and each.__code__.co_argcount >= 4
+                and _is_of_torch_alone(each, set())
+            ):
                 yield name, each
+
+
+def _is_of_torch_alone(function: types.FunctionType, seen: set[types.FunctionType]) -> bool:
+    """Return whether ``function`` names nothing but torch and functions like itself, so that a call
+    with random tensors has no effect: no collective, no file, no log.
+    """
+    seen.add(function)
+    for layer in _layers(function):
+        if "distributed" in layer.__code__.co_names:
+            return False
+        for name in layer.__code__.co_names:
+            each = layer.__globals__.get(name)
+            if each is None or each is torch:
+                continue
+            if not isinstance(each, types.FunctionType):
+                return False
+            if each not in seen and not _is_of_torch_alone(each, seen):
+                return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -111,23 +134,25 @@ def rotation_of(function: Function) -> Rotation | None:
 
 
 def _agrees(function: Function, rotation: Rotation, width: int) -> bool:
+    """Compare on the CPU, where a function of other arguments raises, then on the accelerator."""
     generator = torch.Generator().manual_seed(0)
-    device = torch.device(kinds.accelerator() or "cpu")
-    q, k, cos, sin = (
-        torch.randn(shape, generator=generator).to(device)
-        for shape in ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, width), (2, 3, width))
-    )
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            found = function(q, k, cos, sin)
-    except Exception:  # a function of other arguments
-        return False
-    if not (isinstance(found, tuple) and len(found) == 2):
-        return False
-    return all(
-        isinstance(a, torch.Tensor) and a.shape == b.shape and float((a - b).abs().max()) < BOUND
-        for a, b in zip(found, rotation.apply(q, k, cos, sin))
-    )
+    shapes = (2, 4, 3, 8), (2, 2, 3, 8), (2, 3, width), (2, 3, width)
+    given = [torch.randn(shape, generator=generator) for shape in shapes]
+    for device in dict.fromkeys(("cpu", kinds.accelerator() or "cpu")):
+        q, k, cos, sin = (each.to(device) for each in given)
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                found = function(q, k, cos, sin)
+        except Exception:
+            return False
+        if not (isinstance(found, tuple) and len(found) == 2):
+            return False
+        for a, b in zip(found, rotation.apply(q, k, cos, sin)):
+            if not isinstance(a, torch.Tensor) or a.shape != b.shape:
+                return False
+            if float((a - b).abs().max()) >= BOUND:
+                return False
+    return True
 
 
 def _fused(original: Function) -> Function:
@@ -150,7 +175,12 @@ def _rebound(forward: Any, found: tuple[tuple[str, Function], ...]) -> Function:
     """
     fused = {name: _fused(function) for name, function in found}
 
+    made: dict[Any, Any] = {}
+
     def copied(function: Any) -> Any:
+        if function in made:
+            return made[function]
+        made[function] = function  # as it is, where it holds itself
         cells = tuple(
             types.CellType(copied(value))
             if isinstance(value := _content(cell), types.FunctionType)
@@ -169,6 +199,7 @@ def _rebound(forward: Any, found: tuple[tuple[str, Function], ...]) -> Function:
         new.__kwdefaults__ = function.__kwdefaults__
         new.__dict__.update(function.__dict__)
         new.__qualname__, new.__module__ = function.__qualname__, function.__module__
+        made[function] = new
         return new
 
     new: Any = copied(forward)

@@ -202,6 +202,29 @@ def test_a_function_is_a_rotation_if_it_rotates() -> None:
     assert of(lambda q, k, cos, sin: 1 / 0) is None
 
 
+CALLED: list[Any] = []
+
+
+def sends(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    CALLED.append(q)
+    return rotated_by_halves(q, k, cos, sin)
+
+
+class Sends(nn.Module):
+    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return sends(q, k, cos, sin)
+
+
+class Rotates(nn.Module):
+    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return rotated_by_halves(q, k, cos, sin)
+
+
+def test_a_function_that_does_more_is_not_tried() -> None:
+    assert rotations.rotating_forward(Sends) is None and not CALLED
+    assert rotations.rotating_forward(Rotates) is not None
+
+
 class InPlace(nn.Module):
     """An attention that writes into its queries, as Longformer does."""
 
