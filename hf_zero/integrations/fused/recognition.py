@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_zero.device import kinds
-from hf_zero.integrations.fused.shells import ModuleCall, calls, shell
+from hf_zero.integrations.fused.shells import CONTAINERS, HOOKS, ModuleCall, calls, shell
 from hf_zero.integrations.fused.sublayers import ACTIVATIONS, Expression, Mlp, Norm, Sum
 
 LARGEST = 12  # submodules of a module that is tried
@@ -81,7 +81,7 @@ def _setting(value: Any) -> Hashable:
 
 def _judge(module: nn.Module) -> Recognition:
     arguments = _arguments(module)
-    if arguments not in (1, 2):
+    if arguments not in (1, 2) or any(communicates(type(each)) for each in module.modules()):
         return Recognition()
     try:
         sizes = _sizes(module)
@@ -89,12 +89,13 @@ def _judge(module: nn.Module) -> Recognition:
             made = _small(module, sizes)
             inputs = _random(widths)
             made.train()
+            before = _held(made)
             try:
                 with calls(made, outermost=True) as recorded:
                     out = made(*inputs)
             except Exception:  # another width, or code that a small copy cannot run
                 continue
-            if not isinstance(out, torch.Tensor):
+            if not isinstance(out, torch.Tensor) or _held(made) != before:
                 return Recognition()
             found = _expression(made, inputs, out, recorded)
             if isinstance(found, str):
@@ -106,6 +107,29 @@ def _judge(module: nn.Module) -> Recognition:
     except _Unfit:
         pass
     return Recognition()
+
+
+def _held(module: nn.Module) -> list[tuple[Any, ...]]:
+    """Describe what a forward may leave behind in ``module``: attributes, containers, buffers."""
+    return [
+        (name, key, id(value), len(value) if isinstance(value, CONTAINERS) else 0)
+        for name, each in module.named_modules()
+        for key, value in each.__dict__.items()
+        if key not in HOOKS
+    ] + [(name, each._version) for name, each in module.named_buffers()]
+
+
+def communicates(cls: type) -> bool:
+    """Return whether the forward of ``cls`` names torch.distributed, so that a trial call of one
+    rank could wait for others.
+    """
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)  # type: ignore[attr-defined]
+    names = getattr(cls.forward, "__globals__", {})  # type: ignore[attr-defined]
+    return code is not None and any(
+        name == "distributed"
+        or getattr(names.get(name), "__name__", "").startswith("torch.distributed")
+        for name in code.co_names
+    )
 
 
 def _arguments(module: nn.Module) -> int:

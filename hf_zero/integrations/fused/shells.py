@@ -5,6 +5,7 @@ computes.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections import OrderedDict
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+CONTAINERS = (list, dict, set)
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -59,10 +61,10 @@ def shell(
         if other is None:
             other = old.__class__.__new__(old.__class__)
             made[id(old)] = other
-            other.__dict__.update(
-                {k: v for k, v in old.__dict__.items() if not hasattr(type(old), k)}
-                | {"training": old.training}  # methods of an instance, as forward, are bound to it
-            )
+            own = {k: v for k, v in old.__dict__.items() if not hasattr(type(old), k)}
+            # methods of an instance, as forward, are bound to it; a copy has lists of its own
+            own = {k: copy.copy(v) if isinstance(v, CONTAINERS) else v for k, v in own.items()}
+            other.__dict__.update(own | {"training": old.training})
             for name in HOOKS:
                 other.__dict__[name] = OrderedDict()
             other.__dict__["_parameters"] = {

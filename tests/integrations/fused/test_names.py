@@ -225,6 +225,42 @@ def test_a_function_that_does_more_is_not_tried() -> None:
     assert rotations.rotating_forward(Rotates) is not None
 
 
+class Recorded(nn.Module):
+    """A feed-forward layer that keeps a record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.seen = [3]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(4)
+        out: torch.Tensor = self.second(nn.functional.gelu(self.first(x)))
+        return out
+
+
+class Keeps(Recorded):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = self.first(x)
+        out: torch.Tensor = self.second(nn.functional.gelu(self.hidden))
+        return out
+
+
+class SumsOverRanks(Recorded):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLED.append(x)
+        torch.distributed.all_reduce(x)
+        return x
+
+
+def test_trial_calls_change_nothing_and_wait_for_nobody() -> None:
+    """A forward that leaves something in its module goes on to do so."""
+    model = nn.ModuleList([Recorded(), SumsOverRanks(), Keeps()])
+    hf_zero.optimize(model, ["activations"])
+    assert not active(model) and not hasattr(model[2], "hidden")
+    assert [each.seen for each in model] == [[3], [3], [3]] and not CALLED
+
+
 class InPlace(nn.Module):
     """An attention that writes into its queries, as Longformer does."""
 
