@@ -251,7 +251,7 @@ def _random(widths: tuple[int, ...], scale: float = 1.0) -> list[torch.Tensor]:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a is b or (a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5))
+    return a is b or (a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=2e-6))
 
 
 def _expression(
