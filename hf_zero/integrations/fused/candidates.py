@@ -63,7 +63,9 @@ def candidates(
         if forward is not None:
             yield FusionCandidate(("rotary",), forward)
         elif other_rotation(type(module)):
-            yield FusionCandidate(("rotary",), why_not="it rotates pairs of other places")
+            yield FusionCandidate(
+                ("rotary",), why_not="it does not rotate the two halves of a head"
+            )
 
 
 def _left(module: nn.Module, wanted: Collection[str], why_not: str) -> Iterator[FusionCandidate]:

@@ -184,7 +184,7 @@ def _put_in(
         if "qkv" in names:
             _project(model, replacements, lines, packs=not engine)
         if "residual" in names and not any("residual" in line.kernels for line in lines):
-            reason = "no sum of its blocks is one module's; compile: blocks fuses them"
+            reason = "its residual sums are in forwards of whole blocks; compile: blocks fuses them"
             lines.append(Line(("residual",), type(model).__name__, "", reason))
         if moves is not None:
             _keep(model, moves.install(model, "norms" in names), replacements, lines, PRE_LN)

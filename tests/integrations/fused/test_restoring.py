@@ -123,7 +123,7 @@ def test_code_that_is_not_known_is_left(monkeypatch: pytest.MonkeyPatch) -> None
     hf_zero.optimize(model, ["norms", "rotary"])
     left = {line.what: line.why_not for line in report(model).left}
     assert left["LlamaRMSNorm"] == "it is neither an RMSNorm nor a LayerNorm"
-    assert left["LlamaAttention"] == "it rotates pairs of other places"
+    assert left["LlamaAttention"] == "it does not rotate the two halves of a head"
     assert same_step(model, right, "llama")
 
 
@@ -131,7 +131,7 @@ def test_code_that_is_not_known_is_left(monkeypatch: pytest.MonkeyPatch) -> None
 HEADLESS = "ViTForImageClassification"
 EXPERTS = "experts run through transformers' grouped matrix products"
 UPDATE = "it is the engine's update; hf_zero.initialize has it"
-SUMS = "no sum of its blocks is one module's; compile: blocks fuses them"
+SUMS = "its residual sums are in forwards of whole blocks; compile: blocks fuses them"
 RELU = "its activation is ReLU"
 LEFT: list[tuple[str, str, dict[str, Any], str, str]] = [
     ("gemma", "activations", {"hidden_act": "relu"}, "GemmaMLP", RELU),
@@ -180,6 +180,6 @@ def test_an_ordinary_module() -> None:
         ("1", ""),
         ("2", ""),
         ("", "Sequential is not a model of transformers"),
-        ("", "no sum of its blocks is one module's; compile: blocks fuses them"),
+        ("", "its residual sums are in forwards of whole blocks; compile: blocks fuses them"),
     }
     torch.testing.assert_close(model(x), right)
