@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_zero.integrations.fused.recognition import Recognition, verdict_on
 from hf_zero.integrations.fused.rotations import other_rotation, rotating_forward
-from hf_zero.integrations.fused.sublayers import Mlp, Norm, Sum
+from hf_zero.integrations.fused.sublayers import Mlp, Norm, Sum, while_unchanged
 from hf_zero.logging import log_rank0
 
 Forward = Callable[..., Any]
@@ -49,14 +49,15 @@ def candidates(
                 packs = bool(expression.second) and "qkv" in wanted
                 yield FusionCandidate(
                     ("activations", "qkv") if packs else ("activations",),
-                    expression.forward(packs),
+                    while_unchanged(expression.forward(packs), module, expression, verdict.dims),
                     packs=(expression.first, expression.second) if packs else (),
                 )
                 return
             if not (
                 isinstance(expression, Sum) and getattr(module, expression.norm, None) in moved
             ):
-                yield FusionCandidate((KERNEL[type(expression)],), expression.forward())
+                fused = while_unchanged(expression.forward(), module, expression, verdict.dims)
+                yield FusionCandidate((KERNEL[type(expression)],), fused)
             return
     if "rotary" in wanted:
         forward = rotating_forward(type(module))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_zero.config.kernels import IN_COMPILED_BLOCKS, NAMES, auto, in_order
@@ -99,7 +100,8 @@ def optimize(
     """
     kind = kind_for_auto(kinds.accelerator() or "cpu") if kernels == "auto" else "cpu"
     names = _names(kernels, kind)
-    _put_in(model, names, sparse_attention, pre_layer_norm, engine=False)
+    with torch.inference_mode(False):  # parameters move, and train later
+        _put_in(model, names, sparse_attention, pre_layer_norm, engine=False)
     return model
 
 
@@ -134,8 +136,9 @@ def restore(model: nn.Module) -> nn.Module:
     """
     record = model.__dict__.get(RECORD)
     if record is not None:
-        for replacement in reversed(record.replacements):
-            replacement.undo()
+        with torch.inference_mode(False):
+            for replacement in reversed(record.replacements):
+                replacement.undo()
         del model.__dict__[RECORD]
     return model
 

@@ -173,8 +173,8 @@ def _prove(block: nn.Module, name: str, moved: tuple[_Moved, ...], made: list[Mo
 
     def real(each: torch.Tensor) -> torch.Tensor:
         if each.dtype.is_floating_point:
-            return torch.randn(each.shape, generator=generator)
-        return torch.zeros(each.shape, dtype=each.dtype)
+            return torch.randn(each.shape, generator=generator, device="cpu")
+        return torch.zeros(each.shape, dtype=each.dtype, device="cpu")
 
     copied = shell(block, real, real).eval()
     for module in copied.modules():

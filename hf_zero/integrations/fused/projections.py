@@ -21,6 +21,8 @@ from hf_zero.integrations.fused.shells import ModuleCall
 from hf_zero.integrations.fused.sublayers import plain, takes, whole
 
 GROUP = "_hf_zero_group"
+Held = tuple[torch.Tensor | None, tuple[int, bool], dict[int, torch.Tensor]]
+NOTHING: Held = (None, (0, False), {})
 
 
 class Projections:
@@ -28,9 +30,7 @@ class Projections:
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         self.linears = linears
-        self.input: torch.Tensor | None = None
-        self.version = 0
-        self.outputs: dict[int, torch.Tensor] = {}
+        self.held = NOTHING
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Projections:
         new = Projections([])
@@ -40,18 +40,19 @@ class Projections:
 
     def output(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         number = next(i for i, each in enumerate(self.linears) if each is linear)
-        if self.input is x and number in self.outputs and self.version == _version(x):
-            out = self.outputs.pop(number)
-            if not self.outputs:
-                self.input = None
+        # read once, because another thread may call the same layers
+        now, (known, then, outputs) = (_version(x), torch.is_grad_enabled()), self.held
+        if known is x and then == now and number in outputs:
+            out = outputs.pop(number)
+            if not outputs:
+                self.held = NOTHING
             return out
-        self.outputs, self.input = {}, None
+        self.held = NOTHING
         together = whole(x, self.linears) if takes(x, linear.weight) else None
         if together is None:
             return F.linear(x, linear.weight, linear.bias)
-        parts = together.split([each.out_features for each in self.linears], dim=-1)
-        self.input, self.version = x, _version(x)
-        self.outputs = {i: part for i, part in enumerate(parts) if i != number}
+        parts = together.split([each.weight.shape[0] for each in self.linears], dim=-1)
+        self.held = x, now, {i: part for i, part in enumerate(parts) if i != number}
         return parts[number]
 
 

@@ -9,10 +9,13 @@ training and in evaluation. A forward that has not agreed is never installed.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
+import random
 import types
 from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,21 +23,40 @@ import torch
 from torch import nn
 
 from hf_zero.device import kinds
-from hf_zero.integrations.fused.shells import CONTAINERS, HOOKS, ModuleCall, calls, shell
-from hf_zero.integrations.fused.sublayers import ACTIVATIONS, Expression, Mlp, Norm, Sum
+from hf_zero.integrations.fused.shells import ModuleCall, attributes, calls, is_constant, shell
+from hf_zero.integrations.fused.sublayers import (
+    ACTIVATIONS,
+    Expression,
+    Forward,
+    Mlp,
+    Norm,
+    Sum,
+    while_unchanged,
+)
 
 LARGEST = 12  # submodules of a module that is tried
 ANY = 8  # the width of inputs where a module has none of its own
 BOUND = 1e-4  # of the largest number, in fp32
+BOUND_TF32 = 1e-2
+OTHER_INPUTS: tuple[tuple[tuple[int, ...], float], ...] = (
+    ((2, 5), 40.0),
+    ((3,), 1.0),
+    ((3, 1), 1.0),
+    ((2, 3, 4), 1.0),
+)
+"""Leading sizes and scales of inputs on which code may branch, or clamp. None is 1 or a multiple of
+16 rows, for which Triton would compile again.
+"""
 
 
 @dataclass(frozen=True)
 class Recognition:
-    """The expression that a module computes, or ``why_not`` if it looks like one and is none, or
-    the fused forward ``disagrees``.
+    """The expression that a module computes for inputs of ``dims`` dimensions, or ``why_not`` if it
+    looks like one and is none, or the fused forward ``disagrees``.
     """
 
     expression: Expression | None = None
+    dims: frozenset[int] = frozenset()
     why_not: str = ""
     disagrees: str = ""
 
@@ -53,25 +75,40 @@ def verdict_on(module: nn.Module) -> Recognition:
         return Recognition()
     key = (type(module).forward, tuple(_description(name, each) for name, each in parts))
     if key not in _verdicts:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with _surroundings():
             _verdicts[key] = _judge(module)
     return _verdicts[key]
 
 
+@contextmanager
+def _surroundings() -> Iterator[None]:
+    """Set the modes that a script may have changed to their defaults, and restore random states."""
+    state = random.getstate()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.device("cpu"))
+        for kind in {"cpu", kinds.accelerator() or "cpu"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        try:
+            yield
+        finally:
+            random.setstate(state)
+
+
 def _description(name: str, module: nn.Module) -> Hashable:
     """Return everything of a module that its class may branch on, other than values of tensors."""
-    settings = tuple(
-        (key, _setting(value))
-        for key, value in module.__dict__.items()
-        if key != "training" and not key.startswith("_") and not isinstance(value, torch.Tensor)
+    settings = tuple((key, _setting(value)) for key, value in attributes(module))
+    tensors = tuple(
+        (key, each is None) for key, each in (module._parameters | module._buffers).items()
     )
-    tensors = tuple((key, each is None) for key, each in module._parameters.items())
     return name, type(module), settings, tensors
 
 
 def _setting(value: Any) -> Hashable:
-    if value is None or isinstance(value, (bool, int, float, str, type, types.FunctionType)):
-        return value
+    if is_constant(value):
+        return value  # type: ignore[no-any-return]
     if isinstance(value, (tuple, list)):
         return tuple(_setting(each) for each in value)
     if hasattr(value, "to_dict"):  # a configuration of transformers
@@ -89,13 +126,13 @@ def _judge(module: nn.Module) -> Recognition:
             made = _small(module, sizes)
             inputs = _random(widths)
             made.train()
-            before = _held(made)
+            before = _state(made)
             try:
                 with calls(made, outermost=True) as recorded:
                     out = made(*inputs)
             except Exception:  # another width, or code that a small copy cannot run
                 continue
-            if not isinstance(out, torch.Tensor) or _held(made) != before:
+            if not isinstance(out, torch.Tensor) or _state(made) != before:
                 return Recognition()
             found = _expression(made, inputs, out, recorded)
             if isinstance(found, str):
@@ -103,20 +140,35 @@ def _judge(module: nn.Module) -> Recognition:
             if found is None:
                 return Recognition()
             wrong = _disagreement(module, found, sizes, widths)
-            return Recognition(disagrees=wrong) if wrong else Recognition(found)
+            if wrong:
+                return Recognition(disagrees=wrong)
+            dims = _dims(module, found, sizes, widths)
+            return Recognition(why_not=dims) if isinstance(dims, str) else Recognition(found, dims)
     except _Unfit:
         pass
     return Recognition()
 
 
-def _held(module: nn.Module) -> list[tuple[Any, ...]]:
-    """Describe what a forward may leave behind in ``module``: attributes, containers, buffers."""
-    return [
-        (name, key, id(value), len(value) if isinstance(value, CONTAINERS) else 0)
-        for name, each in module.named_modules()
-        for key, value in each.__dict__.items()
-        if key not in HOOKS
-    ] + [(name, each._version) for name, each in module.named_buffers()]
+def _state(module: nn.Module) -> list[Any]:
+    """Return all that a forward without side effects leaves as it is. A forward that draws random
+    numbers has one, because dropouts are marks.
+    """
+    state: list[Any] = [random.getstate(), torch.get_rng_state().tolist()]
+    for each in module.modules():
+        for key, value in each.__dict__.items():
+            size = len(value) if isinstance(value, (list, dict, set)) else 0
+            state.append((key, _Same(value), size))
+    return state
+
+
+class _Same:
+    """An object that equals itself alone, and lives as long as this."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
 
 
 def communicates(cls: type) -> bool:
@@ -169,7 +221,8 @@ class _Marked(nn.Module):
 
 def _sizes(module: nn.Module) -> dict[int, int]:
     """Return a small even size for each width of ``module``; the double of one stays its double. A
-    module without linear layers keeps its widths.
+    module without linear layers keeps its widths. One that has tensors other than parameters is
+    unfit, because it may add them, or branch on their values.
     """
     widths: set[int] = set()
     for each in module.modules():
@@ -177,6 +230,9 @@ def _sizes(module: nn.Module) -> dict[int, int]:
         if sizes is not None:
             widths.update(sizes)
             continue
+        others = (*each._buffers.values(), *each.__dict__.values())
+        if any(isinstance(other, torch.Tensor) for other in others):
+            raise _Unfit
         shape = getattr(each, "normalized_shape", None)
         if isinstance(shape, tuple) and len(shape) == 1:
             widths.add(shape[0])
@@ -211,14 +267,18 @@ def _small(module: nn.Module, sizes: dict[int, int]) -> nn.Module:
         if old is module:
             raise _Unfit
         new = nn.Linear(
-            sizes[widths[0]], sizes[widths[1]], bias=getattr(old, "bias", None) is not None
+            sizes[widths[0]],
+            sizes[widths[1]],
+            bias=getattr(old, "bias", None) is not None,
+            dtype=torch.float32,
         )
         for parameter in new.parameters():
             parameter.data.normal_(std=0.7, generator=generator)
         return new
 
     def parameter(old: torch.Tensor) -> torch.Tensor:
-        return torch.randn(sizes[old.numel()] if old.dim() else (), generator=generator)
+        shape = (sizes[old.numel()],) if old.dim() else ()
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
 
     def buffer(old: torch.Tensor) -> torch.Tensor:
         return torch.zeros(old.shape, dtype=old.dtype)
@@ -242,9 +302,12 @@ def _widths(module: nn.Module, sizes: dict[int, int], arguments: int) -> Iterato
             yield from ((first, second) for second in dict.fromkeys(sizes.values()))
 
 
-def _random(widths: tuple[int, ...], scale: float = 1.0) -> list[torch.Tensor]:
+def _random(
+    widths: tuple[int, ...], scale: float = 1.0, leading: tuple[int, ...] = (2, 5)
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(2, 5, each, generator=generator) + 0.3) * scale for each in widths]
+    normal = functools.partial(torch.randn, generator=generator, dtype=torch.float32)
+    return [(normal(*leading, width) + 0.3) * scale for width in widths]
 
 
 # -- expressions -----------------------------------------------------------------------------------
@@ -324,20 +387,20 @@ def _mlp(x: torch.Tensor, out: torch.Tensor, made: list[ModuleCall]) -> Mlp | st
     hidden = after[0].inputs[0] if after else out
     if not _chained(after, out):
         return None
-    rest = tuple(c.name for c in after)
+    rest, skipped = tuple(c.name for c in after), tuple(c.name for c in acts)
     for name, act in ACTIVATIONS.items():
         for gate, up in ((0, 1), (1, 0)) if len(firsts) == 2 else ():
             if _same(act(results[gate]) * results[up], hidden):
-                return Mlp(name, names[gate], names[up], after=rest)
+                return Mlp(name, names[gate], names[up], after=rest, skipped=skipped)
         if len(firsts) == 2:
             continue
         if name != "silu" and _same(act(results[0]), hidden):
-            return Mlp(name, names[0], after=rest)
+            return Mlp(name, names[0], after=rest, skipped=skipped)
         if results[0].shape[-1] == 2 * hidden.shape[-1]:
             a, b = results[0].chunk(2, dim=-1)
             for halves, gate_half, up_half in ((1, a, b), (-1, b, a)):
                 if _same(act(gate_half) * up_half, hidden):
-                    return Mlp(name, names[0], halves=halves, after=rest)
+                    return Mlp(name, names[0], halves=halves, after=rest, skipped=skipped)
     if acts and rest:
         act_module: Any = acts[0].module
         return f"its activation is {getattr(act_module, '__name__', type(act_module).__name__)}"
@@ -381,22 +444,75 @@ def _disagreement(
     module: nn.Module, found: Expression, sizes: dict[int, int], widths: tuple[int, ...]
 ) -> str:
     """Return "" if the fused forward agrees with the module's own, on the device that trains."""
-    device = torch.device(kinds.accelerator() or "cpu")
-    right, fused = (_without_marks(_small(module, sizes)).to(device) for _ in range(2))
-    forwards = (
-        [found.forward(packed) for packed in (False, True)]
-        if isinstance(found, Mlp)
-        else [found.forward()]
-    )
-    for forward in forwards:
-        fused.forward = types.MethodType(forward, fused)
-        for training in (True, False):
-            results = [_pass(each.train(training), widths, device) for each in (right, fused)]
-            for a, b in zip(*results):
-                error = float((a - b).abs().max() / a.abs().max().clamp(min=1e-6))
-                if not error < BOUND:
-                    return f"its fused forward is off by {error:.1e} of the largest number"
+    exact = torch.get_float32_matmul_precision() == "highest"
+    for right, fused in _pairs(module, found, sizes):
+        results = [_pass(each, _random(widths)) for each in (right, fused)]
+        for a, b in zip(*results):
+            error = _error(a, b)
+            if not error < (BOUND if exact else BOUND_TF32):
+                return f"its fused forward is off by {error:.1e} of the largest number"
     return ""
+
+
+def _dims(
+    module: nn.Module, found: Expression, sizes: dict[int, int], widths: tuple[int, ...]
+) -> frozenset[int] | str:
+    """Return the numbers of dimensions of which the module's own code accepts other inputs; or why
+    its fused forward does not fit, because it does not compute the same for all of these.
+    """
+    dims = {3}
+    given = [_random(widths, scale, leading) for leading, scale in OTHER_INPUTS]
+    for right, fused in _pairs(module, found, sizes):
+        for inputs in given:
+            try:
+                own = _pass(right, inputs)
+            except Exception:  # code that does not take inputs of this shape
+                continue
+            try:
+                ours = _pass(fused, inputs)
+            except Exception as error:
+                return f"its fused forward fails for {list(inputs[0].shape)}: {error}"[:200]
+            if not all(_error(a, b) < BOUND_TF32 for a, b in zip(own, ours)):
+                return f"it computes something else for {list(inputs[0].shape)}, or large numbers"
+            dims.add(inputs[0].dim())
+        half = [each.to(torch.bfloat16) for each in _random(widths)]
+        try:
+            dtype = _pass(right.to(torch.bfloat16), half)[0].dtype
+        except Exception:
+            continue
+        if dtype != torch.bfloat16:
+            return f"it returns {dtype} for torch.bfloat16"
+    return frozenset(dims)
+
+
+def _pairs(
+    module: nn.Module, found: Expression, sizes: dict[int, int]
+) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield copies with the module's own and with each fused forward, in training and in
+    evaluation.
+    """
+    device = torch.device(kinds.accelerator() or "cpu")
+    for forward in forwards(found):
+        for training in (True, False):
+            right, fused = (
+                _without_marks(_small(module, sizes)).to(device).train(training) for _ in range(2)
+            )
+            checked = while_unchanged(forward, fused, found, (2, 3, 4))
+            fused.forward = types.MethodType(checked, fused)
+            yield right, fused
+
+
+def forwards(found: Expression) -> list[Forward]:
+    if isinstance(found, Mlp):
+        return [found.forward(packed) for packed in (False, True)]
+    return [found.forward()]
+
+
+def _error(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest number."""
+    if a.shape != b.shape:
+        return float("inf")
+    return float((a - b).abs().max() / a.abs().max().clamp(min=1e-6))
 
 
 def _without_marks(module: nn.Module) -> nn.Module:
@@ -407,9 +523,10 @@ def _without_marks(module: nn.Module) -> nn.Module:
     return module
 
 
-def _pass(module: nn.Module, widths: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
+def _pass(module: nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the output, and the gradients of inputs and parameters."""
-    inputs = [each.to(device).requires_grad_() for each in _random(widths)]
+    device = torch.device(kinds.accelerator() or "cpu")
+    inputs = [each.to(device).detach().requires_grad_() for each in inputs]
     trained = [each for each in module.parameters() if each.requires_grad]
     out = module(*inputs)
     weights = torch.sin(torch.arange(out.numel(), device=device)).view_as(out)

@@ -137,7 +137,7 @@ def _agrees(function: Function, rotation: Rotation, width: int) -> bool:
     """Compare on the CPU, where a function of other arguments raises, then on the accelerator."""
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 4, 3, 8), (2, 2, 3, 8), (2, 3, width), (2, 3, width)
-    given = [torch.randn(shape, generator=generator) for shape in shapes]
+    given = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
     for device in dict.fromkeys(("cpu", kinds.accelerator() or "cpu")):
         q, k, cos, sin = (each.to(device) for each in given)
         try:
@@ -170,11 +170,12 @@ def _fused(original: Function) -> Function:
 
 @functools.cache
 def _rebound(forward: Any, found: tuple[tuple[str, Function], ...]) -> Function:
-    """Return a copy of ``forward`` in which the names of ``found`` stand for fused functions, also
-    inside of its decorators.
-    """
-    fused = {name: _fused(function) for name, function in found}
+    """Return a copy of ``forward`` that calls functions of other names in place of those of
+    ``found``, also inside of its decorators.
 
+    The globals stay those of its module, where the fused functions are added under these names: a
+    copy of the globals would not follow later changes, and torch.compile does not take it.
+    """
     made: dict[Any, Any] = {}
 
     def copied(function: Any) -> Any:
@@ -187,14 +188,14 @@ def _rebound(forward: Any, found: tuple[tuple[str, Function], ...]) -> Function:
             else cell
             for cell in function.__closure__ or ()
         )
-        names = function.__globals__
-        ours = {name: each for name, each in fused.items() if names.get(name) is not None}
+        code, names = function.__code__, function.__globals__
+        for name, original in found:
+            if name in code.co_names and names.get(name) is original:
+                ours = f"_hf_zero_{name}"
+                names[ours] = _fused(original)
+                code = code.replace(co_names=tuple(ours if n == name else n for n in code.co_names))
         new = types.FunctionType(
-            function.__code__,
-            {**names, **ours} if ours else names,
-            function.__name__,
-            function.__defaults__,
-            cells or None,
+            code, names, function.__name__, function.__defaults__, cells or None
         )
         new.__kwdefaults__ = function.__kwdefaults__
         new.__dict__.update(function.__dict__)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CONTAINERS = (list, dict, set)
+CONSTANT = (bool, int, float, str, type, types.FunctionType, types.BuiltinFunctionType)
+OF_TORCH = frozenset(nn.Module().__dict__)
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -38,8 +40,8 @@ def shell(
     instead: Callable[[nn.Module], nn.Module | None] = lambda module: None,
 ) -> nn.Module:
     """Return a copy of ``module`` with ``parameter`` of each parameter, ``buffer`` of each buffer,
-    the modules of ``instead`` in place of some, and no hooks and no replaced forwards. Everything
-    else is shared.
+    the modules of ``instead`` in place of some, and no hooks and no replaced forwards. Lists,
+    dicts and sets are copied, and everything else is shared.
     """
     made: dict[int, Any] = {}
 
@@ -61,10 +63,11 @@ def shell(
         if other is None:
             other = old.__class__.__new__(old.__class__)
             made[id(old)] = other
-            own = {k: v for k, v in old.__dict__.items() if not hasattr(type(old), k)}
-            # methods of an instance, as forward, are bound to it; a copy has lists of its own
-            own = {k: copy.copy(v) if isinstance(v, CONTAINERS) else v for k, v in own.items()}
-            other.__dict__.update(own | {"training": old.training})
+            other.__dict__.update(
+                (name, _attribute(value, old, other))
+                for name, value in old.__dict__.items()
+                if not hasattr(nn.Module, name)  # as forward
+            )
             for name in HOOKS:
                 other.__dict__[name] = OrderedDict()
             other.__dict__["_parameters"] = {
@@ -78,6 +81,28 @@ def shell(
         return other
 
     return build(module)
+
+
+def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that the class of ``module`` may branch on."""
+    for name, value in module.__dict__.items():
+        if (
+            name not in OF_TORCH
+            and name != "forward"
+            and not name.startswith(("_hf_zero", "_is_hf"))
+        ):
+            yield name, value
+
+
+def is_constant(value: Any) -> bool:
+    return value is None or isinstance(value, CONSTANT)
+
+
+def _attribute(value: Any, old: nn.Module, new: nn.Module) -> Any:
+    """Return an attribute of ``old`` for its copy ``new``, whose forward may write into it."""
+    if isinstance(value, types.MethodType) and value.__self__ is old:
+        return types.MethodType(value.__func__, new)
+    return copy.copy(value) if type(value) in (list, dict, set) else value
 
 
 @dataclass(eq=False)

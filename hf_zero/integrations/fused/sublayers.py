@@ -9,15 +9,17 @@ autocast, which casts for each operation of torch, the module's own code runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.pytorch_utils import Conv1D
 
+from hf_zero.integrations.fused.shells import attributes, is_constant
 from hf_zero.ops import activations, norms
 from hf_zero.ops.packed_linear import packed_linear_whole
 from hf_zero.ops.residual import dropout_add
@@ -35,19 +37,23 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def takes(x: torch.Tensor, *parameters: torch.Tensor) -> bool:
     """Return whether our operations compute the same as the module's own: one dtype, except
-    quantized weights, and no autocast.
+    quantized weights, not fp64, no autocast, no transform of torch.func, and no DTensors.
     """
-    return all(
-        each.dtype == x.dtype or not each.is_floating_point() for each in parameters
-    ) and not torch.is_autocast_enabled(x.device.type)
+    return (
+        x.dtype != torch.float64
+        and all(each.dtype == x.dtype or not each.is_floating_point() for each in parameters)
+        and not any(is_traceable_wrapper_subclass(each) for each in (x, *parameters))
+        and not torch.is_autocast_enabled(x.device.type)
+        and not torch._C._are_functorch_transforms_active()  # custom operations have no rules there
+    )
 
 
 def plain(module: nn.Module, kind: type[Part]) -> TypeGuard[Part]:
     """Return whether ``module`` is exactly a ``kind``, so that its parameters determine its
     forward.
 
-    An adapter, a quantized layer or a module with hooks (also the engine's, if the module is
-    gathered by itself) must be called.
+    An adapter, a quantized layer or weight, or a module with hooks (also the engine's, if the
+    module is gathered by itself) must be called.
     """
     if (
         type(module) is not kind
@@ -55,6 +61,7 @@ def plain(module: nn.Module, kind: type[Part]) -> TypeGuard[Part]:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
+        or any(is_traceable_wrapper_subclass(each) for each in module._parameters.values())
     ):
         return False
     return replaced(module) or "forward" not in module.__dict__
@@ -81,9 +88,51 @@ def whole(x: torch.Tensor, linears: Sequence[nn.Module]) -> torch.Tensor | None:
     return packed_linear_whole(x, weights, None if all(bias is None for bias in biases) else biases)
 
 
+def while_unchanged(
+    fused: Forward, module: nn.Module, expression: Expression, dims: Collection[int]
+) -> Forward:
+    """Return a forward that calls ``fused`` while the numbers, flags and functions among the
+    attributes of ``module``, and the submodules that ``fused`` does not call, are those of now.
+    Otherwise, and for inputs of other than ``dims`` dimensions, keywords and further arguments, it
+    calls the module's own code.
+    """
+    given = 2 if isinstance(expression, Sum) and expression.norm else 1
+    skipped = expression.skipped if isinstance(expression, Mlp) else ()
+    own = _constants(module)
+    parts = [(name, type(part := getattr(module, name)), _constants(part)) for name in skipped]
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        proved = len(args) == given and not kwargs and args[0].dim() in dims
+        if proved and _has(module, own):
+            for name, kind, constants in parts:
+                part = getattr(module, name)
+                if not plain(part, kind) or not _has(part, constants):
+                    break
+            else:
+                return fused(module, *args)
+        return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _constants(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    return tuple((key, value) for key, value in attributes(module) if is_constant(value))
+
+
+def _has(module: nn.Module, constants: tuple[tuple[str, Any], ...]) -> bool:
+    return all(getattr(module, key, None) == value for key, value in constants)
+
+
 def _takes_linears(self: nn.Module, x: torch.Tensor, names: Sequence[str]) -> bool:
     weights = (getattr(getattr(self, name), "weight", None) for name in names)
-    return takes(x, *(each for each in weights if isinstance(each, torch.Tensor)))
+    return takes(
+        x,
+        *(
+            each
+            for each in weights
+            if isinstance(each, torch.Tensor) and not is_traceable_wrapper_subclass(each)
+        ),
+    )
 
 
 def _through(self: nn.Module, names: Sequence[str], x: torch.Tensor) -> torch.Tensor:
@@ -105,10 +154,10 @@ class Norm:
     centered: bool = False
 
     def forward(self) -> Forward:
-        def forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
             given = [getattr(module, name) for name in (self.weight, self.bias) if name]
-            if args or kwargs or not takes(x, *given):
-                return type(module).forward(module, x, *args, **kwargs)
+            if not takes(x, *given):
+                return type(module).forward(module, x)  # type: ignore[no-any-return]
             return self.apply(module, x)
 
         return forward
@@ -128,7 +177,8 @@ class Mlp:
     """``after(act(first(x)) · second(x))``, or ``after(act(first(x)))`` without ``second``.
 
     ``halves``: gate and up are the two halves of ``first(x)``, the gate first, or last if it is -1;
-    0: they are no halves. ``after`` are submodules that are called one after the other.
+    0: they are no halves. ``after`` are submodules that are called one after the other; those of
+    ``skipped``, as an activation, are not called.
     """
 
     act: str
@@ -136,6 +186,7 @@ class Mlp:
     second: str = ""
     halves: int = 0
     after: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
     @property
     def gated(self) -> bool:
@@ -145,9 +196,9 @@ class Mlp:
         """Return the forward, with one GEMM for gate and up if ``packed``."""
         linears = tuple(filter(None, (self.first, self.second, *self.after)))
 
-        def forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if args or kwargs or not _takes_linears(module, x, linears):
-                return type(module).forward(module, x, *args, **kwargs)
+        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+            if not _takes_linears(module, x, linears):
+                return type(module).forward(module, x)  # type: ignore[no-any-return]
             first = getattr(module, self.first)
             if self.second:
                 hidden = self._of_two(x, first, getattr(module, self.second), packed)
@@ -192,6 +243,11 @@ class Mlp:
         return activations.gelu(linear(x), approximate=self.act)
 
 
+def _drops(module: nn.Module) -> bool:
+    """Return whether our operations drop as ``module`` does."""
+    return plain(module, nn.Dropout) and module.p < 1
+
+
 @dataclass(frozen=True)
 class Sum:
     """``norm(dropout(branch(x)) + residual)`` (post-LN), or without ``norm`` ``dropout(branch(x)) +
@@ -206,32 +262,31 @@ class Sum:
         return self._normed() if self.norm else self._added()
 
     def _added(self) -> Forward:
-        def forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
             dropout = getattr(module, self.dropout)
-            if args or kwargs or type(dropout) is not nn.Dropout or not takes(x):
-                return type(module).forward(module, x, *args, **kwargs)
+            if not _drops(dropout) or not takes(x):
+                return type(module).forward(module, x)  # type: ignore[no-any-return]
             out = _through(module, self.branch, x)
-            if out.dtype != x.dtype:
+            if out.dtype != x.dtype or out.shape != x.shape:
                 return x + dropout(out)
             return dropout_add(out, x, dropout=dropout.p, training=dropout.training)
 
         return forward
 
     def _normed(self) -> Forward:
-        def forward(
-            module: Any, x: torch.Tensor, residual: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> torch.Tensor:
+        def forward(module: Any, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
             norm = getattr(module, self.norm)
             dropout = getattr(module, self.dropout) if self.dropout else None
             if (
-                args
-                or kwargs
-                or not plain(norm, nn.LayerNorm)
-                or (dropout is not None and type(dropout) is not nn.Dropout)
-                or not takes(x, residual, norm.weight, norm.bias)
+                not plain(norm, nn.LayerNorm)
+                or not (dropout is None or _drops(dropout))
+                or not takes(x, residual, *(p for p in (norm.weight, norm.bias) if p is not None))
+                or norm.weight is None
             ):
-                return type(module).forward(module, x, residual, *args, **kwargs)
+                return type(module).forward(module, x, residual)  # type: ignore[no-any-return]
             out = _through(module, self.branch, x)
+            if out.shape != residual.shape:
+                return norm((out if dropout is None else dropout(out)) + residual)
             p, training = (0.0, False) if dropout is None else (dropout.p, dropout.training)
             return norms.layer_norm_of_sum(
                 out, residual, norm.weight, norm.bias, norm.eps, dropout=p, training=training

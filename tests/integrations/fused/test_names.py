@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -283,3 +287,220 @@ def test_results_of_kernels_may_be_written_into() -> None:
     found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     for a, b in zip(found, right):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class Written(nn.Module):
+    """A gated MLP by hand, with what such modules have beside it: see its subclasses."""
+
+    scale = 1.0
+
+    def __init__(self, scale: float = 1.0, act: Any = None) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.act, self.scale = act or nn.SiLU(), scale
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.c(self.act(self.a(signal)) * self.b(signal)) * self.scale
+        return made
+
+
+class Flagged(Written):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("flag", torch.tensor(True))
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        return super().forward(signal) * (2 if self.flag else 1)
+
+
+class Clamped(Written):
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.c(self.act(self.a(signal)).clamp(-10, 10) * self.b(signal))
+        return made
+
+
+class Skipped(Written):
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        return signal if self.training and random.random() < 1e-9 else super().forward(signal)
+
+
+class Counted(Written):
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        self.seen = signal.detach()
+        return super().forward(signal)
+
+
+class Listed(Written):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[torch.Tensor] = []
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        self.norms.append(signal.detach().norm())
+        return super().forward(signal)
+
+
+class Shifted(Scaled):
+    """A norm that adds a tensor, of which it has ``tensors`` as buffers or attributes."""
+
+    def __init__(self, shift: float, buffer: bool) -> None:
+        super().__init__(0.0)
+        if buffer:
+            self.register_buffer("shift", torch.tensor(shift))
+        else:
+            self.shift = torch.tensor(shift)
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        return super().forward(t) + self.shift
+
+
+class Wide(Scaled):
+    """A norm that returns fp32."""
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        return super().forward(t).float()
+
+
+class Underlined(Scaled):
+    """A norm with a setting that is private."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(0.0)
+        self._factor = factor
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        return super().forward(t) * self._factor
+
+
+OTHERS = [
+    Written(3.0), Flagged(), Clamped(), Skipped(), Counted(), Listed(), Shifted(1.0, True),
+    Shifted(0.0, False), Shifted(1.0, False), Wide(0.0),
+]  # fmt: skip
+
+
+@in_one_item(OTHERS)
+def test_what_a_small_copy_does_not_show_is_left(module: nn.Module) -> None:
+    """Attributes before those of the class, values of tensors, limits, chance, side effects."""
+    state = random.getstate()
+    model = hf_zero.optimize(nn.ModuleList([module]), BLOCKS)
+    assert not any(where == "0" for where, _ in active(model)) and random.getstate() == state
+    assert not getattr(module, "norms", ()) and not hasattr(module, "seen")
+
+
+def test_a_private_setting_is_one() -> None:
+    one, two = (hf_zero.optimize(nn.ModuleList([Underlined(f)]), BLOCKS) for f in (1.0, 2.0))
+    assert active(one) == {("0", ("norms",))} and not active(two)
+
+
+class ByPlace(nn.Module):
+    """A norm of the last dimension, or of the channels of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.randn(8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 4:
+            x = nn.functional.layer_norm(x.transpose(1, 3), (8,), self.weight[:8], self.bias)
+            return x[..., :8].transpose(1, 3)
+        return nn.functional.layer_norm(x, (8,), self.weight, self.bias)
+
+
+def test_a_kernel_has_only_inputs_of_proved_dimensions() -> None:
+    module, x = ByPlace(), torch.randn(2, 8, 3, 8)
+    right = module(x)
+    model = hf_zero.optimize(nn.ModuleList([module]), BLOCKS)
+    assert active(model) == {("0", ("norms",))}
+    assert torch.equal(module(x), right)
+
+
+class Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.drop, self.norm = nn.Linear(8, 8), nn.Dropout(0.0), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.norm(self.drop(self.dense(x)) + other)
+        return made
+
+
+def _hooked(name: str) -> Callable[[Any], Any]:
+    return lambda m: getattr(m, name).register_forward_hook(lambda _m, _x, out: out * 2)
+
+
+def _set(path: str, value: Any) -> Callable[[Any], Any]:
+    parent, _, name = path.rpartition(".")
+    return lambda m: setattr(m.get_submodule(parent), name, value)
+
+
+CHANGES: list[tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = [
+    (Written, _set("scale", 2.0)),
+    (Written, _set("act", nn.ReLU())),
+    (Written, _hooked("act")),
+    (Written, _set("act.forward", torch.tanh)),
+    (Written, lambda m: m.double()),
+    (lambda: Written(act=nn.functional.silu), _set("act", torch.tanh)),
+    (lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), lambda m: m.double()),
+    (lambda: Scaled(0.0), _set("offset", 2.0)),
+    (Added, _hooked("drop")),
+    (Added, _set("drop.forward", torch.tanh)),
+    (Added, _set("drop.p", 1.0)),
+]
+
+
+@in_one_item(CHANGES)
+def test_a_module_that_changes_later_computes_what_it_says(
+    case: tuple[Callable[[], nn.Module], Callable[[Any], Any]],
+) -> None:
+    build_one, change = case
+    module = build_one()
+    right = copy.deepcopy(module)
+    assert active(hf_zero.optimize(nn.ModuleList([module]), BLOCKS))
+    for each in (module, right):
+        change(each)
+    dtype = next(module.parameters()).dtype
+    given = [torch.randn(2, 3, 8, dtype=dtype)] * (2 if isinstance(module, Added) else 1)
+    torch.testing.assert_close(module(*given), right(*given))
+
+
+def test_calls_by_keyword_and_sums_that_broadcast() -> None:
+    gated, added, x = Written(), Added(), torch.randn(2, 3, 8)
+    right = gated(x), added(x, x[0])
+    hf_zero.optimize(nn.ModuleList([gated, added]), BLOCKS)
+    torch.testing.assert_close(gated(signal=x), right[0])
+    torch.testing.assert_close(added(x, other=x[0]), right[1])
+    torch.testing.assert_close(added(x, x[0]), right[1])
+
+
+@in_one_item(["device", "dtype", "inference", "autocast"])
+def test_modes_of_the_script_do_not_matter(mode: str) -> None:
+    class Other(Scaled):
+        """A class without a verdict."""
+
+    gated, norm, x = Written(), Other(0.0), torch.randn(2, 3, 8)
+    modes = {
+        "device": torch.device("meta"),
+        "inference": torch.inference_mode(),
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+        "dtype": contextlib.nullcontext(),
+    }
+    recognition._verdicts.clear()
+    if mode == "dtype":
+        torch.set_default_dtype(torch.float64)
+    try:
+        with modes[mode]:
+            model = hf_zero.optimize(nn.ModuleList([gated, norm]), BLOCKS)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert active(model) == {("0", ("activations", "qkv")), ("1", ("norms",))}
+    norm(gated(x)).sum().backward()
+    with torch.inference_mode():
+        hf_zero.restore(model)
+    norm(gated(x)).sum().backward()
+
+
+def test_transforms_of_torch_func_run_the_modules_code() -> None:
+    module, x = Written(), torch.randn(2, 3, 8)
+    right = module(x)
+    hf_zero.optimize(nn.ModuleList([module]), BLOCKS)
+    torch.testing.assert_close(torch.vmap(module)(x), right)

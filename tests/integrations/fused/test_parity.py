@@ -141,7 +141,7 @@ def test_adapters_are_called(case: tuple[str, bool]) -> None:
     assert_equal(model, with_adapters(build(name)), inputs(name))
 
 
-@pytest.mark.parametrize("name", fast(["bert", "llama", "t5"], lambda name: name == "bert"))
+@pytest.mark.parametrize("name", fast(["bert", "llama", "t5"], lambda name: name != "t5"))
 def test_a_compiled_block_is_one_graph(name: str) -> None:
     """A forward asks of its modules nothing that Dynamo stops at."""
     torch._dynamo.reset()
