@@ -148,7 +148,11 @@ def test_several_adapters_each_in_its_folder(tmp_path: Path, base: Path) -> None
     assert not (tmp_path / "one" / "adapter_config.json").exists()
 
 
-def test_an_adapter_that_transformers_added(tmp_path: Path, base: Path) -> None:
+def test_an_adapter_that_transformers_added(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers 5.24 asks for a PEFT that is not released, and works with the one before."""
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
     model = of_base(base)
     model.add_adapter(KINDS["LoRA"]())
     saved(tmp_path / "run", model)

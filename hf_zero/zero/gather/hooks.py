@@ -270,12 +270,10 @@ class Hooks:
         ``grads``: it records a graph.
         """
         self.take_in_unannounced()
-        given = [
-            key
-            for key, value in kwargs.items()
-            if is_cache(value) or (key == ENCODED and value is not None)
-        ]
-        kind = (name, grads, module.training, *given)
+        kind: tuple[Any, ...] = (name, grads, module.training)
+        for key, value in kwargs.items():
+            if is_cache(value) or (key == ENCODED and value is not None):
+                kind += (key,)
         self._outer = RootForward(module is self._model, self._tracker.outstanding.moment(), name)
         if grads and self.draws:
             self._draw(self._outer, name)
