@@ -43,7 +43,8 @@ PRIVATE = {
     "torch.optim._muon": "_adjust_lr _zeropower_via_newtonschulz",
     "torch.optim.optimizer": "_get_fused_kernels_supported_devices",
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
-    "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
+    "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes "
+    "is_traceable_wrapper_subclass",
     "torch.utils._pytree": "SUPPORTED_NODES tree_flatten tree_leaves tree_map tree_map_only",
     "torch.utils.data._utils.signal_handling": "_set_worker_signal_handlers",
 }
