@@ -12,7 +12,7 @@ import sys
 import types
 from typing import Any
 
-DROPPED = ("auto_docstring", "deprecate_kwarg", "use_kernelized_func", "use_kernel")
+DROPPED = ("auto_docstring", "torch.jit", "deprecate_kwarg", "use_kernelized_func", "use_kernel")
 AFTER = "_of_tomorrow"
 
 
