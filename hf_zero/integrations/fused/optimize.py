@@ -22,7 +22,7 @@ from hf_zero.integrations.fused import pre_layer_norm as pre_ln
 from hf_zero.integrations.fused import projections
 from hf_zero.integrations.fused.candidates import candidates
 from hf_zero.integrations.fused.replacement import Line, Replacement, Report
-from hf_zero.integrations.fused.shells import calls_of_model
+from hf_zero.integrations.fused.shells import ModuleCall, calls_of_model
 from hf_zero.integrations.fused.sublayers import replaced
 from hf_zero.logging import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
@@ -178,14 +178,15 @@ def _put_in(
     replacements: list[Replacement] = []
     lines: list[Line] = []
     try:
-        moves = pre_ln.plan(model) if pre_layer_norm else None
+        made = calls_of_model(model) if pre_layer_norm or "qkv" in names else []
+        moves = pre_ln.plan(model, made) if pre_layer_norm else None
         moved = set() if moves is None else moves.norms(model)
         for name, module in list(model.named_modules()):
             chosen = left_to_them if module in in_compiled else names
             if module not in moved:
                 _replace(model, module, name, chosen, replacements, lines, not engine, moved)
         if "qkv" in names:
-            _project(model, replacements, lines, packs=not engine)
+            _project(model, made, replacements, lines, packs=not engine)
         if "residual" in names and not any("residual" in line.kernels for line in lines):
             reason = "its residual sums are in forwards of whole blocks; compile: blocks fuses them"
             lines.append(Line(("residual",), type(model).__name__, "", reason))
@@ -265,12 +266,15 @@ def _replace(
 
 
 def _project(
-    model: nn.Module, replacements: list[Replacement], lines: list[Line], packs: bool
+    model: nn.Module,
+    made: list[ModuleCall] | str,
+    replacements: list[Replacement],
+    lines: list[Line],
+    packs: bool,
 ) -> None:
     """Install one matrix product for linear layers of one input, where no forward of ours has it
-    already.
+    already. ``made``: the calls of the model, or why they are not known.
     """
-    made = calls_of_model(model)
     if isinstance(made, str):
         lines.append(Line(("qkv",), type(model).__name__, "", made))
         return

@@ -33,8 +33,9 @@ from torch.utils._pytree import tree_map_only
 
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused.replacement import Replacement
-from hf_zero.integrations.fused.shells import ModuleCall, calls_of_model, shell
-from hf_zero.integrations.fused.sublayers import Norm
+from hf_zero.integrations.fused.shells import ModuleCall, shell
+from hf_zero.integrations.fused.sublayers import takes
+from hf_zero.ops import norms
 from hf_zero.zero.layout.wrap import repeated_blocks
 
 NORM = "_hf_zero_norm"
@@ -77,13 +78,13 @@ class PreLayerNorm:
         return made
 
 
-def plan(model: nn.Module) -> PreLayerNorm:
-    """Return how ``model`` becomes pre-LN.
+def plan(model: nn.Module, made: list[ModuleCall] | str) -> PreLayerNorm:
+    """Return how ``model`` becomes pre-LN, from the calls of its forward, or why they are not
+    known.
 
     Raises:
         KernelError: its blocks do not end with a norm after a sum, or compute something else.
     """
-    made = calls_of_model(model)
     if isinstance(made, str):
         raise KernelError(f"pre_layer_norm: {made}; leave it out")
     names = [name for name, _ in repeated_blocks(model)]
@@ -241,9 +242,8 @@ def _former(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply(norm: Any, x: torch.Tensor, fused: bool) -> torch.Tensor:
-    if fused and norm.weight is not None:
-        bias = "" if norm.bias is None else "bias"
-        return Norm("weight", bias, "eps", centered=True).apply(norm, x)
+    if fused and norm.weight is not None and takes(x, *norm.parameters(recurse=False)):
+        return norms.layer_norm(x, norm.weight, norm.bias, norm.eps)
     return nn.LayerNorm.forward(norm, x)
 
 

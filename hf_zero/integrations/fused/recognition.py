@@ -23,7 +23,15 @@ import torch
 from torch import nn
 
 from hf_zero.device import kinds
-from hf_zero.integrations.fused.shells import ModuleCall, attributes, calls, is_constant, shell
+from hf_zero.integrations.fused.shells import (
+    CONTAINERS,
+    ModuleCall,
+    attributes,
+    calls,
+    is_constant,
+    names_used,
+    shell,
+)
 from hf_zero.integrations.fused.sublayers import (
     ACTIVATIONS,
     Expression,
@@ -156,7 +164,7 @@ def _state(module: nn.Module) -> list[Any]:
     state: list[Any] = [random.getstate(), torch.get_rng_state().tolist()]
     for each in module.modules():
         for key, value in each.__dict__.items():
-            size = len(value) if isinstance(value, (list, dict, set)) else 0
+            size = len(value) if isinstance(value, CONTAINERS) else 0
             state.append((key, _Same(value), size))
     return state
 
@@ -175,12 +183,9 @@ def communicates(cls: type) -> bool:
     """Return whether the forward of ``cls`` names torch.distributed, so that a trial call of one
     rank could wait for others.
     """
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)  # type: ignore[attr-defined]
-    names = getattr(cls.forward, "__globals__", {})  # type: ignore[attr-defined]
-    return code is not None and any(
-        name == "distributed"
-        or getattr(names.get(name), "__name__", "").startswith("torch.distributed")
-        for name in code.co_names
+    return any(
+        name == "distributed" or getattr(each, "__name__", "").startswith("torch.distributed")
+        for name, each in names_used(cls.forward)  # type: ignore[attr-defined]
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hf_zero.device import kinds
+from hf_zero.integrations.fused.shells import content, names_used
 from hf_zero.integrations.fused.sublayers import takes
 from hf_zero.ops.rotary import rotary
 
@@ -38,36 +39,14 @@ def other_rotation(cls: type) -> bool:
     return any("rotary" in name for name, _ in _functions_called(cls.forward))  # type: ignore[attr-defined]
 
 
-def _layers(function: Any) -> Iterator[types.FunctionType]:
-    """Yield ``function`` and the functions that its decorators wrap."""
-    seen: list[Any] = [function]
-    for each in seen:
-        if isinstance(each, types.FunctionType):
-            yield each
-            seen.extend(
-                value
-                for cell in each.__closure__ or ()
-                if isinstance(value := _content(cell), types.FunctionType) and value not in seen
-            )
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
 def _functions_called(forward: Any) -> Iterator[tuple[str, Function]]:
-    for function in _layers(forward):
-        for name in function.__code__.co_names:
-            each = function.__globals__.get(name)
-            if (
-                isinstance(each, types.FunctionType)
-                and each.__code__.co_argcount >= 4
-                and _is_of_torch_alone(each, set())
-            ):
-                yield name, each
+    for name, each in names_used(forward):
+        if (
+            isinstance(each, types.FunctionType)
+            and each.__code__.co_argcount >= 4
+            and _is_of_torch_alone(each, set())
+        ):
+            yield name, each
 
 
 def _is_of_torch_alone(function: types.FunctionType, seen: set[types.FunctionType]) -> bool:
@@ -75,17 +54,15 @@ def _is_of_torch_alone(function: types.FunctionType, seen: set[types.FunctionTyp
     with random tensors has no effect: no collective, no file, no log.
     """
     seen.add(function)
-    for layer in _layers(function):
-        if "distributed" in layer.__code__.co_names:
+    for name, each in names_used(function):
+        if name == "distributed":
             return False
-        for name in layer.__code__.co_names:
-            each = layer.__globals__.get(name)
-            if each is None or each is torch:
-                continue
-            if not isinstance(each, types.FunctionType):
-                return False
-            if each not in seen and not _is_of_torch_alone(each, seen):
-                return False
+        if each is None or each is torch:
+            continue
+        if not isinstance(each, types.FunctionType):
+            return False
+        if each not in seen and not _is_of_torch_alone(each, seen):
+            return False
     return True
 
 
@@ -184,7 +161,7 @@ def _rebound(forward: Any, found: tuple[tuple[str, Function], ...]) -> Function:
         made[function] = function  # as it is, where it holds itself
         cells = tuple(
             types.CellType(copied(value))
-            if isinstance(value := _content(cell), types.FunctionType)
+            if isinstance(value := content(cell), types.FunctionType)
             else cell
             for cell in function.__closure__ or ()
         )

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+CONTAINERS = (list, dict, set)
 CONSTANT = (bool, int, float, str, type, types.FunctionType, types.BuiltinFunctionType)
 OF_TORCH = frozenset(nn.Module().__dict__)
 HOOKS = (
@@ -102,7 +103,37 @@ def _attribute(value: Any, old: nn.Module, new: nn.Module) -> Any:
     """Return an attribute of ``old`` for its copy ``new``, whose forward may write into it."""
     if isinstance(value, types.MethodType) and value.__self__ is old:
         return types.MethodType(value.__func__, new)
-    return copy.copy(value) if type(value) in (list, dict, set) else value
+    return copy.copy(value) if type(value) in CONTAINERS else value
+
+
+def layers_of(function: Any) -> Iterator[types.FunctionType]:
+    """Yield ``function`` and the functions that its decorators wrap."""
+    seen: list[Any] = [function]
+    for each in seen:
+        if isinstance(each, types.FunctionType):
+            yield each
+            seen.extend(
+                value
+                for cell in each.__closure__ or ()
+                if isinstance(value := content(cell), types.FunctionType) and value not in seen
+            )
+
+
+def content(cell: Any) -> Any:
+    """Return what a cell of a closure holds; None if it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def names_used(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the global names and the attributes that the code of ``function`` and of its decorators
+    uses, with what a global name stands for, or None.
+    """
+    for layer in layers_of(function):
+        for name in layer.__code__.co_names:
+            yield name, layer.__globals__.get(name)
 
 
 @dataclass(eq=False)

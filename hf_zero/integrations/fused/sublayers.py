@@ -188,10 +188,6 @@ class Mlp:
     after: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
 
-    @property
-    def gated(self) -> bool:
-        return bool(self.second or self.halves)
-
     def forward(self, packed: bool) -> Forward:
         """Return the forward, with one GEMM for gate and up if ``packed``."""
         linears = tuple(filter(None, (self.first, self.second, *self.after)))

@@ -74,6 +74,16 @@ def test_no_name_of_a_class_matters(name: str) -> None:
     assert torch.equal(step(model, inputs(name))[0], plain)
 
 
+def test_under_autocast_the_moved_norms_are_torchs() -> None:
+    models = [pre(build("bert"), kernels).bfloat16() for kernels in ("off", ["norms"])]
+    for model in models:
+        model.bert.encoder.layer[0].output.LayerNorm.float()  # kept in fp32, beside bf16
+    with torch.autocast("cpu", torch.bfloat16):
+        (loss, grads), (right, right_grads) = (step(each, inputs("bert")) for each in models)
+    assert torch.equal(loss, right)
+    assert all(torch.equal(grads[key], right_grads[key]) for key in right_grads)
+
+
 def test_dropout_and_padding_are_the_models() -> None:
     """With checkpointing the same masks are drawn again."""
     batch = inputs("bert")
