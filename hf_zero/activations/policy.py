@@ -6,6 +6,9 @@ torch tries the backends of ``scaled_dot_product_attention`` in one order for th
 takes the first that supports the call; a compiled graph keeps the one chosen when it was traced,
 and a backward uses the choice of its forward. The order is changed but no backend is disabled, so a
 call that the preferred backend does not support (flash attention with a mask, say) uses the next.
+
+torch's caches of compiled graphs on disk do not look at the order: a run would get the graph, and
+the backend, of an earlier run with another order. The tag of the cache's keys names the order.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.compiler import config as compiler
 from torch.nn.attention import SDPBackend
 
 from hf_zero.activations.checkpointing import Checkpoints, blocks_to_checkpoint
@@ -234,9 +238,13 @@ class AttentionOrder:
         self._before = list(torch._C._get_sdp_priority_order())
         self._set = [first, *(each for each in self._before if each != first)]
         torch._C._set_sdp_priority_order(self._set)
+        self._tag = f" attention={backend}"
+        compiler.cache_key_tag += self._tag
 
     def restore(self) -> None:
         """Restore the former order, unless it was changed since."""
         if self._before and list(torch._C._get_sdp_priority_order()) == self._set:
             torch._C._set_sdp_priority_order(self._before)
+        if self._before:
+            compiler.cache_key_tag = compiler.cache_key_tag.removesuffix(self._tag)
         self._before = []

@@ -192,8 +192,12 @@ def _libraries() -> Iterator[Finding]:
     from hf_zero.integrations.probes import examine_libraries
 
     for each in examine_libraries():
+        parts: dict[str, list[str]] = {}
         for probe, reason in each.failed:
-            said = f"{each.release} ({each.standing}): {probe.part} is off: {reason}"
+            parts.setdefault(reason, []).append(probe.part)
+        for reason, off in parts.items():  # one missing name may switch off twenty parts
+            more = f" and {len(off) - 1} more are" if len(off) > 1 else " is"
+            said = f"{each.release} ({each.standing}): {off[0]}{more} off: {reason}"
             yield Finding("libraries", each.library, "off", said)
         if not each.failed:
             held = "" if each.standing == "tested" else ", but all probes hold"

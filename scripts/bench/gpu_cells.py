@@ -1,9 +1,12 @@
 """The cells of scripts/gpu, the most telling first: one piece of work by one contender each, in a
 process of its own.
 
-    python scripts/bench/gpu_cells.py "llama-1b,4,4096 hfz1+all"     # one cell: its rows, as lines
-    that begin with ROW python scripts/bench/gpu_cells.py --list python scripts/bench/gpu_cells.py
-    --tiny NAME                    # on the CPU and tiny: does it run?
+    python scripts/bench/gpu_cells.py NAME          # one cell: its rows, as lines after ROW
+    python scripts/bench/gpu_cells.py --list
+    python scripts/bench/gpu_cells.py --tiny NAME   # on the CPU and tiny: does it run?
+
+NAME is such as "llama-1b,4,4096 hfz1+all". With PROFILE=1 in the environment a training cell prints
+a profile of one more step.
 
 A row names its ``work`` and whose it is (``of``), the figures, the versions, the device, the Triton
 kernels of hf-zero that were launched, and those that their references have replaced. hf-zero's name
@@ -59,6 +62,7 @@ def train(work: str, kind: str, seconds: int) -> Cell:
 
         shape, rows, length = work.split(",")
         what, device = kind, "cuda"
+        profiled = os.environ.get("PROFILE") == "1"
         if tiny:  # inductor takes a minute to compile for a CPU
             shape, rows, length, device = f"tiny-{shape.split('-')[0]}", "2", "32", "cpu"
             extras = [
@@ -67,7 +71,7 @@ def train(work: str, kind: str, seconds: int) -> Cell:
             what = "+".join("kernels" if extra == "all" else extra for extra in extras).replace(
                 "hf-compile", "hf"
             )
-        measured = train_gpu.measure(what, shape, int(rows), int(length), device, profile=False)
+        measured = train_gpu.measure(what, shape, int(rows), int(length), device, profiled)
         yield {**measured, "work": work, "of": kind}
 
     needs = "deepspeed" if kind.startswith("ds") else "liger_kernel" if kind == "liger" else ""
@@ -210,14 +214,14 @@ BERT, LONG_BERT = "bert-large,256,128", "bert-large,64,512"
 LLAMA, LLAMA_3B, LLAMA_8B = "llama-1b,4,4096", "llama-3b,4,2048", "llama-8b,4,2048"
 
 CELLS = (
-    Cell("GPU AdamW, 1e9", "", 30, gpu_adam),  # the first row within seconds
-    train(BERT, "hfz1+all", 60),
-    train(LLAMA, "hfz1+all", 60),
-    Cell("BigBird attention, 16384", "", 35, sparse(16384, with_flex=False)),
-    train(LLAMA_3B, "hfz2+all+offload", 60),
-    train(LLAMA, "hfz3+all", 50),
-    train(LLAMA, "liger", 30),
+    train(BERT, "hfz1+all", 45),
+    train(LLAMA, "hfz1+all", 40),
+    train(LLAMA, "liger", 25),
+    Cell("BigBird attention, 16384", "", 20, sparse(16384, with_flex=False)),
+    train(LLAMA_3B, "hfz2+all+offload", 50),
+    train(LLAMA, "hfz3+all", 35),
     train(BERT, "hf-compile", 75),
+    Cell("GPU AdamW, 1e9", "", 75, gpu_adam),
     Cell("pinning 8 GiB", "", 20, pinning),
     Cell("BigBird attention, 4096", "", 30, sparse(4096, with_flex=False)),
     train(LLAMA_3B, "hfz2+all+most", 60),

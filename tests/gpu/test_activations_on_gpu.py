@@ -215,7 +215,8 @@ def test_a_second_backward_and_another_stream(delays: random.Random) -> None:
 
 
 def test_the_host_waits_for_nothing() -> None:
-    model, away = seeded(Net).cuda(), alone()
+    """Four blocks: the driver queues about a thousand kernels and fewer copies, and then waits."""
+    model, away = seeded(lambda: Net(4)).cuda(), alone()
     x = torch.randn(ROWS, WIDTH, device="cuda")
     for _ in range(2):
         run(model, x, away).backward()  # memory is taken and pinned

@@ -368,17 +368,20 @@ def test_inductor():
 @in_turn("theirs", [False, True])
 def test_attention_comes_first_as_configured_until_the_engine_ends(theirs):
     """An order that somebody else has set since stays."""
-    before = torch._C._get_sdp_priority_order()
+    before, tag = torch._C._get_sdp_priority_order(), torch.compiler.config.cache_key_tag
     model = seeded(Stack)
     engine = start(model, plain_sgd(model), config_of(0, attention_backend="cudnn"))
     cudnn = int(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
     others = [each for each in before if each != cudnn]
     assert torch._C._get_sdp_priority_order() == [cudnn, *others]
+    # else a graph in torch's cache on disk would come back with the backend of another run
+    assert torch.compiler.config.cache_key_tag == f"{tag} attention=cudnn"
     try:
         if theirs:
             torch._C._set_sdp_priority_order(before[::-1])
         engine.destroy()
         assert torch._C._get_sdp_priority_order() == (before[::-1] if theirs else before)
+        assert torch.compiler.config.cache_key_tag == tag
     finally:
         torch._C._set_sdp_priority_order(before)
 

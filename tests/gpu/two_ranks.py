@@ -1,0 +1,60 @@
+"""Rank of test_two_ranks_on_one_gpu.py: trains at each stage over gloo, whose messages may be in
+device memory, and prints the losses of the whole batch. NCCL refuses two ranks of one device.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
+
+import hf_zero
+from hf_zero.zero.layout import wrap
+from tests.gpu.test_engine_on_gpu import batches, loss_of
+from tests.helpers.engines import STAGES
+from tests.helpers.stacks import stack
+
+
+def losses(stage: int, more: dict[str, object]) -> list[float]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = {
+        "train_micro_batch_size_per_gpu": 4 // world,
+        "zero_optimization": {"stage": stage, **more},
+        "gradient_clipping": 1.0,
+    }
+    model = stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    found = []
+    for inputs in batches():
+        loss = loss_of(engine, inputs.chunk(world)[rank])
+        engine.backward(loss)
+        engine.step()
+        whole = loss.detach().clone()
+        dist.all_reduce(whole)
+        found.append(whole.item() / world)
+    engine.destroy()
+    return found
+
+
+def main() -> None:
+    wrap.GRANULARITY = wrap.PERSISTENCE = 0  # the blocks of the model are small
+    dist.init_process_group("gloo")
+    on_cpu = {"offload_optimizer": {"device": "cpu"}}
+    for stage in STAGES:
+        for name, more in {"": {}, "offload": on_cpu}.items():
+            if name and stage == 0:
+                continue
+            found = losses(stage, more)
+            if dist.get_rank() == 0:
+                print("LOSSES " + json.dumps([stage, name, found]), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
