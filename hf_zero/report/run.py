@@ -118,7 +118,7 @@ def read_run(folder: str | os.PathLike[str], trace: str | None = None) -> Record
             f"{place} has {has} metrics.jsonl, which a report is made of: train with "
             '"metrics": {"enabled": true}, or name the folder that metrics.path names'
         )
-    if trace is not None and not Path(trace).is_file():
+    if trace is not None and not os.path.isfile(trace):
         raise ConfigError(f"there is no trace {trace}; engine.trace() writes one")
     return RecordedRun(
         place.resolve().name,
@@ -164,4 +164,5 @@ def _last_trace(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:
     beside = sorted(folder.glob(TRACES), key=lambda path: path.stat().st_mtime)
     moved = [folder / path.name for path in noted]
     known = (*reversed(noted), *reversed(moved), *reversed(beside))
-    return next((path for path in known if path.is_file()), None)
+    # os.path: a noted name may be longer than a file system allows
+    return next((path for path in known if os.path.isfile(path)), None)

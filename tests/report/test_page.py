@@ -269,6 +269,12 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     with pytest.raises(ConfigError, match=r"no trace .*no\.json\.gz; engine\.trace\(\) writes one"):
         read_run(tmp_path, str(tmp_path / "no.json.gz"))
+    too_long = "no" * 3000 + ".json.gz"
+    with pytest.raises(ConfigError, match=r"no trace nono.*engine\.trace\(\) writes one"):
+        read_run(tmp_path, too_long)
+    noted = json.dumps({"trace": too_long, "after_step": 1, "time": 1.7e9})
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n' + noted)
+    assert read_run(tmp_path).trace is None
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(ConfigError, match=r"needs vl_convert.*pip install 'hf-zero\[report\]'"):
         write_report(tmp_path)
