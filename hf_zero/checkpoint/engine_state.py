@@ -232,8 +232,7 @@ def model_order(
     """Return the names in ``held`` in the order of the model's parameters."""
     left = dict.fromkeys(held)
     names = [aliases.get(name, name) for name, _ in module.named_parameters(remove_duplicate=False)]
-    order = [name for name in dict.fromkeys(names) if name in left]
-    return order + [name for name in left if name not in set(order)]
+    return [*dict.fromkeys(name for name in (*names, *left) if name in left)]
 
 
 def export_of(

@@ -428,7 +428,7 @@ class DeviceState:
         region, base = self._region_of[flat.key]
         numel, out = flat.owned[1] - flat.owned[0], {}
         for segment in region.segments:
-            if any(part.flat is flat for part in segment.parts):
+            if segment.start < base + numel and base < segment.stop:
                 for name, home in self._homes(region, segment).items():
                     out[name] = home[base : base + numel]
         return out

@@ -267,9 +267,9 @@ def retire_flats(model: nn.Module, mesh: Mesh) -> None:
     """Detach the parameters of ``model`` from the flat buffers on ``mesh``: whole ones become
     plain, sharded ones stay released until another engine takes them over.
     """
-    for parameter in model.parameters():
-        flat = owner_of(parameter)
-        if flat is not None and flat.engine_mesh is mesh:
+    owners = {id(flat): flat for flat in map(owner_of, model.parameters()) if flat is not None}
+    for flat in owners.values():
+        if flat.engine_mesh is mesh:
             flat.retire()
 
 

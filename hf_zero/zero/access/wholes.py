@@ -9,8 +9,9 @@ caller uses one: the values of a group are overwritten when the second one after
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -106,16 +107,21 @@ def version_of(engine: Any) -> Version:
 
     Raises PartitionError if the engine was destroyed.
     """
+    _settle(engine, engine.flats)
+    return Version(engine.global_steps, tuple(flat.changes for flat in engine.flats))
+
+
+def _settle(engine: Any, flats: Sequence[FlatBuffer]) -> None:
+    """Complete the updates of ``flats``, and take a script's writes into their shards."""
     if engine.destroyed:
         raise PartitionError(
             "weights of an engine that was destroyed; take them before destroy(), or from the "
             "model after destroy(gather=True)"
         )
     engine.optimizer_step.synchronise()
-    for unit in engine.units:
+    for unit in dict.fromkeys(flat.unit for flat in flats):
         unit.wait_for_update()
         unit.take_user_writes()
-    return Version(engine.global_steps, tuple(flat.changes for flat in engine.flats))
 
 
 @torch.no_grad()
@@ -131,9 +137,11 @@ def whole_groups(
 
     float32 selects the master weights where training keeps them; other values have
     :func:`wire_dtype`. ``ahead``: gather the next group while the caller uses one. Raises
-    PartitionError if weights were written between ``version``, or the first group, and the end.
+    PartitionError if weights were written between ``version``, or the first group, and the end:
+    those of a group before it is gathered and after it was yielded, all others at the end.
     """
     version = version or version_of(engine)
+    changes = dict(zip(engine.flats, version.changes, strict=True))
     names = WholeNames(engine.module)
     sizes = [
         sum(_nbytes(flat, dtype) for flat in group if not _is_view(flat, dtype)) for group in groups
@@ -143,16 +151,19 @@ def whole_groups(
     coming: deque[_Gathering] = deque()
     try:
         for place, group in enumerate(groups):
-            _refuse_other(version, engine)
+            near = chain.from_iterable(groups[max(place - 1 - ahead, 0) : place + 1])
+            _refuse_written([*near], version, changes, engine)
             if len(memory) < 1 + ahead:
                 memory.append(torch.empty(size, dtype=torch.uint8, device=engine.device))
             coming.append(_launch(group, dtype, memory[place % len(memory)]))
             if len(coming) > ahead:
                 yield _finish(coming.popleft(), names)
         while coming:
-            _refuse_other(version, engine)
+            near = chain.from_iterable(groups[-2 - ahead :])
+            _refuse_written([*near], version, changes, engine)
             yield _finish(coming.popleft(), names)
-        _refuse_other(version, engine)  # groups may be views of the weights
+        # groups may be views of the weights
+        _refuse_written(engine.flats, version, changes, engine)
     finally:
         # of a loop that was left: its memory is used again after what is under way, and gloo's
         # connections do not survive a message that nobody waits for
@@ -161,12 +172,18 @@ def whole_groups(
                 _wait(gathering)
 
 
-def _refuse_other(version: Version, engine: Any) -> None:
-    if (now := version_of(engine)) != version:
+def _refuse_written(
+    group: Sequence[FlatBuffer], version: Version, changes: Mapping[FlatBuffer, int], engine: Any
+) -> None:
+    """Raise PartitionError if weights of ``group`` have been written since ``version``, whose
+    ``changes`` are those of each flat buffer.
+    """
+    _settle(engine, group)
+    if engine.global_steps != version.step or any(flat.changes != changes[flat] for flat in group):
         raise PartitionError(
             f"weights were written while they are read: those before this are of step "
-            f"{version.step}, and the engine is at step {now.step}; end the loop over the "
-            "weights before a step, a load or another write, and clone a tensor of the loop to "
+            f"{version.step}, and the engine is at step {engine.global_steps}; end the loop over "
+            "the weights before a step, a load or another write, and clone a tensor of the loop to "
             "change it"
         )
 
@@ -217,7 +234,7 @@ def _issue(
             own.copy_(values)
         if layout.shards > 1:
             pairs.setdefault(flat.axis, []).append((whole, own))
-    keys = f"{group[0].key}..{group[-1].key}" if len(group) > 1 else group[0].key
+    keys = "..".join(dict.fromkeys(flat.key for flat in (*group[:1], *group[-1:])))
     handles = [axis.all_gather(each, f"whole {keys}") for axis, each in pairs.items()]
     return handles, buffers
 

@@ -5,7 +5,8 @@ state_dict, load_state_dict, ``.to``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Protocol
@@ -162,6 +163,18 @@ class Stateless:
         pass
 
 
+@dataclass
+class _StateDictCall:
+    """A call of ``state_dict`` of ``module``, during which the units ``pinned`` are whole."""
+
+    module: nn.Module
+    pinned: list[Unit]
+
+    @cached_property
+    def inside(self) -> set[nn.Module]:
+        return set(self.module.modules())
+
+
 class ModuleGuards:
     """Hooks on every module that owns parameters of an engine or wraps a unit.
 
@@ -176,7 +189,10 @@ class ModuleGuards:
         self._schedule = schedule
         self._copies: dict[int, torch.Tensor] = {}
         # state_dict calls under way, outermost first
-        self._entered: list[tuple[nn.Module, list[Unit]]] = []
+        self._entered: list[_StateDictCall] = []
+        # units that stay pinned until a module of another unit, or the end: several blocks may
+        # share one, which would be gathered for each of them
+        self._kept: list[Unit] = []
         self._removable: list[Any] = []
         self._patched: list[nn.Module] = []
         self._model = model
@@ -271,15 +287,18 @@ class ModuleGuards:
     def _before_state_dict(
         self, pinned: list[Unit], module: nn.Module, prefix: str, keep_vars: bool
     ) -> None:
-        while self._entered and not any(
-            module is inside for inside in self._entered[-1][0].modules()
-        ):
+        while self._entered and module not in self._entered[-1].inside:
             self._leave_one()  # an exception has broken that call
         if not self._entered:
             self._part = module is not self._model
-        self._entered.append((module, pinned))
+        self._entered.append(_StateDictCall(module, pinned))
+        if pinned:
+            self._unpin_kept(except_for=pinned)
         for unit in pinned:
-            self._schedule.pin(unit)
+            if unit in self._kept:
+                self._kept.remove(unit)
+            else:
+                self._schedule.pin(unit)
 
     def _after_state_dict(
         self,
@@ -313,13 +332,22 @@ class ModuleGuards:
             pass
 
     def _leave_one(self) -> nn.Module:
-        module, pinned = self._entered.pop()
-        for unit in pinned:
-            self._schedule.unpin(unit)
+        call = self._entered.pop()
+        for unit in call.pinned:
+            if any(unit in outer.pinned for outer in self._entered):
+                self._schedule.unpin(unit)
+            else:
+                self._kept.append(unit)
         if not self._entered:
+            self._unpin_kept()
             self._copies = {}
             self._schedule.shards.end_asking()
-        return module
+        return call.module
+
+    def _unpin_kept(self, except_for: Sequence[Unit] = ()) -> None:
+        for unit in [unit for unit in self._kept if unit not in except_for]:
+            self._kept.remove(unit)
+            self._schedule.unpin(unit)
 
     def _before_load(
         self,

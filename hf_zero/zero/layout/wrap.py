@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -189,24 +190,37 @@ def find_units(
     wrapped = _outermost(model, alone | {id(block) for _, block in blocks})
     root, owned = _owners(model, names, wrapped, in_root)
     packs = _packs(model)
-    specs = [UnitSpec(("",), (model,), _in_packs(root, packs))]
     limit = GRANULARITY if granularity is None else granularity
+    units: list[list[UnitSpec]] = []  # the blocks of each
+    numel = 0  # of the last one
     for (name, module), parameters in zip(wrapped, owned):
         if not parameters:
             continue
-        spec = UnitSpec((name,), (module,), _in_packs(parameters, packs))
-        last = specs[-1]
-        numel = sum(_size(parameter, sizes) for _, parameter in (*last.parameters, *parameters))
-        joins = len(specs) > 1 and not alone & {id(last.module), id(module)} and numel <= limit
-        if joins and last.paths[-1].rpartition(".")[0] == name.rpartition(".")[0]:
-            specs[-1] = UnitSpec(
-                last.paths + spec.paths,
-                last.modules + spec.modules,
-                last.parameters + spec.parameters,
-            )
+        block = UnitSpec((name,), (module,), _in_packs(parameters, packs))
+        own = sum(_size(parameter, sizes) for _, parameter in parameters)
+        last = units[-1][-1] if units else None
+        if (
+            last is not None
+            and numel + own <= limit
+            and not alone & {id(last.module), id(module)}
+            and last.name.rpartition(".")[0] == name.rpartition(".")[0]
+        ):
+            units[-1].append(block)
+            numel += own
         else:
-            specs.append(spec)
-    return specs, aliases
+            units.append([block])
+            numel = own
+    return [UnitSpec(("",), (model,), _in_packs(root, packs)), *map(_joined, units)], aliases
+
+
+def _joined(blocks: Sequence[UnitSpec]) -> UnitSpec:
+    """Return the unit of ``blocks``."""
+    of = chain.from_iterable
+    return UnitSpec(
+        tuple(of(block.paths for block in blocks)),
+        tuple(of(block.modules for block in blocks)),
+        tuple(of(block.parameters for block in blocks)),
+    )
 
 
 def _names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:

@@ -1,0 +1,126 @@
+"""Each operation costs in proportion to the parameters and the blocks of a model.
+
+Calls of functions, of C too, are counted; the CPU time is compared as well, because one call in C
+may hide a loop over all parameters.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.checkpoint.convert.export import convert_checkpoint
+from tests.helpers.cells import in_turn
+from tests.helpers.engines import config_of
+from tests.helpers.models import Stack
+from tests.helpers.stacks import on_ranks
+
+EXPONENT = 1.05
+CPU = 8.0  # times, of four times as much: a square is 16
+FEW, TIMES = 120, 4
+
+
+class Experts(nn.Module):
+    """Modules of which a forward uses one in each layer."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList(nn.Linear(4, 4) for _ in range(experts // 5)) for _ in range(5)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer[0](x)
+        return x
+
+
+MODELS: dict[str, tuple[Callable[[int], nn.Module], int]] = {  # and the width of an input
+    "layers": (lambda size: nn.Sequential(*(nn.Linear(4, 4) for _ in range(size))), 4),
+    "experts": (Experts, 4),
+    "blocks": (lambda size: Stack(size // 5), 7),
+}
+
+
+def operations(model: nn.Module, width: int, stage: int, folder: Path) -> Any:
+    """Yield the name of each operation and what carries it out."""
+    engine: Any = None
+
+    def initialize() -> None:
+        nonlocal engine
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config_of(stage))[0]
+
+    def step() -> None:
+        engine.backward(engine(torch.ones(4, width)).square().mean())
+        engine.step()
+
+    yield "initialize", initialize
+    step()
+    step()
+    yield "step", step
+    yield "state_dict", engine.state_dict
+    yield "state_dict(rank0_only=True)", lambda: engine.state_dict(rank0_only=True)
+    yield "save_checkpoint", lambda: engine.save_checkpoint(folder, tag="a")
+    yield (
+        "save_checkpoint(blocking=False)",
+        lambda: engine.save_checkpoint(folder, "b", blocking=False),
+    )
+    engine.save_checkpoint(folder, tag="c")
+    yield "load_checkpoint", lambda: engine.load_checkpoint(folder, tag="a")
+    yield "convert", lambda: convert_checkpoint(folder, folder / "out", tag="a", progress=False)
+    yield "destroy", engine.destroy
+
+
+def measured(name: str, size: int, stage: int, folder: Path) -> dict[str, tuple[int, float]]:
+    """Return the calls and the CPU seconds of each operation at ``size``."""
+    make, width = MODELS[name]
+
+    def run(rank: int, model: nn.Module) -> dict[str, tuple[int, float]]:
+        found, calls = {}, 0
+
+        def count(frame: Any, event: str, arg: Any) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        seconds = {}
+        for what, call in operations(make(size), width, stage, folder / f"{size}-timed"):
+            begun = time.process_time()
+            call()
+            seconds[what] = time.process_time() - begun
+        for what, call in operations(make(size), width, stage, folder / f"{size}"):
+            calls = 0
+            sys.setprofile(count)
+            try:
+                call()
+            finally:
+                sys.setprofile(None)
+            found[what] = calls, seconds[what]
+        return found
+
+    gc.collect()
+    gc.disable()  # its share grows with what else lives in this process
+    try:
+        return on_ranks(1, run)[0]
+    finally:
+        gc.enable()
+
+
+@in_turn("name, stage", [("layers", 3), ("experts", 1)], long=[("blocks", 3), ("layers", 1)])
+def test_four_times_the_model_costs_four_times(name: str, stage: int, tmp_path: Path) -> None:
+    measured(name, 10, stage, tmp_path)  # imports, and what is kept for later
+    few, many = (measured(name, FEW * by, stage, tmp_path) for by in (1, TIMES))
+    for what, (calls, seconds) in many.items():
+        before, lasted = few[what]
+        grown = math.log(calls / before, TIMES)
+        assert grown <= EXPONENT, f"{what}: {before} calls, then {calls}"
+        assert seconds <= max(CPU * lasted, 0.1), f"{what}: {lasted:.3f} s, then {seconds:.3f} s"
