@@ -103,6 +103,8 @@ def load_json(text: str, label: str) -> dict[str, Any]:
         return dict(pairs)
 
     with _named(label):
+        if not text.strip():
+            return _mapping(None, label)
         try:
             value = json.loads(text, object_pairs_hook=unique)
         except json.JSONDecodeError as error:
@@ -147,7 +149,8 @@ def load_yaml(text: str, label: str) -> dict[str, Any]:
             mark = getattr(error, "problem_mark", None)
             where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
             said = getattr(error, "problem", None) or error
-            raise ConfigError(f"{label} is not valid YAML: {said}{where}; fix that line") from None
+            what = "has" if isinstance(error, _ValueError) else "is not valid YAML:"
+            raise ConfigError(f"{label} {what} {said}{where}; fix that line") from None
         return _mapping(value, label)
 
 
@@ -198,10 +201,21 @@ def _mapping(value: Any, label: str) -> dict[str, Any]:
     return dict(value)
 
 
+class _ValueError(yaml.constructor.ConstructorError):
+    """A value that has no meaning, such as the date 2026-13-45."""
+
+
 class _Loader(yaml.SafeLoader):
     """SafeLoader that rejects duplicate keys and parses ``5e8`` and ``1e-5``, strings in YAML 1.1,
     as numbers.
     """
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, OverflowError) as error:
+            said = f"the value {node.value!r:.40}, which cannot be read ({error}),"
+            raise _ValueError(None, None, said, node.start_mark) from None
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

@@ -176,15 +176,13 @@ def _boolean(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or "\0" in value:  # no path, name or address has it
         raise ValueError(value)
     return value
 
 
 def _path(value: Any) -> str:
-    if not hasattr(value, "__fspath__"):
-        return _text(value)
-    return str(value)
+    return _text(str(value) if hasattr(value, "__fspath__") else value)
 
 
 def _paths(value: Any) -> str | tuple[str, ...]:

@@ -17,7 +17,7 @@ MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
 
 def _folder(value: Any) -> str:
-    if not isinstance(value, str) and not hasattr(value, "__fspath__"):
+    if (not isinstance(value, str) and not hasattr(value, "__fspath__")) or "\0" in str(value):
         raise ValueError(value)
     return str(value)
 

@@ -211,12 +211,13 @@ zero_optimization:
         ):
             with pytest.raises(ConfigError, match=r"c has sections too deep in each other"):
                 load(text, "c")
-    for load, text in (
-        (load_yaml, "a: 2026-13-45"),
-        (load_yaml, f"a: 0x{'1' * 5000}"),
-        (load_json, '{"a": ' + "1" * 5000 + "}"),
+    date = r"d has the value '2026-13-45', which cannot be read .* in line 2, column 5; fix that"
+    for load, text, said in (
+        (load_yaml, "c: 1\na: [2026-13-45]", date),
+        (load_yaml, f"a: 0x{'1' * 5000}", "d has a value that cannot be read"),
+        (load_json, '{"a": ' + "1" * 5000 + "}", "d has a value that cannot be read"),
     ):
-        with pytest.raises(ConfigError, match=r"d has a value that cannot be read"):
+        with pytest.raises(ConfigError, match=said):
             load(text, "d")
 
 
@@ -227,6 +228,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("c.json", "[1]", "holds a list, not keys and values"),
         ("d.json", "\xff\xfe\x00", "is not UTF-8 text"),
         ("a.yaml", "", r"a\.yaml is empty, not keys and values"),
+        ("a.json", " \n", r"a\.json is empty, not keys and values"),
         ("b.yaml", "stage: 3\nstage: 2\n", twice),
         ("a.py", "import a: 1: 2\n", "fix that line, or pass the path of a JSON or YAML file$"),
     ):

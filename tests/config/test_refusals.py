@@ -5,6 +5,7 @@ dialects.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -169,7 +170,7 @@ def test_paths_that_cannot_be_meant() -> None:
         with pytest.raises(ConfigError, match=said):
             ZeroConfig(3, offload_param={"device": "nvme", "nvme_path": path})
     said = r"offload_param\.nvme_path = .* is not a path, or a list of different paths"
-    for wrong in ("/a,/b", "", 3, ["/a", "/a"], ["/a", ""]):
+    for wrong in ("/a,/b", "", 3, ["/a", "/a"], ["/a", ""], "/a\0b", Path("/a\0b")):
         with pytest.raises(ConfigError, match=said):
             ZeroConfig(3, offload_param={"device": "nvme", "nvme_path": wrong})
 

@@ -115,7 +115,7 @@ def measured(name: str, size: int, stage: int, folder: Path) -> dict[str, tuple[
         gc.enable()
 
 
-@in_turn("name, stage", [("layers", 3), ("experts", 1)], long=[("blocks", 3), ("layers", 1)])
+@in_turn("name, stage", [("experts", 3)], long=[("blocks", 3), ("layers", 1), ("experts", 1)])
 def test_four_times_the_model_costs_four_times(name: str, stage: int, tmp_path: Path) -> None:
     measured(name, 10, stage, tmp_path)  # imports, and what is kept for later
     few, many = (measured(name, FEW * by, stage, tmp_path) for by in (1, TIMES))
