@@ -22,15 +22,20 @@ from hf_zero.zero.layout.engine_plan import EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.flat_spec import reading
 from hf_zero.zero.layout.materialize import make_mesh, plan_on_this_rank
 from hf_zero.zero.reduce.losses import Fp16LossScaler
-from hf_zero.zero.rollback import rolled_back
 from hf_zero.zero.sharded_model import ShardedModel, retire_flats, take_native_threads
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
 from hf_zero.zero.step.optimizer_patch import patch_optimizer, restore_optimizer
 from hf_zero.zero.step.optimizer_step import OptimizerStep, StateChanges
 from hf_zero.zero.step.preemption import StopRequests
 from hf_zero.zero.step.step_reports import SanityChecks, StepMeasures
+from hf_zero.zero.transaction import on_rollback, restore_on_rollback, transaction
 
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
+
+
+def _unguard() -> None:
+    """Remove the hook on the steps of all optimizers."""
+    _guarding.pop().remove()
 
 
 class AroundModel(nn.Module):
@@ -101,7 +106,8 @@ class EngineParts(AroundModel):
         kinds.set_device(plan.device)
         mesh = make_mesh(plan)
         try:
-            with rolled_back(plan.model, plan.optimizer), ExitStack() as installed:
+            with transaction(), ExitStack() as installed:
+                restore_on_rollback(plan.model, plan.optimizer)
                 self.changes = StateChanges(mesh.passes)
                 self._build(plan, mesh, installed)
                 self._installed = installed.pop_all()
@@ -114,6 +120,7 @@ class EngineParts(AroundModel):
             raise
         if not _guarding:
             _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
+            on_rollback(_unguard)
 
     @classmethod
     def plan(

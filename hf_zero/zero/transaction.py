@@ -1,0 +1,175 @@
+"""Transactions: changes of a model, an optimizer and the process that an exception undoes.
+
+[Note: one undo stack]
+:func:`hf_zero.initialize` runs in one :func:`transaction`. Whoever changes something outside the
+objects that it creates pushes the inverse operation first (:func:`on_rollback`); outside a
+transaction that does nothing. An exception runs the inverse operations from the last to the first.
+What many lines change, modules and optimizers, is not undone line by line but restored from a
+snapshot (:func:`restore_on_rollback`), whichever lines have run, those of other libraries included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.zero.layout.parameter import owner_of, raw_grad, set_raw_grad
+
+_TABLES = ("_parameters", "_modules")
+_data: Any = torch.Tensor.data
+_requires_grad: Any = torch.Tensor.requires_grad
+_stack: ContextVar[ExitStack | None] = ContextVar("inverse operations", default=None)
+
+
+@contextmanager
+def transaction() -> Iterator[None]:
+    """Context for changes that are complete or undone: an exception runs the inverse operations
+    that were pushed inside, then propagates. Those of an inner transaction that has ended well
+    belong to the outer one.
+    """
+    outer = _stack.get()
+    with ExitStack() as undo:
+        token = _stack.set(undo)
+        try:
+            yield
+        finally:
+            _stack.reset(token)
+        done = undo.pop_all()
+        if outer is not None:
+            outer.push(done)
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """Context for changes that are undone in any case, as in a transaction."""
+    with ExitStack() as undo:
+        token = _stack.set(undo)
+        try:
+            yield
+        finally:
+            _stack.reset(token)
+
+
+def on_rollback(function: Callable[..., Any], *args: Any) -> None:
+    """Push the inverse of a change on the stack of the transaction under way, if there is one."""
+    undo = _stack.get()
+    if undo is not None:
+        undo.callback(function, *args)
+
+
+def restore_on_rollback(*owners: Any) -> None:
+    """Restore classes, attributes, hooks, parameters, children and configurations of the modules of
+    models, groups and state of optimizers, and attributes of other objects, if the transaction is
+    undone. The values of tensors are not restored: see :func:`restore_values_on_rollback`.
+    """
+    for owner in owners:
+        if isinstance(owner, nn.Module):
+            modules = list(owner.modules())
+            configs = {id(config): config for config in map(_config_of, modules) if config}
+            for held in (*modules, *configs.values()):
+                on_rollback(_Attributes(held).restore)
+        elif isinstance(owner, torch.optim.Optimizer):
+            on_rollback(_OptimizerState(owner).restore)
+        elif hasattr(owner, "__dict__"):
+            on_rollback(_Attributes(owner).restore)
+
+
+@torch.no_grad()
+def restore_values_on_rollback(model: nn.Module) -> None:
+    """Restore memory, class, attributes and gradient of each parameter of ``model``, its buffers
+    and their values, if the transaction is undone. The parameters' memory is kept until the end, so
+    the model needs it twice. Parameters that a former engine has left sharded are left out.
+    """
+    for parameter in model.parameters():
+        if owner_of(parameter) is None:
+            on_rollback(_Memory(parameter).restore)
+    for buffer in model.buffers():
+        if not buffer.is_meta:
+            on_rollback(_set_values, buffer, buffer.clone())
+    for module in model.modules():
+        on_rollback(module._buffers.update, dict(module._buffers))
+
+
+def _config_of(module: nn.Module) -> Any:
+    """Return the configuration of a model of transformers."""
+    config = vars(module).get("config")
+    return config if hasattr(config, "to_dict") else None
+
+
+class _Attributes:
+    """The class and the attributes of ``owner``; of a module, with the entries of its tables of
+    parameters, children and hooks.
+    """
+
+    def __init__(self, owner: Any):
+        self._owner, self._class, self._values = owner, type(owner), dict(vars(owner))
+        self._tables = [
+            (table, table.copy())
+            for key, table in self._values.items()
+            if isinstance(table, dict) and (key in _TABLES or "_hooks" in key)
+        ]
+
+    def restore(self) -> None:
+        """Set the attributes and the entries to these values."""
+        self._owner.__class__ = self._class
+        live = vars(self._owner)
+        live.clear()
+        live.update(self._values)
+        for table, entries in self._tables:
+            # the same table: handles of the script's own hooks refer to it
+            table.clear()
+            table.update(entries)
+
+
+class _OptimizerState:
+    """The attributes, groups and state of an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._attributes, self._optimizer = _Attributes(optimizer), optimizer
+        groups = optimizer.param_groups
+        self._groups = [(group, group | {"params": [*group["params"]]}) for group in groups]
+        self._state = {key: (state, dict(state)) for key, state in optimizer.state.items()}
+
+    def restore(self) -> None:
+        """Restore them, in the same dictionaries."""
+        self._attributes.restore()
+        self._optimizer.param_groups[:] = [group for group, _ in self._groups]
+        self._optimizer.state.clear()
+        for key, (state, _) in self._state.items():
+            self._optimizer.state[key] = state
+        for held, content in (*self._groups, *self._state.values()):
+            held.clear()
+            held.update(content)
+
+
+class _Memory:
+    """The memory, class, attributes and gradient of a parameter that no engine owns."""
+
+    def __init__(self, parameter: nn.Parameter):
+        self._parameter, self._class = parameter, type(parameter)
+        self._attributes, self._grad = dict(vars(parameter)), raw_grad(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._data, self._trains = _data.__get__(parameter), parameter.requires_grad
+
+    def restore(self) -> None:
+        parameter = self._parameter
+        with torch._C.DisableTorchFunctionSubclass():
+            if parameter.device.type == self._data.device.type:
+                _data.__set__(parameter, self._data)
+            else:
+                torch.utils.swap_tensors(parameter, nn.Parameter(self._data, self._trains))
+            _requires_grad.__set__(parameter, self._trains)
+        parameter.__class__ = self._class
+        vars(parameter).clear()
+        vars(parameter).update(self._attributes)
+        set_raw_grad(parameter, self._grad)
+
+
+@torch.no_grad()
+def _set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    tensor.copy_(values)

@@ -1,0 +1,214 @@
+"""A refused ``initialize`` leaves model, optimizer, scheduler, loader and process as they were, for
+every feature that changes a model and every refusal; the right call after it trains as a first one.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.distributed import process_group
+from hf_zero.errors import HfZeroError
+from tests.helpers import layer_drop, tensor_parallel
+from tests.helpers.engines import full_weights
+from tests.helpers.models import bert, llama, seeded, tokens
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sequences import llama as long_llama
+from tests.helpers.snapshots import snapshot
+
+
+@pytest.fixture(autouse=True)
+def one_process():
+    yield
+    process_group.destroy_process_group()
+
+
+class Quantized(nn.Linear):
+    """A linear layer of torchao's, as far as a refusal is concerned."""
+
+
+def quantize(model: nn.Module, chosen: Callable[[nn.Module, str], bool]) -> None:
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and chosen(module, path):
+            made = Quantized(module.in_features, module.out_features, module.bias is not None)
+            made.weight, made.bias = module.weight, module.bias
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, made)
+
+
+def stand_in_for_torchao(name: str, key: str) -> Any:
+    recipe = types.SimpleNamespace(from_recipe_name=lambda name: Recipe())
+    return types.SimpleNamespace(
+        QATConfig=lambda *args, **kwargs: None,
+        PerGroup=lambda size: None,
+        PerAxis=lambda axis: None,
+        IntxWeightOnlyConfig=lambda **kwargs: None,
+        quantize_=lambda model, how, filter_fn: quantize(model, filter_fn),
+        Float8LinearConfig=recipe,
+        convert_to_float8_training=lambda model, config, module_filter_fn: quantize(
+            model, module_filter_fn
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    emulate: bool = False
+
+
+def tied() -> nn.Module:
+    """The weight of the head is the memory of the embedding, and another parameter."""
+    model: Any = llama()
+    model.lm_head.weight.data = model.model.embed_tokens.weight.data
+    return model
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature that changes a model: how the model is built, the keys of the configuration."""
+
+    build: Callable[[], nn.Module] = llama
+    keys: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    stage: int = 1
+
+
+FEATURES = {
+    "plain": Feature(),
+    "tied memory": Feature(tied),
+    "bf16": Feature(keys={"bf16": {"enabled": True}}, stage=2),
+    "kernels": Feature(keys={"kernels": ["norms", "rotary", "qkv", "activations"]}),
+    "tensor parallel": Feature(
+        tensor_parallel.llama, {"tensor_parallel": {"autotp_size": 2}}, ranks=2
+    ),
+    "expert parallel": Feature(
+        tensor_parallel.mixtral, {"expert_parallel": {"autoep_size": 2}}, ranks=2
+    ),
+    "float8": Feature(keys={"float8_training": {"recipe": "rowwise", "emulate": True}}),
+    "quantization aware": Feature(
+        keys={"quantization_aware_training": {"config": "int4_weight", "group_size": 1}}
+    ),
+    "norms before": Feature(bert, {"pre_layer_norm": True}),
+    "sparse attention": Feature(keys={"sparse_attention": {"mode": "bigbird", "block": 16}}),
+    "layer dropping": Feature(
+        layer_drop.FAMILIES["llama"][0],
+        {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.1}, "seed": 3},
+    ),
+    "recomputation": Feature(keys={"activation_checkpointing": {"blocks": True}}, stage=3),
+    "sequence parallel": Feature(long_llama, {"sequence_parallel_size": 2}, ranks=2, stage=2),
+}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def two_optimizers(model: nn.Module, folder: Path) -> dict[str, Any]:
+    return {
+        "optimizer": adamw(model),
+        "config": {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+    }
+
+
+def misspelt_scheduler(model: nn.Module, folder: Path) -> dict[str, Any]:
+    return {
+        "optimizer": adamw(model),
+        "config": {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_step": 3}}},
+    }
+
+
+def broken_checkpoint(model: nn.Module, folder: Path) -> dict[str, Any]:
+    return {"optimizer": adamw(model), "resume": folder}
+
+
+def foreign_parameter(model: nn.Module, folder: Path) -> dict[str, Any]:
+    optimizer = adamw(model)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    return {"optimizer": optimizer}
+
+
+REFUSALS = {
+    "optimizer": two_optimizers,
+    "scheduler": misspelt_scheduler,
+    "checkpoint": broken_checkpoint,
+    "foreign parameter": foreign_parameter,
+}
+
+
+def configuration(feature: Feature, more: dict[str, Any]) -> dict[str, Any]:
+    stage = {"zero_optimization": {"stage": feature.stage}}
+    return {"train_micro_batch_size_per_gpu": 2} | stage | feature.keys | more
+
+
+def trained(model: nn.Module, feature: Feature, rank: int) -> dict[str, torch.Tensor]:
+    """The weights after two steps of the right call."""
+    config = configuration(feature, {})
+    torch.manual_seed(5)
+    engine, *_ = hf_zero.initialize(model=model, optimizer=adamw(model), config=config)
+    for step in range(2):
+        batch = {"input_ids": tokens(step, 0, 0)[:, :8], "labels": tokens(step, 0, 0)[:, :8]}
+        if "sequence_parallel_size" in feature.keys:
+            batch = hf_zero.sequence_parallel().shard(batch)
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    weights = full_weights(engine)
+    engine.destroy(gather=True)
+    return weights
+
+
+def refuse(
+    rank: int, models: list[tuple[nn.Module, nn.Module]], feature: Feature, name: str, folder: Path
+) -> list[str]:
+    model, other = models[rank]
+    alone = feature.ranks == 1
+    call = REFUSALS[name](model, folder)
+    config = configuration(feature, call.pop("config", {}))
+    data = [torch.zeros(2)]
+    objects = {"model": model, "optimizer": call["optimizer"]}
+    before = snapshot(objects, folder, whole_process=alone)
+    error = None
+    try:
+        hf_zero.initialize(model=model, config=config, training_data=data, **call)
+    except HfZeroError as raised:
+        error = str(raised)
+    changes = before.changes_until(snapshot(objects, folder, whole_process=alone))
+    if error is None:
+        return ["not refused"]
+    if len(error.splitlines()) > 8:
+        changes.append(f"a message of {len(error.splitlines())} lines")
+    again, first = trained(model, feature, rank), trained(other, feature, rank)
+    return changes + [key for key in first if not torch.equal(first[key], again[key])]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A folder with a checkpoint of another model."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = nn.Linear(2, 2)
+    engine, *_ = hf_zero.initialize(model=model, optimizer=adamw(model), config="zero1")
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    process_group.destroy_process_group()
+    return folder
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_refusal_changes_nothing(name, refusal, checkpoint, monkeypatch):
+    monkeypatch.setattr("hf_zero.techniques.quantized_linears._torchao", stand_in_for_torchao)
+    feature = FEATURES[name]
+    models = [(seeded(feature.build), seeded(feature.build)) for _ in range(feature.ranks)]
+    args = (models, feature, refusal, checkpoint)
+    if feature.ranks == 1:
+        found = [refuse(0, *args)]
+    else:
+        found = run_ranks(feature.ranks, refuse, *args)
+    assert not any(found), "\n".join(f"rank {rank}: {row}" for rank, rows in enumerate(found) for row in rows)
