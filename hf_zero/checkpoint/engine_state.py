@@ -196,6 +196,17 @@ def set_rng_state(kind: str, state: torch.Tensor) -> None:
         kinds.module_of(kind).set_rng_state(state)
 
 
+def restorer_of_generators() -> Callable[[], None]:
+    """Return a function that restores the present states of this rank's generators."""
+    states = rng_states()
+
+    def restore() -> None:
+        for name, state in states.items():
+            set_rng_state(name.removeprefix(RNG), state)
+
+    return restore
+
+
 def batch_of(engine: TrainingEngine) -> dict[str, int]:
     """Return the sizes of a step's batch as the configuration gives them, and the number of ranks
     that read it; {} if no batch size is configured.

@@ -18,7 +18,6 @@ from hf_zero.checkpoint.storage import AnyPath, as_path
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
 from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.logging import counted, log_rank0
 
@@ -37,12 +36,11 @@ class Resumed:
     world: dict[str, int]
     in_memory: bool = False
 
-    def check_sizes(self, config: ZeroConfig) -> None:
-        """Raise ConfigError if the model or its sequences are spread over other numbers of ranks
-        than in the save.
+    def check_sizes(self, config: ZeroConfig, dims: ParallelDims) -> None:
+        """Raise ConfigError if the model or its sequences are spread over other numbers of ranks,
+        those of ``config`` and ``dims``, than in the save.
         """
-        groups = get_parallel()
-        now = parallel_sizes(config, ParallelDims() if groups is None else groups.dims)
+        now = parallel_sizes(config, dims)
         changed = [axis for axis in now if axis in self.world and self.world[axis] != now[axis]]
         if changed:
             told = ", ".join(f"{axis} {self.world[axis]}, now {now[axis]}" for axis in changed)

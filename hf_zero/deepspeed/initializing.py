@@ -21,10 +21,11 @@ from hf_zero.deepspeed.zero_config import (
     takes_default_clipping,
     without_autos,
 )
-from hf_zero.initialize import configuration, initialize_as
 from hf_zero.initialize import initialize as _initialize
+from hf_zero.initialize import start
 from hf_zero.loading.shard_only import engines_of
 from hf_zero.logging import log_rank0
+from hf_zero.setup.request import SetupRequest, configuration
 from hf_zero.zero.layout.precision import is_raw
 
 _SIGNATURE = inspect.signature(_initialize)
@@ -38,9 +39,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     arguments = given.arguments
     if not isinstance(arguments["args"], torch.nn.Module):
         _as_deepspeed(arguments)
-    if isinstance(arguments["model"], torch.nn.Module):
-        _take_over(arguments["model"])
-    answer = initialize_as(DeepSpeedEngine, *given.args)
+    answer = start(SetupRequest.read(DeepSpeedEngine, **arguments, takes_over=_take_over))
     engine, optimizer = answer[:2]
     engine.collate_fn, engine.mpu = arguments["collate_fn"], arguments["mpu"]
     if optimizer is not None:

@@ -31,8 +31,9 @@ class Free:
 
     ``host_device``: the device computes in the host's memory, so that both are one tier, ``ram``.
     ``pinned`` equals ``ram``: NVIDIA's driver pins without regard to ``ulimit -l``, which is
-    ``memlock``, None if unlimited. ``limited_by`` names the limit that determines ``ram``. Disk
-    quotas are not known.
+    ``memlock``, None if unlimited. ``limited_by`` names the limit that determines ``ram``.
+    ``held``: bytes of ``device`` and ``ram`` that the caller holds now and will free. Quotas of
+    disks are not known.
     """
 
     device: int
@@ -41,6 +42,7 @@ class Free:
     host_device: bool = False
     memlock: int | None = None
     limited_by: str = ""
+    held: tuple[int, int] = (0, 0)
 
     @property
     def pinned(self) -> int:
@@ -75,6 +77,11 @@ class Free:
             device=self.device + device,
             ram=self.ram + ram + (device if self.host_device else 0),
         )
+
+    def without_held(self) -> Free:
+        """Return a copy without the bytes that the caller holds now."""
+        device, ram = self.held
+        return replace(self.with_room(-device, -ram), held=(0, 0))
 
 
 def free_bytes(device: torch.device) -> int:

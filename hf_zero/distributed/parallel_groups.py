@@ -5,7 +5,7 @@ expert, sequence and pipeline parallelism.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -128,6 +128,30 @@ def get_parallel() -> ParallelGroups | None:
     """Return the current groups of :func:`init_parallel`; None if the job is data parallel only."""
     made = _made()
     return made[-1] if made else None
+
+
+def dims_in_effect() -> ParallelDims:
+    """Return the dimensions of the current groups, or those of a data-parallel job."""
+    held = get_parallel()
+    return ParallelDims(get_world_size()) if held is None else held.dims
+
+
+def restorer() -> Callable[[], None]:
+    """Return a function that makes the groups that are current now the job's again, and closes
+    those made since, on all ranks.
+    """
+    former = list(_made())
+
+    def restore() -> None:
+        made = _made()
+        kept = {id(each.along(axis)) for each in former for axis in AXES}
+        for groups in [each for each in made if each not in former]:
+            for axis in AXES:
+                if id(groups.along(axis)) not in kept:
+                    groups.along(axis).close()
+        made[:] = former
+
+    return restore
 
 
 def groups_along(axis: str, size: int) -> ParallelGroups | None:

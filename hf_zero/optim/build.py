@@ -337,6 +337,18 @@ def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRS
         ) from error
 
 
+def check_scheduler(cfg: SchedulerConfig, optimizer: torch.optim.Optimizer) -> None:
+    """Raise as :func:`build_scheduler`, whose schedule sets values in the groups of ``optimizer``;
+    here it sets them in those of a throw-away twin.
+    """
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update(vars(optimizer))
+    twin.__dict__.pop("step", None)
+    probe = torch.nn.Parameter(torch.zeros(1))
+    twin.param_groups = [{**group, "params": [probe]} for group in optimizer.param_groups]
+    build_scheduler(cfg, twin)
+
+
 # ---- both, before a run ----
 
 

@@ -37,7 +37,8 @@ class PreflightReport:
     """Result of :func:`check`.
 
     ``note`` is a line for rank 0's log, "" if there is none; ``warning`` is the text of a refusal
-    that was overridden; ``hosts`` is the number of the ranks' hosts.
+    that was overridden; ``hosts`` is the number of the ranks' hosts; ``spare`` says whether the
+    memory that the model occupies now fits beside the plan, on all ranks.
     """
 
     plan: EnginePlan
@@ -47,6 +48,7 @@ class PreflightReport:
     note: str = ""
     warning: str = ""
     hosts: int = 1
+    spare: bool = False
 
 
 def check_on_all_ranks(plan: EnginePlan) -> PreflightReport:
@@ -59,10 +61,11 @@ def check_on_all_ranks(plan: EnginePlan) -> PreflightReport:
     dims, free = plan.dims, room_for(plan.model, plan.settings, plan.device)
     hosts = {own_host()}
     if dims.world > 1:
-        own = free.numbers(), own_host()
+        own = free.numbers(), own_host(), free.held
         every = get_world_group().all_gather_object(own, "free memory")
-        free = free.with_numbers([min(numbers) for numbers in zip(*(each for each, _ in every))])
-        hosts = {host for _, host in every}
+        numbers, names, held = zip(*every)
+        free = free.with_numbers([min(each) for each in zip(*numbers)])
+        free, hosts = replace(free, held=tuple(max(each) for each in zip(*held))), set(names)
     # Pipeline stages differ in their needs: if one does not fit, all ranks raise together.
     together = raise_on_all_ranks("fit its pipeline stage into its memory")
     with together if dims.pipeline > 1 else nullcontext():
@@ -92,7 +95,8 @@ def check(plan: EnginePlan, free: Free | None = None) -> PreflightReport:
     beside = _of_communicators(plan, own, found)
     if verdict.fits:
         note = "; ".join([*_slower(plan, found), *verdict.notes, *beside])
-        return PreflightReport(plan, own, found, verdict, note=note)
+        spare = judge(own, found.without_held()).fits
+        return PreflightReport(plan, own, found, verdict, note=note, spare=spare)
     said = "\n".join([refusal(plan, own, verdict, fit(plan, found)), *beside])
     if not is_off(SWITCH):
         raise DoesNotFitError(f"{said}\n{SWITCH}=0 in the environment tries it all the same")
@@ -110,11 +114,10 @@ def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Fre
         if key not in seen:
             seen.add(key)
             ram += nbytes if where == "cpu" else 0
-            gpu += 0 if kinds.is_host(where) else nbytes
+            gpu += 0 if kinds.is_host(where) or where == "meta" else nbytes
     found = measure(device, [*config.offload_optimizer.nvme_path, *config.offload_param.nvme_path])
-    return found.with_room(
-        device=ram if found.host_device else gpu, ram=0 if found.host_device else ram
-    )
+    held = (ram, 0) if found.host_device else (gpu, ram)
+    return replace(found.with_room(*held), held=held)
 
 
 def _occupied(parameter: torch.Tensor) -> tuple[int, str, int]:

@@ -5,9 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 
-from hf_zero.config import ZeroConfig
-from hf_zero.logging import counted, in_units
+from hf_zero.config import ZeroConfig, explaining
+from hf_zero.logging import counted, in_units, logger
 from hf_zero.planning.checking import PreflightReport
+from hf_zero.zero.layout.engine_plan import EnginePlan
+
+
+def describe(report: PreflightReport) -> None:
+    """Log the summary and the written configuration; warn of an offload without effect."""
+    logger.info("%s\n%s", summary(report), _shown(report.plan.settings))
+    _tell_of_idle_offload(report.plan)
 
 
 def summary(report: PreflightReport) -> str:
@@ -68,3 +75,22 @@ def _kernels(settings: ZeroConfig) -> str:
         return f"{', '.join(settings.kernels)} ({source})"
     # Which these are is not asked here: that would start the driver for kernels that are off.
     return f"off ({source}); `kernels: auto` runs those that are fast on this device"
+
+
+def _tell_of_idle_offload(plan: EnginePlan) -> None:
+    """Warn if all parameters stay on the device although the configuration offloads them."""
+    if plan.settings.offload_param.on and plan.all_persistent:
+        logger.warning(
+            "offload_param moves nothing: each parameter has at most %s elements "
+            "(zero_optimization.stage3_param_persistence_threshold) and so stays whole on the "
+            "device; set it to 0 to move them, or take offload_param out",
+            f"{plan.persistence:,}",
+        )
+
+
+def _shown(config: ZeroConfig) -> str:
+    """Return the written values by source, and the keys without effect by reason."""
+    rows = [row for row in explaining.written(config.explain()) if row.key != "$schema"]
+    lines = [f"    {line}" for line in explaining.as_summary(rows)]
+    head = "  resolved configuration (`hf-zero explain FILE` shows the defaults, too):"
+    return "\n".join([head, *lines])

@@ -23,15 +23,15 @@ from hf_zero.errors import ConfigError
 from hf_zero.techniques.blocks import linears_of_blocks
 
 
-def quantize_linears(model: nn.Module, config: ZeroConfig) -> None:
-    """Replace the linear layers in blocks of ``model`` by torchao's, if ``config`` enables it.
+def check_linears(model: nn.Module, config: ZeroConfig) -> set[str]:
+    """Return the names of the linear layers that :func:`quantize_linears` replaces.
 
     Raises ConfigError without torchao, for sizes that ``group_size`` does not divide, for a device
     without float8, and for a model without such layers.
     """
     aware, float8 = config.quantization_aware_training, config.float8_training
     if aware.config is None and float8.recipe is None:
-        return
+        return set()
     if aware.config is not None and float8.recipe is not None:
         raise ConfigError(f"{QAT} and {FLOAT8} both replace the linear layers; keep one")
     key = QAT if aware.config is not None else FLOAT8
@@ -46,12 +46,30 @@ def quantize_linears(model: nn.Module, config: ZeroConfig) -> None:
             f"{key} replaces the linear layers of blocks, and this model has none there (those of "
             "adapters and of other libraries stay as they are); remove it"
         )
-    quantization = _torchao("torchao.quantization", key)
+    _torchao("torchao.quantization", key)
+    if aware.config is not None:
+        _refuse_sizes(chosen, model, aware)
+    elif not float8.emulate and not kinds.has_float8(device := process_group.default_device()):
+        raise ConfigError(
+            f"{FLOAT8} needs a GPU of compute capability 8.9 or more, and this device "
+            f"({device.type}) has no float8; remove it, or write emulate: true to compute the same "
+            "values slowly"
+        )
+    return chosen
+
+
+def quantize_linears(model: nn.Module, config: ZeroConfig) -> None:
+    """Replace the linear layers in blocks of ``model`` by torchao's, if ``config`` enables it.
+    Raises as :func:`check_linears`.
+    """
+    chosen = check_linears(model, config)
+    if not chosen:
+        return
+    aware, float8 = config.quantization_aware_training, config.float8_training
     with torch.random.fork_rng(devices=[]):  # torchao initializes weights before it takes ours
         if aware.config is not None:
-            _refuse_sizes(chosen, model, aware)
-            prepare = _torchao("torchao.quantization.qat", key).QATConfig
-            quantization.quantize_(
+            prepare = _torchao("torchao.quantization.qat", QAT).QATConfig
+            _torchao("torchao.quantization", QAT).quantize_(
                 model,
                 prepare(base_config(aware.config, aware.group_size), step="prepare"),
                 filter_fn=lambda module, name: name in chosen,
@@ -85,14 +103,6 @@ def _refuse_sizes(chosen: set[str], model: nn.Module, aware: QuantizationAware) 
 
 
 def _float8(model: nn.Module, chosen: set[str], recipe: str, emulate: bool) -> None:
-    device = process_group.default_device()
-    able = kinds.has_float8(device)
-    if not able and not emulate:
-        raise ConfigError(
-            f"{FLOAT8} needs a GPU of compute capability 8.9 or more, and this device "
-            f"({device.type}) has no float8; remove it, or write emulate: true to compute the same "
-            "values slowly"
-        )
     float8 = _torchao("torchao.float8", FLOAT8)
     config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     float8.convert_to_float8_training(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -95,6 +96,12 @@ class TrainingTechniques:
                 f"{PHASES} changes how many samples a step has, and {METRICS} draws equally many "
                 "for each step; leave one of them out"
             )
+
+    def with_others(self, others: Mapping[str, Technique]) -> TrainingTechniques:
+        """Return these techniques with further ones for the model, by key."""
+        made = copy.copy(self)
+        made.by_key = {**self.by_key, **others}
+        return made
 
     def install(self, engine: Any) -> None:
         for technique in self.by_key.values():

@@ -132,29 +132,44 @@ class StreamLoader(DataLoader[Any]):
         self._begun = False
 
 
-def data_loader(data: Any, collate_fn: Collate | None, config: ZeroConfig) -> Any:
-    """Return the loader of this rank for ``data``: a dataset, None, or a loader with a state of its
-    own, which is returned as it is. Raises ConfigError for anything else.
-    """
-    if data is None:
-        return None
-    micro = config.train_micro_batch_size_per_gpu or 1
+def _is_loader(data: Any) -> bool:
+    """Whether ``data`` is a loader with a state of its own."""
+    is_data = isinstance(data, Dataset) or hasattr(data, "__getitem__")
+    return not is_data and is_stateful(data) and hasattr(data, "__iter__")
+
+
+def check_data(data: Any, config: ZeroConfig) -> None:
+    """Raise ConfigError for ``data`` of which :func:`data_loader` makes no loader."""
     if isinstance(data, IterableDataset):
         if sampled_metrics(config):
             raise ConfigError(
                 f"training_data is a {type(data).__name__}, which is iterated, and {METRICS} "
                 "chooses samples by their numbers; pass a map-style Dataset"
             )
-        if is_stateful(data):
-            return StreamLoader(data, batch_size=micro, collate_fn=collate_fn)
-        return DataLoader(data, batch_size=micro, collate_fn=collate_fn)
-    if not isinstance(data, Dataset) and not hasattr(data, "__getitem__"):
-        if is_stateful(data) and hasattr(data, "__iter__"):
-            return data
+    elif not (
+        data is None
+        or isinstance(data, Dataset)
+        or hasattr(data, "__getitem__")
+        or _is_loader(data)
+    ):
         raise ConfigError(
             f"training_data is a {type(data).__name__}; pass a torch Dataset, or a loader with "
             "state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader"
         )
+
+
+def data_loader(data: Any, collate_fn: Collate | None, config: ZeroConfig) -> Any:
+    """Return the loader of this rank for ``data``: a dataset, None, or a loader with a state of its
+    own, which is returned as it is. Raises as :func:`check_data` for anything else.
+    """
+    check_data(data, config)
+    if data is None or _is_loader(data):
+        return data
+    micro = config.train_micro_batch_size_per_gpu or 1
+    if isinstance(data, IterableDataset):
+        if is_stateful(data):
+            return StreamLoader(data, batch_size=micro, collate_fn=collate_fn)
+        return DataLoader(data, batch_size=micro, collate_fn=collate_fn)
     ranks, rank = readers()
     drop_last = bool(config.dataloader_drop_last)
     if sampled_metrics(config):

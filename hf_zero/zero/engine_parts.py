@@ -15,10 +15,11 @@ from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group, rank_status
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.offload.placement import Placement
 from hf_zero.zero.backward import AccumulationWindow, Backward, Counters
 from hf_zero.zero.gather.model_patches import Override, Patches, Techniques, refuse_foreign_step
-from hf_zero.zero.layout.engine_plan import EnginePlan, ExtensionsOf
+from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.flat_spec import reading
 from hf_zero.zero.layout.materialize import make_mesh, plan_on_this_rank
 from hf_zero.zero.reduce.losses import Fp16LossScaler
@@ -130,11 +131,15 @@ class EngineParts(AroundModel):
         optimizer: torch.optim.Optimizer | None,
         extensions_of: ExtensionsOf,
         keeps_dtypes: bool = False,
+        dims: ParallelDims | None = None,
+        cuts: Cuts = UNCUT,
     ) -> EnginePlan:
         """Return the plan of an engine of this class on this rank, from which it is made; see
-        :func:`hf_zero.zero.layout.engine_plan.plan`.
+        :func:`hf_zero.zero.layout.materialize.plan_on_this_rank`.
         """
-        return plan_on_this_rank(model, settings, optimizer, extensions_of, keeps_dtypes)
+        return plan_on_this_rank(
+            model, settings, optimizer, extensions_of, keeps_dtypes, dims, cuts
+        )
 
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         """Build ``plan`` and install everything on the model; ``installed`` collects the inverse

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -67,8 +67,7 @@ class ShardedModel:
             name: str(p.dtype).removeprefix("torch.") for name, p in self.parameters.items()
         }
         self.group_of = plan.group_of
-        if plan.optimizer is not None:
-            _check_optimizer(plan.optimizer, self.parameters, plan)
+        check_optimizer(plan)
         self.units = materialize(plan, mesh, placement)
         self.extensions: Extensions = plan.extensions
         for unit in self.units:
@@ -230,13 +229,14 @@ class MeshRanks:
         return [every[rank] for rank in self._axis.ranks]
 
 
-def _check_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], plan: EnginePlan
-) -> None:
-    """Raise UnsupportedOptimizerError for an optimizer that flat shards cannot run, before the
-    model is changed.
+def check_optimizer(plan: EnginePlan) -> None:
+    """Raise UnsupportedOptimizerError for an optimizer that flat shards cannot run, PartitionError
+    for one with parameters outside the model, before the model is changed.
     """
-    settings = plan.settings
+    settings, optimizer = plan.settings, plan.optimizer
+    if optimizer is None:
+        return
+    parameters = {name: p for spec in plan.units for name, p in spec.parameters}
     check(optimizer, settings.elementwise_optimizers, settings.allow_untested_optimizer)
     _refuse_unknown_params(optimizer, {id(p) for p in parameters.values()})
     # state that cannot be carried over

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.zero.layout.initial_values import without_repeats
 from hf_zero.zero.layout.parameter import owner_of, raw_grad, set_raw_grad
 
 _TABLES = ("_parameters", "_modules")
@@ -65,7 +66,8 @@ def on_rollback(function: Callable[..., Any], *args: Any) -> None:
 def restore_on_rollback(*owners: Any) -> None:
     """Restore classes, attributes, hooks, parameters, children and configurations of the modules of
     models, groups and state of optimizers, and attributes of other objects, if the transaction is
-    undone. The values of tensors are not restored: see :func:`restore_values_on_rollback`.
+    undone. Their tensors are not: see :func:`restore_parameters_on_rollback` and
+    :func:`restore_buffers_on_rollback`.
     """
     for owner in owners:
         if isinstance(owner, nn.Module):
@@ -79,18 +81,23 @@ def restore_on_rollback(*owners: Any) -> None:
             on_rollback(_Attributes(owner).restore)
 
 
-@torch.no_grad()
-def restore_values_on_rollback(model: nn.Module) -> None:
-    """Restore memory, class, attributes and gradient of each parameter of ``model``, its buffers
-    and their values, if the transaction is undone. The parameters' memory is kept until the end, so
-    the model needs it twice. Parameters that a former engine has left sharded are left out.
+def restore_parameters_on_rollback(model: nn.Module) -> None:
+    """Restore memory, class, attributes and gradient of each parameter of ``model`` if the
+    transaction is undone. Their memory is kept until its end, so the model needs it twice.
+    Parameters that a former engine has left sharded are left out.
     """
     for parameter in model.parameters():
         if owner_of(parameter) is None:
             on_rollback(_Memory(parameter).restore)
+
+
+@torch.no_grad()
+def restore_buffers_on_rollback(model: nn.Module) -> None:
+    """Restore the buffers of ``model`` and their values if the transaction is undone."""
     for buffer in model.buffers():
         if not buffer.is_meta:
-            on_rollback(_set_values, buffer, buffer.clone())
+            elements = without_repeats(buffer)
+            on_rollback(_set_values, elements, elements.clone())
     for module in model.modules():
         on_rollback(module._buffers.update, dict(module._buffers))
 

@@ -30,7 +30,7 @@ LAYERS = {
         1: "offload ops launch",
         2: "zero.layout zero.reduce optim",
         3: "compression zero checkpoint loading measures planning activations parallel techniques "
-        "engine initialize",
+        "engine setup initialize",
         4: "_autoload integrations deepspeed",
         5: "planning.activation_memory planning.estimate planning.simulation report cli",
     }.items()
@@ -39,7 +39,7 @@ LAYERS = {
 # Of these packages none imports one that stands after it.
 ORDER = (
     "distributed storage zero.layout zero.reduce zero.gather zero compression checkpoint "
-    "activations parallel techniques measures engine initialize"
+    "activations parallel techniques measures engine setup initialize"
 )
 STACK = [f"hf_zero.{name}" for name in ORDER.split()]
 # The order of the facade and of what integrations/ holds: a module imports no later one, except

@@ -154,7 +154,10 @@ def trained(model: nn.Module, feature: Feature, rank: int) -> dict[str, torch.Te
     torch.manual_seed(5)
     engine, *_ = hf_zero.initialize(model=model, optimizer=adamw(model), config=config)
     for step in range(2):
-        batch = {"input_ids": tokens(step, 0, 0)[:, :8], "labels": tokens(step, 0, 0)[:, :8]}
+        batch = {
+            "input_ids": tokens(step, 0, 0)[:, :8].contiguous(),
+            "labels": tokens(step, 0, 0)[:, :8].contiguous(),
+        }
         if "sequence_parallel_size" in feature.keys:
             batch = hf_zero.sequence_parallel().shard(batch)
         engine.backward(engine(**batch).loss)
@@ -211,4 +214,6 @@ def test_a_refusal_changes_nothing(name, refusal, checkpoint, monkeypatch):
         found = [refuse(0, *args)]
     else:
         found = run_ranks(feature.ranks, refuse, *args)
-    assert not any(found), "\n".join(f"rank {rank}: {row}" for rank, rows in enumerate(found) for row in rows)
+    assert not any(found), "\n".join(
+        f"rank {rank}: {row}" for rank, rows in enumerate(found) for row in rows
+    )

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.distributed import init, process_group
+from hf_zero.distributed import init
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size
-from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
+from hf_zero.distributed.parallel_groups import dims_in_effect, init_parallel
 from hf_zero.errors import ConfigError
 
 ALONE = "ep_size_1"  # the expert group of a rank that has all experts
@@ -96,9 +96,10 @@ def expert_axis(size: int, asked: str) -> MeshDim | None:
     return None if dims is None else init_parallel(dims).along(AXIS)
 
 
-def expert_dims(size: int, asked: str) -> ParallelDims | None:
+def expert_dims(size: int, asked: str, dims: ParallelDims | None = None) -> ParallelDims | None:
     """Return the job's mesh dimensions with experts spread over ``size`` ranks, or None for one
-    rank. ``asked``: the setting that requests the size, for error messages.
+    rank. ``asked``: the setting that requests the size, for error messages; ``dims``: the
+    dimensions without them, by default those in effect.
 
     Raises ConfigError for an invalid size, a size that does not divide the ranks that read
     different tokens, and a second size in a job.
@@ -107,8 +108,7 @@ def expert_dims(size: int, asked: str) -> ParallelDims | None:
     if size == 1:
         return None
     init.init_distributed()
-    held = get_parallel()
-    dims = ParallelDims(process_group.get_world_size()) if held is None else held.dims
+    dims = dims or dims_in_effect()
     if dims.expert not in (1, size):
         raise ConfigError(
             f"{asked} = {size} was asked for in a job whose experts are spread over {dims.expert} "

@@ -26,7 +26,7 @@ from hf_zero.parallel.pipeline.rank_stages import PipelineRun, Stage
 from hf_zero.parallel.pipeline.staged import StagedModule, TiedParameters, mark_tied
 from hf_zero.parallel.pipeline.topology import PipelineParallelGrid
 from hf_zero.parallel.sequence.attention import KEY
-from hf_zero.zero.layout.engine_plan import EnginePlan, ExtensionsOf
+from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.tree import map_tensors
 from hf_zero.zero.training_engine import TrainingEngine
 
@@ -47,6 +47,8 @@ class PipelineTraining(TrainingEngine):
         optimizer: torch.optim.Optimizer | None,
         extensions_of: ExtensionsOf,
         keeps_dtypes: bool = False,
+        dims: ParallelDims | None = None,
+        cuts: Cuts = UNCUT,
     ) -> EnginePlan:
         """Return the plan, once tied parameters are marked with the stages that hold them
         (collective over all ranks).
@@ -54,11 +56,14 @@ class PipelineTraining(TrainingEngine):
         groups = get_parallel()
         assert groups is not None and isinstance(model, StagedModule)
         mark_tied(model, groups)
-        return super().plan(model, settings, optimizer, extensions_of, keeps_dtypes)
+        return super().plan(model, settings, optimizer, extensions_of, keeps_dtypes, dims, cuts)
 
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         groups = get_parallel()
         assert groups is not None
+        if self.config.pipeline.activation_checkpoint_interval:
+            module: Any = self.module
+            module.set_checkpoint_interval(self.config.pipeline.activation_checkpoint_interval)
         self.tied = TiedParameters(self.module, groups, mesh.timeout)
         super()._build(plan, mesh, installed)
         self.tied.check(self.flats)
@@ -431,7 +436,7 @@ def check_pipeline(
     """Raise ConfigError for features that the engine of ``module`` does not support: ZeRO beyond
     stage 1, ``techniques`` (keys of the enabled ones), a one-bit optimizer, a schedule for another
     number of stages per rank. Raise UnmanagedWindowError if the script is to end accumulation
-    windows itself. Set the interval of ``pipeline.activation_checkpoint_interval`` on ``module``.
+    windows itself.
     """
     if not config.managed_gradient_accumulation:
         raise UnmanagedWindowError(
@@ -454,12 +459,11 @@ def check_pipeline(
             "the optimizer sends its momentum in one bit over all ranks, which hold different "
             "layers in a pipeline; use Adam, AdamW or another one that reduces gradients"
         )
-    if config.pipeline.activation_checkpoint_interval:
-        set_interval: Any = getattr(module, "set_checkpoint_interval", None)
-        if set_interval is None:
-            raise ConfigError(
-                "pipeline.activation_checkpoint_interval is for a PipelineModule; recompute the "
-                "blocks of this model with activation_checkpointing.blocks"
-            )
-        set_interval(config.pipeline.activation_checkpoint_interval)
+    if config.pipeline.activation_checkpoint_interval and not hasattr(
+        module, "set_checkpoint_interval"
+    ):
+        raise ConfigError(
+            "pipeline.activation_checkpoint_interval is for a PipelineModule; recompute the "
+            "blocks of this model with activation_checkpointing.blocks"
+        )
     config.pipeline.schedule_for(module.stages_per_rank)

@@ -25,7 +25,7 @@ from hf_zero.distributed import process_group
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
+from hf_zero.distributed.parallel_groups import dims_in_effect, get_parallel, init_parallel
 from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.logging import log_rank0
 from hf_zero.parallel.alike import due, hash_of
@@ -78,24 +78,30 @@ def sequence_parallel(
                 "and call it after initialize"
             )
         size = held.dims.sequence
-    ranks = process_group.get_world_size()
-    others = {} if held is None else {axis: held.dims.size(axis) for axis in _OTHERS}
-    # sequences are split among the ranks that tensor and pipeline parallelism leave
-    split = others.get("tensor", 1) * others.get("pipeline", 1)
-    readers = ranks // split
+    dims = sequence_dims(size, dims_in_effect())
+    return SequenceParallel(init_parallel(dims), attention, in_evaluation)
+
+
+def sequence_dims(size: int, dims: ParallelDims) -> ParallelDims:
+    """Return ``dims``, those of the job, with sequences split among ``size`` of the ranks that
+    tensor and pipeline parallelism leave. Raises ConfigError for a size that does not divide them,
+    and for a second size in a job.
+    """
+    split = dims.tensor * dims.pipeline
+    readers = dims.world // split
     if size < 1 or readers % size:
-        of = f" ({ranks} / {split} that split the model)" if split > 1 else ""
+        of = f" ({dims.world} / {split} that split the model)" if split > 1 else ""
         raise ConfigError(
             f"{KEY} = {size} does not divide {readers} ranks{of}; choose a divisor of {readers}"
         )
-    if held is not None and held.dims.sequence not in (1, size):
+    if dims.sequence not in (1, size):
         raise ConfigError(
             f"{KEY} = {size} was asked for in a job whose ranks are sequence parallel in groups of "
-            f"{held.dims.sequence}; the size stays for the life of the processes, after "
+            f"{dims.sequence}; the size stays for the life of the processes, after "
             "engine.destroy() too: start new ones for another"
         )
-    dims = ParallelDims.over(ranks, sequence=size, **others)
-    return SequenceParallel(init_parallel(dims), attention, in_evaluation)
+    others = {axis: dims.size(axis) for axis in _OTHERS}
+    return ParallelDims.over(dims.world, sequence=size, **others)
 
 
 class SequenceParallel:
@@ -272,9 +278,9 @@ def _hash_of_part(part: Mapping[str, Any]) -> int | None:
     return hash_of((tokens, positions))
 
 
-def sequence_of(config: ZeroConfig, mpu: Any) -> tuple[ZeroConfig, SequenceParallel | None]:
-    """Return ``config`` with the size that it or ``mpu`` gives, and the sequence parallelism of the
-    job, or None. Collective.
+def with_sequence_size(config: ZeroConfig, mpu: Any, dims: ParallelDims) -> ZeroConfig:
+    """Return ``config`` with the sequence-parallel size of it or of ``mpu``. ``dims``: sizes of the
+    other axes.
 
     A train batch size beside an ``mpu`` is computed anew: Accelerate computes it from the sizes of
     its own ParallelismConfig, which may not match the number of ranks. Raises ConfigError if the
@@ -282,13 +288,13 @@ def sequence_of(config: ZeroConfig, mpu: Any) -> tuple[ZeroConfig, SequenceParal
     """
     written = config.sequence_parallel_size
     if not isinstance(mpu, SequenceParallel):
-        return config, sequence_parallel(written) if written > 1 else None
+        return config
     if written not in (1, mpu.size):
         raise ConfigError(
             f"{KEY} = {written} ({config.sources[KEY]}) contradicts the mpu of {mpu.size} ranks "
             "that initialize was given; remove one of them"
         )
-    _refuse_former_groups(mpu)
+    _refuse_former_groups(mpu, sequence_dims(mpu.size, dims))
     config = config.override({KEY: mpu.size}, "the mpu of initialize")
     micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     if config.train_batch_size is not None and micro is not None and steps is not None:
@@ -300,15 +306,21 @@ def sequence_of(config: ZeroConfig, mpu: Any) -> tuple[ZeroConfig, SequenceParal
                 logging.WARNING,
             )
             config = config.without(TOTAL)
-    return config, mpu if mpu.size > 1 else None
+    return config
 
 
-def _refuse_former_groups(mpu: SequenceParallel) -> None:
-    """Raise ConfigError if other parallelism, set up after ``mpu``, has changed its groups'
-    ranks.
-    """
-    groups = get_parallel()
-    if groups is not None and groups.along("sequence").ranks != mpu.dim.ranks:
+def sequence_of(config: ZeroConfig, mpu: Any) -> SequenceParallel | None:
+    """Return the ranks of :func:`with_sequence_size`, None for size 1. Collective."""
+    if config.sequence_parallel_size == 1:
+        return None
+    if isinstance(mpu, SequenceParallel):
+        return mpu
+    return sequence_parallel(config.sequence_parallel_size)
+
+
+def _refuse_former_groups(mpu: SequenceParallel, dims: ParallelDims) -> None:
+    """Raise ConfigError if other parallelism, set up after ``mpu``, changes its groups' ranks."""
+    if dims.ranks_along(process_group.get_rank(), AXIS) != tuple(mpu.dim.ranks):
         raise ConfigError(
             "hf_zero.sequence_parallel was called before this job became tensor or "
             "pipeline parallel, which has moved the ranks that share a sequence; call it "
@@ -316,11 +328,12 @@ def _refuse_former_groups(mpu: SequenceParallel) -> None:
         )
 
 
-def check_model(model: nn.Module, sequence: SequenceParallel | None) -> None:
-    """Raise ConfigError for a model with unsupported attention, before anything is created."""
-    groups = get_parallel()
-    if sequence is not None:
-        attention_of_models().check(model, sequence.size, groups.dims.tensor if groups else 1)
+def check_model(model: nn.Module, size: int, dims: ParallelDims) -> None:
+    """Raise ConfigError for a model whose attention cannot be split among ``size`` ranks of a job
+    of ``dims``.
+    """
+    if size > 1:
+        attention_of_models().check(model, size, dims.tensor)
 
 
 def on_model(sequence: SequenceParallel | None) -> dict[str, OnModel]:

@@ -87,26 +87,15 @@ def tensor_parallel(
             f"tensor_parallel() got {what}, which is not a module; pass the model itself, as "
             "AutoModelForCausalLM.from_pretrained(path)"
         )
-    check_size(size, TENSOR_SIZE)
-    world = process_group.get_world_size()
-    if world % size:
-        raise ConfigError(
-            f"tensor_parallel.autotp_size = {size} does not divide the {counted(world, 'rank')} of "
-            f"the job; choose a size that does, or start {size} ranks: `hf-zero launch --num-procs "
-            f"{size} train.py`"
-        )
-    record: TensorParallel | None = model_record(model)
-    if record is not None and record.size != size:
-        raise ConfigError(
-            f"the model is cut among {record.size} tensor-parallel ranks already, and "
-            f"tensor_parallel.autotp_size is {size}; keep one size"
-        )
+    _check_divides(size)
+    record = model_record(model)
+    _check_same_size(record, size)
     if size == 1:
         return model
     init.init_distributed()
     make_pending(model)  # values still in files are cut without being read
     path, inner = planned_model(model)
-    dims = _dims(size)
+    dims = dims_of(size)
     rank = dims.coordinate(process_group.get_rank(), "tensor")
     plan = plan if record is None else record.plan
     unwrap(inner, rank, size)
@@ -156,7 +145,28 @@ def model_record(model: nn.Module) -> TensorParallel | None:
     return planned_model(model)[1].__dict__.get(RECORD)
 
 
-def _dims(size: int) -> ParallelDims:
+def _check_divides(size: int) -> None:
+    """Raise ConfigError for a size that does not divide the ranks of the job."""
+    check_size(size, TENSOR_SIZE)
+    world = process_group.get_world_size()
+    if world % size:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size = {size} does not divide the {counted(world, 'rank')} of "
+            f"the job; choose a size that does, or start {size} ranks: `hf-zero launch --num-procs "
+            f"{size} train.py`"
+        )
+
+
+def _check_same_size(record: TensorParallel | None, size: int) -> None:
+    """Raise ConfigError if the model with ``record`` is cut among another number of ranks."""
+    if record is not None and record.size != size:
+        raise ConfigError(
+            f"the model is cut among {record.size} tensor-parallel ranks already, and "
+            f"tensor_parallel.autotp_size is {size}; keep one size"
+        )
+
+
+def dims_of(size: int) -> ParallelDims:
     """Return the mesh dimensions of the job with tensor-parallel groups of ``size``."""
     world, held = process_group.get_world_size(), get_parallel()
     if held is None:
@@ -301,11 +311,9 @@ def _check_forward(target: Target) -> None:
         )
 
 
-def as_configured(model: nn.Module, config: ZeroConfig) -> ZeroConfig:
-    """Cut ``model`` as ``config`` says, unless it is cut already; return the configuration with the
-    size in effect (collective). Adapters added since are cut with their layers.
-
-    Raises ConfigError if the two give different sizes.
+def with_tensor_size(model: nn.Module, config: ZeroConfig) -> ZeroConfig:
+    """Return ``config`` with the tensor-parallel size in effect: its own, or that of ``model``, cut
+    already. Raises ConfigError if the two are different, or the size does not divide the ranks.
     """
     record, size = model_record(model), config.tensor_parallel.size
     if record is not None and size == 1:
@@ -316,10 +324,10 @@ def as_configured(model: nn.Module, config: ZeroConfig) -> ZeroConfig:
                 " or leave it out"
             )
         config = config.override({TENSOR_SIZE: size}, "computed: the model is cut already")
-    if size > 1:
-        if config.tensor_parallel.verify:
-            _check_alone(config)
-        tensor_parallel(model, size, verify=config.tensor_parallel.verify)
+    _check_divides(size)
+    _check_same_size(record, size)
+    if size > 1 and config.tensor_parallel.verify:
+        _check_alone(config)
     return config
 
 

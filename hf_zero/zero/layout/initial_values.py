@@ -179,10 +179,10 @@ def place_buffers(
             if buffer.device != device or buffer.dtype != wanted:
                 module._buffers[name] = moved[id(buffer)] = buffer.to(device, wanted)
                 buffer = moved[id(buffer)]
-            mesh.broadcast(_without_repeats(buffer), mesh.of(sharding.axes))
+            mesh.broadcast(without_repeats(buffer), mesh.of(sharding.axes))
 
 
-def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` without its expanded dimensions: every element of its memory once."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:

@@ -21,13 +21,19 @@ from hf_zero.device.host_limits import release_freed
 from hf_zero.distributed.flat_mesh import MeshOptions
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.distributed.parallel_groups import dims_in_effect, get_parallel
 from hf_zero.distributed.process_group import default_device, get_rank, get_world_size
 from hf_zero.distributed.world_group import get_world_group, raise_on_all_ranks
 from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.offload.placement import Placement
 from hf_zero.zero.layout import attributes, engine_plan
-from hf_zero.zero.layout.engine_plan import SIXTEEN_BITS, EnginePlan, ExtensionsOf
+from hf_zero.zero.layout.engine_plan import (
+    SIXTEEN_BITS,
+    UNCUT,
+    Cuts,
+    EnginePlan,
+    ExtensionsOf,
+)
 from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
 from hf_zero.zero.layout.flat_memory import FlatMemory
 from hf_zero.zero.layout.initial_values import (
@@ -51,20 +57,22 @@ def plan_on_this_rank(
     optimizer: torch.optim.Optimizer | None,
     extensions_of: ExtensionsOf,
     keeps_dtypes: bool = False,
+    dims: ParallelDims | None = None,
+    cuts: Cuts = UNCUT,
 ) -> EnginePlan:
     """Return the plan of an engine of this rank of the running job; see
-    :func:`hf_zero.zero.layout.engine_plan.plan`.
+    :func:`hf_zero.zero.layout.engine_plan.plan`. ``dims``: those of the job once ``cuts`` are made;
+    None: those in effect.
     """
-    parallel = get_parallel()
-    dims = ParallelDims(get_world_size()) if parallel is None else parallel.dims
     return engine_plan.plan(
         model,
         settings,
-        dims,
+        dims or dims_in_effect(),
         optimizer,
         extensions_of=extensions_of,
         rank=get_rank(),
         device=default_device(),
+        cuts=cuts,
         keeps_dtypes=keeps_dtypes,
     )
 

@@ -51,7 +51,7 @@ class _SharedView(NamedTuple):
         return bool(others.any())
 
 
-def tie_shared_memory(model: nn.Module) -> Tied:
+def tie_shared_memory(model: nn.Module, logs: bool = True) -> Tied:
     """Tie parameters of ``model`` that are the same elements of one memory: one parameter takes the
     place of all and gets the sum of their gradients. Return {replaced: kept}.
 
@@ -65,7 +65,10 @@ def tie_shared_memory(model: nn.Module) -> Tied:
         if one.trains and other.trains and one.is_same(other):
             kept = tied.get(one.tensor, one.tensor)  # type: ignore[call-overload]
             tied[other.tensor] = kept  # type: ignore[index]
-            log_rank0(f"{one.name} and {other.name} are the same memory: one parameter from now on")
+            if logs:
+                log_rank0(
+                    f"{one.name} and {other.name} are the same memory: one parameter from now on"
+                )
         elif one.meets(other):
             raise PartitionError(_refusal(one, other))
     for module in model.modules() if tied else ():

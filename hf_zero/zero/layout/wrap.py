@@ -474,9 +474,11 @@ def _by(
     return modules, missing
 
 
-def mark_configured(model: nn.Module, section: Mapping[str, Any] | None) -> list[nn.Module]:
+def mark_configured(
+    model: nn.Module, section: Mapping[str, Any] | None, warns: bool = True
+) -> list[nn.Module]:
     """Mark the modules that the section ``zero_optimization.leaf_module`` lists: ``classes``,
-    ``names`` and ``name_suffixes``. Warns of entries that are not in the model.
+    ``names`` and ``name_suffixes``. ``warns``: of entries that are not in the model.
     """
     if not section:
         return []
@@ -488,7 +490,7 @@ def mark_configured(model: nn.Module, section: Mapping[str, Any] | None) -> list
     by_suffix, no_suffixes = set_z3_leaf_modules_by_suffix(model, suffixes, True, False)
     found = list(dict.fromkeys([*found, *by_name, *by_suffix]))
     missing = [*no_names, *no_suffixes, *(() if found else classes)]
-    if missing:
+    if missing and warns:
         log_rank0(
             f"zero_optimization.leaf_module names {missing}, which the model does not have", 30
         )

@@ -61,7 +61,7 @@ def test_embeddings_are_resized_before() -> None:
 def test_one_process_beside_other_devices_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from hf_zero.initialize import _tell_of_other_devices
+    from hf_zero.setup.request import _tell_of_other_devices
 
     module = __import__("sys").modules["hf_zero.initialize"]
     monkeypatch.setattr("hf_zero.logging.logger.propagate", True)

@@ -1,0 +1,182 @@
+"""The plan of one call of ``hf_zero.initialize``: the resolved configuration, the optimizer, and
+the plan of the engine, checked. Nothing is changed: all that can refuse a call refuses here.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import torch
+
+from hf_zero.activations.policy import ActivationPatches
+from hf_zero.checkpoint.resume import Resumed
+from hf_zero.compression.registry import extensions_of
+from hf_zero.config import ZeroConfig
+from hf_zero.config.parallelism import AUTOEP_SIZE
+from hf_zero.distributed import process_group
+from hf_zero.distributed.parallel_dims import ParallelDims, check_mpu
+from hf_zero.distributed.parallel_groups import dims_in_effect
+from hf_zero.distributed.world_group import raise_on_all_ranks
+from hf_zero.loading.shard_only import engines_of
+from hf_zero.logging import log_rank0
+from hf_zero.ops.dispatch import kind_for_auto
+from hf_zero.optim.build import check_scheduler
+from hf_zero.optim.elementwise import adopt, check
+from hf_zero.optim.one_bit import as_sent, one_bit_of
+from hf_zero.parallel.expert.marks import expert_dims
+from hf_zero.parallel.pipeline.engine import check_pipeline, check_uncut, pipelined
+from hf_zero.parallel.pipeline.staged import StagedModule
+from hf_zero.parallel.planned_cuts import planned_cuts, planned_dims
+from hf_zero.parallel.sequence import sequence_parallel
+from hf_zero.parallel.tensor.model import dims_of, with_tensor_size
+from hf_zero.planning import PreflightReport, check_on_all_ranks
+from hf_zero.setup.request import E, SetupRequest
+from hf_zero.techniques.quantized_linears import check_linears
+from hf_zero.techniques.registry import TrainingTechniques
+from hf_zero.techniques.training_loader import check_data
+from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.materialize import check_parameters, check_statistics
+from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
+from hf_zero.zero.layout.stage_policy import POLICIES
+from hf_zero.zero.layout.wrap import mark_configured
+from hf_zero.zero.sharded_model import check_optimizer
+from hf_zero.zero.transaction import restore_on_rollback, restore_parameters_on_rollback, trial
+
+
+@dataclass(frozen=True, eq=False)
+class Resolved(Generic[E]):
+    """One call of ``initialize`` on this job: the configuration with each value settled, the sizes
+    of the parallel axes, the optimizer, the checkpoint to resume from, and what an engine installs.
+    """
+
+    request: SetupRequest[E]
+    settings: ZeroConfig
+    dims: ParallelDims
+    optimizer: torch.optim.Optimizer | None
+    checkpoint: Resumed | None
+    patches: ActivationPatches
+    techniques: TrainingTechniques
+
+    @property
+    def engine_class(self) -> type[E]:
+        """The class of the engine, with stages for a model in stages."""
+        kind = self.request.engine_class
+        return pipelined(kind) if isinstance(self.request.model, StagedModule) else kind
+
+
+@dataclass(frozen=True, eq=False)
+class Planned(Generic[E]):
+    """A resolved call whose checks have passed, with the report of the memory check. ``cuts``:
+    whether parameters are cut among ranks, or get their values, when the plan is applied.
+    """
+
+    resolved: Resolved[E]
+    report: PreflightReport
+    cuts: bool
+
+
+def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
+    """Resolve ``request``, plan its engine and check everything; change nothing. Collective: an
+    error on one rank is raised on all.
+    """
+    model = request.model
+    # the plan is of the model as it will be: its ties and marks are made for the plan alone
+    with trial():
+        restore_on_rollback(model, request.user_optimizer)
+        restore_parameters_on_rollback(model)
+        with raise_on_all_ranks("plan its engine"):
+            resolved = resolve(request, checkpoint)
+            check_features(resolved)
+        return _planned(resolved)
+
+
+def resolve(request: SetupRequest[E], checkpoint: Resumed | None) -> Resolved[E]:
+    """Return ``request`` with the sizes and values in effect."""
+    model, mpu = request.model, request.mpu
+    tied = tie_shared_memory(model, logs=False)
+    settings = with_tensor_size(model, request.config)
+    if isinstance(model, StagedModule):
+        check_uncut(settings, model)
+    dims = dims_in_effect()
+    if settings.tensor_parallel.size > 1:
+        dims = dims_of(settings.tensor_parallel.size)
+    dims = planned_dims(
+        model, expert_dims(settings.expert_parallel.size, AUTOEP_SIZE, dims) or dims
+    )
+    settings = sequence_parallel.with_sequence_size(settings, mpu, dims)
+    if settings.sequence_parallel_size > 1:
+        dims = sequence_parallel.sequence_dims(settings.sequence_parallel_size, dims)
+    elif mpu is not None and not isinstance(model, StagedModule):
+        check_mpu(mpu, process_group.get_world_size())
+    if settings.kernels == "auto":
+        settings = settings.on_device(kind_for_auto(process_group.default_device()))
+    optimizer = request.make_optimizer()
+    if optimizer is not None:
+        without_tied(optimizer, tied)
+        adopt(optimizer)
+        untested = settings.allow_untested_optimizer
+        warning = check(optimizer, settings.elementwise_optimizers, untested)
+        if warning:
+            log_rank0(warning, logging.WARNING)
+    settings = as_sent(settings, one_bit_of(settings, optimizer))
+    # in a pipeline batch sizes are those of one stage, whose tensor-parallel ranks share batches
+    ranks = dims.world if dims.pipeline == 1 else dims.world // dims.pipeline // dims.tensor
+    if checkpoint is not None:
+        checkpoint.check_sizes(settings, dims)
+        shared = settings.tensor_parallel.size * settings.sequence_parallel_size
+        settings = checkpoint.keep_batch(settings, max(1, ranks // shared))
+    settings = settings.resolve(
+        ranks,
+        require_batch_size=request.training_data is not None,
+        training=optimizer is not None,
+    )
+    patches, techniques = ActivationPatches(settings), TrainingTechniques(settings)
+    return Resolved(request, settings, dims, optimizer, checkpoint, patches, techniques)
+
+
+def check_features(resolved: Resolved[Any]) -> None:
+    """Raise for features that the model, the data or the optimizer do not support."""
+    request, settings = resolved.request, resolved.settings
+    model, optimizer = request.model, resolved.optimizer
+    if isinstance(model, StagedModule):
+        one_bit = one_bit_of(settings, optimizer) is not None
+        check_pipeline(settings, model, resolved.techniques.by_key, one_bit)
+    sequence_parallel.check_model(model, settings.sequence_parallel_size, resolved.dims)
+    check_linears(model, settings)
+    check_data(request.training_data, settings)
+    if settings.scheduler is not None and optimizer is not None:
+        check_scheduler(settings.scheduler, optimizer)
+    resolved.patches.check(model, not POLICIES[settings.stage].shards_parameters)
+
+
+def _planned(resolved: Resolved[E]) -> Planned[E]:
+    """Plan the engine, and check the plan against model, optimizer and free memory. Collective."""
+    request, settings, dims = resolved.request, resolved.settings, resolved.dims
+    model = request.model
+    mark_configured(model, settings.zero.leaf_module, warns=False)
+    cuts = planned_cuts(
+        model,
+        settings.tensor_parallel.size,
+        settings.expert_parallel.size,
+        dims,
+        process_group.get_rank(),
+    )
+    made = resolved.engine_class.plan(
+        model, settings, resolved.optimizer, extensions_of, dims=dims, cuts=cuts
+    )
+    without_values = {parameter.is_meta for parameter in model.parameters()} == {True}
+    # engines that end when this one begins still own the parameters
+    ending = [engine for engine in engines_of(model) if engine.bound is None or request.takes_over]
+    if not without_values and not ending:
+        check_parameters(made.units, made.device)
+    check_statistics(made, made.device)
+    check_optimizer(made)
+    return Planned(resolved, check_on_all_ranks(made), bool(cuts) or without_values)
+
+
+def plan_of_engine(resolved: Resolved[Any], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
+    """Return the plan of the engine of the model as it is now."""
+    settings, model = resolved.settings, resolved.request.model
+    return resolved.engine_class.plan(model, settings, optimizer, extensions_of)
