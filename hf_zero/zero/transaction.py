@@ -123,7 +123,8 @@ class _Attributes:
 
     def restore(self) -> None:
         """Set the attributes and the entries to these values."""
-        self._owner.__class__ = self._class
+        if type(self._owner) is not self._class:
+            self._owner.__class__ = self._class
         live = vars(self._owner)
         live.clear()
         live.update(self._values)
@@ -169,7 +170,9 @@ class _Memory:
             if parameter.device.type == self._data.device.type:
                 _data.__set__(parameter, self._data)
             else:
-                torch.utils.swap_tensors(parameter, nn.Parameter(self._data, self._trains))
+                # of the meta device, whose memory ``data`` cannot be set to; torch.utils.swap_tensors
+                # refuses parameters with weak references, which the engine under way may have
+                torch._C._swap_tensor_impl(parameter, nn.Parameter(self._data, self._trains))
             _requires_grad.__set__(parameter, self._trains)
         parameter.__class__ = self._class
         vars(parameter).clear()

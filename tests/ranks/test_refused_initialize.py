@@ -4,6 +4,7 @@ every feature that changes a model and every refusal; the right call after it tr
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from torch import nn
 import hf_zero
 from hf_zero.distributed import process_group
 from hf_zero.errors import HfZeroError
+from hf_zero.setup import parallelize
+from hf_zero.setup.parallelize import ORDER
 from tests.helpers import layer_drop, tensor_parallel
 from tests.helpers.engines import full_weights
 from tests.helpers.models import bert, llama, seeded, tokens
@@ -107,6 +110,25 @@ FEATURES = {
 }
 
 
+def from_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+
+
+FURTHER = {
+    "offloaded": Feature(
+        keys={
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "cpu"},
+            }
+        }
+    ),
+    "on the meta device": Feature(from_meta, stage=2),
+}
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -148,20 +170,26 @@ def configuration(feature: Feature, more: dict[str, Any]) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 2} | stage | feature.keys | more
 
 
+def step(engine: Any, feature: Feature, number: int) -> None:
+    ids = tokens(number, 0, 0)[:, :8].contiguous()
+    if feature.build is from_meta:
+        loss = engine(ids.float()).pow(2).mean()
+    elif "sequence_parallel_size" in feature.keys:
+        batch = hf_zero.sequence_parallel().shard({"input_ids": ids, "labels": ids.clone()})
+        loss = engine(**batch).loss
+    else:
+        loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+
+
 def trained(model: nn.Module, feature: Feature, rank: int) -> dict[str, torch.Tensor]:
     """The weights after two steps of the right call."""
     config = configuration(feature, {})
     torch.manual_seed(5)
     engine, *_ = hf_zero.initialize(model=model, optimizer=adamw(model), config=config)
-    for step in range(2):
-        batch = {
-            "input_ids": tokens(step, 0, 0)[:, :8].contiguous(),
-            "labels": tokens(step, 0, 0)[:, :8].contiguous(),
-        }
-        if "sequence_parallel_size" in feature.keys:
-            batch = hf_zero.sequence_parallel().shard(batch)
-        engine.backward(engine(**batch).loss)
-        engine.step()
+    for number in range(2):
+        step(engine, feature, number)
     weights = full_weights(engine)
     engine.destroy(gather=True)
     return weights
@@ -217,3 +245,86 @@ def test_a_refusal_changes_nothing(name, refusal, checkpoint, monkeypatch):
     assert not any(found), "\n".join(
         f"rank {rank}: {row}" for rank, rows in enumerate(found) for row in rows
     )
+
+
+# ---- exceptions while a plan is applied ----
+
+
+class Broken(Exception):
+    """The exception of a step that was broken off."""
+
+
+def broken_off(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return ``function``, which raises :class:`Broken` once it has done its work."""
+
+    def run(now: Any) -> None:
+        function(now)
+        raise Broken
+
+    return run
+
+
+def schedule(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+
+
+def break_off(
+    rank: int,
+    models: list[tuple[nn.Module, nn.Module]],
+    feature: Feature,
+    folder: Path,
+    places: list[int],
+) -> list[str]:
+    model, other = models[rank]
+    alone, found = feature.ranks == 1, []
+    config = configuration(feature, {})
+    for place in places:
+        optimizer = adamw(model)
+        group = {"model": model, "optimizer": optimizer}
+        before = snapshot(group, folder, whole_process=alone)
+        parallelize.ORDER = (*ORDER[:place], broken_off(ORDER[place]))
+        with pytest.raises(Broken):
+            hf_zero.initialize(
+                model=model,
+                optimizer=optimizer,
+                config=config,
+                training_data=[torch.zeros(2)],
+                lr_scheduler=schedule,
+                resume=folder,
+            )
+        changes = before.changes_until(snapshot(group, folder, whole_process=alone))
+        found += [f"after {ORDER[place].__name__}: {change}" for change in changes]
+    parallelize.ORDER = ORDER
+    again, first = trained(model, feature, rank), trained(other, feature, rank)
+    return found + [key for key in first if not torch.equal(first[key], again[key])]
+
+
+def save(
+    rank: int, models: list[tuple[nn.Module, nn.Module]], feature: Feature, folder: Path
+) -> None:
+    """Save a checkpoint of a copy of the model, to resume from."""
+    model = copy.deepcopy(models[rank][0])
+    config = configuration(feature, {})
+    engine, *_ = hf_zero.initialize(model=model, optimizer=adamw(model), config=config)
+    step(engine, feature, 0)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("name", [*FEATURES, *FURTHER])
+def test_an_exception_after_each_step_is_undone(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_zero.techniques.quantized_linears._torchao", stand_in_for_torchao)
+    monkeypatch.setattr(parallelize, "ORDER", ORDER)
+    feature = (FEATURES | FURTHER)[name]
+    models = [(seeded(feature.build), seeded(feature.build)) for _ in range(feature.ranks)]
+
+    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+        if feature.ranks == 1:
+            return [function(0, *args)]
+        return run_ranks(feature.ranks, function, *args)
+
+    run(save, models, feature, tmp_path)
+    process_group.destroy_process_group()
+    found = run(break_off, models, feature, tmp_path, list(range(len(ORDER))))
+    told = [f"rank {rank}: {row}" for rank, rows in enumerate(found) for row in rows]
+    assert not told, "\n".join(told)

@@ -63,7 +63,7 @@ def test_one_process_beside_other_devices_says_so_once(
 ) -> None:
     from hf_zero.setup.request import _tell_of_other_devices
 
-    module = __import__("sys").modules["hf_zero.initialize"]
+    module = __import__("sys").modules["hf_zero.setup.request"]
     monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
     monkeypatch.setattr(module, "device_count", lambda: 8)
     monkeypatch.setattr(module.process_group, "is_initialized", lambda: False)
