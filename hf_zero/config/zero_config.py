@@ -202,14 +202,21 @@ class ZeroConfig(Settings):
         self, stage: int, offload_optimizer: OffloadOptimizer, offload_param: OffloadParam
     ) -> ZeroConfig:
         """Return a copy with another stage and other places of state, for plans and estimates. It
-        is not checked, and its sources stay those of this configuration. Do not call resolve,
-        on_device or override on the result: they rebuild from the original keys.
+        is not checked; whatever is derived from it is.
         """
-        copied = copy.copy(self)
-        object.__setattr__(copied, "stage", stage)
-        object.__setattr__(copied, "offload_optimizer", offload_optimizer)
+        copied, reading = copy.copy(self), self._copy()
         nowhere = offload_param if stage == 3 else OffloadParam()
-        object.__setattr__(copied, "offload_param", nowhere)
+        sections = {"offload_optimizer": offload_optimizer, "offload_param": nowhere}
+        values: dict[str, Any] = {"stage": stage} | {
+            f"{name}.{item.name}": getattr(section, item.name)
+            for name, section in sections.items()
+            for item in fields(section)
+        }
+        for path, key in KEYS.items():
+            if key.field in values and reading.values.get(path, key.default) != values[key.field]:
+                reading.values[path], reading.sources[path] = values[key.field], "computed: a plan"
+        for name, value in {"stage": stage, **sections, "_reading": reading}.items():
+            object.__setattr__(copied, name, value)
         return copied
 
     def uses(self, kernel: str) -> bool:

@@ -427,7 +427,6 @@ def asked_for(
         settings.sequence_parallel_size,
     )
     device = device or kinds.meant(gpu=True)
-    # before `placed`, whose stage and offload `on_device` would drop
     settings = settings.on_device(device.type)
     return Asked(settings, settings.optimizer or wanted, dims, device)
 

@@ -138,7 +138,7 @@ def shard(now: Application) -> None:
     if resolved.request.takes_over is not None:
         resolved.request.takes_over(model)
     release_holders(model)
-    others = {**sequence_parallel.on_model(now.sequence), **on_model(model)}
+    others: dict[str, Any] = {**sequence_parallel.on_model(now.sequence), **on_model(model)}
     techniques = resolved.techniques.with_others(others)
     engine_plan = plan_of_engine(resolved, now.optimizer)
     now.engine = resolved.engine_class(engine_plan, resolved.patches, techniques)

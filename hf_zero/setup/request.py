@@ -135,7 +135,8 @@ class SetupRequest(Generic[E]):
         if not wanted and isinstance(model, StagedModule):
             wanted = list(model.parameters())  # a stage that is frozen steps with the others
         if self.optimizer is not None:
-            made = self.optimizer(wanted)
+            make: Any = self.optimizer
+            made: Any = make(wanted)
             if not isinstance(made, torch.optim.Optimizer):
                 raise ConfigError(
                     f"the callable optimizer returned a {type(made).__name__}; it must return a "

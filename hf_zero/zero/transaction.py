@@ -170,8 +170,8 @@ class _Memory:
             if parameter.device.type == self._data.device.type:
                 _data.__set__(parameter, self._data)
             else:
-                # of the meta device, whose memory ``data`` cannot be set to; torch.utils.swap_tensors
-                # refuses parameters with weak references, which the engine under way may have
+                # ``data`` cannot be set to a meta tensor. torch.utils.swap_tensors refuses
+                # parameters with weak references, which an engine that was broken off has.
                 torch._C._swap_tensor_impl(parameter, nn.Parameter(self._data, self._trains))
             _requires_grad.__set__(parameter, self._trains)
         parameter.__class__ = self._class

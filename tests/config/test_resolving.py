@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.config import ZeroConfig
+from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
 from hf_zero.config.kernels import AUTO, NAMES
 from hf_zero.config.resolving import elastic_batch, elastic_sizes
 from hf_zero.errors import ConfigError, NotBuiltError
@@ -175,6 +175,19 @@ def test_kernels_that_are_named_are_the_same_on_every_device() -> None:
     words = {"auto": ("on", True, "auto"), "off": (False, [], "off")}
     for meant, written in words.items():
         assert {ZeroConfig.from_dict({"kernels": each}).kernels for each in written} == {meant}
+
+
+def test_places_stay_in_what_is_derived() -> None:
+    written = {"device": "cpu", "ratio": 0.5}
+    config = ZeroConfig(3, offload_optimizer=OffloadOptimizer(**written), kernels="auto")  # type: ignore[arg-type]
+    param = OffloadParam(device="nvme", nvme_path=("/tmp",))
+    for stage, optimizer in ((3, OffloadOptimizer()), (2, OffloadOptimizer(device="cpu"))):
+        placed = config.placed(stage, optimizer, param)
+        derived = placed.resolve(4).on_device("cpu").override({"seed": 3}, "a test")
+        for made in (placed, derived):
+            assert (made.stage, made.offload_optimizer) == (stage, optimizer)
+            assert made.offload_param == (param if stage == 3 else OffloadParam())
+    assert config.offload_optimizer == OffloadOptimizer(**written)  # type: ignore[arg-type]
 
 
 def test_the_mesh() -> None:
