@@ -14,7 +14,6 @@ from hf_zero.activations.policy import ActivationPatches
 from hf_zero.checkpoint.resume import Resumed
 from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig
-from hf_zero.config.parallelism import AUTOEP_SIZE
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_dims import ParallelDims, check_mpu
 from hf_zero.distributed.parallel_groups import dims_in_effect
@@ -25,10 +24,10 @@ from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.build import check_scheduler
 from hf_zero.optim.elementwise import adopt, check
 from hf_zero.optim.one_bit import as_sent, one_bit_of
-from hf_zero.parallel.expert.marks import expert_dims
+from hf_zero.parallel.expert.model import dims_with_experts
 from hf_zero.parallel.pipeline.engine import check_pipeline, check_uncut, pipelined
 from hf_zero.parallel.pipeline.staged import StagedModule
-from hf_zero.parallel.planned_cuts import planned_cuts, planned_dims
+from hf_zero.parallel.planned_cuts import planned_cuts
 from hf_zero.parallel.sequence import sequence_parallel
 from hf_zero.parallel.tensor.model import dims_of, with_tensor_size
 from hf_zero.planning import PreflightReport, check_on_all_ranks
@@ -102,9 +101,7 @@ def resolve(request: SetupRequest[E], checkpoint: Resumed | None) -> Resolved[E]
     dims = dims_in_effect()
     if settings.tensor_parallel.size > 1:
         dims = dims_of(settings.tensor_parallel.size)
-    dims = planned_dims(
-        model, expert_dims(settings.expert_parallel.size, AUTOEP_SIZE, dims) or dims
-    )
+    dims = dims_with_experts(model, settings, dims)
     settings = sequence_parallel.with_sequence_size(settings, mpu, dims)
     if settings.sequence_parallel_size > 1:
         dims = sequence_parallel.sequence_dims(settings.sequence_parallel_size, dims)

@@ -15,6 +15,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.parallelism import AUTOEP_SIZE
 from hf_zero.distributed import process_group
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.cutting import HoldsParts, cut
@@ -133,6 +134,17 @@ def _dispatch(module: Any, held: _Experts) -> None:
     module.__class__ = type(name, (Dispatches, kind), {"__module__": kind.__module__})
     if around is not None:
         put_on(module, *around)
+
+
+def dims_with_experts(model: nn.Module, config: ZeroConfig, dims: ParallelDims) -> ParallelDims:
+    """Return ``dims``, those of the job, with the ranks over which ``config`` and the MoE layers of
+    ``model`` spread experts. Raises as :func:`hf_zero.parallel.expert.marks.expert_dims`.
+    """
+    asked = [(config.expert_parallel.size, AUTOEP_SIZE)]
+    asked += [(module.ep_size, f"ep_size of {path}") for path, module in _spread_layers(model)]
+    for size, key in asked:
+        dims = expert_dims(size, key, dims) or dims
+    return dims
 
 
 def spread_experts(model: nn.Module, config: ZeroConfig) -> None:
