@@ -4,7 +4,6 @@ thread while training goes on.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from hf_zero.distributed.rank_requests import STOP
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import listed, logger, parse_size
 from hf_zero.measures.step import EngineMeasures, measures_of
+from hf_zero.registered import registered
 from hf_zero.techniques.data_sampling import Finish
 from hf_zero.techniques.registry import set_custom_schedule, set_post_process
 from hf_zero.zero.access.weight_stream import BareNames, Names, WeightStream
@@ -251,8 +251,7 @@ class Engine(TrainingEngine):
             )
         chosen = Names() if names == "model" else BareNames()
         if names == "hf" and hasattr(self.module, "peft_config"):
-            peft = importlib.import_module("hf_zero.integrations.peft.weight_names")
-            chosen = peft.AdapterNames(self.module, adapters == "merged")
+            chosen = registered("adapter_names")(self.module, adapters == "merged")
         return WeightStream(self, size, dtype, chosen, rank0_only, changed_only)
 
     def save_16bit_model(

@@ -20,6 +20,7 @@ from hf_zero.engine import Engine
 from hf_zero.logging import logger, set_level
 from hf_zero.parallel.pipeline.engine import PipelineTraining, pipelined
 from hf_zero.parallel.pipeline.staged import make_parallel_for
+from hf_zero.setup import providers as providers
 from hf_zero.setup.parallelize import apply
 from hf_zero.setup.plan import plan
 from hf_zero.setup.request import E, SetupRequest

@@ -4,7 +4,6 @@ description of the model (for a pipeline, described stage by stage).
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 import re
@@ -38,6 +37,7 @@ from hf_zero.device import kinds
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
+from hf_zero.registered import registered
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of
 
@@ -280,9 +280,7 @@ def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str
     if not getattr(module, "peft_config", None):
         return {}
     inner = unwrapped(module)
-    described = importlib.import_module("hf_zero.integrations.peft.adapters").described(
-        inner, set(persistent_buffers(inner))
-    )
+    described = registered("described_adapters")(inner, set(persistent_buffers(inner)))
     outer = "_orig_mod." if hasattr(module, "_orig_mod") else ""
     return {
         adapter: Adapter(

@@ -5,7 +5,6 @@ were.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,7 +97,8 @@ def fuse(now: Application) -> None:
     if settings.kernels != "off" or sparse is not None or settings.pre_layer_norm:
         # inductor fuses the blocks that it compiles
         compiled = to_be_compiled(now.model) if chooses and settings.compile.blocks else ()
-        fused = importlib.import_module("hf_zero.integrations.fused")
+        from hf_zero.integrations import fused  # with all kernels
+
         fused.prepare(now.model, settings.kernels, sparse, settings.pre_layer_norm, compiled)
 
 

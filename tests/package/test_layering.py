@@ -30,8 +30,8 @@ LAYERS = {
         1: "offload ops launch",
         2: "zero.layout zero.reduce optim",
         3: "compression zero checkpoint loading measures planning activations parallel techniques "
-        "engine setup initialize",
-        4: "_autoload integrations deepspeed",
+        "engine",
+        4: "_autoload integrations deepspeed setup initialize",
         5: "planning.activation_memory planning.estimate planning.simulation report cli",
     }.items()
     for name in names.split()

@@ -25,6 +25,7 @@ from hf_zero.errors import (
     ReleasedParameterError,
     UnsupportedOptimizerError,
 )
+from hf_zero.registered import registered
 from hf_zero.zero.layout.materialize import check_parameters
 from hf_zero.zero.layout.parameter import ReleasedParameter
 from hf_zero.zero.layout.wrap import find_units
@@ -462,3 +463,9 @@ def test_a_model_that_has_an_engine_already():
         start(model, None, config_of(2))
     engine.destroy()
     start(model, None, config_of(2))
+
+
+def test_a_function_that_no_upper_layer_has_registered(monkeypatch):
+    monkeypatch.setattr("hf_zero.registered._functions", {})
+    with pytest.raises(ConfigError, match=r"'adapter_names'; import hf_zero\.initialize"):
+        registered("adapter_names")

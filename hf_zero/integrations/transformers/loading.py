@@ -35,6 +35,7 @@ from hf_zero.errors import ConfigError, NoModelFolderError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.loading import Building, LazyTensor, make_pending, make_real, record_in
 from hf_zero.loading.shard_only import hold
+from hf_zero.setup import providers as providers
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.sharding import sharding_of
 

@@ -9,7 +9,6 @@ forward does not wait for the device.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import logging
 import weakref
@@ -31,6 +30,7 @@ from hf_zero.logging import log_rank0
 from hf_zero.parallel.alike import due, hash_of
 from hf_zero.parallel.sequence.attention import AXIS, KEY, Documents, all_gather
 from hf_zero.parallel.sequence.batches import IGNORED, SequenceBatches, cut, documents_of
+from hf_zero.registered import registered
 from hf_zero.zero.gather.model_patches import Stateless
 
 _OTHERS = ("tensor", "expert", "pipeline")
@@ -168,13 +168,6 @@ class SequenceParallel:
         return self.rank
 
 
-def attention_of_models() -> Any:
-    """Import and return the module that replaces the attention of models: code of Hugging Face,
-    which this layer does not import statically.
-    """
-    return importlib.import_module("hf_zero.integrations.fused.sequence_attention")
-
-
 class OnModel(Stateless):
     """Technique of one engine: sequence parallelism on its model."""
 
@@ -183,7 +176,7 @@ class OnModel(Stateless):
         self._installed: Any = None
 
     def install(self, engine: Any) -> None:
-        self._installed = attention_of_models().install(engine.module, self.sequence)
+        self._installed = registered("sequence_attention")().install(engine.module, self.sequence)
 
     def remove(self) -> None:
         if self._installed is not None:
@@ -333,7 +326,7 @@ def check_model(model: nn.Module, size: int, dims: ParallelDims) -> None:
     of ``dims``.
     """
     if size > 1:
-        attention_of_models().check(model, size, dims.tensor)
+        registered("sequence_attention")().check(model, size, dims.tensor)
 
 
 def on_model(sequence: SequenceParallel | None) -> dict[str, OnModel]:

@@ -1,0 +1,35 @@
+"""The functions of ``integrations`` that lower layers call. Each imports its module on first use:
+the libraries of Hugging Face are not imported for models that do without them.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from hf_zero.registered import register
+
+
+def sequence_attention() -> ModuleType:
+    """Return the module that splits the attention of models among ranks."""
+    from hf_zero.integrations.fused import sequence_attention
+
+    return sequence_attention
+
+
+def adapter_names(*args: Any) -> Any:
+    """Return the names of the weights of a model of PEFT, as ``AdapterNames`` does."""
+    from hf_zero.integrations.peft.weight_names import AdapterNames
+
+    return AdapterNames(*args)
+
+
+def described_adapters(*args: Any) -> Any:
+    """Return the description of the adapters of a model of PEFT."""
+    from hf_zero.integrations.peft.adapters import described
+
+    return described(*args)
+
+
+for function in (sequence_attention, adapter_names, described_adapters):
+    register(function.__name__, function)
