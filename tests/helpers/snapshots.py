@@ -29,8 +29,8 @@ _PLAIN = (str, int, float, bool, type(None), torch.dtype)
 
 class Snapshot:
     """Facts by name of ``objects`` (modules, optimizers, schedulers, loaders, by their names), of
-    the process and of the files below ``folder``. ``whole_process``: also of its threads, which
-    ranks that are threads share.
+    the process and of the files below ``folder``. ``whole_process``: also of its threads,
+    generators and registries, which ranks that are threads share.
     """
 
     def __init__(
@@ -131,14 +131,14 @@ class Snapshot:
         yield f"{name} state class", type(optimizer.state)
 
     def _of_process(self, whole: bool) -> Iterator[tuple[str, Any]]:
-        yield "attention functions", sorted(AttentionInterface._global_mapping)
-        yield "mask functions", sorted(AttentionMaskInterface._global_mapping)
         yield "order of attention kernels", list(torch._C._get_sdp_priority_order())
         yield "parallel groups", [each.dims for each in parallel_groups._made()]
         yield "process groups", len(dist.distributed_c10d._world.pg_map) if started() else None
         yield "level of the log", logger.level
         if not whole:
             return
+        yield "attention functions", sorted(AttentionInterface._global_mapping)
+        yield "mask functions", sorted(AttentionMaskInterface._global_mapping)
         yield "random numbers of torch", torch.get_rng_state().tolist()
         yield "random numbers of Python", random.getstate()
         yield "random numbers of numpy", str(numpy.random.get_state())

@@ -397,3 +397,12 @@ def test_communicators_that_may_not_fit_are_told_of() -> None:
         check(SMALL, config, 2, device=GPU, free=Free(1000, GIB))
     alone = check(SMALL, ZeroConfig(3, bf16=True).resolve(1), 1, device=GPU, free=tight)
     assert alone.note == ""
+
+
+def test_whether_the_model_fits_beside_the_plan() -> None:
+    config = ZeroConfig(0, bf16=True).resolve(1, training=False)
+    needed = check(SMALL, config, 1, device=GPU, free=Free(GIB, GIB), optimizer=None).needs
+    for held, spare in ((0, True), (10, True), (11, False)):
+        free = Free(needed.device_bytes + 10, GIB, held=(held, 0))
+        report = check(SMALL, config, 1, device=GPU, free=free, optimizer=None)
+        assert report.verdict.fits and report.spare is spare

@@ -7,17 +7,20 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 import hf_zero
 from hf_zero.distributed import process_group
 from hf_zero.errors import HfZeroError
+from hf_zero.planning import check_on_all_ranks
 from hf_zero.setup import parallelize
 from hf_zero.setup.parallelize import ORDER
 from tests.helpers import layer_drop, tensor_parallel
@@ -325,6 +328,29 @@ def test_an_exception_after_each_step_is_undone(name, tmp_path, monkeypatch):
 
     run(save, models, feature, tmp_path)
     process_group.destroy_process_group()
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        for held in [held for held in interface._global_mapping if held.startswith("hf_zero")]:
+            del interface._global_mapping[held]
     found = run(break_off, models, feature, tmp_path, list(range(len(ORDER))))
     told = [f"rank {rank}: {row}" for rank, rows in enumerate(found) for row in rows]
     assert not told, "\n".join(told)
+
+
+def test_parameters_without_room_beside_the_engine_are_not_kept(monkeypatch):
+    """The exception says so; a model that is whole trains with the values that it had."""
+
+    def without_room(plan: Any) -> Any:
+        return replace(check_on_all_ranks(plan), spare=False)
+
+    model, other = seeded(llama), seeded(llama)
+    monkeypatch.setattr("hf_zero.setup.plan.check_on_all_ranks", without_room)
+    monkeypatch.setattr(parallelize, "ORDER", (*ORDER[:-1], broken_off(ORDER[-1])))
+    memory = [p.data_ptr() for p in model.parameters()]
+    config = configuration(FEATURES["plain"], {})
+    with pytest.raises(Broken) as raised:
+        hf_zero.initialize(model=model, optimizer=adamw(model), config=config)
+    assert "build or load the model again" in str(raised.value.__notes__)
+    assert all(now != former.data_ptr() for now, former in zip(memory, model.parameters()))
+    monkeypatch.undo()
+    again, first = (trained(each, FEATURES["plain"], 0) for each in (model, other))
+    assert all(torch.equal(first[key], again[key]) for key in first)

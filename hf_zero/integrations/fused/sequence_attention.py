@@ -274,11 +274,8 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _register(core: str) -> None:
     """Register the implementation for ``core`` with transformers. Idempotent."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register(PREFIX + core, functools.partial(_attend, core))
-    AttentionMaskInterface.register(PREFIX + core, functools.partial(_mask, core))
+    attend_by, mask_by = functools.partial(_attend, core), functools.partial(_mask, core)
+    sparse.register_attention(PREFIX + core, attend_by, mask_by)
 
 
 def _mask(core: str, *args: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ from hf_zero.ops.sparse_attention import (
     from_section,
     sparse_attention,
 )
+from hf_zero.zero.transaction import on_rollback
 
 NAME = "hf_zero_sparse"
 ATTRIBUTE = "hf_zero_sparsity"
@@ -46,11 +47,20 @@ _UNIDIRECTIONAL = BigBirdSparsityConfig(
 
 def register() -> None:
     """Register the implementation with transformers. Idempotent."""
+    register_attention(NAME, attend, padding_mask)
+
+
+def register_attention(name: str, function: Any, mask: Any) -> None:
+    """Register an attention function and its mask function with transformers under ``name``. Undone
+    with the transaction under way if the name is new.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, padding_mask)
+    for interface, value in ((AttentionInterface, function), (AttentionMaskInterface, mask)):
+        if name not in interface._global_mapping:
+            on_rollback(interface._global_mapping.pop, name, None)
+        interface.register(name, value)
 
 
 def sparsify(model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, Any]) -> Replacement:
