@@ -206,7 +206,10 @@ class ZeroConfig(Settings):
         """
         copied, reading = copy.copy(self), self._copy()
         nowhere = offload_param if stage == 3 else OffloadParam()
-        sections = {"offload_optimizer": offload_optimizer, "offload_param": nowhere}
+        sections: dict[str, OffloadOptimizer | OffloadParam] = {
+            "offload_optimizer": offload_optimizer,
+            "offload_param": nowhere,
+        }
         values: dict[str, Any] = {"stage": stage} | {
             f"{name}.{item.name}": getattr(section, item.name)
             for name, section in sections.items()
