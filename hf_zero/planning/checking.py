@@ -51,14 +51,16 @@ class PreflightReport:
     spare: bool = False
 
 
-def check_on_all_ranks(plan: EnginePlan) -> PreflightReport:
+def check_on_all_ranks(plan: EnginePlan, freed: tuple[int, int] = (0, 0)) -> PreflightReport:
     """Refuse, on all ranks alike and before any memory is taken, a plan that does not fit; return
-    the report of one that does. Collective.
+    the report of one that does. ``freed``: bytes on the device and in RAM that engines give back
+    which end before this one begins. Collective.
 
     Raises DoesNotFitError; in a pipeline, on the ranks of the stages that do not fit, and
     RankMismatchError on the others.
     """
-    dims, free = plan.dims, room_for(plan.model, plan.settings, plan.device)
+    dims = plan.dims
+    free = room_for(plan.model, plan.settings, plan.device).with_room(*freed)
     hosts = {own_host()}
     if dims.world > 1:
         own = free.numbers(), own_host(), free.held

@@ -18,6 +18,7 @@ from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_dims import ParallelDims, check_mpu
 from hf_zero.distributed.parallel_groups import dims_in_effect
 from hf_zero.distributed.world_group import raise_on_all_ranks
+from hf_zero.engine import Engine
 from hf_zero.loading.shard_only import engines_of
 from hf_zero.logging import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
@@ -41,6 +42,7 @@ from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
 from hf_zero.zero.layout.stage_policy import POLICIES
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.sharded_model import check_optimizer
+from hf_zero.zero.state_bytes import held_bytes
 from hf_zero.zero.transaction import restore_on_rollback, restore_parameters_on_rollback, trial
 
 
@@ -170,7 +172,18 @@ def _planned(resolved: Resolved[E]) -> Planned[E]:
         check_parameters(made.units, made.device)
     check_statistics(made, made.device)
     check_optimizer(made)
-    return Planned(resolved, check_on_all_ranks(made), bool(cuts) or without_values)
+    report = check_on_all_ranks(made, _freed(ending))
+    return Planned(resolved, report, bool(cuts) or without_values)
+
+
+def _freed(ending: list[Engine]) -> tuple[int, int]:
+    """Return the bytes on the device and in RAM of gradients and optimizer state of ``ending``."""
+    held = [held_bytes(engine) for engine in ending]
+    device, ram = (
+        sum(each[kind, tier] for each in held for kind in ("gradients", "optimizer"))
+        for tier in ("device", "ram")
+    )
+    return device, ram
 
 
 def plan_of_engine(resolved: Resolved[Any], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
