@@ -99,9 +99,12 @@ def check(plan: EnginePlan, free: Free | None = None) -> PreflightReport:
         note = "; ".join([*_slower(plan, found), *verdict.notes, *beside])
         spare = judge(own, found.without_held()).fits
         return PreflightReport(plan, own, found, verdict, note=note, spare=spare)
-    said = "\n".join([refusal(plan, own, verdict, fit(plan, found)), *beside])
+    said = refusal(plan, own, verdict, fit(plan, found))
+    last = "; ".join(
+        [*verdict.notes, *beside, f"{SWITCH}=0 in the environment tries it all the same"]
+    )
     if not is_off(SWITCH):
-        raise DoesNotFitError(f"{said}\n{SWITCH}=0 in the environment tries it all the same")
+        raise DoesNotFitError(f"{said}\n{last}")
     return PreflightReport(plan, own, found, verdict, note="; ".join(verdict.notes), warning=said)
 
 
@@ -165,27 +168,21 @@ def refusal(plan: EnginePlan, own: Needs, verdict: MemoryVerdict, found: Fit) ->
             f"{chosen.name}; write"
         )
         lines.append(json.dumps(chosen.to_config()))
-    lines += verdict.notes
     return "\n".join(lines)
 
 
 def table(verdict: MemoryVerdict) -> list[str]:
-    """Return aligned lines: tier, needed, free, shortage, with the parts of each tier below it."""
-    cells = [("", "needed", "free", "")]
+    """Return an aligned line for each tier: needed, free, and what needs most where it is short."""
+    cells = []
     for row in verdict.rows:
+        parts = sorted(row.parts, key=lambda part: part.nbytes, reverse=True)
+        needs = ", ".join(f"{part.what} {in_units(part.nbytes)}" for part in parts if part.nbytes)
         limit = f"({row.limited_by})" if row.limited_by else ""
-        cells.append(
-            (
-                row.tier,
-                in_units(row.needed),
-                in_units(row.free),
-                limit if row.fits else f"TOO LITTLE {limit}".strip(),
-            )
-        )
-        cells += [(f"  {part.what}", in_units(part.nbytes), "", "") for part in row.parts]
-    widths = [max(len(cell[column]) for cell in cells) for column in range(3)]
+        said = limit if row.fits else f"TOO LITTLE for {needs} {limit}"
+        cells.append((row.tier, in_units(row.needed), in_units(row.free), said))
+    tier, needed, free = (max(len(cell[column]) for cell in cells) for column in range(3))
     return [
-        f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip()
+        f"  {a:<{tier}}  {b:>{needed}} needed  {c:>{free}} free  {d}".rstrip()
         for a, b, c, d in cells
     ]
 
