@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_zero.distributed import world_group
 from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.distributed.process_group import get_rank
 from hf_zero.errors import PartitionError
 from hf_zero.loading.lazy import LazyTensor
 from hf_zero.parallel.expert.marks import ALONE, expert_group
@@ -49,6 +50,8 @@ def cut(parameter: nn.Parameter, sharding: Sharding) -> None:
     if source is None:
         whole = parameter.data
         if not done and expert_group(parameter) in (None, ALONE):
+            # not into the parameter's memory, which a refused call of initialize gives back
+            whole = whole if get_rank() == 0 else torch.empty_like(whole)
             world_group.broadcast(whole, 0)
         elif not done:  # ranks hold different experts under this name
             whole = _of_first(whole, sharding)

@@ -50,7 +50,9 @@ class Snapshot:
             elif held is not None:
                 self.facts.update(self._of_attributes(name, held))
         files = [] if folder is None else sorted(folder.rglob("*"))
-        self.facts["files"] = [(str(path), path.stat().st_mtime_ns) for path in files]
+        self.facts["files"] = [
+            (str(path), None if path.is_dir() else path.stat().st_mtime_ns) for path in files
+        ]
 
     def changes_until(self, later: Snapshot) -> list[str]:
         """Return what has changed until ``later``, one line each."""

@@ -128,6 +128,14 @@ FURTHER = {
             }
         }
     ),
+    "in files": Feature(
+        keys={
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "files"},
+            }
+        }
+    ),
     "on the meta device": Feature(from_meta, stage=2),
 }
 
@@ -198,6 +206,15 @@ def trained(model: nn.Module, feature: Feature, rank: int) -> dict[str, torch.Te
     return weights
 
 
+def models_of(feature: Feature) -> list[tuple[nn.Module, nn.Module]]:
+    """Return two equal models for each rank. Ranks have values of their own: rank 0's count."""
+    models = [(seeded(feature.build), seeded(feature.build)) for _ in range(feature.ranks)]
+    for rank, pair in enumerate(models):
+        for parameter in (p for model in pair for p in model.parameters() if rank):
+            parameter.data.mul_(1 + rank)
+    return models
+
+
 def refuse(
     rank: int, models: list[tuple[nn.Module, nn.Module]], feature: Feature, name: str, folder: Path
 ) -> list[str]:
@@ -239,7 +256,7 @@ def checkpoint(tmp_path_factory):
 def test_a_refusal_changes_nothing(name, refusal, checkpoint, monkeypatch):
     monkeypatch.setattr("hf_zero.techniques.quantized_linears._torchao", stand_in_for_torchao)
     feature = FEATURES[name]
-    models = [(seeded(feature.build), seeded(feature.build)) for _ in range(feature.ranks)]
+    models = models_of(feature)
     args = (models, feature, refusal, checkpoint)
     if feature.ranks == 1:
         found = [refuse(0, *args)]
@@ -318,8 +335,10 @@ def save(
 def test_an_exception_after_each_step_is_undone(name, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_zero.techniques.quantized_linears._torchao", stand_in_for_torchao)
     monkeypatch.setattr(parallelize, "ORDER", ORDER)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "files").mkdir()
     feature = (FEATURES | FURTHER)[name]
-    models = [(seeded(feature.build), seeded(feature.build)) for _ in range(feature.ranks)]
+    models = models_of(feature)
 
     def run(function: Callable[..., Any], *args: Any) -> list[Any]:
         if feature.ranks == 1:
