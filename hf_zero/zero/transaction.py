@@ -167,7 +167,7 @@ class _Memory:
     def restore(self) -> None:
         parameter = self._parameter
         with torch._C.DisableTorchFunctionSubclass():
-            if parameter.device.type == self._data.device.type:
+            if torch._has_compatible_shallow_copy_type(parameter, self._data):
                 _data.__set__(parameter, self._data)
             else:
                 # ``data`` cannot be set to a meta tensor. torch.utils.swap_tensors refuses
