@@ -228,7 +228,7 @@ def test_auto_leaves_to_compiled_blocks_what_inductor_fuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Which blocks will be compiled is known before the engine is made."""
-    made = importlib.import_module("hf_zero.initialize")
+    made = importlib.import_module("hf_zero.setup.plan")
     monkeypatch.setattr(made, "kind_for_auto", lambda device: "cuda")
     for name, outside in (
         ("llama", {"model.norm"}),
