@@ -167,8 +167,11 @@ def join(request: SetupRequest[Any]) -> Resumed | None:
         on_rollback(set_level, logger.level)
         set_level(config.log_level.upper())
     if not process_group.is_initialized():
+        before = frozenset(os.environ)
         init.init_from_config(config, request.distributed_port)
         if process_group.get_world_size() == 1:
+            for name in os.environ.keys() - before:  # network interfaces
+                on_rollback(os.environ.pop, name, None)
             on_rollback(process_group.destroy_process_group)
     on_rollback(parallel_groups.restorer())
     make_parallel_for(request.model)

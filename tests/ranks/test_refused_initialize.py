@@ -5,6 +5,7 @@ every feature that changes a model and every refusal; the right call after it tr
 from __future__ import annotations
 
 import copy
+import pkgutil
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -274,11 +275,11 @@ class Broken(Exception):
     """The exception of a step that was broken off."""
 
 
-def broken_off(function: Callable[[Any], None]) -> Callable[[Any], None]:
+def broken_off(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function``, which raises :class:`Broken` once it has done its work."""
 
-    def run(now: Any) -> None:
-        function(now)
+    def run(*args: Any, **kwargs: Any) -> None:
+        function(*args, **kwargs)
         raise Broken
 
     return run
@@ -353,6 +354,46 @@ def test_an_exception_after_each_step_is_undone(name, tmp_path, monkeypatch):
     found = run(break_off, models, feature, tmp_path, list(range(len(ORDER))))
     told = [f"rank {rank}: {row}" for rank, rows in enumerate(found) for row in rows]
     assert not told, "\n".join(told)
+
+
+# functions that the construction of an engine calls
+INSIDE = (
+    "hf_zero.distributed.mesh.Mesh.__init__",
+    "hf_zero.zero.layout.materialize._fill",
+    "hf_zero.zero.layout.materialize.place_buffers",
+    "hf_zero.zero.gather.schedule.Schedule.__init__",
+    "hf_zero.zero.gather.model_patches.ModuleGuards.__init__",
+    "hf_zero.zero.step.optimizer_step.OptimizerStep.__init__",
+    "hf_zero.zero.backward.Backward.install",
+    "hf_zero.activations.policy.ActivationPatches.install",
+    "hf_zero.zero.engine_parts.patch_optimizer",
+    "hf_zero.techniques.registry.TrainingTechniques.install",
+    "hf_zero.measures.step.EngineMeasures.__init__",
+)
+
+
+@pytest.mark.parametrize("name", ["bf16", "layer dropping", "recomputation", "offloaded"])
+def test_an_exception_inside_the_construction_of_an_engine_is_undone(name, tmp_path, monkeypatch):
+    feature = (FEATURES | FURTHER)[name]
+    model, other = seeded(feature.build), seeded(feature.build)
+    config = configuration(feature, {"metrics": {"enabled": True, "path": str(tmp_path)}})
+    found, reached = [], 0
+    for function in INSIDE:
+        optimizer = adamw(model)
+        objects = {"model": model, "optimizer": optimizer}
+        before = snapshot(objects)
+        with monkeypatch.context() as patch:
+            home, _, attribute = function.rpartition(".")
+            patch.setattr(function, broken_off(getattr(pkgutil.resolve_name(home), attribute)))
+            try:
+                hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0].destroy()
+            except Broken:
+                reached += 1
+                changes = before.changes_until(snapshot(objects))
+                found += [f"after {function}: {change}" for change in changes]
+    again, first = trained(model, feature, 0), trained(other, feature, 0)
+    assert found == [] and reached >= len(INSIDE) - 1
+    assert all(torch.equal(first[key], again[key]) for key in first)
 
 
 def test_parameters_without_room_beside_the_engine_are_not_kept(monkeypatch):
