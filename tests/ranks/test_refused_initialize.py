@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import copy
 import pkgutil
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -217,27 +219,23 @@ def models_of(feature: Feature) -> list[tuple[nn.Module, nn.Module]]:
 
 
 def refuse(
-    rank: int, models: list[tuple[nn.Module, nn.Module]], feature: Feature, name: str, folder: Path
+    rank: int, models: list[tuple[nn.Module, nn.Module]], feature: Feature, folder: Path
 ) -> list[str]:
+    """Return what each refusal changes, and the weights that differ after the right call."""
     model, other = models[rank]
-    alone = feature.ranks == 1
-    call = REFUSALS[name](model, folder)
-    config = configuration(feature, call.pop("config", {}))
-    data = [torch.zeros(2)]
-    objects = {"model": model, "optimizer": call["optimizer"]}
-    before = snapshot(objects, folder, whole_process=alone)
-    error = None
-    try:
-        hf_zero.initialize(model=model, config=config, training_data=data, **call)
-    except HfZeroError as raised:
-        error = str(raised)
-    changes = before.changes_until(snapshot(objects, folder, whole_process=alone))
-    if error is None:
-        return ["not refused"]
-    if len(error.splitlines()) > 8:
-        changes.append(f"a message of {len(error.splitlines())} lines")
+    alone, found = feature.ranks == 1, []
+    for name, arguments in REFUSALS.items():
+        call = arguments(model, folder)
+        config = configuration(feature, call.pop("config", {}))
+        objects = {"model": model, "optimizer": call["optimizer"]}
+        before = snapshot(objects, folder, whole_process=alone)
+        with pytest.raises(HfZeroError) as refused:
+            hf_zero.initialize(model=model, config=config, training_data=[torch.zeros(2)], **call)
+        assert len(str(refused.value).splitlines()) <= 8
+        changes = before.changes_until(snapshot(objects, folder, whole_process=alone))
+        found += [f"{name}: {change}" for change in changes]
     again, first = trained(model, feature, rank), trained(other, feature, rank)
-    return changes + [key for key in first if not torch.equal(first[key], again[key])]
+    return found + [key for key in first if not torch.equal(first[key], again[key])]
 
 
 @pytest.fixture(scope="module")
@@ -252,20 +250,19 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("refusal", REFUSALS)
+def on_each_rank(feature: Feature, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return the results of ``function(rank, *args)``."""
+    if feature.ranks == 1:
+        return [function(0, *args)]
+    return run_ranks(feature.ranks, function, *args)
+
+
 @pytest.mark.parametrize("name", FEATURES)
-def test_a_refusal_changes_nothing(name, refusal, checkpoint, monkeypatch):
+def test_refusals_change_nothing(name, checkpoint, monkeypatch):
     monkeypatch.setattr("hf_zero.techniques.quantized_linears._torchao", stand_in_for_torchao)
     feature = FEATURES[name]
-    models = models_of(feature)
-    args = (models, feature, refusal, checkpoint)
-    if feature.ranks == 1:
-        found = [refuse(0, *args)]
-    else:
-        found = run_ranks(feature.ranks, refuse, *args)
-    assert not any(found), "\n".join(
-        f"rank {rank}: {row}" for rank, rows in enumerate(found) for row in rows
-    )
+    found = on_each_rank(feature, refuse, models_of(feature), feature, checkpoint)
+    assert found == [[]] * feature.ranks, "\n".join(chain.from_iterable(found))
 
 
 # ---- exceptions while a plan is applied ----
@@ -285,6 +282,20 @@ def broken_off(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+last = threading.local()  # .step: after which :class:`Broken` is raised; of a rank
+
+
+def broken_off_after_last(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return ``function``, which raises :class:`Broken` if it is the last step of this rank."""
+
+    def run(now: Any) -> None:
+        function(now)
+        if getattr(last, "step", None) is function:
+            raise Broken
+
+    return run
+
+
 def schedule(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
 
@@ -294,16 +305,15 @@ def break_off(
     models: list[tuple[nn.Module, nn.Module]],
     feature: Feature,
     folder: Path,
-    places: list[int],
 ) -> list[str]:
+    """Return what an exception after each step changes, and the weights that differ after that."""
     model, other = models[rank]
     alone, found = feature.ranks == 1, []
     config = configuration(feature, {})
-    for place in places:
+    for last.step in ORDER:
         optimizer = adamw(model)
         group = {"model": model, "optimizer": optimizer}
         before = snapshot(group, folder, whole_process=alone)
-        parallelize.ORDER = (*ORDER[:place], broken_off(ORDER[place]))
         with pytest.raises(Broken):
             hf_zero.initialize(
                 model=model,
@@ -314,8 +324,8 @@ def break_off(
                 resume=folder,
             )
         changes = before.changes_until(snapshot(group, folder, whole_process=alone))
-        found += [f"after {ORDER[place].__name__}: {change}" for change in changes]
-    parallelize.ORDER = ORDER
+        found += [f"after {last.step.__name__}: {change}" for change in changes]
+    last.step = None
     again, first = trained(model, feature, rank), trained(other, feature, rank)
     return found + [key for key in first if not torch.equal(first[key], again[key])]
 
@@ -335,25 +345,19 @@ def save(
 @pytest.mark.parametrize("name", [*FEATURES, *FURTHER])
 def test_an_exception_after_each_step_is_undone(name, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_zero.techniques.quantized_linears._torchao", stand_in_for_torchao)
-    monkeypatch.setattr(parallelize, "ORDER", ORDER)
+    monkeypatch.setattr(parallelize, "ORDER", tuple(map(broken_off_after_last, ORDER)))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "files").mkdir()
     feature = (FEATURES | FURTHER)[name]
     models = models_of(feature)
 
-    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
-        if feature.ranks == 1:
-            return [function(0, *args)]
-        return run_ranks(feature.ranks, function, *args)
-
-    run(save, models, feature, tmp_path)
+    on_each_rank(feature, save, models, feature, tmp_path)
     process_group.destroy_process_group()
     for interface in (AttentionInterface, AttentionMaskInterface):
         for held in [held for held in interface._global_mapping if held.startswith("hf_zero")]:
             del interface._global_mapping[held]
-    found = run(break_off, models, feature, tmp_path, list(range(len(ORDER))))
-    told = [f"rank {rank}: {row}" for rank, rows in enumerate(found) for row in rows]
-    assert not told, "\n".join(told)
+    found = on_each_rank(feature, break_off, models, feature, tmp_path)
+    assert found == [[]] * feature.ranks, "\n".join(chain.from_iterable(found))
 
 
 # functions that the construction of an engine calls
@@ -399,8 +403,8 @@ def test_an_exception_inside_the_construction_of_an_engine_is_undone(name, tmp_p
 def test_parameters_without_room_beside_the_engine_are_not_kept(monkeypatch):
     """The exception says so; a model that is whole trains with the values that it had."""
 
-    def without_room(plan: Any) -> Any:
-        return replace(check_on_all_ranks(plan), spare=False)
+    def without_room(*args: Any) -> Any:
+        return replace(check_on_all_ranks(*args), spare=False)
 
     model, other = seeded(llama), seeded(llama)
     monkeypatch.setattr("hf_zero.setup.plan.check_on_all_ranks", without_room)
