@@ -144,10 +144,22 @@ def check_features(resolved: Resolved[Any]) -> None:
         check_pipeline(settings, model, resolved.techniques.by_key, one_bit)
     sequence_parallel.check_model(model, settings.sequence_parallel_size, resolved.dims)
     check_linears(model, settings)
+    sparse = sparse_section(settings)
+    if sparse is not None:
+        from hf_zero.integrations.fused.sparse_attention import layout_of
+
+        layout_of(model, sparse)
     check_data(request.training_data, settings)
     if settings.scheduler is not None and optimizer is not None:
         check_scheduler(settings.scheduler, optimizer)
     resolved.patches.check(model, not POLICIES[settings.stage].shards_parameters)
+
+
+def sparse_section(settings: ZeroConfig) -> dict[str, Any] | None:
+    """Return the layout that the section ``sparse_attention`` describes; None: dense attention."""
+    section = dict(settings.sparse_attention or {"enabled": False})
+    enabled = section.pop("enabled", True) and section.get("mode", "fixed") != "dense"
+    return section if enabled else None
 
 
 def _planned(resolved: Resolved[E]) -> Planned[E]:

@@ -23,7 +23,7 @@ from hf_zero.parallel.expert.model import on_model, spread_experts
 from hf_zero.parallel.sequence import sequence_parallel
 from hf_zero.parallel.tensor.model import tensor_parallel
 from hf_zero.planning.start_summary import describe
-from hf_zero.setup.plan import Planned, plan_of_engine
+from hf_zero.setup.plan import Planned, plan_of_engine, sparse_section
 from hf_zero.techniques.quantized_linears import quantize_linears
 from hf_zero.techniques.registry import follow
 from hf_zero.techniques.training_loader import data_loader, tell_of_lost_place
@@ -82,9 +82,7 @@ def quantize(now: Application) -> None:
 
 def fuse(now: Application) -> None:
     settings, chooses = now.settings, now.planned.resolved.request.config.kernels == "auto"
-    section = dict(settings.sparse_attention or {"enabled": False})
-    enabled = section.pop("enabled", True) and section.get("mode", "fixed") != "dense"
-    sparse = section if enabled else None
+    sparse = sparse_section(settings)
     if settings.kernels != "off" or sparse is not None or settings.pre_layer_norm:
         # inductor fuses the blocks that it compiles
         compiled = to_be_compiled(now.model) if chooses and settings.compile.blocks else ()

@@ -78,8 +78,37 @@ def sparsify(model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, A
     """
     from transformers import PreTrainedModel
 
+    owner, layout = layout_of(model, sparse_attention)
+    register()
+    before = {
+        id(each.config): (each.config, each.config._attn_implementation)
+        for each in owner.modules()
+        if isinstance(each, PreTrainedModel)
+    }
+    marked = [module for module in owner.modules() if "Attention" in type(module).__name__]
+    for module in marked:
+        setattr(module, ATTRIBUTE, layout)
+    owner.set_attn_implementation(NAME)
+
+    def undo() -> None:
+        for config, implementation in before.values():
+            config._attn_implementation_internal = implementation
+        for module in marked:
+            module.__dict__.pop(ATTRIBUTE, None)
+
+    return Replacement(NAME, "", undo)
+
+
+def layout_of(
+    model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, Any]
+) -> tuple[Any, SparsityConfig]:
+    """Return the model of transformers in ``model`` and the layout of its attention. Raises as
+    :func:`sparsify`, and changes nothing.
+    """
+    from transformers import PreTrainedModel
+
     # also inside a model of PEFT
-    owner = next(
+    owner: Any = next(
         (module for module in model.modules() if isinstance(module, PreTrainedModel)), None
     )
     if owner is None:
@@ -101,24 +130,7 @@ def sparsify(model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, A
             f"the layout has {sparse_attention.num_heads} heads, but {type(owner).__name__} has "
             f"{heads}; pass num_heads={heads}"
         )
-    register()
-    before = {
-        id(each.config): (each.config, each.config._attn_implementation)
-        for each in owner.modules()
-        if isinstance(each, PreTrainedModel)
-    }
-    marked = [module for module in owner.modules() if "Attention" in type(module).__name__]
-    for module in marked:
-        setattr(module, ATTRIBUTE, sparse_attention)
-    owner.set_attn_implementation(NAME)
-
-    def undo() -> None:
-        for config, implementation in before.values():
-            config._attn_implementation_internal = implementation
-        for module in marked:
-            module.__dict__.pop(ATTRIBUTE, None)
-
-    return Replacement(NAME, "", undo)
+    return owner, sparse_attention
 
 
 def _refuse_model(model: Any) -> None:
