@@ -24,7 +24,7 @@ from hf_zero.setup import providers as providers
 from hf_zero.setup.parallelize import apply
 from hf_zero.setup.plan import plan
 from hf_zero.setup.request import E, SetupRequest
-from hf_zero.zero.transaction import on_rollback, transaction
+from hf_zero.zero.transaction import on_rollback, restore_on_rollback, transaction
 
 if TYPE_CHECKING:
 
@@ -151,7 +151,9 @@ def start(request: SetupRequest[E]) -> tuple[E, Any, DataLoader[Any] | None, Any
     """Join the job, plan ``request`` and apply the plan; an exception leaves everything as it was.
     Collective.
     """
+    groups = [each for each in request.model_parameters or () if isinstance(each, dict)]
     with transaction():
+        restore_on_rollback(*groups)  # an optimizer writes its defaults into them
         made = apply(plan(request, join(request)))
     if made.settings.offload_optimizer.on or made.settings.offload_param.on:
         release_freed()  # the parameters' former memory, which the transaction has kept

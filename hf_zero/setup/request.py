@@ -8,7 +8,7 @@ import functools
 import os
 import reprlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -78,6 +78,9 @@ class SetupRequest(Generic[E]):
         _refuse_wrapped(model)
         settings = configuration(args, config, config_params)
         given = None if model_parameters is None else tuple(model_parameters)
+        for group in given or ():
+            if isinstance(group, dict) and isinstance(group.get("params"), Iterator):
+                group["params"] = list(group["params"])  # read by each optimizer that is made
         request = cls(engine_class, model, settings, model_parameters=given, **others)
         request._check()
         if not (request.optimizer is None and given is None and settings.optimizer is None):

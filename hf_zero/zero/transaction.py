@@ -65,8 +65,8 @@ def on_rollback(function: Callable[..., Any], *args: Any) -> None:
 
 def restore_on_rollback(*owners: Any) -> None:
     """Restore classes, attributes, hooks, parameters, children and configurations of the modules of
-    models, groups and state of optimizers, and attributes of other objects, if the transaction is
-    undone. Their tensors are not: see :func:`restore_parameters_on_rollback` and
+    models, groups and state of optimizers, dictionaries, and attributes of other objects, if the
+    transaction is undone. Their tensors are not: see :func:`restore_parameters_on_rollback` and
     :func:`restore_buffers_on_rollback`.
     """
     for owner in owners:
@@ -75,6 +75,9 @@ def restore_on_rollback(*owners: Any) -> None:
             configs = {id(config): config for config in map(_config_of, modules) if config}
             for held in (*modules, *configs.values()):
                 on_rollback(_Attributes(held).restore)
+        elif isinstance(owner, dict):
+            on_rollback(owner.update, dict(owner))
+            on_rollback(owner.clear)
         elif isinstance(owner, torch.optim.Optimizer):
             on_rollback(_OptimizerState(owner).restore)
         elif hasattr(owner, "__dict__"):

@@ -265,6 +265,21 @@ def test_refusals_change_nothing(name, checkpoint, monkeypatch):
     assert found == [[]] * feature.ranks, "\n".join(chain.from_iterable(found))
 
 
+def test_groups_of_a_refused_optimizer_are_as_they_were():
+    model = seeded(llama)
+    weights, norms = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
+    groups = [{"params": iter(weights)}, {"params": norms, "weight_decay": 0.0}]
+    more = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_step": 3}},
+    }
+    config = configuration(FEATURES["plain"], more)
+    for _ in range(2):  # an exhausted iterator would have no parameters left
+        with pytest.raises(HfZeroError, match="warmup_num_step"):
+            hf_zero.initialize(model=model, model_parameters=groups, config=config)
+        assert groups == [{"params": weights}, {"params": norms, "weight_decay": 0.0}]
+
+
 # ---- exceptions while a plan is applied ----
 
 
