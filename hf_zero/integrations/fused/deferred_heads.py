@@ -1,0 +1,247 @@
+"""Output embeddings whose logits are deferred (``hf_zero/ops/deferred``), for any model.
+
+[Note: one module, two kinds of calls]
+A model calls its head as a module. That forward computes nothing: it returns a deferred tensor with
+the input and the parameters. When a loss or a reader needs values, the module is called again with
+the same rows, so that hooks on it fire: at stage 3 they gather its weight for exactly this call, in
+an order that the script determines and that is equal on all ranks. Inside the second call the
+forward runs the body that waits in the attribute ``PENDING``.
+
+Linear layers and norms that a model applies between its body and the head, as the transform of
+BERT's, are deferred like the head. A loss then computes them for rows with a label alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules import module as torch_modules
+
+from hf_zero.errors import KernelError
+from hf_zero.integrations.fused.replacement import Replacement
+from hf_zero.ops.deferred import DeferredTensor
+from hf_zero.ops.deferred.programs import Autocast
+from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.layout.parameter import WatchedParameter, owner_of
+
+PENDING = "_hf_zero_pending"  # body of the call of a deferred module that is under way
+BEFORE = "_hf_zero_forward_before"
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+class DeferredCall:
+    """A call of a linear layer or a layer norm, with its parameters at that time."""
+
+    def __init__(self, module: nn.Module, device: torch.device):
+        self.module = module
+        self.autocast = Autocast.now(device)
+        self.names = tuple(n for n in ("weight", "bias") if module._parameters.get(n) is not None)
+        self.tensors: tuple[torch.Tensor, ...] = tuple(getattr(module, n) for n in self.names)
+        self.versions = tuple(each._version for each in self.tensors)
+
+    @property
+    def linear(self) -> bool:
+        return isinstance(self.module, nn.Linear)
+
+    @property
+    def needs_ranks(self) -> bool:
+        return any(_is_sharded(each) for each in self.tensors)
+
+    def check(self) -> None:
+        for name, tensor, version in zip(self.names, self.tensors, self.versions):
+            if tensor._version != version:
+                raise KernelError(
+                    f"the {name} of {type(self.module).__name__} has changed since the forward "
+                    "that deferred its output, as in a step of the optimizer: its values of then "
+                    "are lost; read outputs.logits before, or leave out the kernel loss"
+                )
+
+    def compute(self, rows: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(self.names, tensors))
+        if isinstance(self.module, nn.Linear):
+            return F.linear(rows, given["weight"], given.get("bias"))
+        module: Any = self.module
+        return F.layer_norm(
+            rows, module.normalized_shape, given.get("weight"), given.get("bias"), module.eps
+        )
+
+    def run(self, rows: torch.Tensor, body: Callable[..., Any]) -> Any:
+        module = self.module
+        if any(
+            module._parameters.get(name) is not tensor
+            for name, tensor in zip(self.names, self.tensors)
+        ):  # the parameters of torch.func.functional_call, or of another adapter
+            return body(rows, *self.tensors)
+        module.__dict__[PENDING] = body
+        try:
+            return module(rows)
+        finally:
+            module.__dict__.pop(PENDING, None)
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    return owner_of(parameter) is not None and hasattr(parameter, "ds_status")
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Forward of a deferred module: see the note."""
+    if torch.compiler.is_compiling():
+        return type(module).forward(module, *args, **kwargs)
+    body = module.__dict__.pop(PENDING, None)
+    if body is not None:
+        tensors = (module._parameters[name] for name in ("weight", "bias"))
+        return body(*args, *(each for each in tensors if each is not None))
+    if len(args) == 1 and not kwargs and _may_defer(module, args[0]):
+        return _deferred(module, args[0])
+    if any(isinstance(each, DeferredTensor) for each in args):
+        args = tuple(e.materialize() if isinstance(e, DeferredTensor) else e for e in args)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _deferred(module: nn.Module, rows: torch.Tensor) -> Any:
+    call = DeferredCall(module, rows.device)
+    weight = call.tensors[0]
+    with torch.no_grad():
+        dtype = _dtype(call, rows)
+    return DeferredTensor.of_call(
+        call, rows, torch.empty((0, weight.shape[0]), dtype=dtype, device="meta")
+    )
+
+
+def _dtype(call: DeferredCall, rows: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the output, from that of a layer of one row and column."""
+    if not call.linear:
+        samples = [torch.empty(each.shape, dtype=each.dtype, device=rows.device) for each in call.tensors]
+        return call.compute(
+            torch.empty(0, rows.shape[-1], dtype=rows.dtype, device=rows.device), *samples
+        ).dtype
+    samples = [
+        torch.empty((1,) * each.dim(), dtype=each.dtype, device=rows.device)
+        for each in call.tensors
+    ]
+    return call.compute(torch.empty(1, 1, dtype=rows.dtype, device=rows.device), *samples).dtype
+
+
+def _may_defer(module: nn.Module, rows: Any) -> bool:
+    """Whether this call returns a deferred tensor: not under torch.func or a trace, not with hooks
+    that read or change the output, not for a single token of a generation.
+    """
+    if not isinstance(rows, torch.Tensor) or rows.dim() < 2 or not rows.is_floating_point():
+        return False
+    if torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
+        return False
+    if not isinstance(rows, DeferredTensor) and type(rows) is not torch.Tensor:
+        return False
+    if isinstance(rows, DeferredTensor) and not rows.is_live():
+        return False
+    if rows.shape[-2] == 1 and not torch.is_grad_enabled():
+        return False
+    if _watched(module) or "parametrizations" in module._modules:
+        return False
+    weight = module._parameters.get("weight")
+    return isinstance(weight, torch.Tensor) and not rows.is_inference()
+
+
+def _watched(module: nn.Module) -> bool:
+    """Whether hooks other than an engine's are on the module, or on all modules."""
+    if (
+        torch_modules._global_forward_hooks
+        or torch_modules._global_forward_pre_hooks
+        or torch_modules._global_backward_hooks
+        or torch_modules._global_backward_pre_hooks
+    ):
+        return True
+    return any(
+        not isinstance(hook, Attached)
+        for name in _HOOKS
+        for hook in module.__dict__[name].values()
+    )
+
+
+def defer_head(model: nn.Module) -> list[Replacement] | str:
+    """Make the output embedding of ``model`` return deferred logits; return the reason if it
+    cannot.
+
+    ``model`` may be a wrapper such as PEFT's. The linear layers inside an adapted head, those of
+    LoRA and of ``modules_to_save``, are deferred alike.
+    """
+    get: Any = getattr(model, "get_output_embeddings", None)
+    if get is None:
+        return f"{type(model).__name__} has no get_output_embeddings"
+    try:
+        head = get()
+    except NotImplementedError:
+        head = None
+    if head is None:
+        return f"{type(model).__name__} has no output embedding"
+    names = {module: name for name, module in model.named_modules()}
+    linear = [each for each in head.modules() if _is_plain(each, nn.Linear)]
+    words = max((each.out_features for each in linear), default=0)
+    chosen = [each for each in linear if each.out_features == words]
+    if not chosen:
+        return (
+            f"{names.get(head, 'the output embedding')} is a {type(head).__name__} of "
+            f"{type(head).__module__}, not a linear layer of torch"
+        )
+    for each in chosen:
+        if "forward" in each.__dict__:
+            return f"{names.get(each, 'the head')} has a forward of its own already"
+    before = list(_before(model, head, chosen[0].in_features))
+    return [
+        Replacement(what, names.get(each, ""), _install(each))
+        for what, modules in (("deferred_rows", before), ("linear_cross_entropy", chosen))
+        for each in modules
+    ]
+
+
+def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether the forward of ``module`` is that of torch's ``kind``."""
+    return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def _before(model: Any, head: nn.Module, width: int) -> Iterator[nn.Module]:
+    """Yield linear layers and norms of ``width`` outside the model's body and its head, if their
+    outputs can only be a row-wise part of the head.
+    """
+    body = getattr(model, "base_model", None)
+    if not isinstance(body, nn.Module) or body is model or _draws(model, body):
+        return
+    inside = {*body.modules(), *head.modules()}
+    for each in model.modules():
+        if each in inside or "forward" in each.__dict__:
+            continue
+        if _is_plain(each, nn.Linear) and each.in_features == each.out_features == width:
+            yield each
+        elif _is_plain(each, nn.LayerNorm) and each.normalized_shape == (width,) and each.weight is not None:
+            yield each
+
+
+def _draws(model: nn.Module, body: nn.Module) -> bool:
+    """Whether modules outside ``body`` draw random numbers, in an order that deferring would
+    change.
+    """
+    inside = {*body.modules()}
+    return any(
+        isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0
+        for each in model.modules()
+        if each not in inside
+    )
+
+
+def _install(module: nn.Module) -> Callable[[], None]:
+    module.forward = MethodType(_forward, module)
+    return functools.partial(_remove, module)
+
+
+def _remove(module: nn.Module) -> None:
+    current = module.__dict__.get("forward")
+    if getattr(current, "__func__", None) is _forward:
+        del module.__dict__["forward"]

@@ -1,0 +1,135 @@
+"""Functions of rows, computed chunk by chunk: the values of a chunk exist at a time, in the forward
+and again in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hf_zero.ops import linear_cross_entropy as _operators  # noqa: F401  # registers the operator
+from hf_zero.ops.chunked_head import accumulator_dtype
+
+Function = Callable[..., torch.Tensor]
+
+
+def by_rows(
+    function: Function, rows: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], size: int
+) -> torch.Tensor:
+    """Return ``function(*rows, *shared)`` [n, ...], computed for ``size`` rows at a time.
+
+    Row i of the result must depend on row i of each of ``rows`` alone. If all rows are one chunk,
+    torch records and keeps it; else the backward computes each chunk again.
+    """
+    if rows[0].shape[0] <= size:
+        return function(*rows, *shared)
+    return _ByRows.apply(function, len(rows), size, *rows, *shared)
+
+
+class _ByRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Function, number: int, size: int, *tensors: Any) -> Any:
+        ctx.function, ctx.number, ctx.size = function, number, size
+        ctx.save_for_backward(*tensors)
+        rows, shared = tensors[:number], tensors[number:]
+        parts = [
+            function(*chunk, *shared) for chunk in zip(*(each.split(size) for each in rows))
+        ]
+        result = torch.cat(parts)
+        if not result.is_floating_point():
+            ctx.mark_non_differentiable(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        function, number, size = ctx.function, ctx.number, ctx.size
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        if torch.is_grad_enabled():  # create_graph: the gradient is recorded over whole rows
+            return None, None, None, *recorded(function, tensors, needed, grad)
+        sums: list[torch.Tensor | None] = [
+            torch.zeros_like(each, dtype=accumulator_dtype(each.dtype)) if wanted else None
+            for each, wanted in zip(tensors, needed)
+        ]
+        shared = tensors[number:]
+        for start in range(0, grad.shape[0], size):
+            chunk = slice(start, start + size)
+            given = [
+                each.detach().requires_grad_(wanted)
+                for each, wanted in zip((*(r[chunk] for r in tensors[:number]), *shared), needed)
+            ]
+            with torch.enable_grad():
+                made = function(*given)
+            wanted_ones = [each for each in given if each.requires_grad]
+            grads = iter(torch.autograd.grad(made, wanted_ones, grad[chunk], allow_unused=True))
+            for at, total in enumerate(sums):
+                if total is None:
+                    continue
+                part = next(grads)
+                if part is not None:
+                    (total[chunk] if at < number else total).add_(part)
+        ctx.function = None if not _kept() else function
+        return None, None, None, *(
+            None if total is None else total.to(each.dtype) for total, each in zip(sums, tensors)
+        )
+
+
+def recorded(
+    function: Function,
+    tensors: Sequence[torch.Tensor],
+    needed: Sequence[bool],
+    grad: torch.Tensor,
+) -> list[torch.Tensor | None]:
+    """Return gradients of ``function(*tensors)`` that can be differentiated again."""
+    with torch.enable_grad():
+        made = function(*tensors)
+    wanted = [each for each, one in zip(tensors, needed) if one]
+    grads = iter(torch.autograd.grad(made, wanted, grad, create_graph=True, allow_unused=True))
+    return [next(grads) if one else None for one in needed]
+
+
+def _kept() -> bool:
+    """Return whether the graph of the backward under way is kept for another one."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+class SummedLoss(torch.autograd.Function):
+    """The sum of cross-entropies of a linear head: its gradients are computed in the forward, while
+    the logits of a chunk exist.
+
+    ``plain(hidden, weight, bias)`` is the same sum with whole logits, for a second derivative.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, plain: Function, numbers: tuple[Any, ...], labels: torch.Tensor, *tensors: Any
+    ) -> torch.Tensor:
+        hidden, weight, bias = tensors
+        wanted = ctx.needs_input_grad[3:]
+        total, *sums = torch.ops.hf_zero.linear_cross_entropy(
+            hidden, weight.detach(), bias, labels, *numbers, *wanted
+        )
+        ctx.plain, ctx.sums, ctx.dtype = plain, sums, hidden.dtype
+        # checked for changes until the backward, and read by a second derivative
+        ctx.save_for_backward(*tensors)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        wanted = ctx.needs_input_grad[3:]
+        tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, None, None, *recorded(ctx.plain, tensors, wanted, grad)
+        sums, kept = ctx.sums, _kept()
+        if not kept:
+            ctx.sums = None
+        found = []
+        for total, asked in zip(sums, wanted):
+            if not asked:
+                found.append(None)
+            elif not kept and total.dtype == ctx.dtype:
+                found.append(total.mul_(grad))
+            else:
+                found.append(torch.mul(total, grad, out=torch.empty_like(total, dtype=ctx.dtype)))
+        return None, None, None, *found

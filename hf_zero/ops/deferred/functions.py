@@ -1,0 +1,505 @@
+"""Functions of torch that a deferred tensor takes without being computed: metadata, selections of
+rows, steps that are recorded, and reductions over the last dimension, computed in chunks.
+
+Every handler returns NotImplemented for arguments that it does not know; the tensor is computed
+then. Handlers compute what the function itself returns for small or empty plain tensors, to learn
+shapes, dtypes and errors from torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from hf_zero.errors import KernelError
+from hf_zero.ops.deferred.programs import Rows, Vector, affine
+
+_T: Any = torch.Tensor
+
+
+def _is_deferred(value: Any) -> bool:
+    from hf_zero.ops.deferred.tensor import DeferredTensor
+
+    return isinstance(value, DeferredTensor)
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+    )
+
+
+def _some_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor [0, width] with the dtype and the device of ``tensor``."""
+    return torch.empty((0, tensor.shape[-1]), dtype=tensor.dtype, device=tensor.device)
+
+
+def _only_first(args: Any, kwargs: Any) -> bool:
+    """Whether the first argument alone is deferred."""
+    return _is_deferred(args[0] if args else None) and not any(
+        _is_deferred(each) for each in (*args[1:], *kwargs.values())
+    )
+
+
+def metadata(*_: Any) -> Any:
+    """Mark of functions that read no values."""
+    raise AssertionError
+
+
+# ---- selections of rows ----
+
+
+def _reshaped(function: Any, args: Any, kwargs: Any) -> Any:
+    """Handle functions that keep the order of elements: rows stay rows if the width does."""
+    one = args[0] if args else None
+    if not _is_deferred(one):
+        return NotImplemented
+    meta = [_meta(each) if isinstance(each, torch.Tensor) else each for each in args]
+    like = function(*meta, **kwargs)
+    if not isinstance(like, torch.Tensor) or like.dtype != one.dtype or not like.dim():
+        return NotImplemented
+    if like.shape[-1] != one.shape[-1] or not one.numel() or like.numel() != one.numel():
+        return NotImplemented
+    if like is meta[0]:
+        return one
+    lead, others = like.shape[:-1], [each if not _is_deferred(each) else None for each in args[1:]]
+    if any(each is None and args[1 + at] is not None for at, each in enumerate(others)):
+        others = [like.shape] if function in (_T.view_as, _T.reshape_as) else others
+        function = {_T.view_as: _T.view, _T.reshape_as: _T.reshape}.get(function, function)
+    return one.selected(
+        lambda whole: function(whole, *others, **kwargs),
+        lambda rows: rows.reshape(*lead, rows.shape[-1]),
+        like,
+        alias=like._is_view() if hasattr(like, "_is_view") else True,
+    )
+
+
+def _indexed(function: Any, args: Any, kwargs: Any) -> Any:
+    one, index = args
+    if not _is_deferred(one) or kwargs:
+        return NotImplemented
+    items = index if isinstance(index, tuple) else (index,)
+    taken, dots = 0, False
+    for item in items:
+        if item is Ellipsis:
+            dots = True
+        elif isinstance(item, torch.Tensor) and not _is_deferred(item):
+            if item.dtype not in (torch.bool, torch.int64, torch.int32):
+                return NotImplemented
+            taken += item.dim() if item.dtype == torch.bool else 1
+            if item.dtype == torch.bool and not item.dim():
+                return NotImplemented
+        elif isinstance(item, slice) or (isinstance(item, int) and not isinstance(item, bool)):
+            taken += 1
+        elif item is not None:
+            return NotImplemented
+    if taken > one.dim() or (dots and not _ends_whole(items, one)):
+        return NotImplemented
+    if not dots and taken == one.dim() and not _is_whole(items[-1], one.shape[-1]):
+        return NotImplemented
+    basic = not any(isinstance(item, torch.Tensor) for item in items)
+    if basic:
+        like = _meta(one)[index]
+    else:
+        rows = torch.empty_strided(
+            (*one.shape[:-1], 1), (*(s for s in one.stride()[:-1]), 1), device="meta"
+        )
+        probe = torch.empty(one.shape[:-1], dtype=torch.bool, device=one.device)[..., None]
+        index = _full_last(items, one)
+        lead = probe[index].shape[:-1]
+        like = rows.new_empty((*lead, one.shape[-1]), dtype=one.dtype)
+    return one.selected(
+        lambda whole: whole[index], lambda rows: rows[index], like, alias=basic
+    )
+
+
+def _is_whole(item: Any, width: int) -> bool:
+    return isinstance(item, slice) and item.indices(width) == (0, width, 1) and (
+        item.stop is None
+    )
+
+
+def _ends_whole(items: tuple[Any, ...], one: torch.Tensor) -> bool:
+    """Whether an index with an ellipsis leaves the last dimension whole."""
+    return items[-1] is Ellipsis or _is_whole(items[-1], one.shape[-1])
+
+
+def _full_last(items: tuple[Any, ...], one: torch.Tensor) -> tuple[Any, ...]:
+    """Return ``items`` for a tensor of one column: a slice of the last dimension is ``:``."""
+    return items
+
+
+def _along(function: Any, args: Any, kwargs: Any) -> Any:
+    """Handle functions of one dimension that is not the last: select, narrow, split, ..."""
+    one = args[0] if args else None
+    if not _only_first(args, kwargs) or one.dim() < 2:
+        return NotImplemented
+    try:
+        bound = _signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return NotImplemented
+    bound.apply_defaults()
+    dims = [bound.arguments[name] for name in ("dim", "dim0", "dim1") if name in bound.arguments]
+    if any(not isinstance(dim, int) or dim % one.dim() == one.dim() - 1 for dim in dims):
+        return NotImplemented
+    dims = [dim % one.dim() for dim in dims]
+    rest = [
+        value for name, value in bound.arguments.items()
+        if name not in ("self", "dim", "dim0", "dim1", "index_tensor")
+    ]
+    plain = _PLAIN_ALONG[function.__name__]
+    call = functools.partial(_call_along, plain, dims, rest)
+    if function.__name__ == "index_select":
+        like = torch.empty(call(torch.empty((*one.shape[:-1], 1), dtype=torch.bool, device=one.device)).shape[:-1]
+                           + (one.shape[-1],), dtype=one.dtype, device="meta")
+        return one.selected(call, call, like, alias=False)
+    made = call(_meta(one))
+    if isinstance(made, torch.Tensor):
+        return one.selected(call, call, made, alias=True)
+
+    def part(at: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda tensor: call(tensor)[at]
+
+    return tuple(one.selected(part(at), part(at), each, alias=True) for at, each in enumerate(made))
+
+
+def _call_along(plain: Any, dims: list[int], rest: list[Any], tensor: torch.Tensor) -> Any:
+    return plain(tensor, dims, rest)
+
+
+_PLAIN_ALONG: dict[str, Any] = {
+    "select": lambda t, d, r: torch.select(t, d[0], r[0]),
+    "narrow": lambda t, d, r: torch.narrow(t, d[0], *r),
+    "split": lambda t, d, r: torch.split(t, r[0], d[0]),
+    "chunk": lambda t, d, r: torch.chunk(t, r[0], d[0]),
+    "unbind": lambda t, d, r: torch.unbind(t, d[0]),
+    "index_select": lambda t, d, r: torch.index_select(t, d[0], r[0]),
+    "transpose": lambda t, d, r: torch.transpose(t, *d),
+    "__iter__": lambda t, d, r: torch.unbind(t, 0),
+}
+
+
+@functools.cache
+def _signature(function: Any) -> inspect.Signature:
+    written: dict[str, Callable[..., None]] = {
+        "select": lambda self, dim, index: None,
+        "narrow": lambda self, dim, start, length: None,
+        "split": lambda self, split_size, dim=0: None,
+        "chunk": lambda self, chunks, dim=0: None,
+        "unbind": lambda self, dim=0: None,
+        "index_select": lambda self, dim, index: None,
+        "transpose": lambda self, dim0, dim1: None,
+        "__iter__": lambda self, dim=0: None,
+    }
+    return inspect.signature(written[function.__name__])
+
+
+def _iterated(function: Any, args: Any, kwargs: Any) -> Any:
+    made = _along(function, args, kwargs)
+    return made if made is NotImplemented else iter(made)
+
+
+def _copied(function: Any, args: Any, kwargs: Any) -> Any:
+    one = args[0]
+    if not _only_first(args, kwargs) or len(args) > 1 or kwargs:
+        return NotImplemented
+    like = _meta(one)
+    if function.__name__ == "detach":
+        return one.selected(_T.detach, lambda rows: rows, like, alias=True, detached=True)
+    return one.selected(_T.clone, lambda rows: rows, like, alias=False)
+
+
+# ---- recorded steps ----
+
+
+def cast_to(dtype: torch.dtype, widens: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype)
+
+    def narrow(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype)
+
+    return cast if widens else narrow
+
+
+def _cast(function: Any, args: Any, kwargs: Any) -> Any:
+    one = args[0] if args else None
+    if not _is_deferred(one):
+        return NotImplemented
+    given = [_some_rows(each) if _is_deferred(each) else each for each in args[1:]]
+    sample = _some_rows(one)
+    made = function(sample, *given, **kwargs)
+    if not isinstance(made, torch.Tensor):
+        return made  # the name of a type
+    if made is sample:
+        return one
+    if made.device != one.device or not made.is_floating_point() or any(map(_is_deferred, args[1:])):
+        return NotImplemented
+    widens = torch.promote_types(one.dtype, made.dtype) == made.dtype
+    return one.step(
+        cast_to(made.dtype, widens), (one.program,), made,
+        lambda whole: function(whole, *args[1:], **kwargs), (one,), (),
+    )  # fmt: skip
+
+
+def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
+    """Record a function of elements, with operands that are numbers, vectors over the last
+    dimension or tensors over the same rows.
+    """
+    if any(isinstance(value, torch.Tensor) for value in kwargs.values()) or kwargs.get("inplace"):
+        return NotImplemented
+    if any(isinstance(value, list | tuple) for value in args):
+        return NotImplemented
+    ones = [each for each in args if _is_deferred(each)]
+    one = ones[0] if ones else None
+    if one is None:
+        return NotImplemented
+    inputs, samples, tensors = [], [], []
+    for each in args:
+        if not isinstance(each, torch.Tensor):
+            inputs.append(each)
+            samples.append(each)
+            continue
+        node: Any = each.program if _is_deferred(each) else _operand(each, one)
+        if node is None or (_is_deferred(each) and each.shape != one.shape):
+            return NotImplemented
+        inputs.append(node)
+        if isinstance(node, Vector):
+            samples.append(node.tensor.detach())
+        else:
+            samples.append(_some_rows(each if not isinstance(node, Rows) else node.tensor))
+        if not _is_deferred(each):
+            tensors.append(each)
+    step = functools.partial(function, **kwargs) if kwargs else function
+    if kwargs:
+        step.__name__ = f"{function.__name__} with arguments"  # type: ignore[attr-defined]
+    with torch.no_grad():
+        like = step(*samples)
+    if like.shape != (0, one.shape[-1]):
+        return NotImplemented
+    places = [at for at, each in enumerate(args) if isinstance(each, torch.Tensor)]
+    order = [at for at in places if _is_deferred(args[at])] + [
+        at for at in places if not _is_deferred(args[at])
+    ]
+
+    def replay(*values: torch.Tensor) -> torch.Tensor:
+        given = list(args)
+        # a materialized tensor is replayed from its parents alone
+        for at, value in zip(order, values):
+            given[at] = value
+        return function(*given, **kwargs)
+
+    return one.step(step, tuple(inputs), like, replay, tuple(ones), tuple(tensors))
+
+
+def _operand(tensor: torch.Tensor, one: torch.Tensor) -> Rows | Vector | None:
+    """Return a plain operand of ``one`` as a node; None if the result has another shape."""
+    if tensor.device != one.device and tensor.dim():
+        return None
+    if not tensor.dim():
+        return Vector(tensor)
+    lead, width = tensor.shape[:-1], tensor.shape[-1]
+    if width not in (1, one.shape[-1]) or tensor.dim() > one.dim():
+        return None
+    if all(size == 1 for size in lead):
+        return Vector(tensor.reshape(width))
+    try:
+        if torch.broadcast_shapes(lead, one.shape[:-1]) != one.shape[:-1]:
+            return None
+    except RuntimeError:
+        return None
+    return Rows(tensor.expand(*one.shape[:-1], width))
+
+
+def _softmax(function: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "dim", "_stacklevel", "dtype")
+    names = names if function in (F.softmax, F.log_softmax) else ("input", "dim", "dtype")
+    given = dict(zip(names, args)) | {
+        ("input" if k == "self" else k): v for k, v in kwargs.items()
+    }
+    one, dim, dtype = given.get("input"), given.get("dim"), given.get("dtype")
+    if not _is_deferred(one) or not isinstance(dim, int) or dim % one.dim() != one.dim() - 1:
+        return NotImplemented
+    plain = torch.log_softmax if "log" in function.__name__ else torch.softmax
+
+    def step(value: torch.Tensor) -> torch.Tensor:
+        return plain(value, -1, dtype)
+
+    step.__name__ = plain.__name__
+    like = step(_some_rows(one))
+    return one.step(step, (one.program,), like, step, (one,), ())
+
+
+# ---- reductions ----
+
+
+def _reduced(function: Any, args: Any, kwargs: Any) -> Any:
+    """Handle reductions over the last dimension that return one tensor."""
+    if not _only_first(args, kwargs):
+        return NotImplemented
+    one = args[0]
+    given = dict(kwargs)
+    names = ("dim", "keepdim")
+    for name, value in zip(names, args[1:]):
+        given[name] = value
+    if len(args) > 3 or not set(given) <= {"dim", "keepdim", "dtype"}:
+        return NotImplemented
+    dim = given.pop("dim", None)
+    if isinstance(dim, list | tuple) and len(dim) == 1:
+        dim = dim[0]
+    if not isinstance(dim, int) or isinstance(dim, bool) or dim % one.dim() != one.dim() - 1:
+        return NotImplemented
+
+    def reduce(rows: torch.Tensor) -> torch.Tensor:
+        return function(rows, -1, **given)
+
+    return one.used(one.reduced(reduce), function, args, kwargs)
+
+
+def _max(function: Any, args: Any, kwargs: Any) -> Any:
+    """Handle max and min over the last dimension: values and their places."""
+    arg = {"max": torch.argmax, "min": torch.argmin}[function.__name__]
+    place = _reduced(arg, args, kwargs)
+    if place is NotImplemented or len(args) + len(kwargs) < 2:
+        return NotImplemented
+    kept = place.dim() == args[0].dim()
+    index = place if kept else place[..., None]
+    values = args[0].gather(-1, index)
+    kind = getattr(torch.return_types, function.__name__)
+    return kind((values if kept else values[..., 0], place))
+
+
+def _gathered(function: Any, args: Any, kwargs: Any) -> Any:
+    given = dict(zip(("input", "dim", "index"), args)) | {
+        ("input" if k == "self" else k): v for k, v in kwargs.items()
+    }
+    one, dim, index = given.get("input"), given.get("dim"), given.get("index")
+    if set(given) != {"input", "dim", "index"} or not _is_deferred(one) or _is_deferred(index):
+        return NotImplemented
+    if dim % one.dim() != one.dim() - 1 or index.shape[:-1] != one.shape[:-1]:
+        return NotImplemented
+    if index.device != one.device or not _in_range(index, one.shape[-1]):
+        return NotImplemented
+    made = one.reduced(lambda rows, places: rows.gather(-1, places), index)
+    return one.used(made, function, args, kwargs)
+
+
+def _in_range(index: torch.Tensor, width: int) -> bool:
+    """Whether indices on a host are valid; a device reports them itself."""
+    if index.dtype != torch.int64:
+        return False
+    if index.device.type != "cpu" or not index.numel():
+        return True
+    return bool(((index >= 0) & (index < width)).all())
+
+
+# ---- shown, written ----
+
+
+def shows(function: Any) -> bool:
+    """Whether a script calls ``function`` to show or to store a tensor."""
+    return function in _SHOWS
+
+
+def shown(function: Any, one: Any, name: str) -> Any:
+    """Return what ``function`` shows of logits whose weight is sharded: a print must not wait for
+    other ranks.
+
+    Raises KernelError for a copy or a pickle, which would hold no values.
+    """
+    if function in (_T.__repr__, _T.__str__, _T.__format__):
+        return f"DeferredTensor(shape={tuple(one.shape)}, dtype={one.dtype}, not computed)"
+    raise KernelError(
+        f"{name} on logits {tuple(one.shape)} that are not computed, and whose weight is sharded "
+        "over ranks: this rank alone cannot compute them; call outputs.logits.clone() + 0 on all "
+        "ranks first"
+    )
+
+
+def writes(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether ``function`` may write into one of its arguments."""
+    name = getattr(function, "__name__", "")
+    inside = name.startswith("__i") and name.endswith("__") and name != "__invert__"
+    return (
+        inside
+        or name in ("__setitem__", "__set__")
+        or (name.endswith("_") and not name.endswith("__"))
+        or "out" in kwargs
+        or bool(kwargs.get("inplace"))
+    )
+
+
+_SHOWS = {_T.__repr__, _T.__reduce_ex__, _T.__deepcopy__, _T.__format__}
+
+
+def _named(names: str, *homes: Any) -> list[Any]:
+    found = []
+    for name in names.split():
+        for home in homes or (_T, torch, F):
+            function = getattr(home, name, None)
+            if callable(function):
+                found.append(function)
+    return found
+
+
+def _table() -> dict[Any, Any]:
+    from hf_zero.ops.deferred.losses import cross_entropy, nll_loss
+
+    getters = (
+        "shape dtype device layout ndim is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
+        "is_mkldnn is_xpu is_mps nbytes itemsize names requires_grad is_leaf grad_fn output_nr "
+        "is_sparse_csr is_maia is_ipu is_xla is_mtia is_vulkan _backward_hooks"
+    )
+    table: dict[Any, Any] = {}
+    for name in getters.split():
+        getter = getattr(getattr(_T, name, None), "__get__", None)
+        if getter is not None:
+            table[getter] = metadata
+    methods = (
+        "size dim numel nelement element_size stride ndimension is_floating_point is_complex "
+        "is_contiguous is_same_size get_device __len__ is_signed is_inference storage_offset __hash__"
+    )
+    table |= dict.fromkeys(_named(methods, _T, torch), metadata)
+    rows = "view reshape flatten unflatten squeeze unsqueeze contiguous view_as reshape_as"
+    table |= dict.fromkeys(_named(rows, _T, torch), _reshaped)
+    table[_T.__getitem__] = _indexed
+    table |= dict.fromkeys(
+        _named("select narrow split chunk unbind index_select transpose", _T, torch), _along
+    )
+    table[_T.__iter__] = _iterated
+    table |= dict.fromkeys(_named("clone detach", _T, torch), _copied)
+    table |= dict.fromkeys(_named("to float half bfloat16 double type type_as", _T), _cast)
+    elements = (
+        "add sub mul div true_divide multiply divide subtract __add__ __radd__ __sub__ __rsub__ "
+        "__mul__ __rmul__ __truediv__ __rtruediv__ __neg__ neg tanh exp log sigmoid square abs "
+        "sqrt rsqrt pow __pow__ relu silu gelu softplus masked_fill clamp erf"
+    )
+    table |= dict.fromkeys(_named(elements), _elementwise)
+    table |= dict.fromkeys(_named("softmax log_softmax"), _softmax)
+    table |= dict.fromkeys(
+        _named("sum mean logsumexp amax amin argmax argmin", _T, torch), _reduced
+    )
+    table |= dict.fromkeys(_named("max min", _T, torch), _max)
+    table |= dict.fromkeys(_named("gather", _T, torch), _gathered)
+    table |= dict.fromkeys([F.cross_entropy], cross_entropy)
+    table |= dict.fromkeys([F.nll_loss], nll_loss)
+    return table
+
+
+class _Table:
+    """The handlers by function, made at first use."""
+
+    @functools.cached_property
+    def rows(self) -> dict[Any, Any]:
+        return _table()
+
+    def get(self, function: Any) -> Any:
+        return self.rows.get(function)
+
+
+TABLE = _Table()

@@ -1,0 +1,259 @@
+"""Programs over rows: the operations that lead from hidden states to a deferred tensor, each of
+which computes a row [width] from the same row of its inputs.
+
+A program is a graph of nodes over the same leading dimensions. A selection of rows applies to its
+inputs, so a program of fewer rows is made without computing anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+Select = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The autocast state of a device type at one time."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: torch.device) -> Autocast:
+        kind = device.type
+        if not torch.amp.is_autocast_available(kind):
+            return cls(kind, False, torch.float32)
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if torch.amp.is_autocast_available(self.device_type) and self != Autocast.now(
+                torch.device(self.device_type)
+            ):
+                stack.enter_context(
+                    torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
+                )
+            yield
+
+
+class RowwiseCall(Protocol):
+    """A call of a module that computes each row of its output from the same row of its input."""
+
+    autocast: Autocast
+    tensors: tuple[torch.Tensor, ...]  # parameters at the time of the call
+
+    @property
+    def linear(self) -> bool:
+        """Whether it is a product with a weight [out, in], plus a bias if there are two tensors."""
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether running it may need other ranks, which hold parts of its parameters."""
+
+    def check(self) -> None:
+        """Raise KernelError if a parameter has changed since the call."""
+
+    def compute(self, rows: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """Return the output for ``rows`` [..., in] with ``tensors`` as parameters."""
+
+    def run(self, rows: torch.Tensor, body: Callable[..., Any]) -> Any:
+        """Call the module with ``rows``, and return ``body(rows, *parameters)``, which its forward
+        runs: so hooks on the module gather its parameters.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The output of a module for ``input`` [*lead, in], itself plain or deferred."""
+
+    call: RowwiseCall
+    input: torch.Tensor
+    version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "version", self.input._version)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """An operand [*lead, width]."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Vector:
+    """An operand [width] or [] that all rows share."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """``function`` of ``inputs``: nodes, and numbers as they are."""
+
+    function: Callable[..., torch.Tensor]
+    inputs: tuple[Any, ...]
+    autocast: Autocast
+
+
+Node = Call | Rows | Vector | Step
+
+
+def nodes_of(node: Node) -> list[Node]:
+    """Return the nodes of a program, inputs first, each once."""
+    found: dict[int, Node] = {}
+
+    def visit(each: Node) -> None:
+        if id(each) not in found:
+            if isinstance(each, Step):
+                for one in each.inputs:
+                    if isinstance(one, Node):
+                        visit(one)
+            found[id(each)] = each
+
+    visit(node)
+    return list(found.values())
+
+
+def selected(node: Node, select: Select) -> Node:
+    """Return the program over the rows that ``select`` takes of a tensor [*lead, any width]."""
+    made: dict[int, Node] = {}
+    for each in nodes_of(node):
+        if isinstance(each, Call):
+            made[id(each)] = Call(each.call, select(each.input))
+        elif isinstance(each, Rows):
+            made[id(each)] = Rows(select(each.tensor))
+        elif isinstance(each, Step):
+            inputs = tuple(made.get(id(one), one) for one in each.inputs)
+            made[id(each)] = Step(each.function, inputs, each.autocast)
+        else:
+            made[id(each)] = each
+    return made[id(node)]
+
+
+def evaluated(node: Node, values: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Return the value of ``node``; ``values``: those of its calls and operands, by id."""
+    values = dict(values)
+    for each in nodes_of(node):
+        if isinstance(each, Step):
+            with each.autocast.active():
+                values[id(each)] = each.function(*[values.get(id(i), i) for i in each.inputs])
+    return values[id(node)]
+
+
+def run(
+    node: Node,
+    body: Callable[[Callable[..., torch.Tensor], list[torch.Tensor], list[torch.Tensor]], Any],
+    rows_of: Callable[[torch.Tensor], torch.Tensor],
+) -> Any:
+    """Run ``body(function, rows, shared)`` inside the calls of the modules of ``node``, where their
+    parameters are at hand, and return its result.
+
+    ``function(*rows, *shared)`` computes the value [n, width] of the program from ``rows``, n of
+    each, and from the parameters and vectors ``shared``. ``rows_of``: a plain tensor [*lead, k] of
+    a plain or deferred one.
+    """
+    nodes = nodes_of(node)
+    calls = [each for each in nodes if isinstance(each, Call)]
+    operands = [each for each in nodes if isinstance(each, Rows)]
+    vectors = [each for each in nodes if isinstance(each, Vector)]
+
+    def enter(at: int, rows: list[torch.Tensor], shared: list[torch.Tensor]) -> Any:
+        if at < len(calls):
+            call = calls[at].call
+            call.check()
+
+            def inside(given: torch.Tensor, *tensors: torch.Tensor) -> Any:
+                if call.linear and call.autocast.enabled:  # once, instead of in each chunk
+                    given = given.to(call.autocast.dtype)
+                    tensors = tuple(each.to(call.autocast.dtype) for each in tensors)
+                return enter(at + 1, [*rows, given], [*shared, *tensors])
+
+            given = rows_of(calls[at].input)
+            return call.run(given.reshape(-1, given.shape[-1]), inside)
+        rows = rows + [each.tensor.reshape(-1, each.tensor.shape[-1]) for each in operands]
+        return body(function, rows, shared + [each.tensor for each in vectors])
+
+    def function(*tensors: torch.Tensor) -> torch.Tensor:
+        parts = iter(tensors)
+        given = [next(parts) for _ in calls]
+        values = {id(each): next(parts) for each in operands}
+        for each, rows in zip(calls, given):
+            parameters = [next(parts) for _ in each.call.tensors]
+            with each.call.autocast.active():
+                values[id(each)] = each.call.compute(rows, *parameters)
+        values |= {id(each): next(parts) for each in vectors}
+        return evaluated(node, values)
+
+    return enter(0, [], [])
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A program of the form softcap · tanh(scale · (rows @ weight.T + bias) / softcap)."""
+
+    call: Call
+    scale: float = 1.0
+    softcap: float | None = None
+    bias: torch.Tensor | None = None  # beside the module's own
+
+
+def affine(node: Node) -> Affine | None:
+    """Return ``node`` as an :class:`Affine`, or None if it has another form; casts to a wider dtype
+    are left out, because a loss is computed in fp32 in any case.
+    """
+    if isinstance(node, Call):
+        return Affine(node) if node.call.linear else None
+    if not isinstance(node, Step):
+        return None
+    name = getattr(node.function, "__name__", "")
+    if name == "cast":
+        return affine(node.inputs[0])
+    if name == "tanh" or not isinstance(node.inputs[0], Node):
+        return None  # without the product that ends a soft cap
+    factor = _factor(name, node.inputs)
+    if factor is not None:
+        inner = node.inputs[0] if isinstance(node.inputs[0], Step) else None
+        if inner is not None and getattr(inner.function, "__name__", "") == "tanh":
+            inside = affine(inner.inputs[0])
+            if inside is None or inside.softcap is not None:
+                return None
+            return Affine(inside.call, inside.scale * factor, factor, inside.bias)
+        inside = affine(node.inputs[0])
+        if inside is None or inside.softcap is not None:
+            return None
+        return Affine(inside.call, inside.scale * factor, None, inside.bias)
+    if name in ("add", "__add__") and len(node.inputs) == 2:
+        vector, inside = node.inputs[1], affine(node.inputs[0])
+        if (
+            inside is not None
+            and isinstance(vector, Vector)
+            and vector.tensor.dim() == 1
+            and inside == Affine(inside.call)
+            and vector.tensor.shape == inside.call.call.tensors[0].shape[:1]
+        ):
+            return Affine(inside.call, bias=vector.tensor)
+    return None
+
+
+def _factor(name: str, inputs: Sequence[Any]) -> float | None:
+    """Return the number that a product or a quotient multiplies its first input by."""
+    if len(inputs) != 2:
+        return None
+    number = inputs[1]
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return None
+    if name in ("mul", "multiply", "__mul__", "__rmul__"):
+        return float(number)
+    if name in ("div", "divide", "true_divide", "__truediv__") and number:
+        return 1.0 / float(number)
+    return None

@@ -1,0 +1,442 @@
+"""``DeferredTensor``: a tensor that has not been computed.
+
+[Note: what a deferred tensor is to autograd]
+It is an ordinary citizen of the graph. Its ``grad_fn`` is a node that computes the gradients of its
+program for whole rows, so code that torch functions do not reach (``autograd.Function.apply``, DDP,
+reentrant checkpoints, C++) loses no gradient: it gets plain values from ``__torch_dispatch__``, and
+its gradient arrives at that node. Losses that are computed in chunks bypass the node. If another
+node adopts the tensor (the output of a reentrant checkpoint), it is read through that node alone.
+
+[Note: views and writes]
+A deferred view is read as a view of what it was taken of, so that writes reach it. A deferred copy
+(a product, a cast, a clone) is computed from its program, or before a write to what it was made of.
+Once a tensor has been computed (``whole``), everything else is done with the plain tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hf_zero.errors import KernelError
+from hf_zero.logging import log_rank0
+from hf_zero.ops.chunked_head import accumulator_dtype, rows_of_a_chunk
+from hf_zero.ops.deferred import functions, programs
+from hf_zero.ops.deferred.chunks import by_rows
+from hf_zero.ops.deferred.programs import Autocast, Call, Node, RowwiseCall, Select, Step
+
+_grad_fn: Any = torch.Tensor.grad_fn
+_materialized: set[str] = set()  # operations that were named in the log
+
+
+class DeferredTensor(torch.Tensor):
+    """The value of a program over rows, [*lead, width]; see the notes of this module."""
+
+    program: Node
+    parents: tuple[DeferredTensor, ...]
+    replay: Callable[..., torch.Tensor] | None  # its value from those of its parents
+    alias: bool  # a view of its parent
+    whole: torch.Tensor | None
+    plain_grad_fn: Any  # its node of autograd, if no other node has adopted it
+
+    __hash__ = torch.Tensor.__hash__
+
+    # ---- construction ----
+
+    @classmethod
+    def of_call(cls, call: RowwiseCall, rows: torch.Tensor, like: torch.Tensor) -> DeferredTensor:
+        """Return the output of ``call`` for ``rows`` [*lead, in]; ``like`` has its dtype and, as
+        last dimension, its width.
+        """
+        shape = (*rows.shape[:-1], like.shape[-1])
+        empty = torch.empty(shape, dtype=like.dtype, device="meta")
+        return cls._made(
+            Call(call, rows), empty, rows.device, (), call.compute, (rows, *call.tensors), False
+        )
+
+    @classmethod
+    def _made(
+        cls,
+        program: Node,
+        like: torch.Tensor,
+        device: torch.device,
+        parents: tuple[DeferredTensor, ...],
+        replay: Callable[..., torch.Tensor],
+        inputs: tuple[torch.Tensor, ...],
+        alias: bool,
+        detached: bool = False,
+    ) -> DeferredTensor:
+        """Return a tensor with the metadata of ``like``; ``replay(*inputs)`` is its value."""
+        records = (
+            not detached
+            and torch.is_grad_enabled()
+            and like.is_floating_point()
+            and any(each.requires_grad for each in inputs)
+        )
+        if not records and any(each.requires_grad for each in inputs):
+            program = Step(_detached, (program,), Autocast.now(device))
+
+        def new() -> DeferredTensor:
+            return torch.Tensor._make_wrapper_subclass(  # type: ignore[no-any-return,attr-defined]
+                cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+            )
+
+        with torch._C.DisableTorchFunctionSubclass():
+            made = _Made.apply(new, replay, *inputs) if records else new()
+            made.plain_grad_fn = _grad_fn.__get__(made)
+        made.program, made.parents, made.alias, made.whole = program, parents, alias, None
+        made.replay = replay if parents else None
+        made.raw = None
+        made.copies, made.uses = weakref.WeakSet(), []
+        made.versions = tuple(each.whole._version if each.whole is not None else 0 for each in parents)
+        if not alias:
+            for each in parents:
+                each._root.copies.add(made)
+        return made
+
+    @property
+    def _root(self) -> DeferredTensor:
+        return self.parents[0]._root if self.alias else self
+
+    # ---- what others see ----
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = functions.TABLE.get(function)
+        if handler is functions.metadata:
+            first = args[0]
+            if first.whole is not None:
+                return function(first.whole, *args[1:], **kwargs)
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        if handler is not None:
+            deferred = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
+            if all(each.is_live() for each in deferred):
+                result = handler(function, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        if function is torch.autograd.grad:
+            return gradients(*args, **kwargs)
+        return cls._materialized_call(function, args, kwargs)
+
+    @classmethod
+    def _materialized_call(cls, function: Any, args: Any, kwargs: Any) -> Any:
+        """Return ``function`` of plain tensors, and say once that they were computed for it."""
+        deferred = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
+        name = torch.overrides.resolve_name(function) or getattr(function, "__name__", "?")
+        if functions.shows(function) and any(each.whole is None and each.needs_ranks for each in deferred):
+            return functions.shown(function, deferred[0], name)
+        if functions.writes(function, args, kwargs):
+            for each in deferred:
+                each._root._compute_copies()
+        for each in deferred:
+            if each.whole is None:
+                _tell(name, each)
+        given = tree_map(lambda one: one.materialize() if isinstance(one, cls) else one, (args, kwargs))
+        return function(*given[0], **given[1])
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Return ``function`` of plain values, for code below torch functions; autograd has
+        recorded it already.
+        """
+        if function._schema.is_mutable:
+            raise KernelError(
+                f"{function} writes into a {cls.__name__}, which has no memory; write into "
+                "tensor.clone(), or leave the kernel loss out"
+            )
+        given = tree_map(lambda one: one._raw_value() if isinstance(one, cls) else one, (args, kwargs or {}))
+        return function(*given[0], **given[1])
+
+    # ---- state ----
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether reading it may be a collective."""
+        return any(
+            node.call.needs_ranks
+            for node in programs.nodes_of(self.program)
+            if isinstance(node, Call)
+        )
+
+    def is_live(self) -> bool:
+        """Whether it and all that it was made of are neither computed nor adopted."""
+        return (
+            self.whole is None and not self._adopted and all(each.is_live() for each in self.parents)
+        )
+
+    @property
+    def _adopted(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _grad_fn.__get__(self) is not self.plain_grad_fn
+
+    @property
+    def _records(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.requires_grad
+
+    # ---- values ----
+
+    def materialize(self) -> torch.Tensor:
+        """Return the plain tensor: computed once, with its graph.
+
+        Raises:
+            KernelError: a parameter or an input of the program has changed since.
+        """
+        if self.whole is not None:
+            return self.whole
+        with torch.inference_mode(False), torch.set_grad_enabled(self._records):
+            if self._adopted:
+                whole = _Read.apply(self)
+            elif self.parents and (self.alias or any(each.whole is not None for each in self.parents)):
+                for each, version in zip(self.parents, self.versions):
+                    if not self.alias and each.whole is not None and each.whole._version != version:
+                        raise KernelError(
+                            f"the values of a tensor of shape {tuple(self.shape)} have changed "
+                            "since this one was made of it; read it before, or leave the kernel "
+                            "loss out"
+                        )
+                whole = self.replay(*(each.materialize() for each in self.parents))
+            else:
+                whole = self.value()
+        self.whole = whole
+        return whole
+
+    def value(self) -> torch.Tensor:
+        """Return the values computed from the program, without keeping them."""
+        _check(self.program)
+        width, lead = self.shape[-1], self.shape[:-1]
+        flat = programs.run(
+            self.program, lambda function, rows, shared: function(*rows, *shared), plain_rows
+        )
+        return flat.reshape(*lead, width)
+
+    def _raw_value(self) -> torch.Tensor:
+        if self.whole is not None:
+            return self.whole.detach()
+        if self.raw is None:
+            with torch.no_grad():
+                self.raw = self.value() if not self._adopted or not self.parents else self.replay(
+                    *(each._raw_value() for each in self.parents)
+                )
+        return self.raw
+
+    def _compute_copies(self) -> None:
+        """Compute the tensors that were made of this one and are not views of it, before a write
+        to it.
+        """
+        for each in list(self.copies):
+            if each.whole is None:
+                each.materialize()
+            each._root._compute_copies()
+
+    # ---- derived tensors ----
+
+    def selected(
+        self, function: Select, select: Select, like: torch.Tensor, alias: bool, detached: bool = False
+    ) -> DeferredTensor:
+        """Return the rows that ``select`` takes of any tensor [*lead, k]; ``function`` takes them
+        of the plain tensor, and ``like`` has their metadata.
+        """
+        program = programs.selected(self.program, select)
+        return self._made(program, like, self.device, (self,), function, (self,), alias, detached)
+
+    def step(
+        self,
+        function: Callable[..., torch.Tensor],
+        inputs: tuple[Any, ...],
+        like: torch.Tensor,
+        replay: Callable[..., torch.Tensor],
+        parents: tuple[DeferredTensor, ...],
+        tensors: tuple[torch.Tensor, ...],
+    ) -> DeferredTensor:
+        """Return ``function(*inputs)``, of nodes and numbers, recorded as a step."""
+        node = Step(function, inputs, Autocast.now(self.device))
+        whole = torch.empty((*self.shape[:-1], like.shape[-1]), dtype=like.dtype, device="meta")
+        return self._made(node, whole, self.device, parents, replay, (*parents, *tensors), False)
+
+    def reduced(
+        self, function: Callable[..., torch.Tensor], *extras: torch.Tensor, like: Any = None
+    ) -> torch.Tensor:
+        """Return ``function(rows, *extras)`` [*lead, ...], computed in chunks; ``rows`` [n, width],
+        ``extras`` [*lead, k].
+        """
+        lead, width = self.shape[:-1], self.shape[-1]
+        state = Autocast.now(self.device)
+        size = rows_of_a_chunk(
+            max(1, lead.numel()), width, accumulator_dtype(self.dtype).itemsize, self.device
+        )
+        number = len(extras)
+
+        def body(program: Any, rows: list[Any], shared: list[Any]) -> torch.Tensor:
+            def of_chunk(*tensors: torch.Tensor) -> torch.Tensor:
+                own = tensors[: len(tensors) - len(shared)]
+                value = program(*own[: len(own) - number], *tensors[len(own) :])
+                with state.active():
+                    return function(value, *own[len(own) - number :])
+
+            more = [each.reshape(-1, each.shape[-1]) for each in extras]
+            return by_rows(of_chunk, [*rows, *more], shared, size)
+
+        _check(self.program)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._records):
+            flat = programs.run(self.program, body, plain_rows)
+            return flat.reshape(*lead, *flat.shape[1:])
+
+    def rows(self, select: Select) -> torch.Tensor:
+        """Return the values of the rows that ``select`` takes, and compute no others."""
+        like = torch.empty((0, self.shape[-1]), dtype=self.dtype, device="meta")
+        return self.selected(select, select, like, False).value()
+
+    def used(self, result: torch.Tensor, function: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """Note that ``result`` is ``function`` of this tensor, for gradients with respect to it."""
+        if result.requires_grad:
+            self._first.uses.append((result, self, function, args, kwargs))
+        return result
+
+    @property
+    def _first(self) -> DeferredTensor:
+        return self.parents[0]._first if self.parents else self
+
+    def replayed(self, of: DeferredTensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the value of this tensor if ``of``, which it may be made of, had ``value``."""
+        if self is of:
+            return value
+        if not self.parents:
+            return self.materialize()
+        return self.replay(*(each.replayed(of, value) for each in self.parents))
+
+
+def plain_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor of a plain or deferred one, computed without being kept."""
+    if not isinstance(tensor, DeferredTensor):
+        return tensor
+    return tensor.value() if tensor.is_live() else tensor.materialize()
+
+
+def _detached(value: torch.Tensor) -> torch.Tensor:
+    return value.detach()
+
+
+def _check(program: Node) -> None:
+    """Raise KernelError if the program would not compute what it did at the time of its calls."""
+    for node in programs.nodes_of(program):
+        if isinstance(node, Call):
+            node.call.check()
+            if not isinstance(node.input, DeferredTensor) and node.input._version != node.version:
+                raise KernelError(
+                    f"the hidden states {tuple(node.input.shape)} of deferred logits were changed "
+                    "in place after the forward; read outputs.logits before, or leave the kernel "
+                    "loss out"
+                )
+
+
+def _tell(name: str, tensor: DeferredTensor) -> None:
+    if name not in _materialized:
+        _materialized.add(name)
+        log_rank0(
+            f"{name} reads logits {tuple(tensor.shape)} that the kernel loss has deferred: they "
+            "are computed whole for it, as without the kernel",
+            logging.INFO,
+        )
+
+
+class _Made(torch.autograd.Function):
+    """The node of a deferred tensor: gradients of its value for whole rows."""
+
+    @staticmethod
+    def forward(ctx: Any, new: Callable[[], Any], replay: Any, *inputs: Any) -> Any:
+        ctx.replay, ctx.inputs = replay, inputs
+        return new()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        again = torch.is_grad_enabled()
+        values = [
+            each.materialize() if isinstance(each, DeferredTensor) else each for each in ctx.inputs
+        ]
+        with torch.enable_grad():
+            if not again:
+                values = [
+                    value.detach().requires_grad_(each.requires_grad)
+                    for value, each in zip(values, ctx.inputs)
+                ]
+            made = ctx.replay(*values)
+        wanted = [each for each, one in zip(values, ctx.needs_input_grad[2:]) if one]
+        grads = iter(
+            torch.autograd.grad(made, wanted, grad, create_graph=again, allow_unused=True)
+        )
+        return None, None, *(next(grads) if one else None for one in ctx.needs_input_grad[2:])
+
+
+class _Read(torch.autograd.Function):
+    """The plain values of a deferred tensor that another node has adopted."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DeferredTensor) -> torch.Tensor:
+        return tensor._raw_value().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def gradients(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None,
+    create_graph: bool = False, **more: Any,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Return torch.autograd.grad with deferred tensors among ``inputs``, of which losses were
+    computed in chunks.
+
+    The gradient of each such loss is that of ``outputs`` with respect to the loss, times that of
+    the loss recomputed with whole rows.
+    """
+    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    unused = more.pop("allow_unused", None)
+
+    def plain(of: Iterable[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        return torch.autograd.grad(
+            outputs, tuple(of), grad_outputs, True, create_graph, allow_unused=True, **more
+        )
+
+    found: list[torch.Tensor | None] = []
+    for each in given:
+        if not isinstance(each, DeferredTensor) or each.whole is not None:
+            found.append(plain((each.whole if isinstance(each, DeferredTensor) else each,))[0])
+            continue
+        _tell("torch.autograd.grad", each)
+        total = None
+        for result, member, function, args, kwargs in each._first.uses:
+            (before,) = plain((result,))
+            if before is None:
+                continue
+            with torch.enable_grad():
+                value = each.materialize().detach().requires_grad_()
+                own = member.replayed(each, value)
+                again = function(
+                    *(own if a is member else a for a in args),
+                    **{k: own if a is member else a for k, a in kwargs.items()},
+                )
+            part = torch.autograd.grad(again, value, before, create_graph=create_graph, allow_unused=True)[0]
+            if part is not None:
+                total = part if total is None else total + part
+        found.append(total)
+    if not unused and any(each is None for each in found):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. "
+            "Set allow_unused=True if this is the desired behavior."
+        )
+    if not (create_graph if retain_graph is None else retain_graph):
+        pass  # buffers go with the graph
+    return tuple(found)
