@@ -135,6 +135,11 @@ def row(kind: str, model_type: str) -> dict[str, Any]:
         return made | {"left_out": f"{type(error).__name__}: {error}".splitlines()[0][:160]}
     if abs(loss - again) > 1e-5:
         return made | {"left_out": "its loss is random"}
+    hf_zero.optimize(model, ["loss"])
+    try:
+        made |= {"loss": whole_logits(model, kind, loss, grads)}
+    except Exception as error:
+        return made | {"right": False, "error": f"{type(error).__name__}: {error}"[:200]}
     hf_zero.optimize(model, BLOCKS)
     lines = report(model)
     fused: dict[str, set[str]] = {kernel: set() for kernel in BLOCKS}
@@ -156,13 +161,8 @@ def row(kind: str, model_type: str) -> dict[str, Any]:
         new_loss, new_grads = step(model, kind)
     except Exception as error:
         return made | {"right": False, "error": f"{type(error).__name__}: {error}"[:200]}
-    largest = max(float(each.abs().max()) for each in grads.values())
-    off = [
-        float((new_grads[name] - each).abs().max()) / (largest * 0.01 + float(each.abs().max()))
-        for name, each in grads.items()
-        if name in new_grads
-    ]
-    right = new_grads.keys() == grads.keys() and max(off) < 1e-4 and abs(new_loss - loss) < 1e-4
+    off = error_of(grads, new_grads)
+    right = off < 1e-4 and abs(new_loss - loss) < 1e-4
     counts = {
         kernel: [len(fused[kernel] & places[place]), len(places[place])]
         for kernel, place in {
@@ -174,7 +174,59 @@ def row(kind: str, model_type: str) -> dict[str, Any]:
         {f"{line.what}: {line.why_not}" for line in lines.left if line.kernels != ("residual",)}
     )
     rotates = any("rotary" in name.lower() for name, _ in model.named_modules())
-    return made | {"right": right, "off": max(off), **counts, "rotates": rotates, "left": left}
+    return made | {"right": right, "off": off, **counts, "rotates": rotates, "left": left}
+
+
+def error_of(grads: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> float:
+    """Return the largest error of a gradient, in parts of its largest element and of a hundredth
+    of the model's; infinity if a gradient is missing.
+    """
+    if new.keys() != grads.keys():
+        return float("inf")
+    largest = max(float(each.abs().max()) for each in grads.values())
+    return max(
+        float((new[name] - each).abs().max()) / (largest * 0.01 + float(each.abs().max()))
+        for name, each in grads.items()
+    )
+
+
+def whole_logits(
+    model: Any, kind: str, loss: float, grads: dict[str, torch.Tensor]
+) -> str:
+    """Return "fused" if a step of ``model`` computes its loss without whole logits, "computed" if
+    something reads them, "wrong" if loss or gradients differ, or the reason why they are not
+    deferred.
+    """
+    from hf_zero.integrations.fused import report
+    from hf_zero.ops.deferred import DeferredTensor
+
+    left = [line.why_not for line in report(model).left if "loss" in line.kernels]
+    if left:
+        return left[0]
+    computed = []
+    plain, of_call = DeferredTensor.materialize, DeferredTensor.of_call
+    made: list[Any] = []
+
+    def materialize(tensor: Any) -> torch.Tensor:
+        computed.append(tuple(tensor.shape))
+        return plain(tensor)
+
+    def noted(*args: Any) -> Any:
+        made.append(args)
+        return of_call(*args)
+
+    DeferredTensor.materialize = materialize  # type: ignore[method-assign]
+    DeferredTensor.of_call = noted  # type: ignore[method-assign,assignment]
+    try:
+        new_loss, new_grads = step(model, kind)
+    finally:
+        DeferredTensor.materialize = plain  # type: ignore[method-assign]
+        DeferredTensor.of_call = of_call  # type: ignore[method-assign]
+    if abs(new_loss - loss) > 1e-4 or error_of(grads, new_grads) > 1e-4:
+        return "wrong"
+    if not made:
+        return "its head is not called"
+    return "computed" if computed else "fused"
 
 
 def rows(kinds: list[str], only: list[str]) -> Iterator[dict[str, Any]]:

@@ -28,7 +28,7 @@ from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.fused import sequence_attention
 from hf_zero.integrations.fused.attention_on_meta import without_memory
-from hf_zero.integrations.fused.heads import fuse_head
+from hf_zero.integrations.fused.deferred_heads import defer_head
 from hf_zero.ops.chunked_head import rows_of_a_chunk
 from hf_zero.parallel.sequence.attention import KEY as SEQUENCE
 from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
@@ -206,7 +206,7 @@ def _save(model: nn.Module, saving: Saving) -> Callable[[], None]:
     blocks = blocks_to_checkpoint(model, saving.checkpointing)
     checkpoints = Checkpoints(model, blocks, saving.checkpointing, META, tells=False)
     if "loss" in saving.kernels:
-        fuse_head(model)
+        defer_head(model)
     if saving.tiled_mlp.enabled and _has_mlps(model):
         alone = SimpleNamespace(size=1)
         mesh = SimpleNamespace(shard=alone, replicate=alone)

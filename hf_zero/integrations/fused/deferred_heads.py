@@ -144,6 +144,8 @@ def _may_defer(module: nn.Module, rows: Any) -> bool:
         return False
     if rows.shape[-2] == 1 and not torch.is_grad_enabled():
         return False
+    if not _is_ours(module) or module._compiled_call_impl is not None:
+        return False  # a wrapper, as a checkpoint, would run again what it has run
     if _watched(module) or "parametrizations" in module._modules:
         return False
     weight = module._parameters.get("weight")
@@ -242,6 +244,9 @@ def _install(module: nn.Module) -> Callable[[], None]:
 
 
 def _remove(module: nn.Module) -> None:
-    current = module.__dict__.get("forward")
-    if getattr(current, "__func__", None) is _forward:
+    if _is_ours(module):
         del module.__dict__["forward"]
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return getattr(module.__dict__.get("forward"), "__func__", None) is _forward

@@ -193,11 +193,11 @@ def _put_in(
         if moves is not None:
             _keep(model, moves.install(model, "norms" in names), replacements, lines, PRE_LN)
         if "loss" in names:
-            from hf_zero.integrations.fused.heads import fuse_head
+            from hf_zero.integrations.fused.deferred_heads import defer_head
 
             get_base: Any = getattr(model, "get_base_model", None)  # inside the adapters of PEFT
             base: Any = model if get_base is None else get_base()
-            _keep(base, fuse_head(base), replacements, lines, "loss")
+            _keep(base, defer_head(base), replacements, lines, "loss")
         if sparse_attention is not None:
             from hf_zero.integrations.fused.sparse_attention import sparsify
 

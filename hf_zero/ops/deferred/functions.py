@@ -453,7 +453,7 @@ def _table() -> dict[Any, Any]:
     getters = (
         "shape dtype device layout ndim is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
         "is_mkldnn is_xpu is_mps nbytes itemsize names requires_grad is_leaf grad_fn output_nr "
-        "is_sparse_csr is_maia is_ipu is_xla is_mtia is_vulkan _backward_hooks"
+        "is_sparse_csr is_maia is_ipu is_xla is_mtia is_vulkan _backward_hooks _version"
     )
     table: dict[Any, Any] = {}
     for name in getters.split():

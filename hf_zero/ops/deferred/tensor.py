@@ -22,6 +22,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_zero.errors import KernelError
@@ -198,19 +203,22 @@ class DeferredTensor(torch.Tensor):
             return self.whole
         with torch.inference_mode(False), torch.set_grad_enabled(self._records):
             if self._adopted:
-                whole = _Read.apply(self)
-            elif self.parents and (self.alias or any(each.whole is not None for each in self.parents)):
-                for each, version in zip(self.parents, self.versions):
-                    if not self.alias and each.whole is not None and each.whole._version != version:
-                        raise KernelError(
-                            f"the values of a tensor of shape {tuple(self.shape)} have changed "
-                            "since this one was made of it; read it before, or leave the kernel "
-                            "loss out"
-                        )
-                whole = self.replay(*(each.materialize() for each in self.parents))
+                whole: torch.Tensor = _Read.apply(self)
+            elif self.parents:
+                whole = self.replay(*map(self._unchanged, self.parents, self.versions))
             else:
                 whole = self.value()
         self.whole = whole
+        return whole
+
+    def _unchanged(self, parent: DeferredTensor, version: int) -> torch.Tensor:
+        """Return the plain ``parent``; refuse one that was written to since this copy was made."""
+        whole = parent.materialize()
+        if not self.alias and whole._version != version:
+            raise KernelError(
+                f"values {tuple(whole.shape)} were changed in place after a copy of them was "
+                "deferred; use the copy before, or leave out the kernel loss"
+            )
         return whole
 
     def value(self) -> torch.Tensor:
@@ -316,6 +324,14 @@ class DeferredTensor(torch.Tensor):
         if not self.parents:
             return self.materialize()
         return self.replay(*(each.replayed(of, value) for each in self.parents))
+
+
+# torch.compile of a function of deferred tensors runs each operation on one outside its graphs.
+for _function in (DeferredTensor.__torch_function__, DeferredTensor.__torch_dispatch__):
+    _function.__func__._torchdynamo_disable = True  # type: ignore[attr-defined]
+    set_code_exec_strategy(
+        _function.__func__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    )
 
 
 def plain_rows(tensor: torch.Tensor) -> torch.Tensor:

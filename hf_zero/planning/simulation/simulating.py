@@ -25,7 +25,7 @@ from hf_zero.distributed.parallel_groups import AXES, get_parallel, init_paralle
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.fused.attention_on_meta import without_memory
-from hf_zero.integrations.fused.heads import fuse_head
+from hf_zero.integrations.fused.deferred_heads import defer_head
 from hf_zero.integrations.transformers.sized_model import sized_model
 from hf_zero.measures.collectives import wire_bytes
 from hf_zero.optim.one_bit import one_bit_of
@@ -409,7 +409,7 @@ def _record(
     Sequences(length, rows, dims.sequence).check(own.model)
     copied = _copy(own).train()
     if dims.pipeline == 1 and "loss" in settings.kernels and not isinstance(settings.kernels, str):
-        fuse_head(copied)
+        defer_head(copied)
     inputs = dict((batch or _tokens)(rows, length // dims.sequence))
     if batch is None and dims.pipeline == 1:
         inputs["return_dict"] = False
