@@ -144,7 +144,7 @@ def _may_defer(module: nn.Module, rows: Any) -> bool:
         return False
     if rows.shape[-2] == 1 and not torch.is_grad_enabled():
         return False
-    if not _is_ours(module) or module._compiled_call_impl is not None:
+    if not _is_ours(module) or module._compiled_call_impl is not None or not _is_torchs(module):
         return False  # a wrapper, as a checkpoint, would run again what it has run
     if _watched(module) or "parametrizations" in module._modules:
         return False
@@ -246,6 +246,11 @@ def _install(module: nn.Module) -> Callable[[], None]:
 def _remove(module: nn.Module) -> None:
     if _is_ours(module):
         del module.__dict__["forward"]
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether the class of ``module`` has torch's forward: another may have been put on since."""
+    return type(module).forward in (nn.Linear.forward, nn.LayerNorm.forward)
 
 
 def _is_ours(module: nn.Module) -> bool:

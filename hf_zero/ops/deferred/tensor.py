@@ -223,12 +223,7 @@ class DeferredTensor(torch.Tensor):
 
     def value(self) -> torch.Tensor:
         """Return the values computed from the program, without keeping them."""
-        _check(self.program)
-        width, lead = self.shape[-1], self.shape[:-1]
-        flat = programs.run(
-            self.program, lambda function, rows, shared: function(*rows, *shared), plain_rows
-        )
-        return flat.reshape(*lead, width)
+        return _computed(self.program).reshape(self.shape)
 
     def _raw_value(self) -> torch.Tensor:
         if self.whole is not None:
@@ -303,9 +298,8 @@ class DeferredTensor(torch.Tensor):
             return flat.reshape(*lead, *flat.shape[1:])
 
     def rows(self, select: Select) -> torch.Tensor:
-        """Return the values of the rows that ``select`` takes, and compute no others."""
-        like = torch.empty((0, self.shape[-1]), dtype=self.dtype, device="meta")
-        return self.selected(select, select, like, False).value()
+        """Return the values [n, width] of the rows that ``select`` takes, and compute no others."""
+        return _computed(programs.selected(self.program, select))
 
     def used(self, result: torch.Tensor, function: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """Note that ``result`` is ``function`` of this tensor, for gradients with respect to it."""
@@ -339,6 +333,15 @@ def plain_rows(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DeferredTensor):
         return tensor
     return tensor.value() if tensor.is_live() else tensor.materialize()
+
+
+def _computed(program: Node) -> torch.Tensor:
+    """Return the values [rows, width] of ``program``."""
+    _check(program)
+    made: torch.Tensor = programs.run(
+        program, lambda function, rows, shared: function(*rows, *shared), plain_rows
+    )
+    return made
 
 
 def _detached(value: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,133 @@
+"""The oracle for losses of deferred logits: at every stage, inside the model's forward and after
+it, with adapters, recomputation, offload and units for which the head is one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional as F
+
+from hf_zero.ops.deferred import losses, tensor
+from hf_zero.ops.deferred.tensor import DeferredTensor
+from tests.helpers import oracle
+from tests.helpers.cells import in_one_item
+from tests.helpers.engines import engine_opener, train_on_threads
+from tests.helpers.models import ARCHITECTURES
+from tests.helpers.training import At, Driver, Plan, Way, own_loss, plain_sgd
+
+LLAMA = ARCHITECTURES["llama"]
+OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
+
+def logits_of(net: Driver, at: At) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits and labels of the same rows, from a forward without labels."""
+    batch = LLAMA.batch(at.step, at.micro, at.rank)
+    logits = net(input_ids=batch["input_ids"]).logits
+    return logits[:, :-1], batch["labels"][:, 1:]
+
+
+def script_loss(net: Driver, at: At) -> torch.Tensor:
+    logits, labels = logits_of(net, at)
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+
+
+def log_probabilities(net: Driver, at: At) -> torch.Tensor:
+    logits, labels = logits_of(net, at)
+    logits = logits / 0.7
+    chosen = logits.gather(-1, labels[..., None])[..., 0] - logits.logsumexp(-1)
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    return -chosen.sum(-1).sigmoid().mean() + 0.1 * entropy.mean()
+
+
+def with_metric(net: Driver, at: At) -> torch.Tensor:
+    outputs = net(**LLAMA.batch(at.step, at.micro, at.rank))
+    assert outputs.logits.argmax(-1).shape == outputs.logits.shape[:-1]
+    return outputs.loss
+
+
+def with_whole(net: Driver, at: At) -> torch.Tensor:
+    outputs = net(**LLAMA.batch(at.step, at.micro, at.rank))
+    return outputs.loss + 0.1 * outputs.logits.square().mean()
+
+
+def adapted(**settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        config = LoraConfig(r=4, init_lora_weights=False, **settings)
+        return get_peft_model(LLAMA.make(), config)  # type: ignore[arg-type,return-value]
+
+    return make
+
+
+def recomputed() -> nn.Module:
+    model: Any = LLAMA.make()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], nn.Module] = LLAMA.make
+    loss: Callable[[Driver, At], torch.Tensor] = own_loss("llama")
+    keys: dict[str, Any] = field(default_factory=dict)
+    whole: bool = False  # something reads whole logits
+
+
+CASES = {
+    "own loss": Case(),
+    "bert": Case(ARCHITECTURES["bert"].make, own_loss("bert")),
+    "gpt2, tied": Case(ARCHITECTURES["gpt2"].make, own_loss("gpt2")),
+    "t5, tied and scaled": Case(ARCHITECTURES["t5"].make, own_loss("t5")),
+    "loss of the script": Case(loss=script_loss),
+    "log-probabilities": Case(loss=log_probabilities),
+    "metric": Case(loss=with_metric),
+    "whole logits beside the loss": Case(loss=with_whole, whole=True),
+    "LoRA on the head": Case(adapted(target_modules=["q_proj", "lm_head"])),
+    "a head of the adapter": Case(adapted(target_modules=["q_proj"], modules_to_save=["lm_head"])),
+    "recomputed": Case(recomputed),
+    "recomputed by the engine": Case(keys={"activation_checkpointing": {"blocks": True}}),
+    "compiled blocks": Case(keys={"compile": {"blocks": True, "backend": "aot_eager"}}),
+}
+CELLS = [(name, stage) for name in CASES for stage in (2, 3)]
+MORE = [(name, stage) for name in CASES for stage in (0, 1)]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor, "rows_of_a_chunk", lambda *_: 5)
+    monkeypatch.setattr(losses.chunked_head, "rows_of_a_chunk", lambda *_: 5)
+
+
+def check(name: str, stage: int, **keys: Any) -> None:
+    case = CASES[name]
+    computed: list[tuple[int, ...]] = []
+    plain = DeferredTensor.materialize
+
+    def materialize(one: DeferredTensor) -> torch.Tensor:
+        computed.append(tuple(one.shape))
+        return plain(one)
+
+    job = Way(f"deferred: {name}", case.make, case.loss, plain_sgd)
+    plan = Plan(ranks=2, steps=2, accumulation=2)
+    opener = engine_opener(stage, kernels=["loss"], **case.keys, **keys)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeferredTensor, "materialize", materialize)
+        found = train_on_threads(job, plan, opener)
+    oracle.compare(found, oracle.kept(job, plan))
+    assert bool(computed) == case.whole, computed
+
+
+@in_one_item(CELLS, long=MORE)
+def test_losses_as_in_one_process(cell: tuple[str, int]) -> None:
+    check(*cell)
+
+
+@in_one_item(["own loss", "loss of the script", "bert"])
+def test_with_offloaded_weights(name: str) -> None:
+    check(name, 3, zero_optimization=OFFLOAD)
