@@ -1,0 +1,173 @@
+"""What scripts and libraries do with logits, on deferred ones beside the untouched model: value,
+exception, set of gradients and each gradient are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_zero.errors import KernelError
+from hf_zero.integrations.fused.deferred_heads import defer_head
+from hf_zero.ops.deferred import DeferredTensor, losses, tensor
+from tests.helpers.cells import in_one_item
+from tests.integrations.fused import uses_of_logits
+from tests.integrations.fused.languages import compare, gradients
+from tests.integrations.fused.uses_of_logits import COMPILED, IDS, USES, WORDS, ce, logits
+
+
+IN_16_BITS = (
+    "autocast", "autocast_before_the_loss", "half_precision", "outputs_in_full_precision",
+)  # fmt: skip
+
+
+def build() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+            tie_word_embeddings=False, initializer_range=0.1,
+        )
+    ).train()  # fmt: skip
+
+
+def deferred() -> Any:
+    model = build()
+    assert not isinstance(defer_head(model), str)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor, "rows_of_a_chunk", lambda *_: 5)
+    monkeypatch.setattr(losses.chunked_head, "rows_of_a_chunk", lambda *_: 5)
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def outcome(model: Any, use: uses_of_logits.Use) -> tuple[Any, dict[str, torch.Tensor]]:
+    torch.manual_seed(5)
+    try:
+        made = use(model)
+        if isinstance(made, torch.Tensor) and made.requires_grad:
+            made.backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", {}
+    return float(made.detach()) if isinstance(made, torch.Tensor) else made, gradients(model)
+
+
+def check(use: uses_of_logits.Use) -> None:
+    (expected, grads), (found, ours) = outcome(build(), use), outcome(deferred(), use)
+    if isinstance(expected, float):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6, equal_nan=True)
+    else:
+        assert found == expected
+    assert ours.keys() == grads.keys()
+    if grads:
+        rounded = use in [USES[name] for name in IN_16_BITS]
+        compare(ours, grads, 0.05 if rounded else 1e-4)
+
+
+@in_one_item(USES)
+def test_a_use_does_what_it_does_to_plain_logits(name: str) -> None:
+    check(USES[name])
+
+
+@in_one_item(list(COMPILED))
+def test_compiled_code(name: str) -> None:
+    torch._dynamo.reset()
+    check(COMPILED[name])
+
+
+LEFT_WHOLE = {
+    "loss: classes in the middle", "loss: probabilities as targets", "loss: distillation",
+    "loss: one label too few", "loss: a label outside", "loss: with a detached sum",
+}  # fmt: skip
+
+
+@in_one_item([name for name in USES if name.startswith("loss: ") and name not in LEFT_WHOLE])
+def test_losses_compute_no_whole_logits(name: str) -> None:
+    seen: list[torch.Size] = []
+    plain = DeferredTensor.materialize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            DeferredTensor, "materialize", lambda one: seen.append(one.shape) or plain(one)
+        )
+        USES[name](deferred()).backward()
+    assert not seen
+
+
+def test_what_makes_them_whole_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    tensor._materialized.clear()
+    with caplog.at_level("INFO", "hf_zero"):
+        for _ in range(2):
+            made = logits(deferred())
+            made.topk(3)
+            made.topk(2)
+    lines = [each for each in caplog.messages if "topk" in each]
+    assert len(lines) == 1 and "torch.Tensor.topk reads logits (2, 12, 64)" in lines[0]
+
+
+def changed_head(model: Any, made: torch.Tensor) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+
+
+def a_step(model: Any, made: torch.Tensor) -> None:
+    ce(made).backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+@pytest.mark.parametrize("change", [changed_head, a_step])
+def test_values_of_changed_weights_are_refused(change: Any) -> None:
+    model = deferred()
+    made = logits(model)
+    change(model, made)
+    with pytest.raises(KernelError, match="the weight of Linear has changed since the forward"):
+        made.argmax(-1)
+
+
+def test_changed_hidden_states_are_refused() -> None:
+    model = deferred()
+    hidden = torch.randn(2, 3, 32)
+    made = model.lm_head(hidden)
+    hidden.zero_()
+    with pytest.raises(KernelError, match=r"the hidden states \(2, 3, 32\) .* were changed"):
+        made.sum()
+
+
+def test_copies_of_values_changed_elsewhere_are_refused() -> None:
+    with torch.no_grad():
+        made = logits(deferred())
+        double, alias = made * 2, made.detach().view(-1)
+        alias.numpy()[:] = 0
+        alias.zero_()
+        with pytest.raises(KernelError, match="were changed in place after a copy of them"):
+            double.topk(2)
+
+
+def test_code_below_torch_functions_cannot_write() -> None:
+    made = logits(deferred())
+    with (
+        torch.no_grad(),
+        torch._C.DisableTorchFunctionSubclass(),
+        pytest.raises(KernelError, match="which has no memory"),
+    ):
+        made.mul_(2)
+
+
+def test_hidden_states_of_one_token_of_a_generation_are_computed() -> None:
+    model = deferred()
+    with torch.no_grad():
+        assert type(model(input_ids=IDS[:, :1]).logits) is torch.Tensor
