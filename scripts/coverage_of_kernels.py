@@ -190,9 +190,7 @@ def error_of(grads: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> fl
     )
 
 
-def whole_logits(
-    model: Any, kind: str, loss: float, grads: dict[str, torch.Tensor]
-) -> str:
+def whole_logits(model: Any, kind: str, loss: float, grads: dict[str, torch.Tensor]) -> str:
     """Return "fused" if a step of ``model`` computes its loss without whole logits, "computed" if
     something reads them, "wrong" if loss or gradients differ, or the reason why they are not
     deferred.

@@ -23,6 +23,7 @@ from tests.helpers.models import ARCHITECTURES
 from tests.helpers.training import At, Driver, Plan, Way, own_loss, plain_sgd
 
 LLAMA = ARCHITECTURES["llama"]
+OWN = own_loss("llama")
 OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 
@@ -74,7 +75,7 @@ def recomputed() -> nn.Module:
 @dataclass(frozen=True)
 class Case:
     make: Callable[[], nn.Module] = LLAMA.make
-    loss: Callable[[Driver, At], torch.Tensor] = own_loss("llama")
+    loss: Callable[[Driver, At], torch.Tensor] = OWN
     keys: dict[str, Any] = field(default_factory=dict)
     whole: bool = False  # something reads whole logits
 

@@ -28,7 +28,7 @@ from hf_zero.integrations.fused.replacement import Replacement
 from hf_zero.ops.deferred import DeferredTensor
 from hf_zero.ops.deferred.programs import Autocast
 from hf_zero.zero.gather.model_patches import Attached
-from hf_zero.zero.layout.parameter import WatchedParameter, owner_of
+from hf_zero.zero.layout.parameter import owner_of
 
 PENDING = "_hf_zero_pending"  # body of the call of a deferred module that is under way
 BEFORE = "_hf_zero_forward_before"
@@ -119,7 +119,9 @@ def _deferred(module: nn.Module, rows: torch.Tensor) -> Any:
 def _dtype(call: DeferredCall, rows: torch.Tensor) -> torch.dtype:
     """Return the dtype of the output, from that of a layer of one row and column."""
     if not call.linear:
-        samples = [torch.empty(each.shape, dtype=each.dtype, device=rows.device) for each in call.tensors]
+        samples = [
+            torch.empty(each.shape, dtype=each.dtype, device=rows.device) for each in call.tensors
+        ]
         return call.compute(
             torch.empty(0, rows.shape[-1], dtype=rows.dtype, device=rows.device), *samples
         ).dtype
@@ -162,9 +164,7 @@ def _watched(module: nn.Module) -> bool:
     ):
         return True
     return any(
-        not isinstance(hook, Attached)
-        for name in _HOOKS
-        for hook in module.__dict__[name].values()
+        not isinstance(hook, Attached) for name in _HOOKS for hook in module.__dict__[name].values()
     )
 
 
@@ -220,9 +220,11 @@ def _before(model: Any, head: nn.Module, width: int) -> Iterator[nn.Module]:
     for each in model.modules():
         if each in inside or "forward" in each.__dict__:
             continue
-        if _is_plain(each, nn.Linear) and each.in_features == each.out_features == width:
-            yield each
-        elif _is_plain(each, nn.LayerNorm) and each.normalized_shape == (width,) and each.weight is not None:
+        if (_is_plain(each, nn.Linear) and each.in_features == each.out_features == width) or (
+            _is_plain(each, nn.LayerNorm)
+            and each.normalized_shape == (width,)
+            and each.weight is not None
+        ):
             yield each
 
 

@@ -34,9 +34,7 @@ class _ByRows(torch.autograd.Function):
         ctx.function, ctx.number, ctx.size = function, number, size
         ctx.save_for_backward(*tensors)
         rows, shared = tensors[:number], tensors[number:]
-        parts = [
-            function(*chunk, *shared) for chunk in zip(*(each.split(size) for each in rows))
-        ]
+        parts = [function(*chunk, *shared) for chunk in zip(*(each.split(size) for each in rows))]
         result = torch.cat(parts)
         if not result.is_floating_point():
             ctx.mark_non_differentiable(result)
@@ -70,8 +68,14 @@ class _ByRows(torch.autograd.Function):
                 if part is not None:
                     (total[chunk] if at < number else total).add_(part)
         ctx.function = None if not _kept() else function
-        return None, None, None, *(
-            None if total is None else total.to(each.dtype) for total, each in zip(sums, tensors)
+        return (
+            None,
+            None,
+            None,
+            *(
+                None if total is None else total.to(each.dtype)
+                for total, each in zip(sums, tensors)
+            ),
         )
 
 

@@ -16,22 +16,19 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hf_zero.errors import KernelError
-from hf_zero.ops.deferred.programs import Rows, Vector, affine
+from hf_zero.ops.deferred.facts import named
+from hf_zero.ops.deferred.programs import Rows, Vector
+from hf_zero.ops.deferred.tensor import HANDLERS, DeferredTensor
 
 _T: Any = torch.Tensor
 
 
 def _is_deferred(value: Any) -> bool:
-    from hf_zero.ops.deferred.tensor import DeferredTensor
-
     return isinstance(value, DeferredTensor)
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-    )
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _some_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,11 +43,6 @@ def _only_first(args: Any, kwargs: Any) -> bool:
     )
 
 
-def metadata(*_: Any) -> Any:
-    """Mark of functions that read no values."""
-    raise AssertionError
-
-
 # ---- selections of rows ----
 
 
@@ -61,77 +53,58 @@ def _reshaped(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     meta = [_meta(each) if isinstance(each, torch.Tensor) else each for each in args]
     like = function(*meta, **kwargs)
-    if not isinstance(like, torch.Tensor) or like.dtype != one.dtype or not like.dim():
-        return NotImplemented
-    if like.shape[-1] != one.shape[-1] or not one.numel() or like.numel() != one.numel():
-        return NotImplemented
     if like is meta[0]:
         return one
-    lead, others = like.shape[:-1], [each if not _is_deferred(each) else None for each in args[1:]]
-    if any(each is None and args[1 + at] is not None for at, each in enumerate(others)):
-        others = [like.shape] if function in (_T.view_as, _T.reshape_as) else others
-        function = {_T.view_as: _T.view, _T.reshape_as: _T.reshape}.get(function, function)
+    if not like.dim() or like.dtype != one.dtype or like.numel() != one.numel():
+        return NotImplemented
+    if like.shape[-1] != one.shape[-1] or not one.numel():
+        return NotImplemented
+    lead, shape = like.shape[:-1], like.shape
+
+    def of_whole(whole: torch.Tensor) -> torch.Tensor:
+        made = whole.reshape(shape)
+        return made.contiguous() if like.is_contiguous() else made
+
     return one.selected(
-        lambda whole: function(whole, *others, **kwargs),
-        lambda rows: rows.reshape(*lead, rows.shape[-1]),
-        like,
-        alias=like._is_view() if hasattr(like, "_is_view") else True,
+        of_whole, lambda rows: rows.reshape(*lead, rows.shape[-1]), like, alias=like._is_view()
     )
 
 
 def _indexed(function: Any, args: Any, kwargs: Any) -> Any:
     one, index = args
-    if not _is_deferred(one) or kwargs:
+    if not _is_deferred(one):
         return NotImplemented
     items = index if isinstance(index, tuple) else (index,)
-    taken, dots = 0, False
+    taken, tensors = 0, 0  # dimensions that the index takes
     for item in items:
-        if item is Ellipsis:
-            dots = True
-        elif isinstance(item, torch.Tensor) and not _is_deferred(item):
-            if item.dtype not in (torch.bool, torch.int64, torch.int32):
+        if isinstance(item, torch.Tensor) and not _is_deferred(item) and item.dim():
+            if item.dtype not in (torch.bool, torch.int64):
                 return NotImplemented
             taken += item.dim() if item.dtype == torch.bool else 1
-            if item.dtype == torch.bool and not item.dim():
-                return NotImplemented
+            tensors += 1
         elif isinstance(item, slice) or (isinstance(item, int) and not isinstance(item, bool)):
             taken += 1
-        elif item is not None:
+        elif item is not None and item is not Ellipsis:
             return NotImplemented
-    if taken > one.dim() or (dots and not _ends_whole(items, one)):
+    dots = any(item is Ellipsis for item in items)
+    whole = items[-1] is Ellipsis or _is_whole(items[-1])
+    if taken > one.dim() or ((dots or taken == one.dim()) and not whole):
         return NotImplemented
-    if not dots and taken == one.dim() and not _is_whole(items[-1], one.shape[-1]):
-        return NotImplemented
-    basic = not any(isinstance(item, torch.Tensor) for item in items)
-    if basic:
+    if not tensors:
         like = _meta(one)[index]
-    else:
-        rows = torch.empty_strided(
-            (*one.shape[:-1], 1), (*(s for s in one.stride()[:-1]), 1), device="meta"
-        )
-        probe = torch.empty(one.shape[:-1], dtype=torch.bool, device=one.device)[..., None]
-        index = _full_last(items, one)
-        lead = probe[index].shape[:-1]
-        like = rows.new_empty((*lead, one.shape[-1]), dtype=one.dtype)
-    return one.selected(
-        lambda whole: whole[index], lambda rows: rows[index], like, alias=basic
-    )
+    else:  # its shape depends on values
+        probe = torch.empty((*one.shape[:-1], 1), dtype=torch.bool, device=one.device)
+        shape = (*probe[index].shape[:-1], one.shape[-1])
+        like = torch.empty(shape, dtype=one.dtype, device="meta")
+
+    def select(rows: torch.Tensor) -> torch.Tensor:
+        return rows[index]
+
+    return one.selected(select, select, like, alias=not tensors)
 
 
-def _is_whole(item: Any, width: int) -> bool:
-    return isinstance(item, slice) and item.indices(width) == (0, width, 1) and (
-        item.stop is None
-    )
-
-
-def _ends_whole(items: tuple[Any, ...], one: torch.Tensor) -> bool:
-    """Whether an index with an ellipsis leaves the last dimension whole."""
-    return items[-1] is Ellipsis or _is_whole(items[-1], one.shape[-1])
-
-
-def _full_last(items: tuple[Any, ...], one: torch.Tensor) -> tuple[Any, ...]:
-    """Return ``items`` for a tensor of one column: a slice of the last dimension is ``:``."""
-    return items
+def _is_whole(item: Any) -> bool:
+    return isinstance(item, slice) and item in (slice(None), slice(None, None, 1))
 
 
 def _along(function: Any, args: Any, kwargs: Any) -> Any:
@@ -149,14 +122,19 @@ def _along(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     dims = [dim % one.dim() for dim in dims]
     rest = [
-        value for name, value in bound.arguments.items()
+        value
+        for name, value in bound.arguments.items()
         if name not in ("self", "dim", "dim0", "dim1", "index_tensor")
     ]
     plain = _PLAIN_ALONG[function.__name__]
     call = functools.partial(_call_along, plain, dims, rest)
     if function.__name__ == "index_select":
-        like = torch.empty(call(torch.empty((*one.shape[:-1], 1), dtype=torch.bool, device=one.device)).shape[:-1]
-                           + (one.shape[-1],), dtype=one.dtype, device="meta")
+        like = torch.empty(
+            call(torch.empty((*one.shape[:-1], 1), dtype=torch.bool, device=one.device)).shape[:-1]
+            + (one.shape[-1],),
+            dtype=one.dtype,
+            device="meta",
+        )
         return one.selected(call, call, like, alias=False)
     made = call(_meta(one))
     if isinstance(made, torch.Tensor):
@@ -238,7 +216,11 @@ def _cast(function: Any, args: Any, kwargs: Any) -> Any:
         return made  # the name of a type
     if made is sample:
         return one
-    if made.device != one.device or not made.is_floating_point() or any(map(_is_deferred, args[1:])):
+    if (
+        made.device != one.device
+        or not made.is_floating_point()
+        or any(map(_is_deferred, args[1:]))
+    ):
         return NotImplemented
     widens = torch.promote_types(one.dtype, made.dtype) == made.dtype
     return one.step(
@@ -319,9 +301,7 @@ def _operand(tensor: torch.Tensor, one: torch.Tensor) -> Rows | Vector | None:
 def _softmax(function: Any, args: Any, kwargs: Any) -> Any:
     names = ("input", "dim", "_stacklevel", "dtype")
     names = names if function in (F.softmax, F.log_softmax) else ("input", "dim", "dtype")
-    given = dict(zip(names, args)) | {
-        ("input" if k == "self" else k): v for k, v in kwargs.items()
-    }
+    given = dict(zip(names, args)) | {("input" if k == "self" else k): v for k, v in kwargs.items()}
     one, dim, dtype = given.get("input"), given.get("dim"), given.get("dtype")
     if not _is_deferred(one) or not isinstance(dim, int) or dim % one.dim() != one.dim() - 1:
         return NotImplemented
@@ -398,108 +378,29 @@ def _in_range(index: torch.Tensor, width: int) -> bool:
     return bool(((index >= 0) & (index < width)).all())
 
 
-# ---- shown, written ----
+# ---- the table ----
 
+_SHAPES = "view reshape flatten unflatten squeeze unsqueeze contiguous view_as reshape_as"
+_ALONG = "select narrow split chunk unbind index_select transpose"
+_CASTS = "to float half bfloat16 double type type_as"
+_ELEMENTS = (
+    "add sub mul div true_divide multiply divide subtract __add__ __radd__ __sub__ __rsub__ "
+    "__mul__ __rmul__ __truediv__ __rtruediv__ __neg__ neg tanh exp log sigmoid square abs "
+    "sqrt rsqrt pow __pow__ relu silu gelu softplus masked_fill clamp erf"
+)
+_REDUCTIONS = "sum mean logsumexp amax amin argmax argmin"
 
-def shows(function: Any) -> bool:
-    """Whether a script calls ``function`` to show or to store a tensor."""
-    return function in _SHOWS
-
-
-def shown(function: Any, one: Any, name: str) -> Any:
-    """Return what ``function`` shows of logits whose weight is sharded: a print must not wait for
-    other ranks.
-
-    Raises KernelError for a copy or a pickle, which would hold no values.
-    """
-    if function in (_T.__repr__, _T.__str__, _T.__format__):
-        return f"DeferredTensor(shape={tuple(one.shape)}, dtype={one.dtype}, not computed)"
-    raise KernelError(
-        f"{name} on logits {tuple(one.shape)} that are not computed, and whose weight is sharded "
-        "over ranks: this rank alone cannot compute them; call outputs.logits.clone() + 0 on all "
-        "ranks first"
-    )
-
-
-def writes(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether ``function`` may write into one of its arguments."""
-    name = getattr(function, "__name__", "")
-    inside = name.startswith("__i") and name.endswith("__") and name != "__invert__"
-    return (
-        inside
-        or name in ("__setitem__", "__set__")
-        or (name.endswith("_") and not name.endswith("__"))
-        or "out" in kwargs
-        or bool(kwargs.get("inplace"))
-    )
-
-
-_SHOWS = {_T.__repr__, _T.__reduce_ex__, _T.__deepcopy__, _T.__format__}
-
-
-def _named(names: str, *homes: Any) -> list[Any]:
-    found = []
-    for name in names.split():
-        for home in homes or (_T, torch, F):
-            function = getattr(home, name, None)
-            if callable(function):
-                found.append(function)
-    return found
-
-
-def _table() -> dict[Any, Any]:
-    from hf_zero.ops.deferred.losses import cross_entropy, nll_loss
-
-    getters = (
-        "shape dtype device layout ndim is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
-        "is_mkldnn is_xpu is_mps nbytes itemsize names requires_grad is_leaf grad_fn output_nr "
-        "is_sparse_csr is_maia is_ipu is_xla is_mtia is_vulkan _backward_hooks _version"
-    )
-    table: dict[Any, Any] = {}
-    for name in getters.split():
-        getter = getattr(getattr(_T, name, None), "__get__", None)
-        if getter is not None:
-            table[getter] = metadata
-    methods = (
-        "size dim numel nelement element_size stride ndimension is_floating_point is_complex "
-        "is_contiguous is_same_size get_device __len__ is_signed is_inference storage_offset __hash__"
-    )
-    table |= dict.fromkeys(_named(methods, _T, torch), metadata)
-    rows = "view reshape flatten unflatten squeeze unsqueeze contiguous view_as reshape_as"
-    table |= dict.fromkeys(_named(rows, _T, torch), _reshaped)
-    table[_T.__getitem__] = _indexed
-    table |= dict.fromkeys(
-        _named("select narrow split chunk unbind index_select transpose", _T, torch), _along
-    )
-    table[_T.__iter__] = _iterated
-    table |= dict.fromkeys(_named("clone detach", _T, torch), _copied)
-    table |= dict.fromkeys(_named("to float half bfloat16 double type type_as", _T), _cast)
-    elements = (
-        "add sub mul div true_divide multiply divide subtract __add__ __radd__ __sub__ __rsub__ "
-        "__mul__ __rmul__ __truediv__ __rtruediv__ __neg__ neg tanh exp log sigmoid square abs "
-        "sqrt rsqrt pow __pow__ relu silu gelu softplus masked_fill clamp erf"
-    )
-    table |= dict.fromkeys(_named(elements), _elementwise)
-    table |= dict.fromkeys(_named("softmax log_softmax"), _softmax)
-    table |= dict.fromkeys(
-        _named("sum mean logsumexp amax amin argmax argmin", _T, torch), _reduced
-    )
-    table |= dict.fromkeys(_named("max min", _T, torch), _max)
-    table |= dict.fromkeys(_named("gather", _T, torch), _gathered)
-    table |= dict.fromkeys([F.cross_entropy], cross_entropy)
-    table |= dict.fromkeys([F.nll_loss], nll_loss)
-    return table
-
-
-class _Table:
-    """The handlers by function, made at first use."""
-
-    @functools.cached_property
-    def rows(self) -> dict[Any, Any]:
-        return _table()
-
-    def get(self, function: Any) -> Any:
-        return self.rows.get(function)
-
-
-TABLE = _Table()
+for _names, _homes, _handler in (
+    (_SHAPES, (_T, torch), _reshaped),
+    ("__getitem__", (_T,), _indexed),
+    (_ALONG, (_T, torch), _along),
+    ("__iter__", (_T,), _iterated),
+    ("clone detach", (_T, torch), _copied),
+    (_CASTS, (_T,), _cast),
+    (_ELEMENTS, (_T, torch, F), _elementwise),
+    ("softmax log_softmax", (_T, torch, F), _softmax),
+    (_REDUCTIONS, (_T, torch), _reduced),
+    ("max min", (_T, torch), _max),
+    ("gather", (_T, torch), _gathered),
+):
+    HANDLERS.update(dict.fromkeys(named(_names, *_homes), _handler))

@@ -18,7 +18,8 @@ from hf_zero.device import kinds
 from hf_zero.ops import chunked_head
 from hf_zero.ops.deferred import programs
 from hf_zero.ops.deferred.chunks import SummedLoss
-from hf_zero.ops.deferred.programs import Affine, Step, affine
+from hf_zero.ops.deferred.programs import Affine, affine
+from hf_zero.ops.deferred.tensor import HANDLERS, DeferredTensor, plain_rows
 from hf_zero.ops.masked_rows import RowCapacity, RowCount, select_rows
 
 _ARGUMENTS = (
@@ -27,26 +28,9 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 
-def cross_entropy(function: Any, args: Any, kwargs: Any) -> Any:
-    """Handle torch.nn.functional.cross_entropy with classes as targets."""
+def _loss(function: Any, args: Any, kwargs: Any) -> Any:
+    """Handle cross_entropy, and nll_loss of log_softmax, with classes as targets."""
     given = dict(zip(_ARGUMENTS, args)) | kwargs
-    return _loss(function, args, kwargs, given)
-
-
-def nll_loss(function: Any, args: Any, kwargs: Any) -> Any:
-    """Handle torch.nn.functional.nll_loss of log_softmax, which is the cross-entropy."""
-    given = dict(zip(_ARGUMENTS, args)) | kwargs
-    one = given.get("input")
-    from hf_zero.ops.deferred.tensor import DeferredTensor
-
-    if not isinstance(one, DeferredTensor):
-        return NotImplemented
-    return _loss(function, args, kwargs, given)
-
-
-def _loss(function: Any, args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
-    from hf_zero.ops.deferred.tensor import DeferredTensor
-
     one, target, weight = given.get("input"), given.get("target"), given.get("weight")
     reduction, ignored = given.get("reduction", "mean"), given.get("ignore_index", -100)
     smoothing = given.get("label_smoothing", 0.0)
@@ -72,9 +56,7 @@ def _loss(function: Any, args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
     more = {"label_smoothing": smoothing} if function is F.cross_entropy else {}
 
     def losses(rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        return function(
-            rows, at[:, 0], weight, ignore_index=ignored, reduction="none", **more
-        )
+        return function(rows, at[:, 0], weight, ignore_index=ignored, reduction="none", **more)
 
     kept = _kept_rows(labels, ignored)
     source = one.reshape(-1, one.shape[-1]) if one.dim() != 2 else one
@@ -124,8 +106,6 @@ def _summed(
     one: Any, known: Affine, labels: torch.Tensor, ignored: int, smoothing: float, reduction: str
 ) -> torch.Tensor:
     """Return the sum or the mean of the losses, by the operator of the linear head."""
-    from hf_zero.ops.deferred.tensor import DeferredTensor, plain_rows
-
     call = known.call.call
     inputs = known.call.input
     counted = labels
@@ -201,3 +181,6 @@ def _dtype_of_loss(one: torch.Tensor) -> torch.dtype:
     sample = torch.zeros(1, 2, dtype=one.dtype, device=one.device)
     zero = torch.zeros(1, dtype=torch.int64, device=one.device)
     return F.cross_entropy(sample, zero, reduction="sum").dtype
+
+
+HANDLERS.update(dict.fromkeys((F.cross_entropy, F.nll_loss), _loss))

@@ -15,10 +15,9 @@ Once a tensor has been computed (``whole``), everything else is done with the pl
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,10 +31,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hf_zero.errors import KernelError
 from hf_zero.logging import log_rank0
 from hf_zero.ops.chunked_head import accumulator_dtype, rows_of_a_chunk
-from hf_zero.ops.deferred import functions, programs
+from hf_zero.ops.deferred import facts, programs
 from hf_zero.ops.deferred.chunks import by_rows
 from hf_zero.ops.deferred.programs import Autocast, Call, Node, RowwiseCall, Select, Step
 
+# by function of torch: what takes its arguments, or returns NotImplemented
+HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {}
 _grad_fn: Any = torch.Tensor.grad_fn
 _materialized: set[str] = set()  # operations that were named in the log
 
@@ -99,7 +100,9 @@ class DeferredTensor(torch.Tensor):
         made.replay = replay if parents else None
         made.raw = None
         made.copies, made.uses = weakref.WeakSet(), []
-        made.versions = tuple(each.whole._version if each.whole is not None else 0 for each in parents)
+        made.versions = tuple(
+            each.whole._version if each.whole is not None else 0 for each in parents
+        )
         if not alias:
             for each in parents:
                 each._root.copies.add(made)
@@ -116,13 +119,13 @@ class DeferredTensor(torch.Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        handler = functions.TABLE.get(function)
-        if handler is functions.metadata:
+        if function in facts.METADATA:
             first = args[0]
             if first.whole is not None:
                 return function(first.whole, *args[1:], **kwargs)
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
+        handler = HANDLERS.get(function)
         if handler is not None:
             deferred = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
             if all(each.is_live() for each in deferred):
@@ -138,15 +141,19 @@ class DeferredTensor(torch.Tensor):
         """Return ``function`` of plain tensors, and say once that they were computed for it."""
         deferred = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
         name = torch.overrides.resolve_name(function) or getattr(function, "__name__", "?")
-        if functions.shows(function) and any(each.whole is None and each.needs_ranks for each in deferred):
-            return functions.shown(function, deferred[0], name)
-        if functions.writes(function, args, kwargs):
+        if facts.shows(function) and any(
+            each.whole is None and each.needs_ranks for each in deferred
+        ):
+            return facts.shown(function, deferred[0], name)
+        if facts.writes(function, args, kwargs):
             for each in deferred:
                 each._root._compute_copies()
         for each in deferred:
             if each.whole is None:
                 _tell(name, each)
-        given = tree_map(lambda one: one.materialize() if isinstance(one, cls) else one, (args, kwargs))
+        given = tree_map(
+            lambda one: one.materialize() if isinstance(one, cls) else one, (args, kwargs)
+        )
         return function(*given[0], **given[1])
 
     @classmethod
@@ -161,7 +168,9 @@ class DeferredTensor(torch.Tensor):
                 f"{function} writes into a {cls.__name__}, which has no memory; write into "
                 "tensor.clone(), or leave the kernel loss out"
             )
-        given = tree_map(lambda one: one._raw_value() if isinstance(one, cls) else one, (args, kwargs or {}))
+        given = tree_map(
+            lambda one: one._raw_value() if isinstance(one, cls) else one, (args, kwargs or {})
+        )
         return function(*given[0], **given[1])
 
     # ---- state ----
@@ -178,7 +187,9 @@ class DeferredTensor(torch.Tensor):
     def is_live(self) -> bool:
         """Whether it and all that it was made of are neither computed nor adopted."""
         return (
-            self.whole is None and not self._adopted and all(each.is_live() for each in self.parents)
+            self.whole is None
+            and not self._adopted
+            and all(each.is_live() for each in self.parents)
         )
 
     @property
@@ -230,8 +241,10 @@ class DeferredTensor(torch.Tensor):
             return self.whole.detach()
         if self.raw is None:
             with torch.no_grad():
-                self.raw = self.value() if not self._adopted or not self.parents else self.replay(
-                    *(each._raw_value() for each in self.parents)
+                self.raw = (
+                    self.value()
+                    if not self._adopted or not self.parents
+                    else self.replay(*(each._raw_value() for each in self.parents))
                 )
         return self.raw
 
@@ -247,7 +260,12 @@ class DeferredTensor(torch.Tensor):
     # ---- derived tensors ----
 
     def selected(
-        self, function: Select, select: Select, like: torch.Tensor, alias: bool, detached: bool = False
+        self,
+        function: Select,
+        select: Select,
+        like: torch.Tensor,
+        alias: bool,
+        detached: bool = False,
     ) -> DeferredTensor:
         """Return the rows that ``select`` takes of any tensor [*lead, k]; ``function`` takes them
         of the plain tensor, and ``like`` has their metadata.
@@ -393,9 +411,7 @@ class _Made(torch.autograd.Function):
                 ]
             made = ctx.replay(*values)
         wanted = [each for each, one in zip(values, ctx.needs_input_grad[2:]) if one]
-        grads = iter(
-            torch.autograd.grad(made, wanted, grad, create_graph=again, allow_unused=True)
-        )
+        grads = iter(torch.autograd.grad(made, wanted, grad, create_graph=again, allow_unused=True))
         return None, None, *(next(grads) if one else None for one in ctx.needs_input_grad[2:])
 
 
@@ -447,7 +463,9 @@ def gradients(
                     *(own if a is member else a for a in args),
                     **{k: own if a is member else a for k, a in kwargs.items()},
                 )
-            part = torch.autograd.grad(again, value, before, create_graph=create_graph, allow_unused=True)[0]
+            part = torch.autograd.grad(
+                again, value, before, create_graph=create_graph, allow_unused=True
+            )[0]
             if part is not None:
                 total = part if total is None else total + part
         found.append(total)

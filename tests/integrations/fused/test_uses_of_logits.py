@@ -20,7 +20,6 @@ from tests.integrations.fused import uses_of_logits
 from tests.integrations.fused.languages import compare, gradients
 from tests.integrations.fused.uses_of_logits import COMPILED, IDS, USES, WORDS, ce, logits
 
-
 IN_16_BITS = (
     "autocast", "autocast_before_the_loss", "half_precision", "outputs_in_full_precision",
 )  # fmt: skip

@@ -88,8 +88,7 @@ uses(
         ),
         "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean(),
         "selected log-probabilities": lambda x: (
-            (x / 0.7)[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0]
-            - (x / 0.7)[:, :-1].logsumexp(-1)
+            (x / 0.7)[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0] - (x / 0.7)[:, :-1].logsumexp(-1)
         ).mean(),
         "no label counts": lambda x: F.cross_entropy(shifted(x), torch.full_like(NEXT, -100)),
         "a label outside": lambda x: F.cross_entropy(shifted(x), NEXT.where(NEXT != 5, 999)),
