@@ -139,7 +139,7 @@ LEFT: list[tuple[str, str, dict[str, Any], str, str]] = [
     ("mixtral", "activations", {}, "MixtralExperts", EXPERTS),
     ("gemma2", "residual", {}, "Gemma2ForCausalLM", SUMS),
     ("bert", "optimizer", {}, "optimizer", UPDATE),
-    ("vit", "loss", {}, HEADLESS, f"no fused head for {HEADLESS}"),
+    ("vit", "loss", {}, HEADLESS, f"{HEADLESS} has no output embedding"),
 ]
 
 
