@@ -59,14 +59,14 @@ def _reshaped(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if like.shape[-1] != one.shape[-1] or not one.numel():
         return NotImplemented
-    lead, shape = like.shape[:-1], like.shape
+    lead, shape, whole = like.shape[:-1], like.shape, like.is_contiguous()
 
-    def of_whole(whole: torch.Tensor) -> torch.Tensor:
-        made = whole.reshape(shape)
-        return made.contiguous() if like.is_contiguous() else made
+    def of_plain(plain: torch.Tensor) -> torch.Tensor:
+        made = plain.reshape(shape)
+        return made.contiguous() if whole else made
 
     return one.selected(
-        of_whole, lambda rows: rows.reshape(*lead, rows.shape[-1]), like, alias=like._is_view()
+        of_plain, lambda rows: rows.reshape(*lead, rows.shape[-1]), like, alias=like._is_view()
     )
 
 

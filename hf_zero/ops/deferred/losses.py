@@ -9,6 +9,7 @@ dropped where row-wise modules before the decoder are deferred with it.
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from hf_zero.device import kinds
 from hf_zero.ops import chunked_head
 from hf_zero.ops.deferred import programs
 from hf_zero.ops.deferred.chunks import SummedLoss
-from hf_zero.ops.deferred.programs import Affine, affine
+from hf_zero.ops.deferred.programs import Affine, Autocast, affine
 from hf_zero.ops.deferred.tensor import HANDLERS, DeferredTensor, plain_rows
 from hf_zero.ops.masked_rows import RowCapacity, RowCount, select_rows
 
@@ -130,7 +131,7 @@ def _summed(
             max(1, hidden.shape[0]), weight.shape[0], hidden.element_size(), hidden.device
         )
         numbers = (ignored, smoothing, 0.0, known.softcap or 0.0, known.scale, size)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with replace(Autocast.now(hidden.device), enabled=False).active():
             total: torch.Tensor = SummedLoss.apply(whole, numbers, counted, hidden, weight, bias)
         return total
 
