@@ -26,6 +26,7 @@ from torch.nn.modules import module as torch_modules
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused.replacement import Replacement
 from hf_zero.ops.deferred import DeferredTensor
+from hf_zero.ops.deferred.losses import count_early
 from hf_zero.ops.deferred.programs import Autocast
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.parameter import owner_of
@@ -197,11 +198,24 @@ def defer_head(model: nn.Module) -> list[Replacement] | str:
         if "forward" in each.__dict__:
             return f"{names.get(each, 'the head')} has a forward of its own already"
     before = list(_before(model, head, chosen[0].in_features))
-    return [
+    made = [
         Replacement(what, names.get(each, ""), _install(each))
-        for what, modules in (("deferred_rows", before), ("linear_cross_entropy", chosen))
+        for what, modules in (("masked_rows", before), ("linear_cross_entropy", chosen))
         for each in modules
     ]
+    if before:
+        hook = model.register_forward_pre_hook(_count_labels, with_kwargs=True)
+        made.append(Replacement("masked_rows", "", hook.remove))
+    return made
+
+
+def _count_labels(model: Any, args: Any, kwargs: Any) -> None:
+    """Forward pre-hook of a model with row-wise modules before its decoder."""
+    labels = kwargs.get("labels")
+    if isinstance(labels, torch.Tensor) and not torch.compiler.is_compiling():
+        for each in model.get_output_embeddings().modules():
+            if _is_ours(each):
+                count_early(each, labels)
 
 
 def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:

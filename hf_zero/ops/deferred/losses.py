@@ -159,7 +159,10 @@ def _labelled(
     if kinds.is_host(labels.device):
         return flat.value(), labels
     capacity = _CAPACITIES.setdefault(call.module, RowCapacity())
-    places = capacity.places(RowCount(labels, ignored), labels.device)
+    known, count = _COUNTS.pop(call.module, (None, None))
+    if count is None or known != _identity(labels, ignored):
+        count = RowCount(labels, ignored)
+    places = capacity.places(count, labels.device)
     if places >= labels.numel():
         return flat.value(), labels
     found: list[torch.Tensor] = []
@@ -172,6 +175,19 @@ def _labelled(
     return flat.rows(select), found[0]
 
 
+def count_early(head: Any, labels: torch.Tensor, ignored: int = -100) -> None:
+    """Begin to count the ``labels`` that count, on a device, before the model is launched: the loss
+    of the module ``head`` then waits for this number alone (``masked_rows.py``, the note).
+    """
+    if not kinds.is_host(labels.device):
+        _COUNTS[head] = _identity(labels, ignored), RowCount(labels, ignored)
+
+
+def _identity(labels: torch.Tensor, ignored: int) -> tuple[int, ...]:
+    return labels.data_ptr(), labels.numel(), labels._version, ignored
+
+
+_COUNTS: weakref.WeakKeyDictionary[Any, tuple[Any, RowCount]] = weakref.WeakKeyDictionary()
 _CAPACITIES: weakref.WeakKeyDictionary[Any, RowCapacity] = weakref.WeakKeyDictionary()
 
 

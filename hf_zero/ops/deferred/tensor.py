@@ -317,7 +317,11 @@ class DeferredTensor(torch.Tensor):
 
     def rows(self, select: Select) -> torch.Tensor:
         """Return the values [n, width] of the rows that ``select`` takes, and compute no others."""
-        return _computed(programs.selected(self.program, select))
+
+        def chosen(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.rows(select) if isinstance(tensor, DeferredTensor) else select(tensor)
+
+        return _computed(programs.selected(self.program, chosen))
 
     def used(self, result: torch.Tensor, function: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """Note that ``result`` is ``function`` of this tensor, for gradients with respect to it."""
