@@ -5,7 +5,8 @@ step of each with the untouched model.
 Every type of the auto-classes for causal, masked and sequence-to-sequence language models is built
 with a tiny configuration. ``--json`` prints one object for each type; otherwise a table of counts.
 A type counts for a kernel if every module of the kind has it: modules whose class is named a norm
-or an MLP, and attention layers, for the rotation and the common product of q, k and v.
+or an MLP, and attention layers, for the rotation and the common product of q, k and v. It counts
+for the loss if its step computes no whole logits.
 
     python scripts/coverage_of_kernels.py --kind causal --only llama,qwen3
 """
@@ -256,8 +257,8 @@ def table(found: list[dict[str, Any]]) -> str:
     """Return the counts as a table: types in which every module of the kind is fused, of those
     that have one.
     """
-    lines = ["| kind | types that train | norms | activations | rotary | qkv | wrong |"]
-    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    lines = ["| kind | types that train | norms | activations | rotary | qkv | loss | wrong |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for kind in KINDS:
         trained = [each for each in found if each["kind"] == kind and "right" in each]
         cells = []
@@ -267,7 +268,8 @@ def table(found: list[dict[str, Any]]) -> str:
                 having = [own[kernel] for own in trained if own.get("rotates") and own[kernel][1]]
             all_of = sum(fused == there for fused, there in having)
             cells.append(f"{all_of} of {len(having)} ({sum(f > 0 for f, _ in having)} in part)")
-        wrong = [each["type"] for each in trained if not each["right"]]
+        cells.append(f"{sum(each.get('loss') == 'fused' for each in trained)} of {len(trained)}")
+        wrong = [each["type"] for each in trained if not each["right"] or each["loss"] == "wrong"]
         cells.append(", ".join(wrong) or "none")
         lines.append(f"| {kind} | {len(trained)} | {' | '.join(cells)} |")
     reasons = Counter(each["left_out"] for each in found if "left_out" in each)
@@ -293,7 +295,9 @@ def main() -> int:
             print(json.dumps(each), flush=True)
     if not given.json:
         print(table(found))
-    return 1 if any(each.get("right") is False for each in found) else 0
+    return (
+        1 if any(each.get("right") is False or each.get("loss") == "wrong" for each in found) else 0
+    )
 
 
 if __name__ == "__main__":

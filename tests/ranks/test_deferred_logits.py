@@ -4,6 +4,8 @@ it, with adapters, recomputation, offload and units for which the head is one of
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +16,14 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 
+from hf_zero.errors import KernelError
 from hf_zero.ops.deferred import losses, tensor
 from hf_zero.ops.deferred.tensor import DeferredTensor
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item
-from tests.helpers.engines import engine_opener, train_on_threads
+from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
 from tests.helpers.models import ARCHITECTURES
+from tests.helpers.ranks import run_ranks
 from tests.helpers.training import At, Driver, Plan, Way, own_loss, plain_sgd
 
 LLAMA = ARCHITECTURES["llama"]
@@ -132,3 +136,28 @@ def test_losses_as_in_one_process(cell: tuple[str, int]) -> None:
 @in_one_item(["own loss", "loss of the script", "bert"])
 def test_with_offloaded_weights(name: str) -> None:
     check(name, 3, zero_optimization=OFFLOAD)
+
+
+def test_what_one_rank_shows_or_stores_starts_no_collective() -> None:
+    """At stage 3 one rank alone prints logits, and may not pickle them; reading is for all."""
+
+    def run(rank: int, models: list[nn.Module]) -> float:
+        engine = start(models[rank], plain_sgd(models[rank]), config_of(3, kernels=["loss"]))
+        logits = engine(input_ids=LLAMA.batch(0, 0, rank)["input_ids"]).logits
+        gathered = engine.mesh.stats.counts["all_gather"]
+        if rank == 0:
+            shown = "DeferredTensor(shape=(3, 8, 67), dtype=torch.float32, not computed)"
+            assert (
+                repr(logits) == f"{logits}" == shown.replace("(3, 8", str(tuple(logits.shape))[:5])
+            )
+            for store in (pickle.dumps, copy.deepcopy):
+                with pytest.raises(KernelError, match="whose weight is sharded over ranks"):
+                    store(logits)
+        assert engine.mesh.stats.counts["all_gather"] == gathered
+        total = float(logits.detach().sum())
+        assert repr(logits).startswith("tensor(")
+        engine.destroy()
+        return total
+
+    models = [LLAMA.build() for _ in range(2)]
+    run_ranks(2, run, models)

@@ -167,6 +167,17 @@ def run(
     operands = [each for each in nodes if isinstance(each, Rows)]
     vectors = [each for each in nodes if isinstance(each, Vector)]
 
+    def function(*tensors: torch.Tensor) -> torch.Tensor:
+        parts = iter(tensors)
+        given = [next(parts) for _ in calls]
+        values = {id(each): next(parts) for each in operands}
+        for each, rows in zip(calls, given):
+            parameters = [next(parts) for _ in each.call.tensors]
+            with each.call.autocast.active():
+                values[id(each)] = each.call.compute(rows, *parameters)
+        values |= {id(each): next(parts) for each in vectors}
+        return evaluated(node, values)
+
     def enter(at: int, rows: list[torch.Tensor], shared: list[torch.Tensor]) -> Any:
         if at < len(calls):
             call = calls[at].call
@@ -182,17 +193,6 @@ def run(
             return call.run(given.reshape(-1, given.shape[-1]), inside)
         rows = rows + [each.tensor.reshape(-1, each.tensor.shape[-1]) for each in operands]
         return body(function, rows, shared + [each.tensor for each in vectors])
-
-    def function(*tensors: torch.Tensor) -> torch.Tensor:
-        parts = iter(tensors)
-        given = [next(parts) for _ in calls]
-        values = {id(each): next(parts) for each in operands}
-        for each, rows in zip(calls, given):
-            parameters = [next(parts) for _ in each.call.tensors]
-            with each.call.autocast.active():
-                values[id(each)] = each.call.compute(rows, *parameters)
-        values |= {id(each): next(parts) for each in vectors}
-        return evaluated(node, values)
 
     return enter(0, [], [])
 

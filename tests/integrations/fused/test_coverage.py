@@ -32,6 +32,7 @@ def check(row: dict[str, Any]) -> None:
     assert found["right"], found
     for kernel in ("norms", "activations", "rotary", "qkv"):
         assert found[kernel][0] >= row[kernel][0], (kernel, found, row)
+    assert found["loss"] == row["loss"]
 
 
 @in_one_item([row for row in TRAINED if row["type"] in OFTEN], named=lambda row: row["type"])

@@ -56,22 +56,15 @@ def test_a_trainer_with_the_keys_is_one_without(tmp_path: Path, heard_in_full: l
     assert not any("forward" in module.__dict__ for module in run.model.modules())
 
 
-def test_a_masked_language_model_says_that_it_divides(
-    tmp_path: Path, heard_in_full: list[str]
-) -> None:
-    """BertForMaskedLM ignores num_items_in_batch, so that a plain Trainer logs the sum over a
-    window. The fused head logs the mean.
-    """
+def test_a_masked_language_model_logs_what_it_logs_by_itself(tmp_path: Path) -> None:
+    """BertForMaskedLM ignores num_items_in_batch, so that a Trainer logs the sum over a window."""
     config, more = {"kernels": "auto"}, {"gradient_accumulation_steps": 2}
     losses = []
     for route in ("plain", "stock"):
         run = routed(route, 2, tmp_path, config=config, **more)
         run.train()
         losses.append(logged(run))
-    plain, ours = losses
-    assert ours == pytest.approx([loss / 2 for loss in plain], rel=1e-5)
-    said = "BertForMaskedLM is given num_items_in_batch"
-    assert sum(text.startswith(said) for text in heard_in_full) == 1
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 DEEPSPEEDS: dict[str, dict[str, Any]] = {
