@@ -146,10 +146,8 @@ def test_what_one_rank_shows_or_stores_starts_no_collective() -> None:
         logits = engine(input_ids=LLAMA.batch(0, 0, rank)["input_ids"]).logits
         gathered = engine.mesh.stats.counts["all_gather"]
         if rank == 0:
-            shown = "DeferredTensor(shape=(3, 8, 67), dtype=torch.float32, not computed)"
-            assert (
-                repr(logits) == f"{logits}" == shown.replace("(3, 8", str(tuple(logits.shape))[:5])
-            )
+            shown = f"shape={tuple(logits.shape)}, dtype=torch.float32, not computed"
+            assert repr(logits) == f"{logits}" == f"DeferredTensor({shown})"
             for store in (pickle.dumps, copy.deepcopy):
                 with pytest.raises(KernelError, match="whose weight is sharded over ranks"):
                     store(logits)
