@@ -197,13 +197,13 @@ def whole_logits(model: Any, kind: str, loss: float, grads: dict[str, torch.Tens
     deferred.
     """
     from hf_zero.integrations.fused import report
-    from hf_zero.ops.deferred import DeferredTensor
+    from hf_zero.ops.deferred import DeferredOutput
 
     left = [line.why_not for line in report(model).left if "loss" in line.kernels]
     if left:
         return left[0]
     computed = []
-    plain, of_call = DeferredTensor.materialize, DeferredTensor.of_call
+    plain, of_call = DeferredOutput.materialize, DeferredOutput.of_call
     made: list[Any] = []
 
     def materialize(tensor: Any) -> torch.Tensor:
@@ -214,13 +214,13 @@ def whole_logits(model: Any, kind: str, loss: float, grads: dict[str, torch.Tens
         made.append(args)
         return of_call(*args)
 
-    DeferredTensor.materialize = materialize  # type: ignore[method-assign]
-    DeferredTensor.of_call = noted  # type: ignore[method-assign,assignment]
+    DeferredOutput.materialize = materialize  # type: ignore[method-assign]
+    DeferredOutput.of_call = noted  # type: ignore[method-assign,assignment]
     try:
         new_loss, new_grads = step(model, kind)
     finally:
-        DeferredTensor.materialize = plain  # type: ignore[method-assign]
-        DeferredTensor.of_call = of_call  # type: ignore[method-assign]
+        DeferredOutput.materialize = plain  # type: ignore[method-assign]
+        DeferredOutput.of_call = of_call  # type: ignore[method-assign]
     if abs(new_loss - loss) > 1e-4 or error_of(grads, new_grads) > 1e-4:
         return "wrong"
     if not made:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from hf_zero.errors import KernelError
 from hf_zero.ops.deferred import losses, tensor
-from hf_zero.ops.deferred.tensor import DeferredTensor
+from hf_zero.ops.deferred.tensor import DeferredOutput
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
@@ -112,9 +112,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(name: str, stage: int, **keys: Any) -> None:
     case = CASES[name]
     computed: list[tuple[int, ...]] = []
-    plain = DeferredTensor.materialize
+    plain = DeferredOutput.materialize
 
-    def materialize(one: DeferredTensor) -> torch.Tensor:
+    def materialize(one: DeferredOutput) -> torch.Tensor:
         computed.append(tuple(one.shape))
         return plain(one)
 
@@ -122,7 +122,7 @@ def check(name: str, stage: int, **keys: Any) -> None:
     plan = Plan(ranks=2, steps=2, accumulation=2)
     opener = engine_opener(stage, kernels=["loss"], **case.keys, **keys)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeferredTensor, "materialize", materialize)
+        patch.setattr(DeferredOutput, "materialize", materialize)
         found = train_on_threads(job, plan, opener)
     oracle.compare(found, oracle.kept(job, plan))
     assert bool(computed) == case.whole, computed
@@ -147,7 +147,7 @@ def test_what_one_rank_shows_or_stores_starts_no_collective() -> None:
         gathered = engine.mesh.stats.counts["all_gather"]
         if rank == 0:
             shown = f"shape={tuple(logits.shape)}, dtype=torch.float32, not computed"
-            assert repr(logits) == f"{logits}" == f"DeferredTensor({shown})"
+            assert repr(logits) == f"{logits}" == f"DeferredOutput({shown})"
             for store in (pickle.dumps, copy.deepcopy):
                 with pytest.raises(KernelError, match="whose weight is sharded over ranks"):
                     store(logits)

@@ -25,11 +25,11 @@ from torch.nn.modules import module as torch_modules
 
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused.replacement import Replacement
-from hf_zero.ops.deferred import DeferredTensor
+from hf_zero.ops.deferred import DeferredOutput
 from hf_zero.ops.deferred.losses import count_early
 from hf_zero.ops.deferred.programs import Autocast
 from hf_zero.zero.gather.model_patches import Attached
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.parameter import given_class, owner_of
 
 PENDING = "_hf_zero_pending"  # body of the call of a deferred module that is under way
 BEFORE = "_hf_zero_forward_before"
@@ -102,8 +102,8 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return body(*args, *(each for each in tensors if each is not None))
     if len(args) == 1 and not kwargs and _may_defer(module, args[0]):
         return _deferred(module, args[0])
-    if any(isinstance(each, DeferredTensor) for each in args):
-        args = tuple(e.materialize() if isinstance(e, DeferredTensor) else e for e in args)
+    if any(isinstance(each, DeferredOutput) for each in args):
+        args = tuple(e.materialize() if isinstance(e, DeferredOutput) else e for e in args)
     return type(module).forward(module, *args, **kwargs)
 
 
@@ -112,7 +112,7 @@ def _deferred(module: nn.Module, rows: torch.Tensor) -> Any:
     weight = call.tensors[0]
     with torch.no_grad():
         dtype = _dtype(call, rows)
-    return DeferredTensor.of_call(
+    return DeferredOutput.of_call(
         call, rows, torch.empty((0, weight.shape[0]), dtype=dtype, device="meta")
     )
 
@@ -141,9 +141,9 @@ def _may_defer(module: nn.Module, rows: Any) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
         return False
-    if not isinstance(rows, DeferredTensor) and type(rows) is not torch.Tensor:
+    if not isinstance(rows, DeferredOutput) and type(rows) is not torch.Tensor:
         return False
-    if isinstance(rows, DeferredTensor) and not rows.is_live():
+    if isinstance(rows, DeferredOutput) and not rows.is_live():
         return False
     if rows.shape[-2] == 1 and not torch.is_grad_enabled():
         return False
@@ -151,8 +151,10 @@ def _may_defer(module: nn.Module, rows: Any) -> bool:
         return False  # a wrapper, as a checkpoint, would run again what it has run
     if _watched(module) or "parametrizations" in module._modules:
         return False
-    weight = module._parameters.get("weight")
-    return isinstance(weight, torch.Tensor) and not rows.is_inference()
+    tensors = [each for each in module._parameters.values() if each is not None]
+    return not rows.is_inference() and all(
+        type(each) is torch.Tensor or given_class(each) is nn.Parameter for each in tensors
+    )
 
 
 def _watched(module: nn.Module) -> bool:

@@ -2,6 +2,6 @@
 
 from hf_zero.ops.deferred import functions as _functions  # noqa: F401  # fill the table of handlers
 from hf_zero.ops.deferred import losses as _losses  # noqa: F401
-from hf_zero.ops.deferred.tensor import DeferredTensor
+from hf_zero.ops.deferred.tensor import DeferredOutput
 
-__all__ = ["DeferredTensor"]
+__all__ = ["DeferredOutput"]

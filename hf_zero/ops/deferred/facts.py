@@ -46,7 +46,7 @@ def shown(function: Any, one: Any, name: str) -> Any:
     Raises KernelError for a copy or a pickle, which would hold no values.
     """
     if function in (_T.__repr__, _T.__str__, _T.__format__):
-        return f"DeferredTensor(shape={tuple(one.shape)}, dtype={one.dtype}, not computed)"
+        return f"DeferredOutput(shape={tuple(one.shape)}, dtype={one.dtype}, not computed)"
     raise KernelError(
         f"{name} on logits {tuple(one.shape)} that are not computed, and whose weight is sharded "
         "over ranks: this rank alone cannot compute them; call outputs.logits.clone() + 0 on all "

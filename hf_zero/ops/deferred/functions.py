@@ -18,13 +18,13 @@ from torch.nn import functional as F
 
 from hf_zero.ops.deferred.facts import named
 from hf_zero.ops.deferred.programs import Rows, Vector
-from hf_zero.ops.deferred.tensor import HANDLERS, DeferredTensor
+from hf_zero.ops.deferred.tensor import HANDLERS, DeferredOutput
 
 _T: Any = torch.Tensor
 
 
 def _is_deferred(value: Any) -> bool:
-    return isinstance(value, DeferredTensor)
+    return isinstance(value, DeferredOutput)
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -222,10 +222,11 @@ def _cast(function: Any, args: Any, kwargs: Any) -> Any:
         or any(map(_is_deferred, args[1:]))
     ):
         return NotImplemented
+    rest = args[1:]  # a closure that held ``one`` would keep it alive
     widens = torch.promote_types(one.dtype, made.dtype) == made.dtype
     return one.step(
         cast_to(made.dtype, widens), (one.program,), made,
-        lambda whole: function(whole, *args[1:], **kwargs), (one,), (),
+        lambda whole: function(whole, *rest, **kwargs), (one,), (),
     )  # fmt: skip
 
 
@@ -269,8 +270,10 @@ def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
         at for at in places if not _is_deferred(args[at])
     ]
 
+    others = [None if _is_deferred(each) else each for each in args]
+
     def replay(*values: torch.Tensor) -> torch.Tensor:
-        given = list(args)
+        given: list[Any] = list(others)
         # a materialized tensor is replayed from its parents alone
         for at, value in zip(order, values):
             given[at] = value

@@ -20,7 +20,7 @@ from hf_zero.ops import chunked_head
 from hf_zero.ops.deferred import programs
 from hf_zero.ops.deferred.chunks import SummedLoss
 from hf_zero.ops.deferred.programs import Affine, Autocast, affine
-from hf_zero.ops.deferred.tensor import HANDLERS, DeferredTensor, plain_rows
+from hf_zero.ops.deferred.tensor import HANDLERS, DeferredOutput, plain_rows
 from hf_zero.ops.masked_rows import RowCapacity, RowCount, select_rows
 
 _ARGUMENTS = (
@@ -35,7 +35,7 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
     one, target, weight = given.get("input"), given.get("target"), given.get("weight")
     reduction, ignored = given.get("reduction", "mean"), given.get("ignore_index", -100)
     smoothing = given.get("label_smoothing", 0.0)
-    if not isinstance(one, DeferredTensor) or isinstance(target, DeferredTensor):
+    if not isinstance(one, DeferredOutput) or isinstance(target, DeferredOutput):
         return NotImplemented
     if given.get("size_average") is not None or given.get("reduce") is not None:
         return NotImplemented
@@ -137,10 +137,10 @@ def _summed(
 
     with torch.set_grad_enabled(torch.is_grad_enabled() and one._records):
         rows, call_node = plain_rows, known.call
-        if isinstance(inputs, DeferredTensor) and inputs.is_live():
+        if isinstance(inputs, DeferredOutput) and inputs.is_live():
             flat = inputs.reshape(-1, inputs.shape[-1])
             hidden, counted = _labelled(flat, labels, ignored, call)
-            call_node = programs.Call(call, hidden)
+            call_node = programs.CallNode(call, hidden)
         total = programs.run(call_node, body, rows)
     if reduction == "mean":
         total = _divided(total, (labels != ignored).sum())

@@ -71,7 +71,7 @@ class RowwiseCall(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class CallNode:
     """The output of a module for ``input`` [*lead, in], itself plain or deferred."""
 
     call: RowwiseCall
@@ -105,7 +105,7 @@ class Step:
     autocast: Autocast
 
 
-Node = Call | Rows | Vector | Step
+Node = CallNode | Rows | Vector | Step
 
 
 def nodes_of(node: Node) -> list[Node]:
@@ -128,8 +128,8 @@ def selected(node: Node, select: Select) -> Node:
     """Return the program over the rows that ``select`` takes of a tensor [*lead, any width]."""
     made: dict[int, Node] = {}
     for each in nodes_of(node):
-        if isinstance(each, Call):
-            made[id(each)] = Call(each.call, select(each.input))
+        if isinstance(each, CallNode):
+            made[id(each)] = CallNode(each.call, select(each.input))
         elif isinstance(each, Rows):
             made[id(each)] = Rows(select(each.tensor))
         elif isinstance(each, Step):
@@ -163,7 +163,7 @@ def run(
     a plain or deferred one.
     """
     nodes = nodes_of(node)
-    calls = [each for each in nodes if isinstance(each, Call)]
+    calls = [each for each in nodes if isinstance(each, CallNode)]
     operands = [each for each in nodes if isinstance(each, Rows)]
     vectors = [each for each in nodes if isinstance(each, Vector)]
 
@@ -201,7 +201,7 @@ def run(
 class Affine:
     """A program of the form softcap · tanh(scale · (rows @ weight.T + bias) / softcap)."""
 
-    call: Call
+    call: CallNode
     scale: float = 1.0
     softcap: float | None = None
     bias: torch.Tensor | None = None  # beside the module's own
@@ -211,7 +211,7 @@ def affine(node: Node) -> Affine | None:
     """Return ``node`` as an :class:`Affine`, or None if it has another form; casts to a wider dtype
     are left out, because a loss is computed in fp32 in any case.
     """
-    if isinstance(node, Call):
+    if isinstance(node, CallNode):
         return Affine(node) if node.call.linear else None
     if not isinstance(node, Step):
         return None
@@ -226,6 +226,8 @@ def affine(node: Node) -> Affine | None:
         if inner is not None and getattr(inner.function, "__name__", "") == "tanh":
             inside = affine(inner.inputs[0])
             if inside is None or inside.softcap is not None:
+                return None
+            if factor <= 0:
                 return None
             return Affine(inside.call, inside.scale * factor, factor, inside.bias)
         inside = affine(node.inputs[0])

@@ -1,4 +1,4 @@
-"""``DeferredTensor``: a tensor that has not been computed.
+"""``DeferredOutput``: a tensor that has not been computed.
 
 [Note: what a deferred tensor is to autograd]
 It is an ordinary citizen of the graph. Its ``grad_fn`` is a node that computes the gradients of its
@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from hf_zero.logging import log_rank0
 from hf_zero.ops.chunked_head import accumulator_dtype, rows_of_a_chunk
 from hf_zero.ops.deferred import facts, programs
 from hf_zero.ops.deferred.chunks import by_rows
-from hf_zero.ops.deferred.programs import Autocast, Call, Node, RowwiseCall, Select, Step
+from hf_zero.ops.deferred.programs import Autocast, CallNode, Node, RowwiseCall, Select, Step
 
 # by function of torch: what takes its arguments, or returns NotImplemented
 HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {}
@@ -41,14 +42,19 @@ _grad_fn: Any = torch.Tensor.grad_fn
 _materialized: set[str] = set()  # operations that were named in the log
 
 
-class DeferredTensor(torch.Tensor):
+class DeferredOutput(torch.Tensor):
     """The value of a program over rows, [*lead, width]; see the notes of this module."""
 
     program: Node
-    parents: tuple[DeferredTensor, ...]
+    parents: tuple[DeferredOutput, ...]
     replay: Callable[..., torch.Tensor] | None  # its value from those of its parents
     alias: bool  # a view of its parent
     whole: torch.Tensor | None
+    raw: torch.Tensor | None  # the value without a graph, for code below torch functions
+    history: History
+    copies: weakref.WeakSet[DeferredOutput]  # made of it, and not views of it
+    uses: list[Use]
+    versions: tuple[int, ...]  # of the parents' plain tensors
     plain_grad_fn: Any  # its node of autograd, if no other node has adopted it
 
     __hash__ = torch.Tensor.__hash__
@@ -56,14 +62,14 @@ class DeferredTensor(torch.Tensor):
     # ---- construction ----
 
     @classmethod
-    def of_call(cls, call: RowwiseCall, rows: torch.Tensor, like: torch.Tensor) -> DeferredTensor:
+    def of_call(cls, call: RowwiseCall, rows: torch.Tensor, like: torch.Tensor) -> DeferredOutput:
         """Return the output of ``call`` for ``rows`` [*lead, in]; ``like`` has its dtype and, as
         last dimension, its width.
         """
         shape = (*rows.shape[:-1], like.shape[-1])
         empty = torch.empty(shape, dtype=like.dtype, device="meta")
         return cls._made(
-            Call(call, rows), empty, rows.device, (), call.compute, (rows, *call.tensors), False
+            CallNode(call, rows), empty, rows.device, (), call.compute, (rows, *call.tensors), False
         )
 
     @classmethod
@@ -72,12 +78,12 @@ class DeferredTensor(torch.Tensor):
         program: Node,
         like: torch.Tensor,
         device: torch.device,
-        parents: tuple[DeferredTensor, ...],
+        parents: tuple[DeferredOutput, ...],
         replay: Callable[..., torch.Tensor],
         inputs: tuple[torch.Tensor, ...],
         alias: bool,
         detached: bool = False,
-    ) -> DeferredTensor:
+    ) -> DeferredOutput:
         """Return a tensor with the metadata of ``like``; ``replay(*inputs)`` is its value."""
         records = (
             not detached
@@ -88,16 +94,22 @@ class DeferredTensor(torch.Tensor):
         if not records and any(each.requires_grad for each in inputs):
             program = Step(_detached, (program,), Autocast.now(device))
 
-        def new() -> DeferredTensor:
+        def new() -> DeferredOutput:
             return torch.Tensor._make_wrapper_subclass(  # type: ignore[no-any-return,attr-defined]
                 cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
             )
 
         with torch._C.DisableTorchFunctionSubclass():
-            made = _Made.apply(new, replay, *inputs) if records else new()
+            made = _DeferredNode.apply(new, replay, *inputs) if records else new()
             made.plain_grad_fn = _grad_fn.__get__(made)
         made.program, made.parents, made.alias, made.whole = program, parents, alias, None
         made.replay = replay if parents else None
+        shape = like.shape
+        made.history = History(
+            lambda: _computed(program).reshape(shape),
+            made.replay,
+            tuple(each.history for each in parents),
+        )
         made.raw = None
         made.copies, made.uses = weakref.WeakSet(), []
         made.versions = tuple(
@@ -109,7 +121,7 @@ class DeferredTensor(torch.Tensor):
         return made
 
     @property
-    def _root(self) -> DeferredTensor:
+    def _root(self) -> DeferredOutput:
         return self.parents[0]._root if self.alias else self
 
     # ---- what others see ----
@@ -151,10 +163,10 @@ class DeferredTensor(torch.Tensor):
         for each in deferred:
             if each.whole is None:
                 _tell(name, each)
-        given = tree_map(
+        arguments = tree_map(
             lambda one: one.materialize() if isinstance(one, cls) else one, (args, kwargs)
         )
-        return function(*given[0], **given[1])
+        return function(*arguments[0], **arguments[1])
 
     @classmethod
     def __torch_dispatch__(
@@ -168,10 +180,10 @@ class DeferredTensor(torch.Tensor):
                 f"{function} writes into a {cls.__name__}, which has no memory; write into "
                 "tensor.clone(), or leave the kernel loss out"
             )
-        given = tree_map(
+        arguments = tree_map(
             lambda one: one._raw_value() if isinstance(one, cls) else one, (args, kwargs or {})
         )
-        return function(*given[0], **given[1])
+        return function(*arguments[0], **arguments[1])
 
     # ---- state ----
 
@@ -181,7 +193,7 @@ class DeferredTensor(torch.Tensor):
         return any(
             node.call.needs_ranks
             for node in programs.nodes_of(self.program)
-            if isinstance(node, Call)
+            if isinstance(node, CallNode)
         )
 
     def is_live(self) -> bool:
@@ -222,7 +234,7 @@ class DeferredTensor(torch.Tensor):
         self.whole = whole
         return whole
 
-    def _unchanged(self, parent: DeferredTensor, version: int) -> torch.Tensor:
+    def _unchanged(self, parent: DeferredOutput, version: int) -> torch.Tensor:
         """Return the plain ``parent``; refuse one that was written to since this copy was made."""
         whole = parent.materialize()
         if not self.alias and whole._version != version:
@@ -266,7 +278,7 @@ class DeferredTensor(torch.Tensor):
         like: torch.Tensor,
         alias: bool,
         detached: bool = False,
-    ) -> DeferredTensor:
+    ) -> DeferredOutput:
         """Return the rows that ``select`` takes of any tensor [*lead, k]; ``function`` takes them
         of the plain tensor, and ``like`` has their metadata.
         """
@@ -279,9 +291,9 @@ class DeferredTensor(torch.Tensor):
         inputs: tuple[Any, ...],
         like: torch.Tensor,
         replay: Callable[..., torch.Tensor],
-        parents: tuple[DeferredTensor, ...],
+        parents: tuple[DeferredOutput, ...],
         tensors: tuple[torch.Tensor, ...],
-    ) -> DeferredTensor:
+    ) -> DeferredOutput:
         """Return ``function(*inputs)``, of nodes and numbers, recorded as a step."""
         node = Step(function, inputs, Autocast.now(self.device))
         whole = torch.empty((*self.shape[:-1], like.shape[-1]), dtype=like.dtype, device="meta")
@@ -319,40 +331,71 @@ class DeferredTensor(torch.Tensor):
         """Return the values [n, width] of the rows that ``select`` takes, and compute no others."""
 
         def chosen(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.rows(select) if isinstance(tensor, DeferredTensor) else select(tensor)
+            return tensor.rows(select) if isinstance(tensor, DeferredOutput) else select(tensor)
 
         return _computed(programs.selected(self.program, chosen))
 
     def used(self, result: torch.Tensor, function: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """Note that ``result`` is ``function`` of this tensor, for gradients with respect to it."""
         if result.requires_grad:
-            self._first.uses.append((result, self, function, args, kwargs))
+            arguments = tree_map(lambda one: _SELF if one is self else one, (args, kwargs))
+            self._first.uses.append(Use(result, self.history, function, *arguments))
         return result
 
     @property
-    def _first(self) -> DeferredTensor:
+    def _first(self) -> DeferredOutput:
         return self.parents[0]._first if self.parents else self
-
-    def replayed(self, of: DeferredTensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the value of this tensor if ``of``, which it may be made of, had ``value``."""
-        if self is of:
-            return value
-        if not self.parents:
-            return self.materialize()
-        return self.replay(*(each.replayed(of, value) for each in self.parents))
 
 
 # torch.compile of a function of deferred tensors runs each operation on one outside its graphs.
-for _function in (DeferredTensor.__torch_function__, DeferredTensor.__torch_dispatch__):
+for _function in (DeferredOutput.__torch_function__, DeferredOutput.__torch_dispatch__):
     _function.__func__._torchdynamo_disable = True  # type: ignore[attr-defined]
     set_code_exec_strategy(
         _function.__func__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     )
 
 
+@dataclass(frozen=True, eq=False)
+class History:
+    """The way to the value of a deferred tensor; it keeps no deferred tensor alive."""
+
+    compute: Callable[[], torch.Tensor]
+    replay: Callable[..., torch.Tensor] | None
+    parents: tuple[History, ...]
+
+    def value(self, of: History, value: torch.Tensor) -> torch.Tensor:
+        """Return the value if that of ``of``, which it may be made of, was ``value``."""
+        if self is of:
+            return value
+        if self.replay is None:
+            return self.compute()
+        return self.replay(*(parent.value(of, value) for parent in self.parents))
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """A loss or another result that was computed in chunks: ``function`` of a deferred tensor."""
+
+    result: torch.Tensor
+    history: History
+    function: Any
+    args: Any
+    kwargs: Any
+
+    def recomputed(self, of: History, value: torch.Tensor) -> torch.Tensor:
+        whole = self.history.value(of, value)
+        args, kwargs = tree_map(
+            lambda one: whole if one is _SELF else one, (self.args, self.kwargs)
+        )
+        return self.function(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+_SELF = object()
+
+
 def plain_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor of a plain or deferred one, computed without being kept."""
-    if not isinstance(tensor, DeferredTensor):
+    if not isinstance(tensor, DeferredOutput):
         return tensor
     return tensor.value() if tensor.is_live() else tensor.materialize()
 
@@ -373,9 +416,9 @@ def _detached(value: torch.Tensor) -> torch.Tensor:
 def _check(program: Node) -> None:
     """Raise KernelError if the program would not compute what it did at the time of its calls."""
     for node in programs.nodes_of(program):
-        if isinstance(node, Call):
+        if isinstance(node, CallNode):
             node.call.check()
-            if not isinstance(node.input, DeferredTensor) and node.input._version != node.version:
+            if not isinstance(node.input, DeferredOutput) and node.input._version != node.version:
                 raise KernelError(
                     f"the hidden states {tuple(node.input.shape)} of deferred logits were changed "
                     "in place after the forward; read outputs.logits before, or leave the kernel "
@@ -383,7 +426,7 @@ def _check(program: Node) -> None:
                 )
 
 
-def _tell(name: str, tensor: DeferredTensor) -> None:
+def _tell(name: str, tensor: DeferredOutput) -> None:
     if name not in _materialized:
         _materialized.add(name)
         log_rank0(
@@ -393,7 +436,7 @@ def _tell(name: str, tensor: DeferredTensor) -> None:
         )
 
 
-class _Made(torch.autograd.Function):
+class _DeferredNode(torch.autograd.Function):
     """The node of a deferred tensor: gradients of its value for whole rows."""
 
     @staticmethod
@@ -405,7 +448,7 @@ class _Made(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         again = torch.is_grad_enabled()
         values = [
-            each.materialize() if isinstance(each, DeferredTensor) else each for each in ctx.inputs
+            each.materialize() if isinstance(each, DeferredOutput) else each for each in ctx.inputs
         ]
         with torch.enable_grad():
             if not again:
@@ -423,7 +466,7 @@ class _Read(torch.autograd.Function):
     """The plain values of a deferred tensor that another node has adopted."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DeferredTensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: DeferredOutput) -> torch.Tensor:
         return tensor._raw_value().clone()
 
     @staticmethod
@@ -451,22 +494,18 @@ def gradients(
 
     found: list[torch.Tensor | None] = []
     for each in given:
-        if not isinstance(each, DeferredTensor) or each.whole is not None:
-            found.append(plain((each.whole if isinstance(each, DeferredTensor) else each,))[0])
+        if not isinstance(each, DeferredOutput) or each.whole is not None:
+            found.append(plain((each.whole if isinstance(each, DeferredOutput) else each,))[0])
             continue
         _tell("torch.autograd.grad", each)
         total = None
-        for result, member, function, args, kwargs in each._first.uses:
-            (before,) = plain((result,))
+        for use in each._first.uses:
+            (before,) = plain((use.result,))
             if before is None:
                 continue
             with torch.enable_grad():
                 value = each.materialize().detach().requires_grad_()
-                own = member.replayed(each, value)
-                again = function(
-                    *(own if a is member else a for a in args),
-                    **{k: own if a is member else a for k, a in kwargs.items()},
-                )
+                again = use.recomputed(each.history, value)
             part = torch.autograd.grad(
                 again, value, before, create_graph=create_graph, allow_unused=True
             )[0]
@@ -478,6 +517,4 @@ def gradients(
             "One of the differentiated Tensors appears to not have been used in the graph. "
             "Set allow_unused=True if this is the desired behavior."
         )
-    if not (create_graph if retain_graph is None else retain_graph):
-        pass  # buffers go with the graph
     return tuple(found)

@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_zero.integrations.fused.deferred_heads import DeferredCall, defer_head
 from hf_zero.integrations.fused.replacement import Replacement
-from hf_zero.ops.deferred import DeferredTensor
+from hf_zero.ops.deferred import DeferredOutput
 from tests.helpers.cells import in_one_item, in_turn
 from tests.integrations.fused.languages import (
     LANGUAGES,
@@ -50,7 +50,7 @@ def step(model: Any, **inputs: Any) -> Any:
 
 
 def is_deferred(outputs: Any) -> bool:
-    return isinstance(outputs.logits, DeferredTensor) and outputs.logits.is_live()
+    return isinstance(outputs.logits, DeferredOutput) and outputs.logits.is_live()
 
 
 def assert_same_step(
@@ -276,7 +276,7 @@ def test_calls_that_are_not_deferred() -> None:
     head: Any = fused.lm_head
 
     def deferred(given: Any = hidden) -> bool:
-        return isinstance(head(given), DeferredTensor)
+        return isinstance(head(given), DeferredOutput)
 
     assert deferred()
     for register in (

@@ -4,6 +4,8 @@ exception, set of gradients and each gradient are equal.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused.deferred_heads import defer_head
-from hf_zero.ops.deferred import DeferredTensor, losses, tensor
+from hf_zero.ops.deferred import DeferredOutput, losses, tensor
 from tests.helpers.cells import in_one_item
 from tests.integrations.fused import uses_of_logits
 from tests.integrations.fused.languages import compare, gradients
@@ -98,10 +100,10 @@ LEFT_WHOLE = {
 @in_one_item([name for name in USES if name.startswith("loss: ") and name not in LEFT_WHOLE])
 def test_losses_compute_no_whole_logits(name: str) -> None:
     seen: list[torch.Size] = []
-    plain = DeferredTensor.materialize
+    plain = DeferredOutput.materialize
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            DeferredTensor, "materialize", lambda one: seen.append(one.shape) or plain(one)
+            DeferredOutput, "materialize", lambda one: seen.append(one.shape) or plain(one)
         )
         USES[name](deferred()).backward()
     assert not seen
@@ -154,6 +156,21 @@ def test_copies_of_values_changed_elsewhere_are_refused() -> None:
         alias.zero_()
         with pytest.raises(KernelError, match="were changed in place after a copy of them"):
             double.topk(2)
+
+
+def test_logits_end_with_their_last_reference() -> None:
+    """Without the collector of cycles: a graph that stays would hold a forward of an engine."""
+    model = deferred()
+    gc.collect(), gc.disable()
+    try:
+        made = logits(model)
+        loss = ce(made / 0.7) + (made * 2).logsumexp(-1).mean()
+        gone = weakref.ref(made)
+        del made
+        assert gone() is None
+        loss.backward()
+    finally:
+        gc.enable()
 
 
 def test_code_below_torch_functions_cannot_write() -> None:

@@ -11,7 +11,7 @@ from datasets import load_dataset
 from peft import LoraConfig
 
 from hf_zero.engine import Engine
-from hf_zero.ops.deferred import DeferredTensor, tensor
+from hf_zero.ops.deferred import DeferredOutput, tensor
 from tests.helpers.cells import in_turn
 from tests.helpers.trainers import assert_same_training, options
 from tests.matrix.scripts import trl_material
@@ -71,12 +71,12 @@ def test_losses_without_whole_logits(
         return run
 
     plain, computed = trained(), []
-    of_call, materialize = DeferredTensor.of_call, DeferredTensor.materialize
+    of_call, materialize = DeferredOutput.of_call, DeferredOutput.materialize
     made = []
     monkeypatch.setattr(tensor, "rows_of_a_chunk", lambda *_: 5)
-    monkeypatch.setattr(DeferredTensor, "of_call", lambda *a: made.append(a) or of_call(*a))
+    monkeypatch.setattr(DeferredOutput, "of_call", lambda *a: made.append(a) or of_call(*a))
     monkeypatch.setattr(
-        DeferredTensor, "materialize", lambda one: computed.append(one.shape) or materialize(one)
+        DeferredOutput, "materialize", lambda one: computed.append(one.shape) or materialize(one)
     )
     run = trained(deepspeed={"zero_optimization": {"stage": 3}, "kernels": ["loss"]})
     assert not computed and bool(made) == bool(more)
