@@ -1,4 +1,5 @@
-"""Streams and events: the order of a device's work, and waits for it by the host and other streams.
+"""Streams and events: the order of a device's work, and waits for it by the host and other streams;
+tensors that are used again, on whichever stream.
 
 [Note: side streams]
 torch hands out streams from a pool of 32 for each device and priority, in turn, and NCCL takes
@@ -6,12 +7,19 @@ those of its communicators from the pool of the default priority. The 33rd strea
 first one again: work on it waits behind whatever the first one waits for, such as a collective that
 waits for the rank that asked for this work. So each side stream is made once for a process, all of
 a device together (a pool cannot return one of them twice), and of high priority: another pool.
+
+[Note: pooled tensors]
+A tensor may be asked for on another stream than the one on which it was used last: two branches of
+a model on two streams share the buffers of an engine. The asking stream then waits for the other
+one, and torch's allocator, which gives freed memory to the stream that allocated it, is told of
+both. On one stream nothing is recorded and nothing waits.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any
@@ -108,3 +116,51 @@ def shard_stream(device: torch.device) -> Stream | None:
     on the host.
     """
     return None if kinds.is_host(device) else side_stream(device, Use.SHARDS)
+
+
+class TensorPool:
+    """Free tensors by number of elements and dtype, each with the stream of its last use. See the
+    note.
+    """
+
+    def __init__(self, most: int | Mapping[int, int]) -> None:
+        """``most``: how many free tensors of a kind are kept, or that by their number of
+        elements.
+        """
+        self._most = most
+        self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, Stream | None]]] = {}
+
+    def acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for the current stream until :meth:`release`: [numel], uninitialized."""
+        free = self._free.get((numel, dtype))
+        if not free:
+            return torch.empty(numel, dtype=dtype, device=device)
+        tensor, last = free.pop()
+        if last is not None and (here := current_stream(device)) != last:
+            here.wait_stream(last)
+            tensor.record_stream(here)
+        return tensor
+
+    def release(self, *tensors: torch.Tensor | None) -> None:
+        """Put ``tensors`` back, to be used after the work now on the current stream; free those of
+        which enough are kept.
+        """
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            device, numel, here = tensor.device, tensor.numel(), None
+            if device.type not in kinds.IN_HOST_MEMORY and kinds.drives_streams(device.type):
+                here = current_stream(device)
+            free = self._free.setdefault((numel, tensor.dtype), [])
+            if len(free) < (self._most if isinstance(self._most, int) else self._most[numel]):
+                free.append((tensor, here))
+            elif here is not None:
+                tensor.record_stream(here)
+
+    def clear(self) -> None:
+        """Free all tensors."""
+        for free in self._free.values():
+            for tensor, last in free:
+                if last is not None:
+                    tensor.record_stream(last)
+        self._free.clear()

@@ -275,7 +275,7 @@ class MeshDim:
         self._watchdog = watchdog
         # the places of the other ranks, from the one after this
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._spare = streams.TensorPool(self.size)
         self._verified: Handle | None = None
         self._small = SMALL_NUMEL
         self._hops: TwoHops | None = None
@@ -501,13 +501,13 @@ class MeshDim:
             raw = full.view(torch.uint8).chunk(self.size) if full.numel() else [full] * self.size
             into, received = list(raw), list[torch.Tensor]()
             for peer in self._peers:
-                received.append(self._acquire(n, full.dtype, full.device))
+                received.append(self._spare.acquire(n, full.dtype, full.device))
                 into[peer] = received[-1].view(torch.uint8)
             with _Starting(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
                 works = self._exchange(raw, into, self._reduce_group, pending)
-            free = partial(self._release, received)
+            free = partial(self._spare.release, *received)
             return self._handle(works, self._watchdog, pending, [own, *received], free)
-        out = self._acquire(n, full.dtype, full.device)
+        out = self._spare.acquire(n, full.dtype, full.device)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         with _Starting(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
             work = scatter(out, full, group=self._reduce_group, async_op=True)
@@ -516,7 +516,7 @@ class MeshDim:
             self._watchdog,
             pending,
             [out],
-            partial(self._release, [out]),
+            partial(self._spare.release, out),
             follows=self._follows,
         )
 
@@ -657,16 +657,6 @@ class MeshDim:
         self._group = self._reduce_group = None
         for log in (self.gathers, self.reductions):
             log.close()
-
-    def _acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        spare = self._spare.get((numel, dtype))
-        return spare.pop() if spare else torch.empty(numel, dtype=dtype, device=device)
-
-    def _release(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            spare = self._spare.setdefault((tensor.numel(), tensor.dtype), [])
-            if len(spare) < self.size:
-                spare.append(tensor)
 
 
 def call_each(calls: Sequence[Callable[[], None]]) -> None:

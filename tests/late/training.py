@@ -14,6 +14,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,8 +143,15 @@ LEFT_OUT: Jobs = {
     # rank 0 alone uses one that no order holds, which rank 1 serves beside its own step
     "stage 3, a block fetched": (3, {}, FETCHED),
 }
+# Two branches of the model, each on a stream of its own.
+TWO = {"branches": True, **ONCE}
+BRANCHES: Jobs = {
+    "stage 2, branches on two streams": (2, {}, TWO),
+    "stage 3, branches on two streams": (3, {}, TWO),
+    "stage 3, branches on two streams in a unit": (3, SHARED, TWO),
+}
 EVERY = JOBS | IN_FEW_BITS | BY_MATRICES | OVER_HOSTS | BETWEEN_STEPS | IN_MEMORY | CAPTURABLE
-EVERY |= LEFT_OUT
+EVERY |= LEFT_OUT | BRANCHES
 
 
 def steps_of(job: str) -> int:
@@ -177,9 +186,41 @@ class Tower(nn.Module):
         return loss
 
 
-def tower(blocks: int = BLOCKS) -> Tower:
+class Branches(Tower):
+    """Every second block is of another branch, which has its own stream on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2 * WIDTH, 1)
+        self.side: list[Any] = []  # its stream, once there is a device
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        aside: Any = nullcontext
+        one = other = x
+        streams = None if x.device.type == "cpu" else torch.get_device_module(x.device)
+        if streams is not None:
+            main = streams.current_stream()
+            self.side = self.side or [streams.Stream()]
+            self.side[0].wait_stream(main)
+            x.record_stream(self.side[0])
+            aside = partial(streams.stream, self.side[0])
+        for place, block in enumerate(self.blocks):
+            if place % 2:
+                with aside():
+                    other = block(other)
+            else:
+                one = block(one)
+        if streams is not None:
+            main.wait_stream(self.side[0])
+            other.record_stream(main)
+        # not a sum: autograd adds in place to a gradient that both branches would read
+        loss: torch.Tensor = self.head(torch.cat([one, other], -1)).square().mean()
+        return loss
+
+
+def tower(blocks: int = BLOCKS, branches: bool = False) -> Tower:
     torch.manual_seed(0)
-    return Tower(blocks=blocks)
+    return Branches() if branches else Tower(blocks=blocks)
 
 
 def config(job: str) -> dict[str, Any]:
@@ -203,7 +244,8 @@ def batches(count: int, rank: int, world: int) -> Iterator[torch.Tensor]:
 
 def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
     """The losses of ``rank`` in a plain loop over the global batch, on the CPU."""
-    model, chosen = tower(), config(job)
+    chosen = config(job)
+    model = tower(branches=chosen.pop("branches", False))
     micros, clip = chosen["gradient_accumulation_steps"], chosen["gradient_clipping"]
     left_out = chosen.get("left_out", ((-1,) * steps,) * world)
     kind, settings = chosen["optimizer"]["type"], chosen["optimizer"]["params"]
@@ -233,7 +275,8 @@ def train(job: str, steps: int = 3, rank: int = 0, world: int = 1) -> list[float
     """The losses of a training on the device; reports are left to be read."""
     from tests.late import device  # who reads the jobs alone is on no device
 
-    model, chosen = tower(), config(job)
+    chosen = config(job)
+    model = tower(branches=chosen.pop("branches", False))
     between, micros = chosen.pop("between", None), chosen["gradient_accumulation_steps"]
     left_out = chosen.pop("left_out", None)
     engine, *_ = hf_zero.initialize(model=model, config=chosen)

@@ -231,6 +231,8 @@ class Hooks:
                 unit.forwards.reruns += 1
             unit.forwards.in_forward.append(None)
             self._schedule.ensure_gathered(unit, module)
+            if unit.device_of_streams is not None:
+                unit.runs_here()
             return None
         inputs = requiring_grad(args, kwargs)
         if (

@@ -204,8 +204,9 @@ class Unit:
         self.guard = ParameterGuard(
             list(modules.values()), [p for flat in self.sharded for p in flat.members]
         )
-        # streams of forwards, on which gradients accumulate
+        # streams of forwards, which read the values and on which gradients accumulate
         self.streams: set[streams.Stream] = set()
+        self._gathered_on: streams.Stream | None = None  # that has waited for the last gather
         self._shared = False  # views of the values may be alive
         # the gathers under way, and the event after which the shards that they read are on the
         # device
@@ -248,18 +249,22 @@ class Unit:
                 shard.finish_update()
 
     def runs_here(self) -> None:
-        """Register the current stream of :attr:`device_of_streams` as one on which a forward with a
-        graph runs.
+        """Register the current stream of :attr:`device_of_streams` as one on which a forward runs:
+        it waits for the gather, and the values are not released under it.
         """
         assert self.device_of_streams is not None
-        self.streams.add(streams.current_stream(self.device_of_streams))
+        here = streams.current_stream(self.device_of_streams)
+        self.streams.add(here)
+        if self._gathered_on is not None and here != self._gathered_on:
+            here.wait_stream(self._gathered_on)
 
     @cached_property
     def device_of_streams(self) -> torch.device | None:
-        """The device whose streams accumulate its gradients; None without gradients, or on the
-        host.
+        """The device whose streams read its gathered values and accumulate its gradients; None if
+        there are neither, or on the host.
         """
-        device = self.trainable[0].full.device if self.trainable else None
+        flats = self.trainable or self.sharded
+        device = flats[0].full.device if flats else None
         return None if device is None or kinds.is_host(device) else device
 
     def await_gradients(self) -> None:
@@ -340,6 +345,8 @@ class Unit:
             with span("wait_all_gather", self.label):
                 for handle in handles:
                     handle.wait()
+            if self.device_of_streams is not None:
+                self._gathered_on = streams.current_stream(self.device_of_streams)
             if self.source.keeps_values:
                 self.source.keep()
             for flat in self.sharded:
@@ -423,9 +430,18 @@ class Unit:
                 flat.handles.point_at_nothing()
                 if left:
                     flat.leave_storage()
+                elif self.device_of_streams is not None:
+                    self._record_streams(flat.full, self.device_of_streams)
                 flat.full.untyped_storage().resize_(0)
         self.state, self._shared = State.RELEASED, False
         self.guard.released()
+
+    def _record_streams(self, full: torch.Tensor, device: torch.device) -> None:
+        """Keep the memory of ``full``, which is freed next, until all streams that read it have
+        done so: torch gives it to the stream that allocated it.
+        """
+        for stream in {*self.streams, streams.current_stream(device)}:
+            full.record_stream(stream)
 
 
 # ---- access of other ranks to shards, through the store (consensus.py, the note) ----

@@ -36,10 +36,10 @@ from hf_zero.zero.reduce.reductions import (
     GradientIntake,
     MicroBatch,
     Reductions,
-    WireBuffers,
     grad_versions,
     mark_present,
     take_in,
+    wire_buffers,
 )
 
 
@@ -109,7 +109,7 @@ class Reducer:
         self._wire_dtype = options.wire_dtype
         self._usage = usage
         self._offload = offload
-        self._buffers = WireBuffers(flat for unit in units for flat in unit.trainable)
+        self._buffers = wire_buffers(flat for unit in units for flat in unit.trainable)
         self._intake = GradientIntake(options.scaling, self._buffers, offload)
         self._reductions = Reductions(
             mesh,

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from hf_zero.device.spans import span
+from hf_zero.device.streams import TensorPool
 from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
@@ -77,7 +78,7 @@ class Reductions:
         self,
         mesh: Mesh,
         intake: GradientIntake,
-        buffers: WireBuffers,
+        buffers: TensorPool,
         offload: GradientOffload | None,
         kernels: Any,
         packed: int,
@@ -294,36 +295,18 @@ class MicroBatch:
     on_reduced: Callable[[Unit], None] | None = None
 
 
-class WireBuffers:
-    """Buffers for gradients in messages, reused by units of the same size."""
-
-    def __init__(self, flats: Iterable[FlatBuffer]):
-        self._sizes = Counter(flat.layout.padded for flat in flats)
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-
-    def acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for this caller's use until :meth:`release`: [numel], uninitialised."""
-        free = self._free.get((numel, dtype))
-        return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
-
-    def release(self, buffer: torch.Tensor | None) -> None:
-        """Put ``buffer`` back into the pool. Sizes that occur once in a backward, as of an
-        embedding or a head, are not kept.
-        """
-        if buffer is not None and self._sizes[buffer.numel()] > 1:
-            free = self._free.setdefault((buffer.numel(), buffer.dtype), [])
-            if len(free) < KEPT:
-                free.append(buffer)
-
-    def clear(self) -> None:
-        """Free all buffers."""
-        self._free.clear()
+def wire_buffers(flats: Iterable[FlatBuffer]) -> TensorPool:
+    """Return the pool of buffers for gradients in messages. Sizes that occur once in a backward, as
+    of an embedding or a head, are not kept.
+    """
+    sizes = Counter(flat.layout.padded for flat in flats)
+    return TensorPool({numel: KEPT if units > 1 else 0 for numel, units in sizes.items()})
 
 
 class GradientIntake:
     """Takes gradients off the parameters of a unit."""
 
-    def __init__(self, scaling: Scaling, buffers: WireBuffers, offload: GradientOffload | None):
+    def __init__(self, scaling: Scaling, buffers: TensorPool, offload: GradientOffload | None):
         self.scaling = scaling
         self._buffers = buffers
         self._offload = offload
