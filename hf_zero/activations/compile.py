@@ -86,10 +86,10 @@ def check_compilation(section: CompileSection, model: nn.Module, fixed: bool) ->
     not support.
 
     Without ``fixed`` parameter addresses also for CUDA graphs, requested here or already in
-    ``model``.
+    ``model``; with them for modules that torch.cuda.make_graphed_callables has captured, whose
+    parameters the engine moves once.
     """
-    if not fixed:
-        refuse_recorded(model)
+    refuse_recorded(model, fixed)
     if not section.blocks:
         return
     if not fixed:
@@ -323,16 +323,24 @@ def refuse_backend(
         raise _refusal(why)
 
 
-def refuse_recorded(model: nn.Module) -> None:
-    """Raise ConfigError for modules of ``model`` that were compiled with, or captured to, CUDA
-    graphs before the engine was made.
+def refuse_recorded(model: nn.Module, fixed: bool) -> None:
+    """Raise ConfigError for modules of ``model`` that were captured to CUDA graphs before the
+    engine was made, and without ``fixed`` addresses for those compiled to record them: with fixed
+    ones they record again at the new addresses.
     """
     for name, module in model.named_modules():
         forward = module.__dict__.get("forward")
         if getattr(forward, "__module__", None) == "torch.cuda.graphs":
-            raise _refusal(f"torch.cuda.make_graphed_callables of {name or 'the model'}")
+            what = f"torch.cuda.make_graphed_callables of {name or 'the model'}"
+            if not fixed:
+                raise _refusal(what)
+            raise ConfigError(
+                f"{what} has recorded the addresses of parameters, which hf_zero.initialize moves "
+                "into flat buffers: its replays would read the old ones; call it after "
+                "hf_zero.initialize"
+            )
         for compiled in (module, forward, getattr(module, "_compiled_call_impl", None)):
-            if _records(compiled):
+            if not fixed and _records(compiled):
                 raise _refusal(
                     f"the torch.compile of {name or 'the model'} before hf_zero.initialize"
                 )

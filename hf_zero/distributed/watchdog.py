@@ -91,6 +91,7 @@ class Watchdog:
         self._hinted: tuple[PendingCollective, float] | None = None
         self._script = threading.get_ident()
         self._script_waits = 0  # looks that found the script in its own collective
+        self.failed = False  # whether a look has failed, which is logged once
         if rank_status is not None:
             _watches.add(self)
             uncaught.watch(HfZeroError)
@@ -405,11 +406,16 @@ def _run(owner: weakref.ref[Watchdog], stop: threading.Event) -> None:
         watchdog = owner()
         if watchdog is None:
             return
-        watchdog.begin_look()
-        watchdog.look_at_hosts()
-        watchdog.check_current_wait()
-        watchdog.look_at_script()
-        watchdog.poll()
+        try:
+            watchdog.begin_look()
+            watchdog.look_at_hosts()
+            watchdog.check_current_wait()
+            watchdog.look_at_script()
+            watchdog.poll()
+        except Exception as error:  # of a query of an event, or of the store: look again
+            if not watchdog.failed:
+                watchdog.failed = True
+                logger.warning("a look at the waits of this rank failed, and goes on: %s", error)
         pause = watchdog.pause
         del watchdog
 

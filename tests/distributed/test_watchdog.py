@@ -107,6 +107,27 @@ def test_one_thread_serves_all_waits_and_ends_when_closed() -> None:
     assert not thread.is_alive()
 
 
+def test_a_look_that_fails_is_not_the_last(heard: list[str]) -> None:
+    """A query of an event raises while another thread captures a CUDA graph."""
+    watchdog, looks, again = Watchdog(warn_after=1000.0), [0], threading.Event()
+
+    def is_over() -> bool:
+        if threading.current_thread() is not watchdog._thread:
+            return False
+        looks[0] += 1
+        if looks[0] > 2:
+            again.set()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    log = CollectiveLog("gathers", (0, 1), 1000.0)
+    watchdog.follow(PendingCollective("all-gather", log, 0, (0, 1)), is_over)
+    try:
+        assert again.wait(60)
+        assert [each for each in heard if "failed, and goes on" in each] == heard[:1]
+    finally:
+        watchdog.close()
+
+
 class Work:
     """A collective whose wait returns at once, as where only a stream waits."""
 
