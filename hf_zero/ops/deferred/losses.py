@@ -49,7 +49,7 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     labels = target.reshape(-1)
     if function is F.cross_entropy and weight is None and reduction != "none":
-        known = affine(one.program)
+        known = affine(one.program, one._records)
         if known is not None and known.call.call.tensors[0].dtype in _DTYPES:
             loss = _summed(one, known, labels, ignored, smoothing, reduction)
             return one.used(loss, function, args, kwargs)

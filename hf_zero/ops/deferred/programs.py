@@ -43,6 +43,20 @@ class Autocast:
                 )
             yield
 
+    def during(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return ``function``, called in this state."""
+
+        def called(*args: Any) -> torch.Tensor:
+            with self.active():
+                return function(*args)
+
+        return called
+
+
+def detached(value: torch.Tensor) -> torch.Tensor:
+    """Step of a tensor without a graph."""
+    return value.detach()
+
 
 class RowwiseCall(Protocol):
     """A call of a module that computes each row of its output from the same row of its input."""
@@ -207,35 +221,36 @@ class Affine:
     bias: torch.Tensor | None = None  # beside the module's own
 
 
-def affine(node: Node) -> Affine | None:
-    """Return ``node`` as an :class:`Affine`, or None if it has another form; casts to a wider dtype
-    are left out, because a loss is computed in fp32 in any case.
+def affine(node: Node, records: bool) -> Affine | None:
+    """Return ``node`` as an :class:`Affine`, or None if it has another form or, if gradients are
+    recorded (``records``), a part without a graph. Casts to a wider dtype are left out, because a
+    loss is computed in fp32 in any case.
     """
     if isinstance(node, CallNode):
         return Affine(node) if node.call.linear else None
     if not isinstance(node, Step):
         return None
     name = getattr(node.function, "__name__", "")
-    if name == "cast":
-        return affine(node.inputs[0])
+    if name == "cast" or (node.function is detached and not records):
+        return affine(node.inputs[0], records)
     if name == "tanh" or not isinstance(node.inputs[0], Node):
         return None  # without the product that ends a soft cap
     factor = _factor(name, node.inputs)
     if factor is not None:
         inner = node.inputs[0] if isinstance(node.inputs[0], Step) else None
         if inner is not None and getattr(inner.function, "__name__", "") == "tanh":
-            inside = affine(inner.inputs[0])
+            inside = affine(inner.inputs[0], records)
             if inside is None or inside.softcap is not None:
                 return None
             if factor <= 0:
                 return None
             return Affine(inside.call, inside.scale * factor, factor, inside.bias)
-        inside = affine(node.inputs[0])
+        inside = affine(node.inputs[0], records)
         if inside is None or inside.softcap is not None:
             return None
         return Affine(inside.call, inside.scale * factor, None, inside.bias)
     if name in ("add", "__add__") and len(node.inputs) == 2:
-        vector, inside = node.inputs[1], affine(node.inputs[0])
+        vector, inside = node.inputs[1], affine(node.inputs[0], records)
         if (
             inside is not None
             and isinstance(vector, Vector)

@@ -68,9 +68,9 @@ class DeferredOutput(torch.Tensor):
         """
         shape = (*rows.shape[:-1], like.shape[-1])
         empty = torch.empty(shape, dtype=like.dtype, device="meta")
-        return cls._made(
-            CallNode(call, rows), empty, rows.device, (), call.compute, (rows, *call.tensors), False
-        )
+        replay = call.autocast.during(call.compute)
+        inputs = (rows, *call.tensors)
+        return cls._made(CallNode(call, rows), empty, rows.device, (), replay, inputs, False)
 
     @classmethod
     def _made(
@@ -92,7 +92,7 @@ class DeferredOutput(torch.Tensor):
             and any(each.requires_grad for each in inputs)
         )
         if not records and any(each.requires_grad for each in inputs):
-            program = Step(_detached, (program,), Autocast.now(device))
+            program = Step(programs.detached, (program,), Autocast.now(device))
 
         def new() -> DeferredOutput:
             return torch.Tensor._make_wrapper_subclass(  # type: ignore[no-any-return,attr-defined]
@@ -297,11 +297,10 @@ class DeferredOutput(torch.Tensor):
         """Return ``function(*inputs)``, of nodes and numbers, recorded as a step."""
         node = Step(function, inputs, Autocast.now(self.device))
         whole = torch.empty((*self.shape[:-1], like.shape[-1]), dtype=like.dtype, device="meta")
+        replay = node.autocast.during(replay)
         return self._made(node, whole, self.device, parents, replay, (*parents, *tensors), False)
 
-    def reduced(
-        self, function: Callable[..., torch.Tensor], *extras: torch.Tensor, like: Any = None
-    ) -> torch.Tensor:
+    def reduced(self, function: Callable[..., torch.Tensor], *extras: torch.Tensor) -> torch.Tensor:
         """Return ``function(rows, *extras)`` [*lead, ...], computed in chunks; ``rows`` [n, width],
         ``extras`` [*lead, k].
         """
@@ -407,10 +406,6 @@ def _computed(program: Node) -> torch.Tensor:
         program, lambda function, rows, shared: function(*rows, *shared), plain_rows
     )
     return made
-
-
-def _detached(value: torch.Tensor) -> torch.Tensor:
-    return value.detach()
 
 
 def _check(program: Node) -> None:

@@ -412,6 +412,14 @@ def autocast_before_the_loss(model: Any) -> Any:
 
 
 @use
+def autocast_before_a_function(model: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        made = logits(model)
+        double = made * 2
+    return Squares.apply(double) + Squares.apply(made)
+
+
+@use
 def half_precision(model: Any) -> Any:
     loss = ce(logits(model.bfloat16()))
     loss.backward()
