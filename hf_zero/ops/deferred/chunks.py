@@ -34,7 +34,9 @@ class _ByRows(torch.autograd.Function):
         ctx.function, ctx.number, ctx.size = function, number, size
         ctx.save_for_backward(*tensors)
         rows, shared = tensors[:number], tensors[number:]
-        parts = [function(*chunk, *shared) for chunk in zip(*(each.split(size) for each in rows))]
+        parts = [
+            function(*chunk, *shared) for chunk in zip(*(tensor.split(size) for tensor in rows))
+        ]
         result = torch.cat(parts)
         if not result.is_floating_point():
             ctx.mark_non_differentiable(result)
@@ -47,20 +49,20 @@ class _ByRows(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph: the gradient is recorded over whole rows
             return None, None, None, *recorded(function, tensors, needed, grad)
         sums: list[torch.Tensor | None] = [
-            torch.zeros_like(each, dtype=accumulator_dtype(each.dtype)) if wanted else None
-            for each, wanted in zip(tensors, needed)
+            torch.zeros_like(tensor, dtype=accumulator_dtype(tensor.dtype)) if wanted else None
+            for tensor, wanted in zip(tensors, needed)
         ]
         shared = tensors[number:]
         for start in range(0, grad.shape[0], size):
             chunk = slice(start, start + size)
-            given = [
-                each.detach().requires_grad_(wanted)
-                for each, wanted in zip((*(r[chunk] for r in tensors[:number]), *shared), needed)
+            leaves = [
+                tensor.detach().requires_grad_(wanted)
+                for tensor, wanted in zip((*(r[chunk] for r in tensors[:number]), *shared), needed)
             ]
             with torch.enable_grad():
-                made = function(*given)
-            wanted_ones = [each for each in given if each.requires_grad]
-            grads = iter(torch.autograd.grad(made, wanted_ones, grad[chunk], allow_unused=True))
+                result = function(*leaves)
+            wanted_ones = [tensor for tensor in leaves if tensor.requires_grad]
+            grads = iter(torch.autograd.grad(result, wanted_ones, grad[chunk], allow_unused=True))
             for at, total in enumerate(sums):
                 if total is None:
                     continue
@@ -73,8 +75,8 @@ class _ByRows(torch.autograd.Function):
             None,
             None,
             *(
-                None if total is None else total.to(each.dtype)
-                for total, each in zip(sums, tensors)
+                None if total is None else total.to(tensor.dtype)
+                for total, tensor in zip(sums, tensors)
             ),
         )
 
@@ -87,9 +89,9 @@ def recorded(
 ) -> list[torch.Tensor | None]:
     """Return gradients of ``function(*tensors)`` that can be differentiated again."""
     with torch.enable_grad():
-        made = function(*tensors)
-    wanted = [each for each, one in zip(tensors, needed) if one]
-    grads = iter(torch.autograd.grad(made, wanted, grad, create_graph=True, allow_unused=True))
+        result = function(*tensors)
+    wanted = [tensor for tensor, one in zip(tensors, needed) if one]
+    grads = iter(torch.autograd.grad(result, wanted, grad, create_graph=True, allow_unused=True))
     return [next(grads) if one else None for one in needed]
 
 
@@ -128,12 +130,14 @@ class SummedLoss(torch.autograd.Function):
         sums, kept = ctx.sums, _kept()
         if not kept:
             ctx.sums = None
-        found = []
+        gradients: list[torch.Tensor | None] = []
         for total, asked in zip(sums, wanted):
             if not asked:
-                found.append(None)
+                gradients.append(None)
             elif not kept and total.dtype == ctx.dtype:
-                found.append(total.mul_(grad))
+                gradients.append(total.mul_(grad))
             else:
-                found.append(torch.mul(total, grad, out=torch.empty_like(total, dtype=ctx.dtype)))
-        return None, None, None, *found
+                gradients.append(
+                    torch.mul(total, grad, out=torch.empty_like(total, dtype=ctx.dtype))
+                )
+        return None, None, None, *gradients

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.nn import functional as F
@@ -23,7 +23,7 @@ from hf_zero.ops.deferred.tensor import HANDLERS, DeferredOutput
 _T: Any = torch.Tensor
 
 
-def _is_deferred(value: Any) -> bool:
+def _is_deferred(value: Any) -> TypeGuard[DeferredOutput]:
     return isinstance(value, DeferredOutput)
 
 
@@ -39,7 +39,7 @@ def _some_rows(tensor: torch.Tensor) -> torch.Tensor:
 def _only_first(args: Any, kwargs: Any) -> bool:
     """Whether the first argument alone is deferred."""
     return _is_deferred(args[0] if args else None) and not any(
-        _is_deferred(each) for each in (*args[1:], *kwargs.values())
+        _is_deferred(item) for item in (*args[1:], *kwargs.values())
     )
 
 
@@ -48,31 +48,31 @@ def _only_first(args: Any, kwargs: Any) -> bool:
 
 def _reshaped(function: Any, args: Any, kwargs: Any) -> Any:
     """Handle functions that keep the order of elements: rows stay rows if the width does."""
-    one = args[0] if args else None
-    if not _is_deferred(one):
+    logits: Any = args[0] if args else None
+    if not _is_deferred(logits):
         return NotImplemented
-    meta = [_meta(each) if isinstance(each, torch.Tensor) else each for each in args]
+    meta = [_meta(item) if isinstance(item, torch.Tensor) else item for item in args]
     like = function(*meta, **kwargs)
     if like is meta[0]:
-        return one
-    if not like.dim() or like.dtype != one.dtype or like.numel() != one.numel():
+        return logits
+    if not like.dim() or like.dtype != logits.dtype or like.numel() != logits.numel():
         return NotImplemented
-    if like.shape[-1] != one.shape[-1] or not one.numel():
+    if like.shape[-1] != logits.shape[-1] or not logits.numel():
         return NotImplemented
     lead, shape, whole = like.shape[:-1], like.shape, like.is_contiguous()
 
     def of_plain(plain: torch.Tensor) -> torch.Tensor:
-        made = plain.reshape(shape)
-        return made.contiguous() if whole else made
+        result = plain.reshape(shape)
+        return result.contiguous() if whole else result
 
-    return one.selected(
+    return logits.selected(
         of_plain, lambda rows: rows.reshape(*lead, rows.shape[-1]), like, alias=like._is_view()
     )
 
 
 def _indexed(function: Any, args: Any, kwargs: Any) -> Any:
-    one, index = args
-    if not _is_deferred(one):
+    logits, index = args
+    if not _is_deferred(logits):
         return NotImplemented
     items = index if isinstance(index, tuple) else (index,)
     taken, tensors = 0, 0  # dimensions that the index takes
@@ -88,19 +88,19 @@ def _indexed(function: Any, args: Any, kwargs: Any) -> Any:
             return NotImplemented
     dots = any(item is Ellipsis for item in items)
     whole = items[-1] is Ellipsis or _is_whole(items[-1])
-    if taken > one.dim() or ((dots or taken == one.dim()) and not whole):
+    if taken > logits.dim() or ((dots or taken == logits.dim()) and not whole):
         return NotImplemented
     if not tensors:
-        like = _meta(one)[index]
+        like = _meta(logits)[index]
     else:  # its shape depends on values
-        probe = torch.empty((*one.shape[:-1], 1), dtype=torch.bool, device=one.device)
-        shape = (*probe[index].shape[:-1], one.shape[-1])
-        like = torch.empty(shape, dtype=one.dtype, device="meta")
+        probe = torch.empty((*logits.shape[:-1], 1), dtype=torch.bool, device=logits.device)
+        shape = (*probe[index].shape[:-1], logits.shape[-1])
+        like = torch.empty(shape, dtype=logits.dtype, device="meta")
 
     def select(rows: torch.Tensor) -> torch.Tensor:
         return rows[index]
 
-    return one.selected(select, select, like, alias=not tensors)
+    return logits.selected(select, select, like, alias=not tensors)
 
 
 def _is_whole(item: Any) -> bool:
@@ -109,8 +109,8 @@ def _is_whole(item: Any) -> bool:
 
 def _along(function: Any, args: Any, kwargs: Any) -> Any:
     """Handle functions of one dimension that is not the last: select, narrow, split, ..."""
-    one = args[0] if args else None
-    if not _only_first(args, kwargs) or one.dim() < 2:
+    logits: Any = args[0] if args else None
+    if not _only_first(args, kwargs) or logits.dim() < 2:
         return NotImplemented
     try:
         bound = _signature(function).bind(*args, **kwargs)
@@ -118,9 +118,9 @@ def _along(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     bound.apply_defaults()
     dims = [bound.arguments[name] for name in ("dim", "dim0", "dim1") if name in bound.arguments]
-    if any(not isinstance(dim, int) or dim % one.dim() == one.dim() - 1 for dim in dims):
+    if any(not isinstance(dim, int) or dim % logits.dim() == logits.dim() - 1 for dim in dims):
         return NotImplemented
-    dims = [dim % one.dim() for dim in dims]
+    dims = [dim % logits.dim() for dim in dims]
     rest = [
         value
         for name, value in bound.arguments.items()
@@ -130,20 +130,24 @@ def _along(function: Any, args: Any, kwargs: Any) -> Any:
     call = functools.partial(_call_along, plain, dims, rest)
     if function.__name__ == "index_select":
         like = torch.empty(
-            call(torch.empty((*one.shape[:-1], 1), dtype=torch.bool, device=one.device)).shape[:-1]
-            + (one.shape[-1],),
-            dtype=one.dtype,
+            call(
+                torch.empty((*logits.shape[:-1], 1), dtype=torch.bool, device=logits.device)
+            ).shape[:-1]
+            + (logits.shape[-1],),
+            dtype=logits.dtype,
             device="meta",
         )
-        return one.selected(call, call, like, alias=False)
-    made = call(_meta(one))
-    if isinstance(made, torch.Tensor):
-        return one.selected(call, call, made, alias=True)
+        return logits.selected(call, call, like, alias=False)
+    result = call(_meta(logits))
+    if isinstance(result, torch.Tensor):
+        return logits.selected(call, call, result, alias=True)
 
     def part(at: int) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda tensor: call(tensor)[at]
 
-    return tuple(one.selected(part(at), part(at), each, alias=True) for at, each in enumerate(made))
+    return tuple(
+        logits.selected(part(at), part(at), item, alias=True) for at, item in enumerate(result)
+    )
 
 
 def _call_along(plain: Any, dims: list[int], rest: list[Any], tensor: torch.Tensor) -> Any:
@@ -178,18 +182,18 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _iterated(function: Any, args: Any, kwargs: Any) -> Any:
-    made = _along(function, args, kwargs)
-    return made if made is NotImplemented else iter(made)
+    result = _along(function, args, kwargs)
+    return result if result is NotImplemented else iter(result)
 
 
 def _copied(function: Any, args: Any, kwargs: Any) -> Any:
-    one = args[0]
+    logits = args[0]
     if not _only_first(args, kwargs) or len(args) > 1 or kwargs:
         return NotImplemented
-    like = _meta(one)
+    like = _meta(logits)
     if function.__name__ == "detach":
-        return one.selected(_T.detach, lambda rows: rows, like, alias=True, detached=True)
-    return one.selected(_T.clone, lambda rows: rows, like, alias=False)
+        return logits.selected(_T.detach, lambda rows: rows, like, alias=True, detached=True)
+    return logits.selected(_T.clone, lambda rows: rows, like, alias=False)
 
 
 # ---- recorded steps ----
@@ -206,27 +210,27 @@ def cast_to(dtype: torch.dtype, widens: bool) -> Callable[[torch.Tensor], torch.
 
 
 def _cast(function: Any, args: Any, kwargs: Any) -> Any:
-    one = args[0] if args else None
-    if not _is_deferred(one):
+    logits: Any = args[0] if args else None
+    if not _is_deferred(logits):
         return NotImplemented
-    given = [_some_rows(each) if _is_deferred(each) else each for each in args[1:]]
-    sample = _some_rows(one)
-    made = function(sample, *given, **kwargs)
-    if not isinstance(made, torch.Tensor):
-        return made  # the name of a type
-    if made is sample:
-        return one
+    arguments = [_some_rows(item) if _is_deferred(item) else item for item in args[1:]]
+    sample = _some_rows(logits)
+    result = function(sample, *arguments, **kwargs)
+    if not isinstance(result, torch.Tensor):
+        return result  # the name of a type
+    if result is sample:
+        return logits
     if (
-        made.device != one.device
-        or not made.is_floating_point()
+        result.device != logits.device
+        or not result.is_floating_point()
         or any(map(_is_deferred, args[1:]))
     ):
         return NotImplemented
     rest = args[1:]  # a closure that held ``one`` would keep it alive
-    widens = torch.promote_types(one.dtype, made.dtype) == made.dtype
-    return one.step(
-        cast_to(made.dtype, widens), (one.program,), made,
-        lambda whole: function(whole, *rest, **kwargs), (one,), (),
+    widens = torch.promote_types(logits.dtype, result.dtype) == result.dtype
+    return logits.step(
+        cast_to(result.dtype, widens), (logits.program,), result,
+        lambda whole: function(whole, *rest, **kwargs), (logits,), (),
     )  # fmt: skip
 
 
@@ -238,75 +242,82 @@ def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if any(isinstance(value, list | tuple) for value in args):
         return NotImplemented
-    ones = [each for each in args if _is_deferred(each)]
-    one = ones[0] if ones else None
-    if one is None:
+    ones = [item for item in args if _is_deferred(item)]
+    logits = ones[0] if ones else None
+    if logits is None:
         return NotImplemented
     inputs, samples, tensors = [], [], []
-    for each in args:
-        if not isinstance(each, torch.Tensor):
-            inputs.append(each)
-            samples.append(each)
+    for item in args:
+        if not isinstance(item, torch.Tensor):
+            inputs.append(item)
+            samples.append(item)
             continue
-        node: Any = each.program if _is_deferred(each) else _operand(each, one)
-        if node is None or (_is_deferred(each) and each.shape != one.shape):
+        node: Any = item.program if _is_deferred(item) else _operand(item, logits)
+        if node is None or (_is_deferred(item) and item.shape != logits.shape):
             return NotImplemented
         inputs.append(node)
         if isinstance(node, Vector):
             samples.append(node.tensor.detach())
         else:
-            samples.append(_some_rows(each if not isinstance(node, Rows) else node.tensor))
-        if not _is_deferred(each):
-            tensors.append(each)
-    step = functools.partial(function, **kwargs) if kwargs else function
+            samples.append(_some_rows(item if not isinstance(node, Rows) else node.tensor))
+        if not _is_deferred(item):
+            tensors.append(item)
+    step: Any = functools.partial(function, **kwargs) if kwargs else function
     if kwargs:
-        step.__name__ = f"{function.__name__} with arguments"  # type: ignore[attr-defined]
+        step.__name__ = f"{function.__name__} with arguments"
     with torch.no_grad():
         like = step(*samples)
-    if like.shape != (0, one.shape[-1]):
+    if like.shape != (0, logits.shape[-1]):
         return NotImplemented
-    places = [at for at, each in enumerate(args) if isinstance(each, torch.Tensor)]
+    places = [at for at, item in enumerate(args) if isinstance(item, torch.Tensor)]
     order = [at for at in places if _is_deferred(args[at])] + [
         at for at in places if not _is_deferred(args[at])
     ]
 
-    others = [None if _is_deferred(each) else each for each in args]
+    others = [None if _is_deferred(item) else item for item in args]
 
     def replay(*values: torch.Tensor) -> torch.Tensor:
-        given: list[Any] = list(others)
+        arguments: list[Any] = list(others)
         # a materialized tensor is replayed from its parents alone
         for at, value in zip(order, values):
-            given[at] = value
-        return function(*given, **kwargs)
+            arguments[at] = value
+        return function(*arguments, **kwargs)
 
-    return one.step(step, tuple(inputs), like, replay, tuple(ones), tuple(tensors))
+    return logits.step(step, tuple(inputs), like, replay, tuple(ones), tuple(tensors))
 
 
-def _operand(tensor: torch.Tensor, one: torch.Tensor) -> Rows | Vector | None:
+def _operand(tensor: torch.Tensor, logits: torch.Tensor) -> Rows | Vector | None:
     """Return a plain operand of ``one`` as a node; None if the result has another shape."""
-    if tensor.device != one.device and tensor.dim():
+    if tensor.device != logits.device and tensor.dim():
         return None
     if not tensor.dim():
         return Vector(tensor)
     lead, width = tensor.shape[:-1], tensor.shape[-1]
-    if width not in (1, one.shape[-1]) or tensor.dim() > one.dim():
+    if width not in (1, logits.shape[-1]) or tensor.dim() > logits.dim():
         return None
     if all(size == 1 for size in lead):
         return Vector(tensor.reshape(width))
     try:
-        if torch.broadcast_shapes(lead, one.shape[:-1]) != one.shape[:-1]:
+        if torch.broadcast_shapes(lead, logits.shape[:-1]) != logits.shape[:-1]:
             return None
     except RuntimeError:
         return None
-    return Rows(tensor.expand(*one.shape[:-1], width))
+    return Rows(tensor.expand(*logits.shape[:-1], width))
 
 
 def _softmax(function: Any, args: Any, kwargs: Any) -> Any:
-    names = ("input", "dim", "_stacklevel", "dtype")
-    names = names if function in (F.softmax, F.log_softmax) else ("input", "dim", "dtype")
-    given = dict(zip(names, args)) | {("input" if k == "self" else k): v for k, v in kwargs.items()}
-    one, dim, dtype = given.get("input"), given.get("dim"), given.get("dtype")
-    if not _is_deferred(one) or not isinstance(dim, int) or dim % one.dim() != one.dim() - 1:
+    stacked = function in (F.softmax, F.log_softmax)
+    names = ("input", "dim", *(("_stacklevel",) if stacked else ()), "dtype")
+    arguments: dict[str, Any] = dict(zip(names, args)) | {
+        ("input" if k == "self" else k): v for k, v in kwargs.items()
+    }
+    logits: Any = arguments.get("input")
+    dim, dtype = arguments.get("dim"), arguments.get("dtype")
+    if (
+        not _is_deferred(logits)
+        or not isinstance(dim, int)
+        or dim % logits.dim() != logits.dim() - 1
+    ):
         return NotImplemented
     plain = torch.log_softmax if "log" in function.__name__ else torch.softmax
 
@@ -314,8 +325,8 @@ def _softmax(function: Any, args: Any, kwargs: Any) -> Any:
         return plain(value, -1, dtype)
 
     step.__name__ = plain.__name__
-    like = step(_some_rows(one))
-    return one.step(step, (one.program,), like, step, (one,), ())
+    like = step(_some_rows(logits))
+    return logits.step(step, (logits.program,), like, step, (logits,), ())
 
 
 # ---- reductions ----
@@ -325,23 +336,23 @@ def _reduced(function: Any, args: Any, kwargs: Any) -> Any:
     """Handle reductions over the last dimension that return one tensor."""
     if not _only_first(args, kwargs):
         return NotImplemented
-    one = args[0]
-    given = dict(kwargs)
+    logits = args[0]
+    arguments = dict(kwargs)
     names = ("dim", "keepdim")
     for name, value in zip(names, args[1:]):
-        given[name] = value
-    if len(args) > 3 or not set(given) <= {"dim", "keepdim", "dtype"}:
+        arguments[name] = value
+    if len(args) > 3 or not set(arguments) <= {"dim", "keepdim", "dtype"}:
         return NotImplemented
-    dim = given.pop("dim", None)
+    dim = arguments.pop("dim", None)
     if isinstance(dim, list | tuple) and len(dim) == 1:
         dim = dim[0]
-    if not isinstance(dim, int) or isinstance(dim, bool) or dim % one.dim() != one.dim() - 1:
+    if not isinstance(dim, int) or isinstance(dim, bool) or dim % logits.dim() != logits.dim() - 1:
         return NotImplemented
 
     def reduce(rows: torch.Tensor) -> torch.Tensor:
-        return function(rows, -1, **given)
+        return function(rows, -1, **arguments)
 
-    return one.used(one.reduced(reduce), function, args, kwargs)
+    return logits.used(logits.reduced(reduce), function, args, kwargs)
 
 
 def _max(function: Any, args: Any, kwargs: Any) -> Any:
@@ -358,18 +369,24 @@ def _max(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _gathered(function: Any, args: Any, kwargs: Any) -> Any:
-    given = dict(zip(("input", "dim", "index"), args)) | {
+    arguments: dict[str, Any] = dict(zip(("input", "dim", "index"), args)) | {
         ("input" if k == "self" else k): v for k, v in kwargs.items()
     }
-    one, dim, index = given.get("input"), given.get("dim"), given.get("index")
-    if set(given) != {"input", "dim", "index"} or not _is_deferred(one) or _is_deferred(index):
+    logits: Any = arguments.get("input")
+    dim: Any = arguments.get("dim")
+    index: Any = arguments.get("index")
+    if (
+        set(arguments) != {"input", "dim", "index"}
+        or not _is_deferred(logits)
+        or _is_deferred(index)
+    ):
         return NotImplemented
-    if dim % one.dim() != one.dim() - 1 or index.shape[:-1] != one.shape[:-1]:
+    if dim % logits.dim() != logits.dim() - 1 or index.shape[:-1] != logits.shape[:-1]:
         return NotImplemented
-    if index.device != one.device or not _in_range(index, one.shape[-1]):
+    if index.device != logits.device or not _in_range(index, logits.shape[-1]):
         return NotImplemented
-    made = one.reduced(lambda rows, places: rows.gather(-1, places), index)
-    return one.used(made, function, args, kwargs)
+    result = logits.reduced(lambda rows, places: rows.gather(-1, places), index)
+    return logits.used(result, function, args, kwargs)
 
 
 def _in_range(index: torch.Tensor, width: int) -> bool:

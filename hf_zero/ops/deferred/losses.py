@@ -31,28 +31,32 @@ _ARGUMENTS = (
 
 def _loss(function: Any, args: Any, kwargs: Any) -> Any:
     """Handle cross_entropy, and nll_loss of log_softmax, with classes as targets."""
-    given = dict(zip(_ARGUMENTS, args)) | kwargs
-    one, target, weight = given.get("input"), given.get("target"), given.get("weight")
-    reduction, ignored = given.get("reduction", "mean"), given.get("ignore_index", -100)
-    smoothing = given.get("label_smoothing", 0.0)
-    if not isinstance(one, DeferredOutput) or isinstance(target, DeferredOutput):
+    arguments = dict(zip(_ARGUMENTS, args)) | kwargs
+    logits, target, weight = (
+        arguments.get("input"),
+        arguments.get("target"),
+        arguments.get("weight"),
+    )
+    reduction, ignored = arguments.get("reduction", "mean"), arguments.get("ignore_index", -100)
+    smoothing = arguments.get("label_smoothing", 0.0)
+    if not isinstance(logits, DeferredOutput) or isinstance(target, DeferredOutput):
         return NotImplemented
-    if given.get("size_average") is not None or given.get("reduce") is not None:
+    if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
         return NotImplemented
-    if one.dim() > 2 or target.dtype != torch.int64 or target.shape != one.shape[:-1]:
+    if logits.dim() > 2 or target.dtype != torch.int64 or target.shape != logits.shape[:-1]:
         return NotImplemented
-    if target.device != one.device or reduction not in ("mean", "sum", "none"):
+    if target.device != logits.device or reduction not in ("mean", "sum", "none"):
         return NotImplemented
-    if not 0 <= smoothing <= 1 or not _labels_fit(target, one.shape[-1], ignored):
+    if not 0 <= smoothing <= 1 or not _labels_fit(target, logits.shape[-1], ignored):
         return NotImplemented  # torch's own error
-    if weight is not None and (weight.device != one.device or weight.shape != one.shape[-1:]):
+    if weight is not None and (weight.device != logits.device or weight.shape != logits.shape[-1:]):
         return NotImplemented
     labels = target.reshape(-1)
     if function is F.cross_entropy and weight is None and reduction != "none":
-        known = affine(one.program, one._records)
-        if known is not None and known.call.call.tensors[0].dtype in _DTYPES:
-            loss = _summed(one, known, labels, ignored, smoothing, reduction)
-            return one.used(loss, function, args, kwargs)
+        form = affine(logits.program, logits._records)
+        if form is not None and form.call.call.tensors[0].dtype in _DTYPES:
+            loss = _summed(logits, form, labels, ignored, smoothing, reduction)
+            return logits.used(loss, function, args, kwargs)
 
     more = {"label_smoothing": smoothing} if function is F.cross_entropy else {}
 
@@ -60,21 +64,21 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
         return function(rows, at[:, 0], weight, ignore_index=ignored, reduction="none", **more)
 
     kept = _kept_rows(labels, ignored)
-    source = one.reshape(-1, one.shape[-1]) if one.dim() != 2 else one
+    source: Any = logits.reshape(-1, logits.shape[-1]) if logits.dim() != 2 else logits
     if kept is not None and reduction != "none":
         rows, at = source[kept], labels[kept]
     else:
         rows, at = source, labels
-    each = rows.reduced(losses, at[:, None])
+    row_losses = rows.reduced(losses, at[:, None])
     if reduction == "none":
-        return one.used(each.reshape(target.shape), function, args, kwargs)
-    total = each.sum()
+        return logits.used(row_losses.reshape(target.shape), function, args, kwargs)
+    total = row_losses.sum()
     if reduction == "mean":
-        counts = (at != ignored).to(each.dtype)
+        counts = (at != ignored).to(row_losses.dtype)
         if weight is not None:
-            counts = counts * weight[at.clamp(min=0)].to(each.dtype)
+            counts = counts * weight[at.clamp(min=0)].to(row_losses.dtype)
         total = _divided(total, counts.sum())
-    return one.used(total, function, args, kwargs)
+    return logits.used(total, function, args, kwargs)
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -104,24 +108,24 @@ def _divided(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
 
 
 def _summed(
-    one: Any, known: Affine, labels: torch.Tensor, ignored: int, smoothing: float, reduction: str
+    logits: Any, form: Affine, labels: torch.Tensor, ignored: int, smoothing: float, reduction: str
 ) -> torch.Tensor:
     """Return the sum or the mean of the losses, by the operator of the linear head."""
-    call = known.call.call
-    inputs = known.call.input
+    call = form.call.call
+    inputs = form.call.input
     counted = labels
-    dtype = _dtype_of_loss(one)
+    dtype = _dtype_of_loss(logits)
 
     def body(_: Any, rows: list[torch.Tensor], shared: list[torch.Tensor]) -> torch.Tensor:
         hidden, weight = rows[0], shared[0]
         bias = shared[1] if len(call.tensors) > 1 else None
-        if known.bias is not None:
-            bias = known.bias.to(hidden.dtype) if bias is None else bias + known.bias.to(bias.dtype)
+        if form.bias is not None:
+            bias = form.bias.to(hidden.dtype) if bias is None else bias + form.bias.to(bias.dtype)
 
         def whole(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-            value = F.linear(h, w, b) * known.scale
-            if known.softcap is not None:
-                value = known.softcap * torch.tanh(value / known.softcap)
+            value = F.linear(h, w, b) * form.scale
+            if form.softcap is not None:
+                value = form.softcap * torch.tanh(value / form.softcap)
             return F.cross_entropy(
                 value.to(chunked_head.accumulator_dtype(value.dtype)), counted,
                 ignore_index=ignored, reduction="sum", label_smoothing=smoothing,
@@ -130,13 +134,13 @@ def _summed(
         size = chunked_head.rows_of_a_chunk(
             max(1, hidden.shape[0]), weight.shape[0], hidden.element_size(), hidden.device
         )
-        numbers = (ignored, smoothing, 0.0, known.softcap or 0.0, known.scale, size)
+        numbers = (ignored, smoothing, 0.0, form.softcap or 0.0, form.scale, size)
         with replace(Autocast.now(hidden.device), enabled=False).active():
             total: torch.Tensor = SummedLoss.apply(whole, numbers, counted, hidden, weight, bias)
         return total
 
-    with torch.set_grad_enabled(torch.is_grad_enabled() and one._records):
-        rows, call_node = plain_rows, known.call
+    with torch.set_grad_enabled(torch.is_grad_enabled() and logits._records):
+        rows, call_node = plain_rows, form.call
         if isinstance(inputs, DeferredOutput) and inputs.is_live():
             flat = inputs.reshape(-1, inputs.shape[-1])
             hidden, counted = _labelled(flat, labels, ignored, call)
@@ -159,20 +163,20 @@ def _labelled(
     if kinds.is_host(labels.device):
         return flat.value(), labels
     capacity = _CAPACITIES.setdefault(call.module, RowCapacity())
-    known, count = _COUNTS.pop(call.module, (None, None))
-    if count is None or known != _identity(labels, ignored):
+    form, count = _COUNTS.pop(call.module, (None, None))
+    if count is None or form != _identity(labels, ignored):
         count = RowCount(labels, ignored)
     places = capacity.places(count, labels.device)
     if places >= labels.numel():
         return flat.value(), labels
-    found: list[torch.Tensor] = []
+    selected: list[torch.Tensor] = []
 
     def select(rows: torch.Tensor) -> torch.Tensor:
         chosen, at, _ = select_rows(rows, labels, ignore_index=ignored, capacity=places)
-        found.append(at)
+        selected.append(at)
         return chosen
 
-    return flat.rows(select), found[0]
+    return flat.rows(select), selected[0]
 
 
 def count_early(head: Any, labels: torch.Tensor, ignored: int = -100) -> None:
@@ -191,12 +195,12 @@ _COUNTS: weakref.WeakKeyDictionary[Any, tuple[Any, RowCount]] = weakref.WeakKeyD
 _CAPACITIES: weakref.WeakKeyDictionary[Any, RowCapacity] = weakref.WeakKeyDictionary()
 
 
-def _dtype_of_loss(one: torch.Tensor) -> torch.dtype:
+def _dtype_of_loss(logits: torch.Tensor) -> torch.dtype:
     """Return the dtype of torch's own loss, which autocast may widen."""
-    if one.dtype not in (torch.bfloat16, torch.float16):
-        return one.dtype
-    sample = torch.zeros(1, 2, dtype=one.dtype, device=one.device)
-    zero = torch.zeros(1, dtype=torch.int64, device=one.device)
+    if logits.dtype not in (torch.bfloat16, torch.float16):
+        return logits.dtype
+    sample = torch.zeros(1, 2, dtype=logits.dtype, device=logits.device)
+    zero = torch.zeros(1, dtype=torch.int64, device=logits.device)
     return F.cross_entropy(sample, zero, reduction="sum").dtype
 
 

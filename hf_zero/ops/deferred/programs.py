@@ -124,43 +124,45 @@ Node = CallNode | Rows | Vector | Step
 
 def nodes_of(node: Node) -> list[Node]:
     """Return the nodes of a program, inputs first, each once."""
-    found: dict[int, Node] = {}
+    ordered: dict[int, Node] = {}
 
-    def visit(each: Node) -> None:
-        if id(each) not in found:
-            if isinstance(each, Step):
-                for one in each.inputs:
+    def visit(node_of: Node) -> None:
+        if id(node_of) not in ordered:
+            if isinstance(node_of, Step):
+                for one in node_of.inputs:
                     if isinstance(one, Node):
                         visit(one)
-            found[id(each)] = each
+            ordered[id(node_of)] = node_of
 
     visit(node)
-    return list(found.values())
+    return list(ordered.values())
 
 
 def selected(node: Node, select: Select) -> Node:
     """Return the program over the rows that ``select`` takes of a tensor [*lead, any width]."""
-    made: dict[int, Node] = {}
-    for each in nodes_of(node):
-        if isinstance(each, CallNode):
-            made[id(each)] = CallNode(each.call, select(each.input))
-        elif isinstance(each, Rows):
-            made[id(each)] = Rows(select(each.tensor))
-        elif isinstance(each, Step):
-            inputs = tuple(made.get(id(one), one) for one in each.inputs)
-            made[id(each)] = Step(each.function, inputs, each.autocast)
+    results: dict[int, Node] = {}
+    for node_of in nodes_of(node):
+        if isinstance(node_of, CallNode):
+            results[id(node_of)] = CallNode(node_of.call, select(node_of.input))
+        elif isinstance(node_of, Rows):
+            results[id(node_of)] = Rows(select(node_of.tensor))
+        elif isinstance(node_of, Step):
+            inputs = tuple(results.get(id(one), one) for one in node_of.inputs)
+            results[id(node_of)] = Step(node_of.function, inputs, node_of.autocast)
         else:
-            made[id(each)] = each
-    return made[id(node)]
+            results[id(node_of)] = node_of
+    return results[id(node)]
 
 
 def evaluated(node: Node, values: dict[int, torch.Tensor]) -> torch.Tensor:
     """Return the value of ``node``; ``values``: those of its calls and operands, by id."""
     values = dict(values)
-    for each in nodes_of(node):
-        if isinstance(each, Step):
-            with each.autocast.active():
-                values[id(each)] = each.function(*[values.get(id(i), i) for i in each.inputs])
+    for node_of in nodes_of(node):
+        if isinstance(node_of, Step):
+            with node_of.autocast.active():
+                values[id(node_of)] = node_of.function(
+                    *[values.get(id(i), i) for i in node_of.inputs]
+                )
     return values[id(node)]
 
 
@@ -177,19 +179,19 @@ def run(
     a plain or deferred one.
     """
     nodes = nodes_of(node)
-    calls = [each for each in nodes if isinstance(each, CallNode)]
-    operands = [each for each in nodes if isinstance(each, Rows)]
-    vectors = [each for each in nodes if isinstance(each, Vector)]
+    calls = [node_of for node_of in nodes if isinstance(node_of, CallNode)]
+    operands = [node_of for node_of in nodes if isinstance(node_of, Rows)]
+    vectors = [node_of for node_of in nodes if isinstance(node_of, Vector)]
 
     def function(*tensors: torch.Tensor) -> torch.Tensor:
         parts = iter(tensors)
         given = [next(parts) for _ in calls]
-        values = {id(each): next(parts) for each in operands}
-        for each, rows in zip(calls, given):
-            parameters = [next(parts) for _ in each.call.tensors]
-            with each.call.autocast.active():
-                values[id(each)] = each.call.compute(rows, *parameters)
-        values |= {id(each): next(parts) for each in vectors}
+        values = {id(node_of): next(parts) for node_of in operands}
+        for node_of, rows in zip(calls, given):
+            parameters = [next(parts) for _ in node_of.call.tensors]
+            with node_of.call.autocast.active():
+                values[id(node_of)] = node_of.call.compute(rows, *parameters)
+        values |= {id(node_of): next(parts) for node_of in vectors}
         return evaluated(node, values)
 
     def enter(at: int, rows: list[torch.Tensor], shared: list[torch.Tensor]) -> Any:
@@ -200,13 +202,13 @@ def run(
             def inside(given: torch.Tensor, *tensors: torch.Tensor) -> Any:
                 if call.linear and call.autocast.enabled:  # once, instead of in each chunk
                     given = given.to(call.autocast.dtype)
-                    tensors = tuple(each.to(call.autocast.dtype) for each in tensors)
+                    tensors = tuple(node_of.to(call.autocast.dtype) for node_of in tensors)
                 return enter(at + 1, [*rows, given], [*shared, *tensors])
 
             given = rows_of(calls[at].input)
             return call.run(given.reshape(-1, given.shape[-1]), inside)
-        rows = rows + [each.tensor.reshape(-1, each.tensor.shape[-1]) for each in operands]
-        return body(function, rows, shared + [each.tensor for each in vectors])
+        rows = rows + [node_of.tensor.reshape(-1, node_of.tensor.shape[-1]) for node_of in operands]
+        return body(function, rows, shared + [node_of.tensor for node_of in vectors])
 
     return enter(0, [], [])
 

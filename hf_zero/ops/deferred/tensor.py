@@ -47,13 +47,13 @@ class DeferredOutput(torch.Tensor):
 
     program: Node
     parents: tuple[DeferredOutput, ...]
-    replay: Callable[..., torch.Tensor] | None  # its value from those of its parents
+    replay: Callable[..., torch.Tensor]  # its value from those of its parents, or of the inputs
     alias: bool  # a view of its parent
     whole: torch.Tensor | None
     raw: torch.Tensor | None  # the value without a graph, for code below torch functions
     history: History
     copies: weakref.WeakSet[DeferredOutput]  # made of it, and not views of it
-    uses: list[Use]
+    uses: list[ChunkedUse]
     versions: tuple[int, ...]  # of the parents' plain tensors
     plain_grad_fn: Any  # its node of autograd, if no other node has adopted it
 
@@ -89,9 +89,9 @@ class DeferredOutput(torch.Tensor):
             not detached
             and torch.is_grad_enabled()
             and like.is_floating_point()
-            and any(each.requires_grad for each in inputs)
+            and any(item.requires_grad for item in inputs)
         )
-        if not records and any(each.requires_grad for each in inputs):
+        if not records and any(item.requires_grad for item in inputs):
             program = Step(programs.detached, (program,), Autocast.now(device))
 
         def new() -> DeferredOutput:
@@ -100,25 +100,25 @@ class DeferredOutput(torch.Tensor):
             )
 
         with torch._C.DisableTorchFunctionSubclass():
-            made = _DeferredNode.apply(new, replay, *inputs) if records else new()
-            made.plain_grad_fn = _grad_fn.__get__(made)
-        made.program, made.parents, made.alias, made.whole = program, parents, alias, None
-        made.replay = replay if parents else None
+            output = _DeferredNode.apply(new, replay, *inputs) if records else new()
+            output.plain_grad_fn = _grad_fn.__get__(output)
+        output.program, output.parents, output.alias, output.whole = program, parents, alias, None
+        output.replay = replay
         shape = like.shape
-        made.history = History(
+        output.history = History(
             lambda: _computed(program).reshape(shape),
-            made.replay,
-            tuple(each.history for each in parents),
+            replay if parents else None,
+            tuple(item.history for item in parents),
         )
-        made.raw = None
-        made.copies, made.uses = weakref.WeakSet(), []
-        made.versions = tuple(
-            each.whole._version if each.whole is not None else 0 for each in parents
+        output.raw = None
+        output.copies, output.uses = weakref.WeakSet(), []
+        output.versions = tuple(
+            item.whole._version if item.whole is not None else 0 for item in parents
         )
         if not alias:
-            for each in parents:
-                each._root.copies.add(made)
-        return made
+            for item in parents:
+                item._root.copies.add(output)
+        return output
 
     @property
     def _root(self) -> DeferredOutput:
@@ -139,8 +139,8 @@ class DeferredOutput(torch.Tensor):
                 return function(*args, **kwargs)
         handler = HANDLERS.get(function)
         if handler is not None:
-            deferred = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
-            if all(each.is_live() for each in deferred):
+            deferred = [item for item in tree_leaves((args, kwargs)) if isinstance(item, cls)]
+            if all(item.is_live() for item in deferred):
                 result = handler(function, args, kwargs)
                 if result is not NotImplemented:
                     return result
@@ -151,25 +151,25 @@ class DeferredOutput(torch.Tensor):
     @classmethod
     def _materialized_call(cls, function: Any, args: Any, kwargs: Any) -> Any:
         """Return ``function`` of plain tensors, and say once that they were computed for it."""
-        deferred = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
+        deferred = [item for item in tree_leaves((args, kwargs)) if isinstance(item, cls)]
         name = torch.overrides.resolve_name(function) or getattr(function, "__name__", "?")
         if facts.shows(function) and any(
-            each.whole is None and each.needs_ranks for each in deferred
+            item.whole is None and item.needs_ranks for item in deferred
         ):
             return facts.shown(function, deferred[0], name)
         if facts.writes(function, args, kwargs):
-            for each in deferred:
-                each._root._compute_copies()
-        for each in deferred:
-            if each.whole is None:
-                _tell(name, each)
+            for item in deferred:
+                item._root._compute_copies()
+        for item in deferred:
+            if item.whole is None:
+                _tell(name, item)
         arguments = tree_map(
             lambda one: one.materialize() if isinstance(one, cls) else one, (args, kwargs)
         )
         return function(*arguments[0], **arguments[1])
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Return ``function`` of plain values, for code below torch functions; autograd has
@@ -201,7 +201,7 @@ class DeferredOutput(torch.Tensor):
         return (
             self.whole is None
             and not self._adopted
-            and all(each.is_live() for each in self.parents)
+            and all(item.is_live() for item in self.parents)
         )
 
     @property
@@ -256,7 +256,7 @@ class DeferredOutput(torch.Tensor):
                 self.raw = (
                     self.value()
                     if not self._adopted or not self.parents
-                    else self.replay(*(each._raw_value() for each in self.parents))
+                    else self.replay(*(item._raw_value() for item in self.parents))
                 )
         return self.raw
 
@@ -264,10 +264,10 @@ class DeferredOutput(torch.Tensor):
         """Compute the tensors that were made of this one and are not views of it, before a write
         to it.
         """
-        for each in list(self.copies):
-            if each.whole is None:
-                each.materialize()
-            each._root._compute_copies()
+        for item in list(self.copies):
+            if item.whole is None:
+                item.materialize()
+            item._root._compute_copies()
 
     # ---- derived tensors ----
 
@@ -318,7 +318,7 @@ class DeferredOutput(torch.Tensor):
                 with state.active():
                     return function(value, *own[len(own) - number :])
 
-            more = [each.reshape(-1, each.shape[-1]) for each in extras]
+            more = [item.reshape(-1, item.shape[-1]) for item in extras]
             return by_rows(of_chunk, [*rows, *more], shared, size)
 
         _check(self.program)
@@ -338,7 +338,7 @@ class DeferredOutput(torch.Tensor):
         """Note that ``result`` is ``function`` of this tensor, for gradients with respect to it."""
         if result.requires_grad:
             arguments = tree_map(lambda one: _SELF if one is self else one, (args, kwargs))
-            self._first.uses.append(Use(result, self.history, function, *arguments))
+            self._first.uses.append(ChunkedUse(result, self.history, function, *arguments))
         return result
 
     @property
@@ -347,10 +347,11 @@ class DeferredOutput(torch.Tensor):
 
 
 # torch.compile of a function of deferred tensors runs each operation on one outside its graphs.
-for _function in (DeferredOutput.__torch_function__, DeferredOutput.__torch_dispatch__):
-    _function.__func__._torchdynamo_disable = True  # type: ignore[attr-defined]
+_method: Any
+for _method in (DeferredOutput.__torch_function__, DeferredOutput.__torch_dispatch__):
+    _method.__func__._torchdynamo_disable = True
     set_code_exec_strategy(
-        _function.__func__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        _method.__func__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     )
 
 
@@ -372,7 +373,7 @@ class History:
 
 
 @dataclass(frozen=True, eq=False)
-class Use:
+class ChunkedUse:
     """A loss or another result that was computed in chunks: ``function`` of a deferred tensor."""
 
     result: torch.Tensor
@@ -402,10 +403,10 @@ def plain_rows(tensor: torch.Tensor) -> torch.Tensor:
 def _computed(program: Node) -> torch.Tensor:
     """Return the values [rows, width] of ``program``."""
     _check(program)
-    made: torch.Tensor = programs.run(
+    output: torch.Tensor = programs.run(
         program, lambda function, rows, shared: function(*rows, *shared), plain_rows
     )
-    return made
+    return output
 
 
 def _check(program: Node) -> None:
@@ -443,17 +444,19 @@ class _DeferredNode(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         again = torch.is_grad_enabled()
         values = [
-            each.materialize() if isinstance(each, DeferredOutput) else each for each in ctx.inputs
+            item.materialize() if isinstance(item, DeferredOutput) else item for item in ctx.inputs
         ]
         with torch.enable_grad():
             if not again:
                 values = [
-                    value.detach().requires_grad_(each.requires_grad)
-                    for value, each in zip(values, ctx.inputs)
+                    value.detach().requires_grad_(item.requires_grad)
+                    for value, item in zip(values, ctx.inputs)
                 ]
-            made = ctx.replay(*values)
-        wanted = [each for each, one in zip(values, ctx.needs_input_grad[2:]) if one]
-        grads = iter(torch.autograd.grad(made, wanted, grad, create_graph=again, allow_unused=True))
+            output = ctx.replay(*values)
+        wanted = [item for item, one in zip(values, ctx.needs_input_grad[2:]) if one]
+        grads = iter(
+            torch.autograd.grad(output, wanted, grad, create_graph=again, allow_unused=True)
+        )
         return None, None, *(next(grads) if one else None for one in ctx.needs_input_grad[2:])
 
 
@@ -479,7 +482,7 @@ def gradients(
     The gradient of each such loss is that of ``outputs`` with respect to the loss, times that of
     the loss recomputed with whole rows.
     """
-    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    inputs_given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     unused = more.pop("allow_unused", None)
 
     def plain(of: Iterable[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
@@ -487,29 +490,29 @@ def gradients(
             outputs, tuple(of), grad_outputs, True, create_graph, allow_unused=True, **more
         )
 
-    found: list[torch.Tensor | None] = []
-    for each in given:
-        if not isinstance(each, DeferredOutput) or each.whole is not None:
-            found.append(plain((each.whole if isinstance(each, DeferredOutput) else each,))[0])
+    results: list[torch.Tensor | None] = []
+    for item in inputs_given:
+        if not isinstance(item, DeferredOutput) or item.whole is not None:
+            results.extend(plain((plain_rows(item),)))
             continue
-        _tell("torch.autograd.grad", each)
+        _tell("torch.autograd.grad", item)
         total = None
-        for use in each._first.uses:
+        for use in item._first.uses:
             (before,) = plain((use.result,))
             if before is None:
                 continue
             with torch.enable_grad():
-                value = each.materialize().detach().requires_grad_()
-                again = use.recomputed(each.history, value)
+                value = item.materialize().detach().requires_grad_()
+                again = use.recomputed(item.history, value)
             part = torch.autograd.grad(
                 again, value, before, create_graph=create_graph, allow_unused=True
             )[0]
             if part is not None:
                 total = part if total is None else total + part
-        found.append(total)
-    if not unused and any(each is None for each in found):
+        results.append(total)
+    if not unused and any(item is None for item in results):
         raise RuntimeError(
             "One of the differentiated Tensors appears to not have been used in the graph. "
             "Set allow_unused=True if this is the desired behavior."
         )
-    return tuple(found)
+    return tuple(results)

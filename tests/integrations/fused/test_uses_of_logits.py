@@ -23,7 +23,8 @@ from tests.integrations.fused.languages import compare, gradients
 from tests.integrations.fused.uses_of_logits import COMPILED, IDS, USES, WORDS, ce, logits
 
 IN_16_BITS = (
-    "autocast", "autocast_before_the_loss", "autocast_before_a_function", "half_precision", "outputs_in_full_precision",
+    "autocast", "autocast_before_the_loss", "autocast_before_a_function", "half_precision",
+    "outputs_in_full_precision",
 )  # fmt: skip
 
 
