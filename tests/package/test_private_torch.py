@@ -39,7 +39,7 @@ PRIVATE = {
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch.nn.modules.dropout": "_DropoutNd",
     "torch.nn.modules.instancenorm": "_InstanceNorm",
-    "torch.nn.modules.module": "_EXTRA_STATE_KEY_SUFFIX _IncompatibleKeys",
+    "torch.nn.modules.module": "_EXTRA_STATE_KEY_SUFFIX _IncompatibleKeys _has_any_global_hook",
     "torch.optim._muon": "_adjust_lr _zeropower_via_newtonschulz",
     "torch.optim.optimizer": "_get_fused_kernels_supported_devices",
     "torch.testing._internal.distributed.fake_pg": "FakeStore",

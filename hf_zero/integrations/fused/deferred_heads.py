@@ -159,12 +159,7 @@ def _may_defer(module: nn.Module, rows: Any) -> bool:
 
 def _watched(module: nn.Module) -> bool:
     """Whether hooks other than an engine's are on the module, or on all modules."""
-    if (
-        torch_modules._global_forward_hooks
-        or torch_modules._global_forward_pre_hooks
-        or torch_modules._global_backward_hooks
-        or torch_modules._global_backward_pre_hooks
-    ):
+    if torch_modules._has_any_global_hook():
         return True
     return any(
         not isinstance(hook, Attached) for name in _HOOKS for hook in module.__dict__[name].values()

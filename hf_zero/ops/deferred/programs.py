@@ -213,7 +213,7 @@ def run(
     return enter(0, [], [])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Affine:
     """A program of the form softcap · tanh(scale · (rows @ weight.T + bias) / softcap)."""
 
@@ -257,7 +257,9 @@ def affine(node: Node, records: bool) -> Affine | None:
             inside is not None
             and isinstance(vector, Vector)
             and vector.tensor.dim() == 1
-            and inside == Affine(inside.call)
+            and inside.scale == 1.0
+            and inside.softcap is None
+            and inside.bias is None
             and vector.tensor.shape == inside.call.call.tensors[0].shape[:1]
         ):
             return Affine(inside.call, bias=vector.tensor)
