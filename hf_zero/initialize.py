@@ -151,13 +151,13 @@ def start(request: SetupRequest[E]) -> tuple[E, Any, DataLoader[Any] | None, Any
     """Join the job, plan ``request`` and apply the plan; an exception leaves everything as it was.
     Collective.
     """
-    groups = [each for each in request.model_parameters or () if isinstance(each, dict)]
+    groups = [group for group in request.model_parameters or () if isinstance(group, dict)]
     with transaction():
         restore_on_rollback(*groups)  # an optimizer writes its defaults into them
-        made = apply(plan(request, join(request)))
-    if made.settings.offload_optimizer.on or made.settings.offload_param.on:
+        setup = apply(plan(request, join(request)))
+    if setup.settings.offload_optimizer.on or setup.settings.offload_param.on:
         release_freed()  # the parameters' former memory, which the transaction has kept
-    return made.engine, made.optimizer, made.loader, made.scheduler
+    return setup.engine, setup.optimizer, setup.loader, setup.scheduler
 
 
 def join(request: SetupRequest[Any]) -> Resumed | None:

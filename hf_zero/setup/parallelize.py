@@ -10,7 +10,7 @@ from typing import Any
 from hf_zero.checkpoint.engine_state import restorer_of_generators
 from hf_zero.setup.plan import Planned
 from hf_zero.setup.steps import (
-    Application,
+    Setup,
     cut_layers,
     fuse,
     load_data,
@@ -33,7 +33,7 @@ from hf_zero.zero.transaction import (
     transaction,
 )
 
-ORDER: tuple[Callable[[Application], None], ...] = (
+ORDER: tuple[Callable[[Setup], None], ...] = (
     materialize_meta,  # the steps after this one read shapes, names and memory of parameters
     tie,  # before cuts, which give each parameter memory of its own
     cut_layers,  # first of the axes: the others count the ranks that it leaves
@@ -50,7 +50,7 @@ ORDER: tuple[Callable[[Application], None], ...] = (
 )
 
 
-def apply(planned: Planned[Any]) -> Application:
+def apply(planned: Planned[Any]) -> Setup:
     """Run :data:`ORDER` in one transaction, and return its results. Collective."""
     request, spare = planned.resolved.request, planned.report.spare
     try:
@@ -61,9 +61,9 @@ def apply(planned: Planned[Any]) -> Application:
             if spare:
                 restore_parameters_on_rollback(request.model)
                 restore_buffers_on_rollback(request.model)
-            now = Application(planned, planned.resolved.optimizer)
+            setup = Setup(planned, planned.resolved.optimizer)
             for step in ORDER:
-                step(now)
+                step(setup)
     except BaseException as error:
         if not spare:
             error.add_note(
@@ -71,4 +71,4 @@ def apply(planned: Planned[Any]) -> Application:
                 "them beside the engine: build or load the model again before the next call"
             )
         raise
-    return now
+    return setup

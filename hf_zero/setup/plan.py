@@ -174,25 +174,25 @@ def _planned(resolved: Resolved[E]) -> Planned[E]:
         dims,
         process_group.get_rank(),
     )
-    made = resolved.engine_class.plan(
+    engine_plan = resolved.engine_class.plan(
         model, settings, resolved.optimizer, extensions_of, dims=dims, cuts=cuts
     )
     without_values = {parameter.is_meta for parameter in model.parameters()} == {True}
     # engines that end when this one begins still own the parameters
     ending = [engine for engine in engines_of(model) if engine.bound is None or request.takes_over]
     if not without_values and not ending:
-        check_parameters(made.units, made.device)
-    check_statistics(made, made.device)
-    check_optimizer(made)
-    report = check_on_all_ranks(made, _freed(ending))
+        check_parameters(engine_plan.units, engine_plan.device)
+    check_statistics(engine_plan, engine_plan.device)
+    check_optimizer(engine_plan)
+    report = check_on_all_ranks(engine_plan, _freed(ending))
     return Planned(resolved, report, bool(cuts) or without_values)
 
 
 def _freed(ending: list[Engine]) -> tuple[int, int]:
     """Return the bytes on the device and in RAM of gradients and optimizer state of ``ending``."""
-    held = [held_bytes(engine) for engine in ending]
+    nbytes = [held_bytes(engine) for engine in ending]
     device, ram = (
-        sum(each[kind, tier] for each in held for kind in ("gradients", "optimizer"))
+        sum(of_engine[kind, tier] for of_engine in nbytes for kind in ("gradients", "optimizer"))
         for tier in ("device", "ram")
     )
     return device, ram

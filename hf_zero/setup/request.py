@@ -77,13 +77,15 @@ class SetupRequest(Generic[E]):
             raise _no_model(args if isinstance(args, str) else model)
         _refuse_wrapped(model)
         settings = configuration(args, config, config_params)
-        given = None if model_parameters is None else tuple(model_parameters)
-        for group in given or ():
+        groups = None if model_parameters is None else tuple(model_parameters)
+        for group in groups or ():
             if isinstance(group, dict) and isinstance(group.get("params"), Iterator):
-                group["params"] = list(group["params"])  # read by each optimizer that is made
-        request = cls(engine_class, model, settings, model_parameters=given, **others)
+                group["params"] = list(
+                    group["params"]
+                )  # each attempt to build an optimizer reads it
+        request = cls(engine_class, model, settings, model_parameters=groups, **others)
         request._check()
-        if not (request.optimizer is None and given is None and settings.optimizer is None):
+        if not (request.optimizer is None and groups is None and settings.optimizer is None):
             check_launch(settings)
         return request
 
@@ -108,11 +110,11 @@ class SetupRequest(Generic[E]):
                 "torch.optim.Optimizer, or a callable that makes one from parameters"
             )
         if optimizer is not None and config.optimizer is not None:
-            given = "a callable optimizer"
+            passed = "a callable optimizer"
             if self.user_optimizer is not None:
-                given = f"an optimizer object ({type(optimizer).__name__})"
+                passed = f"an optimizer object ({type(optimizer).__name__})"
             raise ConfigError(
-                f"both {given} and config optimizer {config.optimizer.type!r} are given; keep one"
+                f"both {passed} and config optimizer {config.optimizer.type!r} are given; keep one"
             )
         if scheduler is not None and config.scheduler is not None:
             raise ConfigError(
@@ -126,8 +128,8 @@ class SetupRequest(Generic[E]):
             )
 
     def make_optimizer(self) -> torch.optim.Optimizer | None:
-        """Return the optimizer over the model's parameters of now: the script's object, or a new
-        one of its callable or of the configuration; None without any of them.
+        """Return the optimizer over the present parameters of the model: the script's object, or a
+        new one of its callable or of the configuration; None without any of them.
         """
         if self.user_optimizer is not None:
             return self.user_optimizer
@@ -139,13 +141,13 @@ class SetupRequest(Generic[E]):
             wanted = list(model.parameters())  # a stage that is frozen steps with the others
         if self.optimizer is not None:
             make: Any = self.optimizer
-            made: Any = make(wanted)
-            if not isinstance(made, torch.optim.Optimizer):
+            optimizer: Any = make(wanted)
+            if not isinstance(optimizer, torch.optim.Optimizer):
                 raise ConfigError(
-                    f"the callable optimizer returned a {type(made).__name__}; it must return a "
-                    "torch.optim.Optimizer"
+                    f"the callable optimizer returned a {type(optimizer).__name__}; it must return "
+                    "a torch.optim.Optimizer"
                 )
-            return made
+            return optimizer
         if config is None:
             return None
         if not wanted:

@@ -33,7 +33,7 @@ from hf_zero.zero.transaction import on_rollback
 
 
 @dataclass(eq=False)
-class Application:
+class Setup:
     """The objects that the steps of :data:`ORDER` create from ``planned``."""
 
     planned: Planned[Any]
@@ -53,105 +53,107 @@ class Application:
         return self.planned.resolved.settings
 
 
-def materialize_meta(now: Application) -> None:
-    if {parameter.is_meta for parameter in now.model.parameters()} == {True}:
-        give_values(now.model)
+def materialize_meta(setup: Setup) -> None:
+    if {parameter.is_meta for parameter in setup.model.parameters()} == {True}:
+        give_values(setup.model)
 
 
-def tie(now: Application) -> None:
-    now.tied = tie_shared_memory(now.model)
+def tie(setup: Setup) -> None:
+    setup.tied = tie_shared_memory(setup.model)
 
 
-def cut_layers(now: Application) -> None:
-    section = now.settings.tensor_parallel
+def cut_layers(setup: Setup) -> None:
+    section = setup.settings.tensor_parallel
     if section.size > 1:
-        tensor_parallel(now.model, section.size, verify=section.verify)
+        tensor_parallel(setup.model, section.size, verify=section.verify)
 
 
-def spread_out(now: Application) -> None:
-    spread_experts(now.model, now.settings)
+def spread_out(setup: Setup) -> None:
+    spread_experts(setup.model, setup.settings)
 
 
-def split_sequences(now: Application) -> None:
-    now.sequence = sequence_parallel.sequence_of(now.settings, now.planned.resolved.request.mpu)
+def split_sequences(setup: Setup) -> None:
+    setup.sequence = sequence_parallel.sequence_of(
+        setup.settings, setup.planned.resolved.request.mpu
+    )
 
 
-def quantize(now: Application) -> None:
-    quantize_linears(now.model, now.settings)
+def quantize(setup: Setup) -> None:
+    quantize_linears(setup.model, setup.settings)
 
 
-def fuse(now: Application) -> None:
-    settings, chooses = now.settings, now.planned.resolved.request.config.kernels == "auto"
+def fuse(setup: Setup) -> None:
+    settings, chooses = setup.settings, setup.planned.resolved.request.config.kernels == "auto"
     sparse = sparse_section(settings)
     if settings.kernels != "off" or sparse is not None or settings.pre_layer_norm:
         # inductor fuses the blocks that it compiles
-        compiled = to_be_compiled(now.model) if chooses and settings.compile.blocks else ()
+        compiled = to_be_compiled(setup.model) if chooses and settings.compile.blocks else ()
         from hf_zero.integrations import fused  # with all kernels
 
-        fused.prepare(now.model, settings.kernels, sparse, settings.pre_layer_norm, compiled)
+        fused.prepare(setup.model, settings.kernels, sparse, settings.pre_layer_norm, compiled)
 
 
-def mark_units(now: Application) -> None:
-    mark_configured(now.model, now.settings.zero.leaf_module)
+def mark_units(setup: Setup) -> None:
+    mark_configured(setup.model, setup.settings.zero.leaf_module)
 
 
-def take_optimizer(now: Application) -> None:
+def take_optimizer(setup: Setup) -> None:
     """Replace tied parameters in the optimizer, and its class by one that updates shards. One that
-    has made state of parameters before they were cut is made again.
+    created state of parameters before they were cut is built again.
     """
-    request = now.planned.resolved.request
-    made_here = request.user_optimizer is None and now.optimizer is not None
-    if made_here and now.planned.cuts and now.optimizer.state:
-        now.optimizer = request.make_optimizer()
-    if now.optimizer is not None:
-        without_tied(now.optimizer, now.tied)
-        adopt(now.optimizer)
+    request = setup.planned.resolved.request
+    builds = request.user_optimizer is None and setup.optimizer is not None
+    if builds and setup.planned.cuts and setup.optimizer.state:
+        setup.optimizer = request.make_optimizer()
+    if setup.optimizer is not None:
+        without_tied(setup.optimizer, setup.tied)
+        adopt(setup.optimizer)
 
 
-def load_data(now: Application) -> None:
-    request, techniques = now.planned.resolved.request, now.planned.resolved.techniques
-    loader: Any = data_loader(request.training_data, request.collate_fn, now.settings)
-    if loader is not None and now.sequence is not None:
-        loader = now.sequence.batches(loader)
+def load_data(setup: Setup) -> None:
+    request, techniques = setup.planned.resolved.request, setup.planned.resolved.techniques
+    loader: Any = data_loader(request.training_data, request.collate_fn, setup.settings)
+    if loader is not None and setup.sequence is not None:
+        loader = setup.sequence.batches(loader)
     tell_of_lost_place(loader)
     follow(techniques, getattr(loader, "data_sampler", None))
-    now.loader = loader
+    setup.loader = loader
 
 
-def shard(now: Application) -> None:
+def shard(setup: Setup) -> None:
     """Build the engine: parameters, optimizer state and offloaded memory in shards, and hooks."""
-    resolved, model = now.planned.resolved, now.model
+    resolved, model = setup.planned.resolved, setup.model
     if resolved.request.takes_over is not None:
         resolved.request.takes_over(model)
     release_holders(model)
-    others: dict[str, Any] = {**sequence_parallel.on_model(now.sequence), **on_model(model)}
+    others: dict[str, Any] = {**sequence_parallel.on_model(setup.sequence), **on_model(model)}
     techniques = resolved.techniques.with_others(others)
-    engine_plan = plan_of_engine(resolved, now.optimizer)
-    now.engine = resolved.engine_class(engine_plan, resolved.patches, techniques)
-    on_rollback(now.engine.destroy)
-    now.engine.training_dataloader = now.loader
-    if now.engine.global_rank == 0:
-        describe(now.planned.report)
+    engine_plan = plan_of_engine(resolved, setup.optimizer)
+    setup.engine = resolved.engine_class(engine_plan, resolved.patches, techniques)
+    on_rollback(setup.engine.destroy)
+    setup.engine.training_dataloader = setup.loader
+    if setup.engine.global_rank == 0:
+        describe(setup.planned.report)
 
 
-def schedule(now: Application) -> None:
-    given = now.planned.resolved.request.lr_scheduler
-    if callable(given) and not hasattr(given, "step"):
-        given = given(now.optimizer)
-    if isinstance(given, ReduceLROnPlateau):
+def schedule(setup: Setup) -> None:
+    scheduler = setup.planned.resolved.request.lr_scheduler
+    if callable(scheduler) and not hasattr(scheduler, "step"):
+        scheduler = scheduler(setup.optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
         log_rank0(
             "lr_scheduler ReduceLROnPlateau takes a metric, which the engine does not have: call "
             "its step(metric) where the script knows one; checkpoints hold its state"
         )
-    if given is None and now.settings.scheduler is not None and now.optimizer is not None:
-        given = build_scheduler(now.settings.scheduler, now.optimizer)
-    now.engine.lr_scheduler = now.scheduler = given
+    if scheduler is None and setup.settings.scheduler is not None and setup.optimizer is not None:
+        scheduler = build_scheduler(setup.settings.scheduler, setup.optimizer)
+    setup.engine.lr_scheduler = setup.scheduler = scheduler
 
 
-def resume(now: Application) -> None:
+def resume(setup: Setup) -> None:
     """Load the checkpoint, with counters, generators and the place in the data."""
-    engine, checkpoint = now.engine, now.planned.resolved.checkpoint
-    folder = now.planned.resolved.request.resume
+    engine, checkpoint = setup.engine, setup.planned.resolved.checkpoint
+    folder = setup.planned.resolved.request.resume
     if folder not in (None, LATEST) and (checkpoint is None or checkpoint.in_memory):
         engine.measures.keep_in(os.fspath(folder))
     if checkpoint is not None:

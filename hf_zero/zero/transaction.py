@@ -73,8 +73,8 @@ def restore_on_rollback(*owners: Any) -> None:
         if isinstance(owner, nn.Module):
             modules = list(owner.modules())
             configs = {id(config): config for config in map(_config_of, modules) if config}
-            for held in (*modules, *configs.values()):
-                on_rollback(_Attributes(held).restore)
+            for part in (*modules, *configs.values()):
+                on_rollback(_Attributes(part).restore)
         elif isinstance(owner, dict):
             on_rollback(owner.update, dict(owner))
             on_rollback(owner.clear)
@@ -153,9 +153,9 @@ class _OptimizerState:
         self._optimizer.state.clear()
         for key, (state, _) in self._state.items():
             self._optimizer.state[key] = state
-        for held, content in (*self._groups, *self._state.values()):
-            held.clear()
-            held.update(content)
+        for live, content in (*self._groups, *self._state.values()):
+            live.clear()
+            live.update(content)
 
 
 class _Memory:
