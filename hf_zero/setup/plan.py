@@ -69,13 +69,13 @@ class Resolved(Generic[E]):
 
 @dataclass(frozen=True, eq=False)
 class Planned(Generic[E]):
-    """A resolved call whose checks have passed, with the report of the memory check. ``cuts``:
-    whether parameters are cut among ranks, or get their values, when the plan is applied.
+    """A resolved call whose checks have passed, with the report of the memory check. ``is_final``:
+    whether the parameters have their shapes and values, so that the optimizer's state fits them.
     """
 
     resolved: Resolved[E]
     report: PreflightReport
-    cuts: bool
+    is_final: bool
 
 
 def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
@@ -90,7 +90,9 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
         with raise_on_all_ranks("plan its engine"):
             resolved = resolve(request, checkpoint)
             check_features(resolved)
-        return _planned(resolved)
+            engine_plan, is_final, ending = _plan_engine(resolved)
+        report = check_on_all_ranks(engine_plan, _freed(ending))
+    return Planned(resolved, report, is_final)
 
 
 def resolve(request: SetupRequest[E], checkpoint: Resumed | None) -> Resolved[E]:
@@ -162,8 +164,11 @@ def sparse_section(settings: ZeroConfig) -> dict[str, Any] | None:
     return section if enabled else None
 
 
-def _planned(resolved: Resolved[E]) -> Planned[E]:
-    """Plan the engine, and check the plan against model, optimizer and free memory. Collective."""
+def _plan_engine(resolved: Resolved[Any]) -> tuple[EnginePlan, bool, list[Engine]]:
+    """Return the plan of the engine, checked against model and optimizer; whether the parameters
+    have their final shapes and values; and the engines of the model that end when this one begins.
+    Collective for a model in stages.
+    """
     request, settings, dims = resolved.request, resolved.settings, resolved.dims
     model = request.model
     mark_configured(model, settings.zero.leaf_module, warns=False)
@@ -178,14 +183,13 @@ def _planned(resolved: Resolved[E]) -> Planned[E]:
         model, settings, resolved.optimizer, extensions_of, dims=dims, cuts=cuts
     )
     without_values = {parameter.is_meta for parameter in model.parameters()} == {True}
-    # engines that end when this one begins still own the parameters
+    # these still own the parameters
     ending = [engine for engine in engines_of(model) if engine.bound is None or request.takes_over]
     if not without_values and not ending:
         check_parameters(engine_plan.units, engine_plan.device)
     check_statistics(engine_plan, engine_plan.device)
     check_optimizer(engine_plan)
-    report = check_on_all_ranks(engine_plan, _freed(ending))
-    return Planned(resolved, report, bool(cuts) or without_values)
+    return engine_plan, not cuts and not without_values, ending
 
 
 def _freed(ending: list[Engine]) -> tuple[int, int]:

@@ -103,7 +103,7 @@ def take_optimizer(setup: Setup) -> None:
     """
     request = setup.planned.resolved.request
     builds = request.user_optimizer is None and setup.optimizer is not None
-    if builds and setup.planned.cuts and setup.optimizer.state:
+    if builds and not setup.planned.is_final and setup.optimizer.state:
         setup.optimizer = request.make_optimizer()
     if setup.optimizer is not None:
         without_tied(setup.optimizer, setup.tied)

@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import hf_zero
 from hf_zero.distributed import process_group
-from hf_zero.errors import HfZeroError
+from hf_zero.errors import HfZeroError, PartitionError, RankMismatchError
 from hf_zero.planning import check_on_all_ranks
 from hf_zero.setup import parallelize
 from hf_zero.setup.parallelize import ORDER
@@ -278,6 +278,25 @@ def test_groups_of_a_refused_optimizer_are_as_they_were():
         with pytest.raises(HfZeroError, match="warmup_num_step"):
             hf_zero.initialize(model=model, model_parameters=groups, config=config)
         assert groups == [{"params": weights}, {"params": norms, "weight_decay": 0.0}]
+
+
+def test_a_refusal_of_one_rank_is_raised_on_all():
+    def on_rank(rank: int) -> str:
+        model = models[rank]
+        optimizer = adamw(model)
+        if rank == 1:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        before = snapshot({"model": model, "optimizer": optimizer}, whole_process=False)
+        with pytest.raises(PartitionError if rank else RankMismatchError) as refused:
+            hf_zero.initialize(model=model, optimizer=optimizer, config="zero3")
+        after = snapshot({"model": model, "optimizer": optimizer}, whole_process=False)
+        assert before.changes_until(after) == []
+        return str(refused.value)
+
+    models = [seeded(llama) for _ in range(2)]
+    follows, own = run_ranks(2, on_rank)
+    assert "1 parameters that are not in the model" in own
+    assert "rank 1 could not plan its engine" in follows and own.splitlines()[0] in follows
 
 
 # ---- exceptions while a plan is applied ----
