@@ -99,9 +99,9 @@ def resolve(request: SetupRequest[E], checkpoint: Resumed | None) -> Resolved[E]
     """Return ``request`` with the sizes and values in effect."""
     model, mpu = request.model, request.mpu
     tied = tie_shared_memory(model, logs=False)
-    settings = with_tensor_size(model, request.config)
     if isinstance(model, StagedModule):
-        check_uncut(settings, model)
+        check_uncut(request.config, model)
+    settings = with_tensor_size(model, request.config)
     dims = dims_in_effect()
     if settings.tensor_parallel.size > 1:
         dims = dims_of(settings.tensor_parallel.size)
