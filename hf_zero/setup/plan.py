@@ -90,6 +90,8 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
         with raise_on_all_ranks("plan its engine"):
             resolved = resolve(request, checkpoint)
             check_features(resolved)
+        # apart: the plan of a model in stages is collective, which a refusal before must not meet
+        with raise_on_all_ranks("plan its engine"):
             engine_plan, is_final, ending = _plan_engine(resolved)
         report = check_on_all_ranks(engine_plan, _freed(ending))
     return Planned(resolved, report, is_final)
