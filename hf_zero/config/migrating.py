@@ -403,7 +403,8 @@ def _accelerate(
 ) -> dict[str, Any]:
     """Translate Accelerate's YAML."""
     machines = str(before.get("num_machines") or 1)
-    kind, hosts = kind_of(before), int(machines) if machines.isdecimal() else 1
+    known = machines.isdecimal() and len(machines) < 10  # int() refuses thousands of digits
+    kind, hosts = kind_of(before), int(machines) if known else 1
     after: dict[str, Any] = {}
     section: dict[str, Any] = {}
     for name, value in before.items():

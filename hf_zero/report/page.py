@@ -150,6 +150,7 @@ def _line(run: RecordedRun) -> str:
     if not header:
         return f"{run.folder}; no header: an older version wrote its figures"
     mesh = [f"{size} {name}" for name, size in header["mesh"].items() if size > 1]
+    hosts = {each["host"]: each["device"] for each in header["hosts"]}
     parts = [
         f"{header['model']}, {in_numbers(header['parameters'])} parameters on a rank"
         if "tensor" in header["mesh"] or "pipeline" in header["mesh"]
@@ -157,9 +158,9 @@ def _line(run: RecordedRun) -> str:
         f"stage {header['stage']}",
         header["precision"],
         counted(header["ranks"], "rank") + (f" ({', '.join(mesh)})" if mesh else ""),
-        f"{len({each['host'] for each in header['hosts']})} hosts"
-        if len(header["hosts"]) > 1
-        else header["hosts"][0]["device"],
+        f"{len(hosts)} hosts"
+        if len(hosts) > 1
+        else next(iter(hosts.values()), "an unknown device"),
         f"started {run.starts[0].time} UTC",
     ]
     return " · ".join(parts)

@@ -287,6 +287,12 @@ def test_what_leaves_accelerates_section_and_what_stays() -> None:
     assert wrong.after["deepspeed_config"] == section
 
 
+def test_a_number_of_machines_that_is_none() -> None:
+    """Python refuses to read integers of thousands of digits."""
+    for machines in ("many", "9" * 5000, "-1"):
+        migrate({"distributed_type": "DEEPSPEED", "num_machines": machines})
+
+
 def test_a_launcher_of_several_hosts_that_starts_deepspeed_becomes_standard() -> None:
     key = "deepspeed_multinode_launcher"
     written = {"deepspeed_config": {"zero_stage": 3, key: "pdsh"}, "num_machines": 2}

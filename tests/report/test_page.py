@@ -275,6 +275,12 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noted = json.dumps({"trace": too_long, "after_step": 1, "time": 1.7e9})
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n' + noted)
     assert read_run(tmp_path).trace is None
+    run = {"started": "a", "program": "a", "versions": {}, "hosts": [], "ranks": 1, "stage": 1}
+    run |= {"precision": "fp32", "mesh": {}, "model": "a", "parameters": 1}
+    header = json.dumps({"run": run, "repeated_steps": 0, "after_step": 0})
+    (tmp_path / "metrics.jsonl").write_text(header + '\n{"step": 1, "loss": 1.0}\n')
+    page = write_report(tmp_path, output=tmp_path / "page.html")[0]
+    assert "an unknown device" in page.read_text()
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(ConfigError, match=r"needs vl_convert.*pip install 'hf-zero\[report\]'"):
         write_report(tmp_path)
