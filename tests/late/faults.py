@@ -143,6 +143,7 @@ ALL = "stage 3, all on the host"
 ALL_ONCE = "stage 3, all on the host, one micro-batch"
 ACTIVATIONS = "stage 3, activations on the host"
 BETWEEN, READ = training.BETWEEN_STEPS
+TWO_STREAMS = "stage 2, branches on two streams"
 IN_MEMORY, *_ = training.IN_MEMORY
 # The job, what puts the fault, and the kinds of which one must be reported.
 FAULTS: dict[str, Fault] = {
@@ -197,6 +198,17 @@ FAULTS: dict[str, Fault] = {
             "a state dict is put", left_out("synchronize", "flat_buffer.py store_part"), COPIES),
         "a stage does not wait for what it receives": (
             "pipeline", replaced(schedules, "_wait_batch_p2p", _nothing), COPIES),
+        "a pooled buffer passes from stream to stream": (
+            TWO_STREAMS, left_out("wait", "streams.py acquire"), COPIES),
+        "a unit is released under another stream": (
+            "stage 3, branches on two streams",
+            left_out("record_stream", "unit.py _record_streams"), COPIES),
+        "the second stream of a unit does not wait for its gather": (
+            "stage 3, branches on two streams in a unit",
+            left_out("wait", "unit.py runs_here"), COPIES),
+        "a gradient of another stream is given back while it is read": (
+            "stage 3, branches on two streams in a unit",
+            left_out("record_stream", "unit.py await_gradients"), COPIES),
     }.items()
 }  # fmt: skip
 TWO_HOPS = "stage 3, gathers in two hops"

@@ -18,7 +18,7 @@ FAST = (
     "stage 3, in few bits, errors fed back",
     "stage 1, momenta in 1 bit after a step",
     "interleaved_1f1b",
-    "stage 3, branches on two streams",
+    "stage 3, branches on two streams in a unit",
 )
 # Again where streams are handed out twice: what has collectives in several threads or on several
 # communicators.

@@ -145,10 +145,11 @@ LEFT_OUT: Jobs = {
 }
 # Two branches of the model, each on a stream of its own.
 TWO = {"branches": True, **ONCE}
+JOINED = {"stage3_module_granularity_threshold": 40_000}  # four blocks
 BRANCHES: Jobs = {
     "stage 2, branches on two streams": (2, {}, TWO),
     "stage 3, branches on two streams": (3, {}, TWO),
-    "stage 3, branches on two streams in a unit": (3, SHARED, TWO),
+    "stage 3, branches on two streams in a unit": (3, JOINED, TWO),
 }
 EVERY = JOBS | IN_FEW_BITS | BY_MATRICES | OVER_HOSTS | BETWEEN_STEPS | IN_MEMORY | CAPTURABLE
 EVERY |= LEFT_OUT | BRANCHES
@@ -190,7 +191,7 @@ class Branches(Tower):
     """Every second block is of another branch, which has its own stream on a device."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(blocks=2 * BLOCKS)
         self.head = nn.Linear(2 * WIDTH, 1)
         self.side: list[Any] = []  # its stream, once there is a device
 

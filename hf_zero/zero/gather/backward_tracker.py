@@ -133,6 +133,8 @@ class BackwardTracker:
             # sharded one may need its gather, and its guard off for ``module``.
             return
         self._schedule.ensure_gathered(call.unit, module)
+        if call.unit.device_of_streams is not None:
+            call.unit.runs_here()
         if spans.blocks:
             spans.ended(call)
             spans.began(call, "backward", call.unit.name_of(module))

@@ -21,6 +21,7 @@ from hf_zero.distributed.collectives import Codec, Handle, MeshDim
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.parameter import raw_grads
 from hf_zero.zero.layout.parameter_handles import ParameterGuard
 
 _is_away = attrgetter("is_away")
@@ -249,8 +250,8 @@ class Unit:
                 shard.finish_update()
 
     def runs_here(self) -> None:
-        """Register the current stream of :attr:`device_of_streams` as one on which a forward runs:
-        it waits for the gather, and the values are not released under it.
+        """Register the current stream of :attr:`device_of_streams` as one on which a forward, or
+        its backward, runs: it waits for the gather, and the values are not released under it.
         """
         assert self.device_of_streams is not None
         here = streams.current_stream(self.device_of_streams)
@@ -274,9 +275,13 @@ class Unit:
         only at the end of the backward.
         """
         here = streams.current_stream(self.trainable[0].full.device)
-        for stream in self.streams:
-            if stream != here:
-                here.wait_stream(stream)
+        others = [stream for stream in self.streams if stream != here]
+        for stream in others:
+            here.wait_stream(stream)
+        if others:  # their memory is given back while the current stream reads it
+            for grad in raw_grads(member for flat in self.trainable for member in flat.members):
+                if grad is not None and grad.device == self.device_of_streams:
+                    grad.record_stream(here)
 
     @property
     def in_use(self) -> bool:
