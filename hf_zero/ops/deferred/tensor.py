@@ -15,10 +15,12 @@ Once a tensor has been computed (``whole``), everything else is done with the pl
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from torch._C._dynamo.eval_frame import (
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_zero.errors import KernelError
@@ -53,7 +56,8 @@ class DeferredOutput(torch.Tensor):
     raw: torch.Tensor | None  # the value without a graph, for code below torch functions
     history: History
     copies: weakref.WeakSet[DeferredOutput]  # made of it, and not views of it
-    uses: list[ChunkedUse]
+    sources: tuple[DeferredOutput, ...]  # its parents, or the deferred input of its call
+    uses: list[ChunkedUse]  # of it, and of what was made of it
     versions: tuple[int, ...]  # of the parents' plain tensors
     plain_grad_fn: Any  # its node of autograd, if no other node has adopted it
 
@@ -104,11 +108,13 @@ class DeferredOutput(torch.Tensor):
             output.plain_grad_fn = _grad_fn.__get__(output)
         output.program, output.parents, output.alias, output.whole = program, parents, alias, None
         output.replay = replay
+        output.sources = parents or tuple(item for item in inputs[:1] if isinstance(item, cls))
+        rest = () if parents else inputs[1:]
         shape = like.shape
         output.history = History(
             lambda: _computed(program).reshape(shape),
-            replay if parents else None,
-            tuple(item.history for item in parents),
+            lambda *values: replay(*values, *rest),
+            tuple(item.history for item in output.sources),
         )
         output.raw = None
         output.copies, output.uses = weakref.WeakSet(), []
@@ -146,6 +152,11 @@ class DeferredOutput(torch.Tensor):
                     return result
         if function is torch.autograd.grad:
             return gradients(*args, **kwargs)
+        if function in facts.KEEPS_GRADIENT:
+            late = kwargs.get("inputs") or () if function is torch.autograd.backward else args[:1]
+            for item in late:
+                if isinstance(item, cls):
+                    item._refuse_late(function.__name__)
         return cls._materialized_call(function, args, kwargs)
 
     @classmethod
@@ -209,10 +220,29 @@ class DeferredOutput(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return _grad_fn.__get__(self) is not self.plain_grad_fn
 
+    def _refuse_late(self, name: str) -> None:
+        """Raise KernelError if a loss of it was computed, whose gradient will not arrive here."""
+        if self.uses:
+            raise KernelError(
+                f"{name} of logits {tuple(self.shape)} after {self.uses[0].function.__name__} of "
+                "them was computed in chunks, whose gradient does not pass through them; call "
+                "logits.register_hook or retain_grad before the loss, or torch.autograd.grad after "
+                "it, or leave out the kernel loss"
+            )
+
     @property
     def _records(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad
+
+    def _ends(self) -> list[Any]:
+        """Return what receives its gradient in a graph: its node, and its plain values."""
+        with torch._C.DisableTorchFunctionSubclass():
+            node = _grad_fn.__get__(self)
+            ends: list[Any] = [] if node is None else [GradientEdge(node, self.output_nr)]
+        if self.whole is None and not ends:
+            return [self.materialize()]  # torch refuses it: it requires no gradient
+        return ends if self.whole is None or self._adopted else [*ends, self.whole]
 
     # ---- values ----
 
@@ -338,12 +368,19 @@ class DeferredOutput(torch.Tensor):
         """Note that ``result`` is ``function`` of this tensor, for gradients with respect to it."""
         if result.requires_grad:
             arguments = tree_map(lambda one: _SELF if one is self else one, (args, kwargs))
-            self._first.uses.append(ChunkedUse(result, self.history, function, *arguments))
+            use = ChunkedUse(result, self.history, function, *arguments)
+            origins: dict[int, DeferredOutput] = {}
+            self._add_origins(origins)
+            for item in origins.values():
+                item.uses.append(use)
         return result
 
-    @property
-    def _first(self) -> DeferredOutput:
-        return self.parents[0]._first if self.parents else self
+    def _add_origins(self, origins: dict[int, DeferredOutput]) -> None:
+        """Add it and all that it was made of, if gradients are recorded, to ``origins``."""
+        if self._records and id(self) not in origins:
+            origins[id(self)] = self
+            for item in self.sources:
+                item._add_origins(origins)
 
 
 # torch.compile of a function of deferred tensors runs each operation on one outside its graphs.
@@ -360,14 +397,14 @@ class History:
     """The way to the value of a deferred tensor; it keeps no deferred tensor alive."""
 
     compute: Callable[[], torch.Tensor]
-    replay: Callable[..., torch.Tensor] | None
+    replay: Callable[..., torch.Tensor]  # the value from those of its parents
     parents: tuple[History, ...]
 
     def value(self, of: History, value: torch.Tensor) -> torch.Tensor:
         """Return the value if that of ``of``, which it may be made of, was ``value``."""
         if self is of:
             return value
-        if self.replay is None:
+        if not self.parents:
             return self.compute()
         return self.replay(*(parent.value(of, value) for parent in self.parents))
 
@@ -474,45 +511,57 @@ class _Read(torch.autograd.Function):
 
 def gradients(
     outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None,
-    create_graph: bool = False, **more: Any,
+    create_graph: bool = False, only_inputs: bool = True, allow_unused: bool | None = None,
+    is_grads_batched: bool = False, materialize_grads: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """Return torch.autograd.grad with deferred tensors among ``inputs``, of which losses were
-    computed in chunks.
+    """Return torch.autograd.grad with deferred tensors among its arguments.
 
-    The gradient of each such loss is that of ``outputs`` with respect to the loss, times that of
-    the loss recomputed with whole rows.
+    The gradient of a deferred tensor is the sum of those of its node, of its plain values, and of
+    each result of it that was computed in chunks: the gradient of ``outputs`` with respect to the
+    result, times that of the result recomputed with whole rows.
     """
-    inputs_given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    unused = more.pop("allow_unused", None)
-
-    def plain(of: Iterable[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        return torch.autograd.grad(
-            outputs, tuple(of), grad_outputs, True, create_graph, allow_unused=True, **more
+    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    outputs, grad_outputs = tree_map(
+        lambda one: one.materialize() if isinstance(one, DeferredOutput) else one,
+        (outputs, grad_outputs),
+    )
+    ends = [item._ends() if isinstance(item, DeferredOutput) else [item] for item in given]
+    results = [use.result for item in given for use in getattr(item, "uses", ())]
+    found = iter(
+        torch.autograd.grad(
+            outputs, [*chain(*ends), *results], grad_outputs, retain_graph, create_graph,
+            allow_unused=True, is_grads_batched=is_grads_batched,
         )
-
-    results: list[torch.Tensor | None] = []
-    for item in inputs_given:
-        if not isinstance(item, DeferredOutput) or item.whole is not None:
-            results.extend(plain((plain_rows(item),)))
-            continue
-        _tell("torch.autograd.grad", item)
-        total = None
-        for use in item._first.uses:
-            (before,) = plain((use.result,))
+    )  # fmt: skip
+    totals = [_sum(next(found) for _ in each) for each in ends]
+    for at, item in enumerate(given):
+        for use in getattr(item, "uses", ()):
+            before = next(found)
             if before is None:
                 continue
+            if item.whole is None:
+                _tell("torch.autograd.grad", item)
             with torch.enable_grad():
-                value = item.materialize().detach().requires_grad_()
+                value = item.materialize()
+                value = value if create_graph else value.detach().requires_grad_()
                 again = use.recomputed(item.history, value)
-            part = torch.autograd.grad(
-                again, value, before, create_graph=create_graph, allow_unused=True
-            )[0]
-            if part is not None:
-                total = part if total is None else total + part
-        results.append(total)
-    if not unused and any(item is None for item in results):
-        raise RuntimeError(
-            "One of the differentiated Tensors appears to not have been used in the graph. "
-            "Set allow_unused=True if this is the desired behavior."
+            (part,) = torch.autograd.grad(
+                again, value, before, create_graph=create_graph, is_grads_batched=is_grads_batched
+            )
+            totals[at] = _sum((totals[at], part))
+    if materialize_grads:
+        return tuple(
+            torch.zeros_like(item) if total is None else total for item, total in zip(given, totals)
         )
-    return tuple(results)
+    unused = [at for at, total in enumerate(totals) if total is None]
+    if unused and not allow_unused:
+        raise RuntimeError(
+            f"The differentiated Tensor at index {unused[0]} appears to not have been used in the "
+            "graph. Set allow_unused=True if this is the desired behavior."
+        )
+    return tuple(totals)
+
+
+def _sum(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    known = [part for part in parts if part is not None]
+    return functools.reduce(torch.add, known) if known else None

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zero.errors import KernelError
@@ -20,7 +21,7 @@ from hf_zero.ops.deferred import DeferredOutput, losses, tensor
 from tests.helpers.cells import in_one_item
 from tests.integrations.fused import uses_of_logits
 from tests.integrations.fused.languages import compare, gradients
-from tests.integrations.fused.uses_of_logits import COMPILED, IDS, USES, WORDS, ce, logits
+from tests.integrations.fused.uses_of_logits import COMPILED, IDS, NEXT, USES, WORDS, ce, logits
 
 IN_16_BITS = (
     "autocast", "autocast_before_the_loss", "autocast_before_a_function", "half_precision",
@@ -119,6 +120,34 @@ def test_what_makes_them_whole_is_said_once(caplog: pytest.LogCaptureFixture) ->
             made.topk(2)
     lines = [each for each in caplog.messages if "topk" in each]
     assert len(lines) == 1 and "torch.Tensor.topk reads logits (2, 12, 64)" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        lambda made, loss: made.register_hook(lambda grad: grad * 3),
+        lambda made, loss: made.retain_grad(),
+        lambda made, loss: loss.backward(inputs=[made]),
+    ],
+)
+@pytest.mark.parametrize("of", [lambda made: made, lambda made: made[:, :-1]])
+def test_what_a_loss_in_chunks_would_not_call_is_refused(reader: Any, of: Any) -> None:
+    made = of(logits(deferred()))
+    loss = F.cross_entropy(made[:, :11].reshape(-1, WORDS) * 2, NEXT)
+    with pytest.raises(KernelError, match=r"after cross_entropy .* call .*register_hook .* before"):
+        reader(made, loss)
+
+
+def test_hooks_of_what_no_loss_depends_on() -> None:
+    """Neither a tensor made after the loss nor one without gradients is refused."""
+    made = logits(deferred())
+    other, bias = made.detach(), torch.zeros(WORDS, requires_grad=True)
+    loss = ce(made) + ce(other + bias)
+    double = made * 2
+    double.retain_grad()
+    other.requires_grad_().retain_grad()
+    (loss + double.square().sum()).backward()
+    assert double.grad is not None
 
 
 def changed_head(model: Any, made: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,11 @@ def ce(made: torch.Tensor, **more: Any) -> torch.Tensor:
 def use(function: Use) -> Use:
     USES[function.__name__] = function
     return function
+
+
+def norms(tensors: Sequence[torch.Tensor]) -> float:
+    """Return a number that depends on all ``tensors`` and their order."""
+    return sum(at * float(each.detach().norm()) for at, each in enumerate(tensors, 1))
 
 
 def uses(prefix: str, functions: dict[str, Callable[[torch.Tensor], Any]]) -> None:
@@ -281,6 +286,57 @@ def gradient_of_the_logits(model: Any) -> Any:
     (grad,) = torch.autograd.grad(loss, made, retain_graph=True)
     loss.backward()
     return float(grad.square().sum())
+
+
+@use
+def gradient_of_a_loss_in_chunks_and_of_values(model: Any) -> Any:
+    made = logits(model)
+    loss = ce(made) + made.square().mean() + made.topk(3)[0].sum()
+    return norms(torch.autograd.grad(loss, made))
+
+
+@use
+def gradient_of_the_logits_after_they_were_read(model: Any) -> Any:
+    outputs = own(model)
+    outputs.logits.sum()
+    return norms(torch.autograd.grad(outputs.loss, outputs.logits))
+
+
+@use
+def gradients_of_two_logits(model: Any) -> Any:
+    one, other = logits(model), logits(model)
+    loss = ce(one + other) + other.logsumexp(-1).sum()
+    return norms(torch.autograd.grad(loss, [one, other, model.lm_head.weight]))
+
+
+@use
+def gradients_of_the_logits_themselves(model: Any) -> Any:
+    made = logits(model)
+    double = made * 2
+    return norms(
+        torch.autograd.grad(double, made, TEACHER, retain_graph=True)
+        + torch.autograd.grad(made, list(model.parameters()), TEACHER)
+    )
+
+
+@use
+def second_derivative_through_the_logits(model: Any) -> Any:
+    made = logits(model)
+    (grad,) = torch.autograd.grad(ce(made), made, create_graph=True)
+    return grad.square().sum()
+
+
+@use
+def gradient_of_unused_logits(model: Any) -> Any:
+    made, other = logits(model), logits(model)
+    loss = ce(made)
+    (kept,) = torch.autograd.grad(loss, other, retain_graph=True, allow_unused=True)
+    (zero,) = torch.autograd.grad(loss, other, retain_graph=True, materialize_grads=True)
+    assert kept is None and zero.shape == other.shape
+    try:
+        return norms(torch.autograd.grad(loss, [made, other]))
+    except RuntimeError as error:
+        return "appears to not have been used in the graph" in str(error)
 
 
 @use
