@@ -46,7 +46,7 @@ class _ByRows(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         function, number, size = ctx.function, ctx.number, ctx.size
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
-        if torch.is_grad_enabled():  # create_graph: the gradient is recorded over whole rows
+        if _whole(grad):
             return None, None, None, *recorded(function, tensors, needed, grad)
         sums: list[torch.Tensor | None] = [
             torch.zeros_like(tensor, dtype=accumulator_dtype(tensor.dtype)) if wanted else None
@@ -87,12 +87,20 @@ def recorded(
     needed: Sequence[bool],
     grad: torch.Tensor,
 ) -> list[torch.Tensor | None]:
-    """Return gradients of ``function(*tensors)`` that can be differentiated again."""
+    """Return gradients of ``function(*tensors)``, with create_graph ones with a graph."""
+    again = torch.is_grad_enabled()
     with torch.enable_grad():
         result = function(*tensors)
     wanted = [tensor for tensor, one in zip(tensors, needed) if one]
-    grads = iter(torch.autograd.grad(result, wanted, grad, create_graph=True, allow_unused=True))
+    grads = iter(torch.autograd.grad(result, wanted, grad, create_graph=again, allow_unused=True))
     return [next(grads) if one else None for one in needed]
+
+
+def _whole(grad: torch.Tensor) -> bool:
+    """Whether gradients are computed over whole rows, out of place: with create_graph or
+    is_grads_batched.
+    """
+    return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 def _kept() -> bool:
@@ -125,7 +133,7 @@ class SummedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         wanted = ctx.needs_input_grad[3:]
         tensors = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if _whole(grad):
             return None, None, None, *recorded(ctx.plain, tensors, wanted, grad)
         sums, kept = ctx.sums, _kept()
         if not kept:

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from hf_zero.ops.deferred.facts import named
 from hf_zero.ops.deferred.programs import Rows, Vector
@@ -34,6 +35,11 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
 def _some_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return an empty tensor [0, width] with the dtype and the device of ``tensor``."""
     return torch.empty((0, tensor.shape[-1]), dtype=tensor.dtype, device=tensor.device)
+
+
+def _owned(value: Any) -> Any:
+    """Return a copy of a plain tensor, and anything else as it is."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _only_first(args: Any, kwargs: Any) -> bool:
@@ -92,7 +98,8 @@ def _indexed(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if not tensors:
         like = _meta(logits)[index]
-    else:  # its shape depends on values
+    else:  # its shape depends on values, which a later write must not change
+        index = tree_map(_owned, index)
         probe = torch.empty((*logits.shape[:-1], 1), dtype=torch.bool, device=logits.device)
         shape = (*probe[index].shape[:-1], logits.shape[-1])
         like = torch.empty(shape, dtype=logits.dtype, device="meta")
@@ -118,15 +125,19 @@ def _along(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     bound.apply_defaults()
     dims = [bound.arguments[name] for name in ("dim", "dim0", "dim1") if name in bound.arguments]
-    if any(not isinstance(dim, int) or dim % logits.dim() == logits.dim() - 1 for dim in dims):
-        return NotImplemented
+    last = logits.dim() - 1
+    if any(not isinstance(dim, int) or not -last - 1 <= dim <= last for dim in dims):
+        return NotImplemented  # torch's own error
     dims = [dim % logits.dim() for dim in dims]
+    if last in dims:
+        return NotImplemented
     rest = [
         value
         for name, value in bound.arguments.items()
         if name not in ("self", "dim", "dim0", "dim1", "index_tensor")
     ]
     plain = _PLAIN_ALONG[function.__name__]
+    rest = [_owned(value) for value in rest]
     call = functools.partial(_call_along, plain, dims, rest)
     if function.__name__ == "index_select":
         like = torch.empty(
@@ -187,9 +198,9 @@ def _iterated(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _copied(function: Any, args: Any, kwargs: Any) -> Any:
-    logits = args[0]
     if not _only_first(args, kwargs) or len(args) > 1 or kwargs:
         return NotImplemented
+    logits = args[0]
     like = _meta(logits)
     if function.__name__ == "detach":
         return logits.selected(_T.detach, lambda rows: rows, like, alias=True, detached=True)
@@ -246,15 +257,21 @@ def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
     logits = ones[0] if ones else None
     if logits is None:
         return NotImplemented
-    inputs, samples, tensors = [], [], []
-    for item in args:
+    inputs, samples, tensors, given = [], [], [], args
+    args = []
+    for item in given:
         if not isinstance(item, torch.Tensor):
+            args.append(item)
             inputs.append(item)
             samples.append(item)
             continue
-        node: Any = item.program if _is_deferred(item) else _operand(item, logits)
+        node: Any = item.program if _is_deferred(item) else _operand(item, logits, function)
         if node is None or (_is_deferred(item) and item.shape != logits.shape):
             return NotImplemented
+        if isinstance(node, Vector) or (isinstance(node, Rows) and node.tensor.shape[-1] == 1):
+            item = item.clone()  # a write to it after this must not be seen
+            node = _operand(item, logits, function)
+        args.append(item)
         inputs.append(node)
         if isinstance(node, Vector):
             samples.append(node.tensor.detach())
@@ -277,6 +294,9 @@ def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
     others = [None if _is_deferred(item) else item for item in args]
 
     def replay(*values: torch.Tensor) -> torch.Tensor:
+        for node in inputs:
+            if isinstance(node, Rows):
+                node.check()
         arguments: list[Any] = list(others)
         # a materialized tensor is replayed from its parents alone
         for at, value in zip(order, values):
@@ -286,8 +306,10 @@ def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
     return logits.step(step, tuple(inputs), like, replay, tuple(ones), tuple(tensors))
 
 
-def _operand(tensor: torch.Tensor, logits: torch.Tensor) -> Rows | Vector | None:
-    """Return a plain operand of ``one`` as a node; None if the result has another shape."""
+def _operand(tensor: torch.Tensor, logits: torch.Tensor, function: Any) -> Rows | Vector | None:
+    """Return a plain operand of ``function`` of ``logits`` as a node; None if the result has
+    another shape.
+    """
     if tensor.device != logits.device and tensor.dim():
         return None
     if not tensor.dim():
@@ -302,7 +324,11 @@ def _operand(tensor: torch.Tensor, logits: torch.Tensor) -> Rows | Vector | None
             return None
     except RuntimeError:
         return None
-    return Rows(tensor.expand(*logits.shape[:-1], width))
+    return Rows(tensor.expand(*logits.shape[:-1], width), function.__name__)
+
+
+def _is_last(dim: Any, logits: torch.Tensor) -> bool:
+    return isinstance(dim, int) and not isinstance(dim, bool) and dim in (-1, logits.dim() - 1)
 
 
 def _softmax(function: Any, args: Any, kwargs: Any) -> Any:
@@ -313,11 +339,7 @@ def _softmax(function: Any, args: Any, kwargs: Any) -> Any:
     }
     logits: Any = arguments.get("input")
     dim, dtype = arguments.get("dim"), arguments.get("dtype")
-    if (
-        not _is_deferred(logits)
-        or not isinstance(dim, int)
-        or dim % logits.dim() != logits.dim() - 1
-    ):
+    if not _is_deferred(logits) or not _is_last(dim, logits):
         return NotImplemented
     plain = torch.log_softmax if "log" in function.__name__ else torch.softmax
 
@@ -346,7 +368,7 @@ def _reduced(function: Any, args: Any, kwargs: Any) -> Any:
     dim = arguments.pop("dim", None)
     if isinstance(dim, list | tuple) and len(dim) == 1:
         dim = dim[0]
-    if not isinstance(dim, int) or isinstance(dim, bool) or dim % logits.dim() != logits.dim() - 1:
+    if not _is_last(dim, logits):
         return NotImplemented
 
     def reduce(rows: torch.Tensor) -> torch.Tensor:
@@ -381,7 +403,7 @@ def _gathered(function: Any, args: Any, kwargs: Any) -> Any:
         or _is_deferred(index)
     ):
         return NotImplemented
-    if dim % logits.dim() != logits.dim() - 1 or index.shape[:-1] != logits.shape[:-1]:
+    if not _is_last(dim, logits) or index.shape[:-1] != logits.shape[:-1]:
         return NotImplemented
     if index.device != logits.device or not _in_range(index, logits.shape[-1]):
         return NotImplemented

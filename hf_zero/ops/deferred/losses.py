@@ -52,6 +52,8 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
     if weight is not None and (weight.device != logits.device or weight.shape != logits.shape[-1:]):
         return NotImplemented
     labels = target.reshape(-1)
+    if weight is not None:
+        weight = weight.clone()  # a write to it before the backward must not be seen
     if function is F.cross_entropy and weight is None and reduction != "none":
         form = affine(logits.program, logits._records)
         if form is not None and form.call.call.tensors[0].dtype in _DTYPES:

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_zero.errors import KernelError
+
 Select = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -84,6 +86,11 @@ class RowwiseCall(Protocol):
         """
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the number of writes to a tensor; of an inference tensor, which counts none, 0."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @dataclass(frozen=True, eq=False)
 class CallNode:
     """The output of a module for ``input`` [*lead, in], itself plain or deferred."""
@@ -95,17 +102,39 @@ class CallNode:
     def __post_init__(self) -> None:
         object.__setattr__(self, "version", self.input._version)
 
+    def check(self) -> None:
+        """Raise KernelError if the input or a parameter has changed since the call."""
+        self.call.check()
+        if self.input._version != self.version:
+            raise KernelError(
+                f"the hidden states {tuple(self.input.shape)} of deferred logits were changed in "
+                "place after the forward; read outputs.logits before, or leave the kernel loss out"
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """An operand [*lead, width]."""
+    """An operand [*lead, width] of the function ``name``."""
 
     tensor: torch.Tensor
+    name: str
+    version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "version", version_of(self.tensor))
+
+    def check(self) -> None:
+        """Raise KernelError if the operand has changed since the function was called."""
+        if version_of(self.tensor) != self.version:
+            raise KernelError(
+                f"the operand {tuple(self.tensor.shape)} of {self.name} of deferred logits was "
+                "changed in place; give it a copy of the operand, or leave the kernel loss out"
+            )
 
 
 @dataclass(frozen=True, eq=False)
 class Vector:
-    """An operand [width] or [] that all rows share."""
+    """An operand [width] or [] that all rows share, and that nothing else writes to."""
 
     tensor: torch.Tensor
 
@@ -138,14 +167,24 @@ def nodes_of(node: Node) -> list[Node]:
     return list(ordered.values())
 
 
+def check(node: Any) -> None:
+    """Raise KernelError if a call or an operand does not have the values it was recorded with."""
+    if isinstance(node, CallNode | Rows):
+        node.check()
+
+
 def selected(node: Node, select: Select) -> Node:
-    """Return the program over the rows that ``select`` takes of a tensor [*lead, any width]."""
+    """Return the program over the rows that ``select`` takes of a tensor [*lead, any width].
+
+    Raises KernelError if the program has changed: a selection must not be of later values.
+    """
     results: dict[int, Node] = {}
     for node_of in nodes_of(node):
+        check(node_of)
         if isinstance(node_of, CallNode):
             results[id(node_of)] = CallNode(node_of.call, select(node_of.input))
         elif isinstance(node_of, Rows):
-            results[id(node_of)] = Rows(select(node_of.tensor))
+            results[id(node_of)] = Rows(select(node_of.tensor), node_of.name)
         elif isinstance(node_of, Step):
             inputs = tuple(results.get(id(one), one) for one in node_of.inputs)
             results[id(node_of)] = Step(node_of.function, inputs, node_of.autocast)

@@ -19,7 +19,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -72,9 +72,15 @@ class DeferredOutput(torch.Tensor):
         """
         shape = (*rows.shape[:-1], like.shape[-1])
         empty = torch.empty(shape, dtype=like.dtype, device="meta")
-        replay = call.autocast.during(call.compute)
+        node = CallNode(call, rows)
+
+        def compute(*tensors: torch.Tensor) -> torch.Tensor:
+            node.check()
+            return call.compute(*tensors)
+
+        replay = call.autocast.during(compute)
         inputs = (rows, *call.tensors)
-        return cls._made(CallNode(call, rows), empty, rows.device, (), replay, inputs, False)
+        return cls._made(node, empty, rows.device, (), replay, inputs, False)
 
     @classmethod
     def _made(
@@ -99,9 +105,11 @@ class DeferredOutput(torch.Tensor):
             program = Step(programs.detached, (program,), Autocast.now(device))
 
         def new() -> DeferredOutput:
-            return torch.Tensor._make_wrapper_subclass(  # type: ignore[no-any-return,attr-defined]
+            made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
             )
+            torch._C._set_throw_on_mutable_data_ptr(made)  # for C code that would read its memory
+            return made  # type: ignore[no-any-return]
 
         with torch._C.DisableTorchFunctionSubclass():
             output = _DeferredNode.apply(new, replay, *inputs) if records else new()
@@ -418,8 +426,25 @@ class ChunkedUse:
     function: Any
     args: Any
     kwargs: Any
+    versions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", self._versions())
+
+    def _versions(self) -> list[int]:
+        tensors = tree_leaves((self.args, self.kwargs))
+        return [programs.version_of(one) for one in tensors if isinstance(one, torch.Tensor)]
 
     def recomputed(self, of: History, value: torch.Tensor) -> torch.Tensor:
+        """Return the result if the value of ``of`` was ``value``.
+
+        Raises KernelError if an argument has changed since.
+        """
+        if self._versions() != self.versions:
+            raise KernelError(
+                f"an argument of {self.function.__name__} of deferred logits was changed in place "
+                "before torch.autograd.grad; give it a copy, or leave the kernel loss out"
+            )
         whole = self.history.value(of, value)
         args, kwargs = tree_map(
             lambda one: whole if one is _SELF else one, (self.args, self.kwargs)
@@ -449,14 +474,7 @@ def _computed(program: Node) -> torch.Tensor:
 def _check(program: Node) -> None:
     """Raise KernelError if the program would not compute what it did at the time of its calls."""
     for node in programs.nodes_of(program):
-        if isinstance(node, CallNode):
-            node.call.check()
-            if not isinstance(node.input, DeferredOutput) and node.input._version != node.version:
-                raise KernelError(
-                    f"the hidden states {tuple(node.input.shape)} of deferred logits were changed "
-                    "in place after the forward; read outputs.logits before, or leave the kernel "
-                    "loss out"
-                )
+        programs.check(node)
 
 
 def _tell(name: str, tensor: DeferredOutput) -> None:

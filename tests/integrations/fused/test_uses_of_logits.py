@@ -21,12 +21,32 @@ from hf_zero.ops.deferred import DeferredOutput, losses, tensor
 from tests.helpers.cells import in_one_item
 from tests.integrations.fused import uses_of_logits
 from tests.integrations.fused.languages import compare, gradients
-from tests.integrations.fused.uses_of_logits import COMPILED, IDS, NEXT, USES, WORDS, ce, logits
+from tests.integrations.fused.uses_of_logits import (
+    COMPILED,
+    IDS,
+    NEXT,
+    TEACHER,
+    USES,
+    VECTOR,
+    WORDS,
+    ce,
+    logits,
+)
 
 IN_16_BITS = (
     "autocast", "autocast_before_the_loss", "autocast_before_a_function", "half_precision",
     "outputs_in_full_precision",
 )  # fmt: skip
+
+
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 def build() -> Any:
@@ -176,6 +196,66 @@ def test_changed_hidden_states_are_refused() -> None:
     hidden.zero_()
     with pytest.raises(KernelError, match=r"the hidden states \(2, 3, 32\) .* were changed"):
         made.sum()
+
+
+@pytest.mark.parametrize(
+    "read", [ce, torch.Tensor.sum, lambda made: made[:, :-1].logsumexp(-1), lambda made: made * 2]
+)
+def test_hidden_states_changed_before_a_selection_are_refused(read: Any) -> None:
+    with torch.no_grad():
+        outputs = deferred()(input_ids=IDS, output_hidden_states=True)
+        outputs.hidden_states[-1].mul_(0.5)
+        with pytest.raises(KernelError, match=r"the hidden states \(2, 12, 32\) .* were changed"):
+            read(outputs.logits).sum()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [torch.Tensor.sum, lambda made: made.logsumexp(-1), lambda made: made[:, 1:]],
+)
+def test_changed_operands_are_refused(read: Any) -> None:
+    """Whole rows of an operand are not copied, and a loss of their later values is wrong."""
+    teacher = TEACHER.clone()
+    made = logits(deferred()) + teacher
+    teacher.zero_()
+    with pytest.raises(KernelError, match=r"the operand \(2, 12, 64\) of add .* give it a copy"):
+        read(made)
+
+
+def test_operands_changed_before_the_backward_of_a_node_are_refused() -> None:
+    teacher = TEACHER.clone()
+    total = Identity.apply(logits(deferred()) * teacher).sum()
+    teacher.zero_()
+    with pytest.raises(KernelError, match=r"the operand \(2, 12, 64\) of mul"):
+        total.backward()
+
+
+def test_arguments_changed_before_a_gradient_of_logits_are_refused() -> None:
+    made, weight = logits(deferred()), torch.ones(WORDS)
+    loss = ce(made, weight=weight)
+    weight.zero_()
+    with pytest.raises(KernelError, match=r"an argument of cross_entropy .* was changed in place"):
+        torch.autograd.grad(loss, made)
+
+
+def test_class_weights_changed_before_the_backward() -> None:
+    """The gradients are those of the earlier weights; torch itself refuses them."""
+    found = []
+    for change in (False, True):
+        model, weight = deferred(), VECTOR.clone()
+        loss = ce(logits(model), weight=weight)
+        if change:
+            weight.fill_(5.0)
+        loss.backward()
+        found.append(model.lm_head.weight.grad)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_c_code_reads_no_memory_of_logits() -> None:
+    made = logits(deferred()).detach()
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(made)
+    assert torch.equal(torch.from_dlpack(made), made.clone() + 0)
 
 
 def test_copies_of_values_changed_elsewhere_are_refused() -> None:

@@ -255,7 +255,66 @@ def words_masked_in_place(model: Any) -> Any:
     return F.cross_entropy(shifted(made), torch.where(NEXT < 10, -100, NEXT))
 
 
+@use
+def operands_changed_after_their_use(model: Any) -> Any:
+    """Small operands: logits computed later are those of the earlier values."""
+    found = []
+    with torch.no_grad():
+        bias, mask = torch.zeros(WORDS), torch.zeros(WORDS, dtype=torch.bool)
+        temperature, places = torch.tensor(2.0), torch.tensor([0, 3, 5])
+        rows, kept = torch.ones(ROWS, TOKENS, 1), LABELS != -100
+        mask[5:40] = True
+        for word in range(2):
+            bias[word] = 9.0
+            made = (logits(model) + bias).masked_fill(mask, -9.0) / temperature * rows
+            found += [made, made[0][places], made.index_select(1, places), made[kept]]
+        mask.zero_(), temperature.fill_(0.5), places.add_(1), rows.zero_(), kept.fill_(False)
+        numbers = [each.logsumexp(-1).sum() for each in found] + [each.square() for each in found]
+    return f"{norms(numbers):.3f}"
+
+
+@use
+def bias_changed_before_the_backward(model: Any) -> Any:
+    bias = VECTOR.clone()
+    loss = ce(logits(model) + bias)
+    bias.zero_()
+    return loss
+
+
+def _dimension(function: Callable[[torch.Tensor], Any]) -> Use:
+    def outside(model: Any) -> Any:
+        try:
+            return function(logits(model))
+        except IndexError as error:
+            return str(error)
+
+    return outside
+
+
+for _name, _function in {
+    "sum": lambda made: made.sum(5), "softmax": lambda made: made.softmax(-4),
+    "select": lambda made: made.select(3, 0), "gather": lambda made: made.gather(5, IDS[..., None]),
+    "max": lambda made: made.max(3),
+}.items():  # fmt: skip
+    USES[f"dimension outside: {_name}"] = _dimension(_function)
+
+
+@use
+def clone_by_keyword(model: Any) -> Any:
+    return torch.clone(input=logits(model)).sum()
+
+
 # ---- autograd ----
+
+
+@use
+def batched_gradients(model: Any) -> Any:
+    weight, two = model.lm_head.weight, torch.tensor([1.0, 2.0])
+    made = logits(model)
+    results = [ce(made), made.logsumexp(-1).sum()]
+    return norms(
+        [torch.autograd.grad(each, weight, two, True, is_grads_batched=True)[0] for each in results]
+    )
 
 
 @use
