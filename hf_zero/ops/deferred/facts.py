@@ -67,5 +67,4 @@ def writes(function: Any, args: Any, kwargs: Any) -> bool:
     )
 
 
-KEEPS_GRADIENT = frozenset([_T.register_hook, _T.retain_grad, torch.autograd.backward])
 _SHOWS = {_T.__repr__, _T.__reduce_ex__, _T.__deepcopy__, _T.__format__}

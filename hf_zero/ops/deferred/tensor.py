@@ -15,12 +15,9 @@ Once a tensor has been computed (``whole``), everything else is done with the pl
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,9 +35,11 @@ from hf_zero.ops.chunked_head import accumulator_dtype, rows_of_a_chunk
 from hf_zero.ops.deferred import facts, programs
 from hf_zero.ops.deferred.chunks import by_rows
 from hf_zero.ops.deferred.programs import Autocast, CallNode, Node, RowwiseCall, Select, Step
+from hf_zero.ops.deferred.uses import SELF, ChunkedUse, History
 
 # by function of torch: what takes its arguments, or returns NotImplemented
 HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {}
+OF_GRADIENTS: dict[Any, Callable[[Any, Any, Any], Any]] = {}  # the same, of computed ones too
 _grad_fn: Any = torch.Tensor.grad_fn
 _materialized: set[str] = set()  # operations that were named in the log
 
@@ -151,20 +150,17 @@ class DeferredOutput(torch.Tensor):
                 return function(first.whole, *args[1:], **kwargs)
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        handler = HANDLERS.get(function)
+        handler, of_gradients = HANDLERS.get(function), OF_GRADIENTS.get(function)
         if handler is not None:
             deferred = [item for item in tree_leaves((args, kwargs)) if isinstance(item, cls)]
             if all(item.is_live() for item in deferred):
                 result = handler(function, args, kwargs)
                 if result is not NotImplemented:
                     return result
-        if function is torch.autograd.grad:
-            return gradients(*args, **kwargs)
-        if function in facts.KEEPS_GRADIENT:
-            late = kwargs.get("inputs") or () if function is torch.autograd.backward else args[:1]
-            for item in late:
-                if isinstance(item, cls):
-                    item._refuse_late(function.__name__)
+        if of_gradients is not None:
+            result = of_gradients(function, args, kwargs)
+            if result is not NotImplemented:
+                return result
         return cls._materialized_call(function, args, kwargs)
 
     @classmethod
@@ -181,7 +177,7 @@ class DeferredOutput(torch.Tensor):
                 item._root._compute_copies()
         for item in deferred:
             if item.whole is None:
-                _tell(name, item)
+                tell(name, item)
         arguments = tree_map(
             lambda one: one.materialize() if isinstance(one, cls) else one, (args, kwargs)
         )
@@ -228,22 +224,12 @@ class DeferredOutput(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return _grad_fn.__get__(self) is not self.plain_grad_fn
 
-    def _refuse_late(self, name: str) -> None:
-        """Raise KernelError if a loss of it was computed, whose gradient will not arrive here."""
-        if self.uses:
-            raise KernelError(
-                f"{name} of logits {tuple(self.shape)} after {self.uses[0].function.__name__} of "
-                "them was computed in chunks, whose gradient does not pass through them; call "
-                "logits.register_hook or retain_grad before the loss, or torch.autograd.grad after "
-                "it, or leave out the kernel loss"
-            )
-
     @property
     def _records(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad
 
-    def _ends(self) -> list[Any]:
+    def ends(self) -> list[Any]:
         """Return what receives its gradient in a graph: its node, and its plain values."""
         with torch._C.DisableTorchFunctionSubclass():
             node = _grad_fn.__get__(self)
@@ -375,7 +361,7 @@ class DeferredOutput(torch.Tensor):
     def used(self, result: torch.Tensor, function: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """Note that ``result`` is ``function`` of this tensor, for gradients with respect to it."""
         if result.requires_grad:
-            arguments = tree_map(lambda one: _SELF if one is self else one, (args, kwargs))
+            arguments = tree_map(lambda one: SELF if one is self else one, (args, kwargs))
             use = ChunkedUse(result, self.history, function, *arguments)
             origins: dict[int, DeferredOutput] = {}
             self._add_origins(origins)
@@ -400,61 +386,6 @@ for _method in (DeferredOutput.__torch_function__, DeferredOutput.__torch_dispat
     )
 
 
-@dataclass(frozen=True, eq=False)
-class History:
-    """The way to the value of a deferred tensor; it keeps no deferred tensor alive."""
-
-    compute: Callable[[], torch.Tensor]
-    replay: Callable[..., torch.Tensor]  # the value from those of its parents
-    parents: tuple[History, ...]
-
-    def value(self, of: History, value: torch.Tensor) -> torch.Tensor:
-        """Return the value if that of ``of``, which it may be made of, was ``value``."""
-        if self is of:
-            return value
-        if not self.parents:
-            return self.compute()
-        return self.replay(*(parent.value(of, value) for parent in self.parents))
-
-
-@dataclass(frozen=True, eq=False)
-class ChunkedUse:
-    """A loss or another result that was computed in chunks: ``function`` of a deferred tensor."""
-
-    result: torch.Tensor
-    history: History
-    function: Any
-    args: Any
-    kwargs: Any
-    versions: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "versions", self._versions())
-
-    def _versions(self) -> list[int]:
-        tensors = tree_leaves((self.args, self.kwargs))
-        return [programs.version_of(one) for one in tensors if isinstance(one, torch.Tensor)]
-
-    def recomputed(self, of: History, value: torch.Tensor) -> torch.Tensor:
-        """Return the result if the value of ``of`` was ``value``.
-
-        Raises KernelError if an argument has changed since.
-        """
-        if self._versions() != self.versions:
-            raise KernelError(
-                f"an argument of {self.function.__name__} of deferred logits was changed in place "
-                "before torch.autograd.grad; give it a copy, or leave the kernel loss out"
-            )
-        whole = self.history.value(of, value)
-        args, kwargs = tree_map(
-            lambda one: whole if one is _SELF else one, (self.args, self.kwargs)
-        )
-        return self.function(*args, **kwargs)  # type: ignore[no-any-return]
-
-
-_SELF = object()
-
-
 def plain_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor of a plain or deferred one, computed without being kept."""
     if not isinstance(tensor, DeferredOutput):
@@ -477,7 +408,7 @@ def _check(program: Node) -> None:
         programs.check(node)
 
 
-def _tell(name: str, tensor: DeferredOutput) -> None:
+def tell(name: str, tensor: DeferredOutput) -> None:
     if name not in _materialized:
         _materialized.add(name)
         log_rank0(
@@ -525,61 +456,3 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
-
-
-def gradients(
-    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None,
-    create_graph: bool = False, only_inputs: bool = True, allow_unused: bool | None = None,
-    is_grads_batched: bool = False, materialize_grads: bool = False,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """Return torch.autograd.grad with deferred tensors among its arguments.
-
-    The gradient of a deferred tensor is the sum of those of its node, of its plain values, and of
-    each result of it that was computed in chunks: the gradient of ``outputs`` with respect to the
-    result, times that of the result recomputed with whole rows.
-    """
-    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    outputs, grad_outputs = tree_map(
-        lambda one: one.materialize() if isinstance(one, DeferredOutput) else one,
-        (outputs, grad_outputs),
-    )
-    ends = [item._ends() if isinstance(item, DeferredOutput) else [item] for item in given]
-    results = [use.result for item in given for use in getattr(item, "uses", ())]
-    found = iter(
-        torch.autograd.grad(
-            outputs, [*chain(*ends), *results], grad_outputs, retain_graph, create_graph,
-            allow_unused=True, is_grads_batched=is_grads_batched,
-        )
-    )  # fmt: skip
-    totals = [_sum(next(found) for _ in each) for each in ends]
-    for at, item in enumerate(given):
-        for use in getattr(item, "uses", ()):
-            before = next(found)
-            if before is None:
-                continue
-            if item.whole is None:
-                _tell("torch.autograd.grad", item)
-            with torch.enable_grad():
-                value = item.materialize()
-                value = value if create_graph else value.detach().requires_grad_()
-                again = use.recomputed(item.history, value)
-            (part,) = torch.autograd.grad(
-                again, value, before, create_graph=create_graph, is_grads_batched=is_grads_batched
-            )
-            totals[at] = _sum((totals[at], part))
-    if materialize_grads:
-        return tuple(
-            torch.zeros_like(item) if total is None else total for item, total in zip(given, totals)
-        )
-    unused = [at for at, total in enumerate(totals) if total is None]
-    if unused and not allow_unused:
-        raise RuntimeError(
-            f"The differentiated Tensor at index {unused[0]} appears to not have been used in the "
-            "graph. Set allow_unused=True if this is the desired behavior."
-        )
-    return tuple(totals)
-
-
-def _sum(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
-    known = [part for part in parts if part is not None]
-    return functools.reduce(torch.add, known) if known else None
