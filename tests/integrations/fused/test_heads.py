@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 
+from hf_zero.errors import KernelError
 from hf_zero.integrations.fused.deferred_heads import DeferredCall, defer_head
 from hf_zero.integrations.fused.replacement import Replacement
 from hf_zero.ops.deferred import DeferredOutput
@@ -250,6 +251,36 @@ def test_the_whole_model_compiles_without_a_break() -> None:
     plain, fused = fused_pair("bert")
     called = torch.compile(fused, backend="aot_eager", fullgraph=True)
     assert_same_step(fused, plain, 1e-5, called, deferred=False)
+
+
+def test_hidden_states_between_the_body_and_the_decoder() -> None:
+    """They are deferred, too: hooks and gradients reach them, and writes to them are noticed."""
+    inputs = batch()
+    labels = inputs.pop("labels").flatten()
+
+    def called(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = model.cls.predictions
+        hidden = parts.transform(model.bert(**inputs).last_hidden_state)
+        return hidden, parts.decoder(hidden)
+
+    def loss_of(made: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(made.flatten(0, 1), labels)
+
+    plain, fused = fused_pair("bert")
+    found = []
+    for model in (plain, fused):
+        hidden, made = called(model)
+        found.append(torch.autograd.grad(loss_of(made), [hidden, made]))
+    torch.testing.assert_close(*found)
+    hidden, made = called(fused)
+    loss_of(made)
+    with pytest.raises(KernelError, match=r"retain_grad of logits .* after cross_entropy"):
+        hidden.retain_grad()
+    with torch.no_grad():
+        hidden, made = called(fused)
+        hidden.mul_(0.5)
+        with pytest.raises(KernelError, match=r"the hidden states .* were changed"):
+            made.sum()
 
 
 def test_what_cannot_be_deferred_says_why() -> None:

@@ -535,6 +535,14 @@ def autocast_before_a_function(model: Any) -> Any:
 
 
 @use
+def autocast_entered_before_reading(model: Any) -> Any:
+    made = logits(model)
+    double = made.log_softmax(-1) * 2
+    with torch.autocast("cpu", torch.bfloat16):
+        return made.topk(3)[0].sum() + double.topk(3)[0].sum() + double.logsumexp(-1).sum()
+
+
+@use
 def half_precision(model: Any) -> Any:
     loss = ce(logits(model.bfloat16()))
     loss.backward()
