@@ -94,6 +94,13 @@ def record_here(device: torch.device) -> Event | None:
     return record_event(current_stream(device)) if kinds.drives_streams(device.type) else None
 
 
+def record_use(tensor: torch.Tensor, stream: Stream) -> None:
+    """Keep the memory of ``tensor``, which may be freed next, until the work now on ``stream`` is
+    complete: torch's allocator gives it to the stream that allocated it.
+    """
+    tensor.record_stream(stream)
+
+
 def _new_event(kind: str) -> Event:
     made: Event = kinds.module_of(kind).Event(**_options(kind))
     return made
@@ -138,7 +145,7 @@ class TensorPool:
         tensor, last = free.pop()
         if last is not None and (here := current_stream(device)) != last:
             here.wait_stream(last)
-            tensor.record_stream(here)
+            record_use(tensor, here)
         return tensor
 
     def release(self, *tensors: torch.Tensor | None) -> None:
@@ -155,12 +162,12 @@ class TensorPool:
             if len(free) < (self._most if isinstance(self._most, int) else self._most[numel]):
                 free.append((tensor, here))
             elif here is not None:
-                tensor.record_stream(here)
+                record_use(tensor, here)
 
     def clear(self) -> None:
         """Free all tensors."""
         for free in self._free.values():
             for tensor, last in free:
                 if last is not None:
-                    tensor.record_stream(last)
+                    record_use(tensor, last)
         self._free.clear()

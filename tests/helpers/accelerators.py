@@ -101,4 +101,6 @@ def play_streams(monkeypatch: pytest.MonkeyPatch, prompt: bool = True) -> Played
     played = PlayedStreams(prompt)
     for name in ("current_stream", "side_stream", "on_stream", "record_event", "record_here"):
         monkeypatch.setattr(streams, name, getattr(played, name))
+    # the memory of the host is not given back by streams
+    monkeypatch.setattr(streams, "record_use", lambda tensor, stream: None)
     return played

@@ -78,6 +78,11 @@ def _nothing(plain: Any, *args: Any) -> None:
     """It is not called."""
 
 
+def _none(plain: Any, *args: Any) -> list[None]:
+    """It finds nothing."""
+    return []
+
+
 def _swapped_on_one_rank(plain: Any, self: schedule.Schedule, *args: Any, **kwargs: Any) -> None:
     """Rank 1 gathers two units of two sizes the other way round; of one size they match."""
     plain(self, *args, **kwargs)
@@ -202,13 +207,13 @@ FAULTS: dict[str, Fault] = {
             TWO_STREAMS, left_out("wait", "streams.py acquire"), COPIES),
         "a unit is released under another stream": (
             "stage 3, branches on two streams",
-            left_out("record_stream", "unit.py _record_streams"), COPIES),
+            replaced(unit.streams, "record_use", _nothing), COPIES),
         "the second stream of a unit does not wait for its gather": (
             "stage 3, branches on two streams in a unit",
             left_out("wait", "unit.py runs_here"), COPIES),
         "a gradient of another stream is given back while it is read": (
             "stage 3, branches on two streams in a unit",
-            left_out("record_stream", "unit.py await_gradients"), COPIES),
+            replaced(unit, "raw_grads", _none), COPIES),
     }.items()
 }  # fmt: skip
 TWO_HOPS = "stage 3, gathers in two hops"

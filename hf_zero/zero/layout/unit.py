@@ -281,7 +281,7 @@ class Unit:
         if others:  # their memory is given back while the current stream reads it
             for grad in raw_grads(member for flat in self.trainable for member in flat.members):
                 if grad is not None and grad.device == self.device_of_streams:
-                    grad.record_stream(here)
+                    streams.record_use(grad, here)
 
     @property
     def in_use(self) -> bool:
@@ -436,17 +436,11 @@ class Unit:
                 if left:
                     flat.leave_storage()
                 elif self.device_of_streams is not None:
-                    self._record_streams(flat.full, self.device_of_streams)
+                    for stream in {*self.streams, streams.current_stream(self.device_of_streams)}:
+                        streams.record_use(flat.full, stream)
                 flat.full.untyped_storage().resize_(0)
         self.state, self._shared = State.RELEASED, False
         self.guard.released()
-
-    def _record_streams(self, full: torch.Tensor, device: torch.device) -> None:
-        """Keep the memory of ``full``, which is freed next, until all streams that read it have
-        done so: torch gives it to the stream that allocated it.
-        """
-        for stream in {*self.streams, streams.current_stream(device)}:
-            full.record_stream(stream)
 
 
 # ---- access of other ranks to shards, through the store (consensus.py, the note) ----
