@@ -34,24 +34,27 @@ def transaction() -> Iterator[None]:
     belong to the outer one.
     """
     outer = _stack.get()
-    with ExitStack() as undo:
-        token = _stack.set(undo)
-        try:
-            yield
-        finally:
-            _stack.reset(token)
+    with _undone() as undo:
+        yield
         done = undo.pop_all()
-        if outer is not None:
-            outer.push(done)
+    if outer is not None:
+        outer.push(done)
 
 
 @contextmanager
 def trial() -> Iterator[None]:
     """Context for changes that are undone in any case, as in a transaction."""
+    with _undone():
+        yield
+
+
+@contextmanager
+def _undone() -> Iterator[ExitStack]:
+    """Context whose end runs the inverse operations on the stack that it yields."""
     with ExitStack() as undo:
         token = _stack.set(undo)
         try:
-            yield
+            yield undo
         finally:
             _stack.reset(token)
 
