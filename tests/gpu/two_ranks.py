@@ -1,10 +1,12 @@
 """Rank of test_two_ranks_on_one_gpu.py: trains at each stage over gloo, whose messages may be in
-device memory, and prints the losses of the whole batch. NCCL refuses two ranks of one device.
+device memory, and prints the losses of the whole batch; then a model whose branches are on two
+streams, and prints each rank's losses. NCCL refuses two ranks of one device.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -18,6 +20,10 @@ from hf_zero.zero.layout import wrap
 from tests.gpu.test_engine_on_gpu import batches, loss_of
 from tests.helpers.engines import STAGES
 from tests.helpers.stacks import stack
+from tests.late import training
+
+STEPS = 6
+SLOW = 4_000_000  # cycles that a delayed stream sleeps at most: some 2 ms
 
 
 def losses(stage: int, more: dict[str, object]) -> list[float]:
@@ -42,6 +48,25 @@ def losses(stage: int, more: dict[str, object]) -> list[float]:
     return found
 
 
+def losses_of_branches(job: str) -> list[float]:
+    """Both streams sleep for a while before some of the blocks, at random."""
+    chosen, delays = training.config(job), random.Random(dist.get_rank())
+    model = training.tower(branches=chosen.pop("branches"))
+    for block in model.blocks:
+        block.register_forward_pre_hook(
+            lambda *_: torch.cuda._sleep(delays.randrange(SLOW)) if delays.random() < 0.3 else None
+        )
+    engine = hf_zero.initialize(model=model, config=chosen)[0]
+    found = []
+    for values in training.batches(STEPS, dist.get_rank(), dist.get_world_size()):
+        loss = engine(values.cuda())
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.detach())
+    engine.destroy()
+    return [loss.item() for loss in found]
+
+
 def main() -> None:
     wrap.GRANULARITY = wrap.PERSISTENCE = 0  # the blocks of the model are small
     dist.init_process_group("gloo")
@@ -53,6 +78,9 @@ def main() -> None:
             found = losses(stage, more)
             if dist.get_rank() == 0:
                 print("LOSSES " + json.dumps([stage, name, found]), flush=True)
+    for job in training.BRANCHES:
+        told = [job, dist.get_rank(), losses_of_branches(job)]
+        print("BRANCHES " + json.dumps(told) + "\n", end="", flush=True)
     dist.destroy_process_group()
 
 
