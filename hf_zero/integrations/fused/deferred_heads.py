@@ -206,6 +206,21 @@ def defer_head(model: nn.Module) -> list[Replacement] | str:
     return made
 
 
+def deferred_before_head(model: Any) -> set[nn.Module]:
+    """Return the row-wise modules before the head of ``model`` that :func:`defer_head` defers with
+    it, and the modules that hold them: a kernel in one of these would compute all rows.
+    """
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        head = None
+    if head is None:
+        return set()
+    linear = next((each for each in head.modules() if _is_plain(each, nn.Linear)), None)
+    before = set() if linear is None else {*_before(model, head, linear.in_features)}
+    return {each for each in model.modules() if each is not model and before & {*each.modules()}}
+
+
 def _count_labels(model: Any, args: Any, kwargs: Any) -> None:
     """Forward pre-hook of a model with row-wise modules before its decoder."""
     labels = kwargs.get("labels")

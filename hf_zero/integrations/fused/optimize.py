@@ -181,9 +181,16 @@ def _put_in(
         made = calls_of_model(model) if pre_layer_norm or "qkv" in names else []
         moves = pre_ln.plan(model, made) if pre_layer_norm else None
         moved = set() if moves is None else moves.norms(model)
+        get_base: Any = getattr(model, "get_base_model", None)  # inside the adapters of PEFT
+        base: Any = model if get_base is None else get_base()
+        of_head: set[nn.Module] = set()
+        if "loss" in names:
+            from hf_zero.integrations.fused.deferred_heads import deferred_before_head, defer_head
+
+            of_head = deferred_before_head(base)
         for name, module in list(model.named_modules()):
             chosen = left_to_them if module in in_compiled else names
-            if module not in moved:
+            if module not in moved and module not in of_head:
                 _replace(model, module, name, chosen, replacements, lines, not engine, moved)
         if "qkv" in names:
             _project(model, made, replacements, lines, packs=not engine)
@@ -193,10 +200,6 @@ def _put_in(
         if moves is not None:
             _keep(model, moves.install(model, "norms" in names), replacements, lines, PRE_LN)
         if "loss" in names:
-            from hf_zero.integrations.fused.deferred_heads import defer_head
-
-            get_base: Any = getattr(model, "get_base_model", None)  # inside the adapters of PEFT
-            base: Any = model if get_base is None else get_base()
             _keep(base, defer_head(base), replacements, lines, "loss")
         if sparse_attention is not None:
             from hf_zero.integrations.fused.sparse_attention import sparsify

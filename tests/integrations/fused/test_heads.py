@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 
+import hf_zero
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused.deferred_heads import DeferredCall, defer_head
 from hf_zero.integrations.fused.replacement import Replacement
@@ -105,11 +106,14 @@ def test_a_family_trains_and_evaluates_as_the_model(name: str) -> None:
     assert type(fused(**batch()).logits) is torch.Tensor
 
 
+@pytest.mark.parametrize("beside", [(), ("norms", "activations", "qkv")])
 @in_turn("name", MASKED)
 def test_a_masked_head_runs_for_labelled_tokens_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, beside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, fused = fused_pair(name)
+    """A fused norm or activation before the decoder would compute all tokens."""
+    _, fused = pair(name)
+    hf_zero.optimize(fused, [*beside, "loss"])
     given, rows = batch(), []
     plain = DeferredCall.run
 
