@@ -46,7 +46,8 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _POPULATE_WRITE = 23  # for madvise, since Linux 5.14
 _MBIND = {"x86_64": 237, "aarch64": 235}  # the number of the system call
 _PREFERRED = 1  # for mbind: falls back to another node when this one is full
-_CHUNK = 64 << 20  # bytes that a thread populates at a time; a multiple of the huge page
+_CHUNK = 64 << 20  # the most bytes that a thread populates at a time
+_HUGE_PAGE = 2 << 20  # bytes; chunks are multiples of it
 _PCI = Path("/sys/bus/pci/devices")
 
 
@@ -82,9 +83,14 @@ def _prefer_node(address: int, nbytes: int, node: int) -> bool:
 
 def _bring_in(address: int, nbytes: int) -> int:
     """Populate every page, on all cores of this rank; return an errno, or 0."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    chunk = min(_CHUNK, -(-nbytes // (threads * _HUGE_PAGE)) * _HUGE_PAGE)
 
     def populate(start: int) -> int:
-        length = min(_CHUNK, nbytes - start)
+        length = min(chunk, nbytes - start)
         if _LIBC.madvise(address + start, length, _POPULATE_WRITE) == 0:
             return 0
         if ctypes.get_errno() != errno.EINVAL:
@@ -92,11 +98,7 @@ def _bring_in(address: int, nbytes: int) -> int:
         ctypes.memset(address + start, 0, length)
         return 0
 
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    starts = range(0, nbytes, _CHUNK)
+    starts = range(0, nbytes, chunk)
     if len(starts) == 1:
         return populate(0)
     with ThreadPoolExecutor(threads) as pool:
