@@ -79,7 +79,9 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
         counts = (at != ignored).to(row_losses.dtype)
         if weight is not None:
             counts = counts * weight[at.clamp(min=0)].to(row_losses.dtype)
-        total = _divided(total, counts.sum())
+        # of no weight NaN, with torch's gradients: NaN of labelled rows, 0 of ignored ones
+        inverse = counts.sum().reciprocal()
+        total = total * inverse + inverse * 0.0
     return logits.used(total, function, args, kwargs)
 
 

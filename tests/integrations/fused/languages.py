@@ -82,9 +82,13 @@ def compare(
     found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], tolerance: float = 1e-5
 ) -> None:
     """Compare every gradient within ``tolerance`` of the largest one of its model (a key's bias has
-    a gradient of rounding alone).
+    a gradient of rounding alone); NaN equals NaN.
     """
     assert found.keys() == exact.keys()
+    assert all(torch.equal(found[name].isnan(), exact[name].isnan()) for name in exact)
+    found, exact = (
+        {name: grad.nan_to_num() for name, grad in grads.items()} for grads in (found, exact)
+    )
     largest = max(float(each.abs().max()) for each in exact.values())
     errors = {name: float((found[name] - exact[name]).abs().max()) for name in exact}
     errors = {

@@ -83,6 +83,15 @@ uses(
         "one token": lambda x: F.cross_entropy(x[0, 5], LABELS[0, 6]),
         "label smoothing": lambda x: ce(x, label_smoothing=0.1),
         "weights and smoothing": lambda x: ce(x, label_smoothing=0.2, weight=VECTOR),
+        "weights of zero": lambda x: ce(x, weight=torch.zeros(WORDS)),
+        "weights of zero and smoothing": lambda x: ce(
+            x,
+            weight=(torch.arange(WORDS) < 3).float(),
+            label_smoothing=0.2,  # no label is below 3
+        ),
+        "weights, and no label counts": lambda x: F.cross_entropy(
+            shifted(x), torch.full_like(NEXT, -100), VECTOR
+        ),
         "unreduced": lambda x: ce(x, reduction="none").mean(),
         "sum": lambda x: ce(x, reduction="sum"),
         "probabilities as targets": lambda x: F.cross_entropy(
