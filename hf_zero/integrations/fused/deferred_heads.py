@@ -46,7 +46,7 @@ class DeferredCall:
         self.autocast = Autocast.now(device)
         self.names = tuple(n for n in ("weight", "bias") if module._parameters.get(n) is not None)
         self.tensors: tuple[torch.Tensor, ...] = tuple(getattr(module, n) for n in self.names)
-        self.versions = tuple(each._version for each in self.tensors)
+        self.versions = tuple(tensor._version for tensor in self.tensors)
 
     @property
     def linear(self) -> bool:
@@ -54,7 +54,7 @@ class DeferredCall:
 
     @property
     def needs_ranks(self) -> bool:
-        return any(_is_sharded(each) for each in self.tensors)
+        return any(_is_sharded(tensor) for tensor in self.tensors)
 
     def check(self) -> None:
         for name, tensor, version in zip(self.names, self.tensors, self.versions):
@@ -98,12 +98,11 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(module).forward(module, *args, **kwargs)
     body = module.__dict__.pop(PENDING, None)
     if body is not None:
-        tensors = (module._parameters[name] for name in ("weight", "bias"))
-        return body(*args, *(each for each in tensors if each is not None))
+        parameters = (module._parameters[name] for name in ("weight", "bias"))
+        return body(*args, *(parameter for parameter in parameters if parameter is not None))
     if len(args) == 1 and not kwargs and _may_defer(module, args[0]):
         return _deferred(module, args[0])
-    if any(isinstance(each, DeferredOutput) for each in args):
-        args = tuple(e.materialize() if isinstance(e, DeferredOutput) else e for e in args)
+    args = tuple(arg.materialize() if isinstance(arg, DeferredOutput) else arg for arg in args)
     return type(module).forward(module, *args, **kwargs)
 
 
@@ -121,14 +120,15 @@ def _dtype(call: DeferredCall, rows: torch.Tensor) -> torch.dtype:
     """Return the dtype of the output, from that of a layer of one row and column."""
     if not call.linear:
         samples = [
-            torch.empty(each.shape, dtype=each.dtype, device=rows.device) for each in call.tensors
+            torch.empty(tensor.shape, dtype=tensor.dtype, device=rows.device)
+            for tensor in call.tensors
         ]
         return call.compute(
             torch.empty(0, rows.shape[-1], dtype=rows.dtype, device=rows.device), *samples
         ).dtype
     samples = [
-        torch.empty((1,) * each.dim(), dtype=each.dtype, device=rows.device)
-        for each in call.tensors
+        torch.empty((1,) * tensor.dim(), dtype=tensor.dtype, device=rows.device)
+        for tensor in call.tensors
     ]
     return call.compute(torch.empty(1, 1, dtype=rows.dtype, device=rows.device), *samples).dtype
 
@@ -151,9 +151,10 @@ def _may_defer(module: nn.Module, rows: Any) -> bool:
         return False  # a wrapper, as a checkpoint, would run again what it has run
     if _watched(module) or "parametrizations" in module._modules:
         return False
-    tensors = [each for each in module._parameters.values() if each is not None]
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     return not rows.is_inference() and all(
-        type(each) is torch.Tensor or given_class(each) is nn.Parameter for each in tensors
+        type(parameter) is torch.Tensor or given_class(parameter) is nn.Parameter
+        for parameter in parameters
     )
 
 
@@ -183,27 +184,27 @@ def defer_head(model: nn.Module) -> list[Replacement] | str:
     if head is None:
         return f"{type(model).__name__} has no output embedding"
     names = {module: name for name, module in model.named_modules()}
-    linear = [each for each in head.modules() if _is_plain(each, nn.Linear)]
-    words = max((each.out_features for each in linear), default=0)
-    chosen = [each for each in linear if each.out_features == words]
-    if not chosen:
+    linear = [module for module in head.modules() if _is_plain(module, nn.Linear)]
+    words = max((layer.out_features for layer in linear), default=0)
+    decoders = [layer for layer in linear if layer.out_features == words]
+    if not decoders:
         return (
             f"{names.get(head, 'the output embedding')} is a {type(head).__name__} of "
             f"{type(head).__module__}, not a linear layer of torch"
         )
-    for each in chosen:
-        if "forward" in each.__dict__:
-            return f"{names.get(each, 'the head')} has a forward of its own already"
-    before = list(_before(model, head, chosen[0].in_features))
-    made = [
-        Replacement(what, names.get(each, ""), _install(each))
-        for what, modules in (("masked_rows", before), ("linear_cross_entropy", chosen))
-        for each in modules
+    for decoder in decoders:
+        if "forward" in decoder.__dict__:
+            return f"{names.get(decoder, 'the head')} has a forward of its own already"
+    before = list(_before(model, head, decoders[0].in_features))
+    replacements = [
+        Replacement(what, names.get(module, ""), _install(module))
+        for what, modules in (("masked_rows", before), ("linear_cross_entropy", decoders))
+        for module in modules
     ]
     if before:
         hook = model.register_forward_pre_hook(_count_labels, with_kwargs=True)
-        made.append(Replacement("masked_rows", "", hook.remove))
-    return made
+        replacements.append(Replacement("masked_rows", "", hook.remove))
+    return replacements
 
 
 def deferred_before_head(model: Any) -> set[nn.Module]:
@@ -225,9 +226,9 @@ def _count_labels(model: Any, args: Any, kwargs: Any) -> None:
     """Forward pre-hook of a model with row-wise modules before its decoder."""
     labels = kwargs.get("labels")
     if isinstance(labels, torch.Tensor) and not torch.compiler.is_compiling():
-        for each in model.get_output_embeddings().modules():
-            if _is_ours(each):
-                count_early(each, labels)
+        for module in model.get_output_embeddings().modules():
+            if _is_ours(module):
+                count_early(module, labels)
 
 
 def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -243,15 +244,17 @@ def _before(model: Any, head: nn.Module, width: int) -> Iterator[nn.Module]:
     if not isinstance(body, nn.Module) or body is model or _draws(model, body):
         return
     inside = {*body.modules(), *head.modules()}
-    for each in model.modules():
-        if each in inside or "forward" in each.__dict__:
+    for module in model.modules():
+        if module in inside or "forward" in module.__dict__:
             continue
-        if (_is_plain(each, nn.Linear) and each.in_features == each.out_features == width) or (
-            _is_plain(each, nn.LayerNorm)
-            and each.normalized_shape == (width,)
-            and each.weight is not None
+        if (
+            _is_plain(module, nn.Linear) and module.in_features == module.out_features == width
+        ) or (
+            _is_plain(module, nn.LayerNorm)
+            and module.normalized_shape == (width,)
+            and module.weight is not None
         ):
-            yield each
+            yield module
 
 
 def _draws(model: nn.Module, body: nn.Module) -> bool:
@@ -260,9 +263,9 @@ def _draws(model: nn.Module, body: nn.Module) -> bool:
     """
     inside = {*body.modules()}
     return any(
-        isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0
-        for each in model.modules()
-        if each not in inside
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        for module in model.modules()
+        if module not in inside
     )
 
 

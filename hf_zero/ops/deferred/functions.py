@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from hf_zero.ops.deferred.facts import named
-from hf_zero.ops.deferred.programs import Rows, Vector
+from hf_zero.ops.deferred.programs import Operand, Vector
 from hf_zero.ops.deferred.tensor import HANDLERS, DeferredOutput
 
 _T: Any = torch.Tensor
@@ -210,16 +210,6 @@ def _copied(function: Any, args: Any, kwargs: Any) -> Any:
 # ---- recorded steps ----
 
 
-def cast_to(dtype: torch.dtype, widens: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    def cast(value: torch.Tensor) -> torch.Tensor:
-        return value.to(dtype)
-
-    def narrow(value: torch.Tensor) -> torch.Tensor:
-        return value.to(dtype)
-
-    return cast if widens else narrow
-
-
 def _cast(function: Any, args: Any, kwargs: Any) -> Any:
     logits: Any = args[0] if args else None
     if not _is_deferred(logits):
@@ -237,11 +227,12 @@ def _cast(function: Any, args: Any, kwargs: Any) -> Any:
         or any(map(_is_deferred, args[1:]))
     ):
         return NotImplemented
-    rest = args[1:]  # a closure that held ``one`` would keep it alive
-    widens = torch.promote_types(logits.dtype, result.dtype) == result.dtype
+    rest = args[1:]  # a closure that held the logits would keep them alive
+    dtype = result.dtype
     return logits.step(
-        cast_to(result.dtype, widens), (logits.program,), result,
+        lambda value: value.to(dtype), (logits.program,), result,
         lambda whole: function(whole, *rest, **kwargs), (logits,), (),
+        widens=torch.promote_types(logits.dtype, dtype) == dtype,
     )  # fmt: skip
 
 
@@ -268,7 +259,7 @@ def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
         node: Any = item.program if _is_deferred(item) else _operand(item, logits, function)
         if node is None or (_is_deferred(item) and item.shape != logits.shape):
             return NotImplemented
-        if isinstance(node, Vector) or (isinstance(node, Rows) and node.tensor.shape[-1] == 1):
+        if isinstance(node, Vector) or (isinstance(node, Operand) and node.rows.shape[-1] == 1):
             item = item.clone()  # a write to it after this must not be seen
             node = _operand(item, logits, function)
         args.append(item)
@@ -276,7 +267,7 @@ def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(node, Vector):
             samples.append(node.tensor.detach())
         else:
-            samples.append(_some_rows(item if not isinstance(node, Rows) else node.tensor))
+            samples.append(_some_rows(node.rows if isinstance(node, Operand) else item))
         if not _is_deferred(item):
             tensors.append(item)
     step: Any = functools.partial(function, **kwargs) if kwargs else function
@@ -295,7 +286,7 @@ def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
 
     def replay(*values: torch.Tensor) -> torch.Tensor:
         for node in inputs:
-            if isinstance(node, Rows):
+            if isinstance(node, Operand):
                 node.check()
         arguments: list[Any] = list(others)
         # a materialized tensor is replayed from its parents alone
@@ -306,7 +297,7 @@ def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
     return logits.step(step, tuple(inputs), like, replay, tuple(ones), tuple(tensors))
 
 
-def _operand(tensor: torch.Tensor, logits: torch.Tensor, function: Any) -> Rows | Vector | None:
+def _operand(tensor: torch.Tensor, logits: torch.Tensor, function: Any) -> Operand | Vector | None:
     """Return a plain operand of ``function`` of ``logits`` as a node; None if the result has
     another shape.
     """
@@ -324,7 +315,7 @@ def _operand(tensor: torch.Tensor, logits: torch.Tensor, function: Any) -> Rows 
             return None
     except RuntimeError:
         return None
-    return Rows(tensor.expand(*logits.shape[:-1], width), function.__name__)
+    return Operand(tensor.expand(*logits.shape[:-1], width), function.__name__)
 
 
 def _is_last(dim: Any, logits: torch.Tensor) -> bool:

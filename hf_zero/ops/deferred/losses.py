@@ -116,7 +116,7 @@ def _summed(
 ) -> torch.Tensor:
     """Return the sum or the mean of the losses, by the operator of the linear head."""
     call = form.call.call
-    inputs = form.call.input
+    inputs = form.call.rows
     counted = labels
     dtype = _dtype_of_loss(logits)
 
@@ -148,7 +148,7 @@ def _summed(
         if isinstance(inputs, DeferredOutput) and inputs.is_live():
             flat = inputs.reshape(-1, inputs.shape[-1])
             hidden, counted = _labelled(flat, labels, ignored, call)
-            call_node = programs.CallNode(call, hidden)
+            call_node = programs.CallNode(hidden, call)
         total = programs.run(call_node, body, rows)
     if reduction == "mean":
         total = _divided(total, (labels != ignored).sum())

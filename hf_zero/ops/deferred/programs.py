@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -92,42 +92,47 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class CallNode:
-    """The output of a module for ``input`` [*lead, in], itself plain or deferred."""
+class RowsNode:
+    """A node that reads ``rows`` [*lead, k], and their version at the time of the record."""
 
-    call: RowwiseCall
-    input: torch.Tensor
+    rows: torch.Tensor
     version: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "version", self.input._version)
+        object.__setattr__(self, "version", version_of(self.rows))
+
+    @property
+    def has_changed(self) -> bool:
+        return version_of(self.rows) != self.version
+
+
+@dataclass(frozen=True, eq=False)
+class CallNode(RowsNode):
+    """The output of a module for ``rows`` [*lead, in], themselves plain or deferred."""
+
+    call: RowwiseCall
 
     def check(self) -> None:
-        """Raise KernelError if the input or a parameter has changed since the call."""
+        """Raise KernelError if the rows or a parameter have changed since the call."""
         self.call.check()
-        if self.input._version != self.version:
+        if self.has_changed:
             raise KernelError(
-                f"the hidden states {tuple(self.input.shape)} of deferred logits were changed in "
+                f"the hidden states {tuple(self.rows.shape)} of deferred logits were changed in "
                 "place after the forward; read outputs.logits before, or leave the kernel loss out"
             )
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class Operand(RowsNode):
     """An operand [*lead, width] of the function ``name``."""
 
-    tensor: torch.Tensor
     name: str
-    version: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "version", version_of(self.tensor))
 
     def check(self) -> None:
         """Raise KernelError if the operand has changed since the function was called."""
-        if version_of(self.tensor) != self.version:
+        if self.has_changed:
             raise KernelError(
-                f"the operand {tuple(self.tensor.shape)} of {self.name} of deferred logits was "
+                f"the operand {tuple(self.rows.shape)} of {self.name} of deferred logits was "
                 "changed in place; give it a copy of the operand, or leave the kernel loss out"
             )
 
@@ -141,14 +146,17 @@ class Vector:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """``function`` of ``inputs``: nodes, and numbers as they are."""
+    """``function`` of ``inputs``: nodes, and numbers as they are. ``widens``: it is a cast to a
+    dtype that holds every value of its input's.
+    """
 
     function: Callable[..., torch.Tensor]
     inputs: tuple[Any, ...]
     autocast: Autocast
+    widens: bool = False
 
 
-Node = CallNode | Rows | Vector | Step
+Node = CallNode | Operand | Vector | Step
 
 
 def nodes_of(node: Node) -> list[Node]:
@@ -169,7 +177,7 @@ def nodes_of(node: Node) -> list[Node]:
 
 def check(node: Any) -> None:
     """Raise KernelError if a call or an operand does not have the values it was recorded with."""
-    if isinstance(node, CallNode | Rows):
+    if isinstance(node, CallNode | Operand):
         node.check()
 
 
@@ -181,13 +189,11 @@ def selected(node: Node, select: Select) -> Node:
     results: dict[int, Node] = {}
     for node_of in nodes_of(node):
         check(node_of)
-        if isinstance(node_of, CallNode):
-            results[id(node_of)] = CallNode(node_of.call, select(node_of.input))
-        elif isinstance(node_of, Rows):
-            results[id(node_of)] = Rows(select(node_of.tensor), node_of.name)
+        if isinstance(node_of, RowsNode):
+            results[id(node_of)] = replace(node_of, rows=select(node_of.rows))
         elif isinstance(node_of, Step):
             inputs = tuple(results.get(id(one), one) for one in node_of.inputs)
-            results[id(node_of)] = Step(node_of.function, inputs, node_of.autocast)
+            results[id(node_of)] = replace(node_of, inputs=inputs)
         else:
             results[id(node_of)] = node_of
     return results[id(node)]
@@ -219,7 +225,7 @@ def run(
     """
     nodes = nodes_of(node)
     calls = [node_of for node_of in nodes if isinstance(node_of, CallNode)]
-    operands = [node_of for node_of in nodes if isinstance(node_of, Rows)]
+    operands = [node_of for node_of in nodes if isinstance(node_of, Operand)]
     vectors = [node_of for node_of in nodes if isinstance(node_of, Vector)]
 
     def function(*tensors: torch.Tensor) -> torch.Tensor:
@@ -244,9 +250,9 @@ def run(
                     tensors = tuple(node_of.to(call.autocast.dtype) for node_of in tensors)
                 return enter(at + 1, [*rows, given], [*shared, *tensors])
 
-            given = rows_of(calls[at].input)
+            given = rows_of(calls[at].rows)
             return call.run(given.reshape(-1, given.shape[-1]), inside)
-        rows = rows + [node_of.tensor.reshape(-1, node_of.tensor.shape[-1]) for node_of in operands]
+        rows = rows + [node_of.rows.reshape(-1, node_of.rows.shape[-1]) for node_of in operands]
         return body(function, rows, shared + [node_of.tensor for node_of in vectors])
 
     return enter(0, [], [])
@@ -272,7 +278,7 @@ def affine(node: Node, records: bool) -> Affine | None:
     if not isinstance(node, Step):
         return None
     name = getattr(node.function, "__name__", "")
-    if name == "cast" or (node.function is detached and not records):
+    if node.widens or (node.function is detached and not records):
         return affine(node.inputs[0], records)
     if name == "tanh" or not isinstance(node.inputs[0], Node):
         return None  # without the product that ends a soft cap

@@ -71,7 +71,7 @@ class DeferredOutput(torch.Tensor):
         """
         shape = (*rows.shape[:-1], like.shape[-1])
         empty = torch.empty(shape, dtype=like.dtype, device="meta")
-        node = CallNode(call, rows)
+        node = CallNode(rows, call)
 
         def compute(*tensors: torch.Tensor) -> torch.Tensor:
             node.check()
@@ -317,9 +317,10 @@ class DeferredOutput(torch.Tensor):
         replay: Callable[..., torch.Tensor],
         parents: tuple[DeferredOutput, ...],
         tensors: tuple[torch.Tensor, ...],
+        widens: bool = False,
     ) -> DeferredOutput:
         """Return ``function(*inputs)``, of nodes and numbers, recorded as a step."""
-        node = Step(function, inputs, Autocast.now(self.device))
+        node = Step(function, inputs, Autocast.now(self.device), widens)
         whole = torch.empty((*self.shape[:-1], like.shape[-1]), dtype=like.dtype, device="meta")
         replay = node.autocast.during(replay)
         return self._made(node, whole, self.device, parents, replay, (*parents, *tensors), False)
