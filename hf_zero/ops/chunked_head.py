@@ -173,11 +173,13 @@ def losses_and_gradients(
 ) -> tuple[torch.Tensor, Gradients]:
     """Return the sum of the losses (a scalar) and its gradients."""
     grads = Gradients(hidden, weight, wanted)
-    if dispatch.runs_on(hidden.device) or hidden.device.type != "cpu":
-        return _by_kernel(
-            hidden, weight, bias, labels, terms, grads if wanted.any else None, rows
-        ), grads
-    return _on_host(hidden, weight, bias, labels, terms, grads if wanted.any else None, rows), grads
+    compute = _on_host if _is_on_host(hidden) else _by_kernel
+    return compute(hidden, weight, bias, labels, terms, grads if wanted.any else None, rows), grads
+
+
+def _is_on_host(hidden: torch.Tensor) -> bool:
+    """Whether torch's own kernels run on the CPU, in place of the kernel or its reference."""
+    return hidden.device.type == "cpu" and not dispatch.runs_on(hidden.device)
 
 
 def _buffer(hidden: torch.Tensor, rows: int, vocabulary: int) -> torch.Tensor:
@@ -281,15 +283,67 @@ def log_probabilities(
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     found = hidden.new_empty(tokens, dtype=accumulator_dtype(hidden.dtype))
     lse = torch.empty_like(found)
+    on_host = _is_on_host(hidden)
     buffer = _buffer(hidden, rows, vocabulary)
     for chunk in _chunks(tokens, rows):
         padded = buffer[: chunk.stop - chunk.start]
         _logits(padded[:, :vocabulary], hidden[chunk], weight, bias)
+        if on_host:
+            found[chunk], lse[chunk] = _log_softmax_(padded[:, :vocabulary], labels[chunk], terms)
+            continue
         losses, lse[chunk] = CROSS_ENTROPY(
             padded, vocabulary, labels[chunk], None, None, *terms.numbers()
         )
         torch.neg(losses, out=found[chunk])
     return found, lse
+
+
+def _outputs_(logits: torch.Tensor, terms: Terms) -> torch.Tensor:
+    """Return softcap · tanh(scale · logits / softcap), in place where their dtype is wide."""
+    exact = logits.to(accumulator_dtype(logits.dtype))
+    if terms.scale != 1:
+        exact *= terms.scale
+    if terms.softcap:
+        exact.div_(terms.softcap).tanh_().mul_(terms.softcap)
+    return exact
+
+
+def _log_softmax_(
+    logits: torch.Tensor, labels: torch.Tensor, terms: Terms
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities and logsumexps of rows, by torch's vectorised kernels, over
+    ``logits``.
+    """
+    exact, vocabulary = _outputs_(logits, terms), logits.shape[1]
+    kept, known = labels != terms.ignore_index, (labels >= 0) & (labels < vocabulary)
+    at = labels.clamp(0, vocabulary - 1)[:, None]
+    target = exact.gather(1, at)[:, 0]
+    found = torch.log_softmax(exact, -1, out=exact).gather(1, at)[:, 0]
+    lse = target - found
+    return found.where(known, float("nan")).where(kept, 0.0), lse.where(kept, 0.0)
+
+
+def _log_softmax_gradient_(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    grad: torch.Tensor,
+    lse: torch.Tensor,
+    terms: Terms,
+) -> None:
+    """Write the gradient of sum(grad · log-probability) over ``logits``; of a label outside the
+    vocabulary that of -sum(grad · logsumexp).
+    """
+    exact, vocabulary = _outputs_(logits, terms), logits.shape[1]
+    slope = 1 - (exact / terms.softcap) ** 2 if terms.softcap else None
+    known = ((labels >= 0) & (labels < vocabulary)).to(exact.dtype)[:, None]
+    exact.sub_(lse[:, None]).exp_()
+    exact.scatter_add_(1, labels.clamp(0, vocabulary - 1)[:, None], -known)
+    exact *= (-terms.scale * grad)[:, None]
+    if slope is not None:
+        exact *= slope
+    exact.masked_fill_((labels == terms.ignore_index)[:, None], 0.0)
+    if exact is not logits:
+        logits.copy_(exact)
 
 
 def log_probabilities_backward(
@@ -306,14 +360,17 @@ def log_probabilities_backward(
     """Return the gradients of sum(grad · log-probability), from recomputed logits."""
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     grads = Gradients(hidden, weight, wanted)
-    factors = -grad
+    factors, on_host = -grad, _is_on_host(hidden)
     buffer = _buffer(hidden, rows, vocabulary)
     for chunk in _chunks(tokens, rows):
         padded = buffer[: chunk.stop - chunk.start]
         logits = padded[:, :vocabulary]
         _logits(logits, hidden[chunk], weight, bias)
-        CROSS_ENTROPY(
-            padded, vocabulary, labels[chunk], factors[chunk], lse[chunk], *terms.numbers()
-        )
+        if on_host:
+            _log_softmax_gradient_(logits, labels[chunk], grad[chunk], lse[chunk], terms)
+        else:
+            CROSS_ENTROPY(
+                padded, vocabulary, labels[chunk], factors[chunk], lse[chunk], *terms.numbers()
+            )
         grads.add(logits, hidden[chunk], chunk)
     return grads

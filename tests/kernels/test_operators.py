@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hf_zero.ops import masked_rows, norms
+from hf_zero.ops import masked_rows, norms, packed_linear  # noqa: F401  # registers its operator
 from hf_zero.ops.activations import gelu, swiglu_packed
 from hf_zero.ops.flat_optimizers import FlatRun, RowSettings, Tiles, settings_table
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy, linear_log_probs

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hf_zero.errors import KernelError
-from hf_zero.ops.deferred import losses, tensor
+from hf_zero.ops.deferred import heads, tensor
 from hf_zero.ops.deferred.tensor import DeferredOutput
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item
@@ -106,7 +106,7 @@ MORE = [(name, stage) for name in CASES for stage in (0, 1)]
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor, "rows_of_a_chunk", lambda *_: 5)
-    monkeypatch.setattr(losses.chunked_head, "rows_of_a_chunk", lambda *_: 5)
+    monkeypatch.setattr(heads.chunked_head, "rows_of_a_chunk", lambda *_: 5)
 
 
 def check(name: str, stage: int, **keys: Any) -> None:

@@ -28,6 +28,8 @@ from hf_zero.integrations.fused.replacement import Replacement
 from hf_zero.ops.deferred import DeferredOutput
 from hf_zero.ops.deferred.losses import count_early
 from hf_zero.ops.deferred.programs import Autocast
+from hf_zero.parallel.tensor.axis import TensorAxis, copy_to, gather
+from hf_zero.parallel.tensor.layers import part_of
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.parameter import given_class, owner_of
 
@@ -53,8 +55,13 @@ class DeferredCall:
         return isinstance(self.module, nn.Linear)
 
     @property
+    def axis(self) -> TensorAxis | None:
+        part = part_of(self.module)
+        return None if part is None else part.axis
+
+    @property
     def needs_ranks(self) -> bool:
-        return any(_is_sharded(tensor) for tensor in self.tensors)
+        return self.axis is not None or any(_is_sharded(tensor) for tensor in self.tensors)
 
     def check(self) -> None:
         for name, tensor, version in zip(self.names, self.tensors, self.versions):
@@ -65,7 +72,19 @@ class DeferredCall:
                     "are lost; read outputs.logits before, or leave out the kernel loss"
                 )
 
+    def entering(self, rows: torch.Tensor) -> torch.Tensor:
+        part = part_of(self.module)
+        return rows if part is None else copy_to(rows, part.axis, part.name)
+
+    def joined(self, output: torch.Tensor) -> torch.Tensor:
+        part = part_of(self.module)
+        return output if part is None else gather(output, part.axis, part.name)
+
     def compute(self, rows: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        return self.joined(self.compute_part(rows, *tensors))
+
+    def compute_part(self, rows: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """Return the output of the parameters ``tensors`` alone, which may be parts."""
         given = dict(zip(self.names, tensors))
         if isinstance(self.module, nn.Linear):
             return F.linear(rows, given["weight"], given.get("bias"))
@@ -80,8 +99,8 @@ class DeferredCall:
             module._parameters.get(name) is not tensor
             for name, tensor in zip(self.names, self.tensors)
         ):  # the parameters of torch.func.functional_call, or of another adapter
-            return body(rows, *self.tensors)
-        module.__dict__[PENDING] = body
+            return body(self.entering(rows), *self.tensors)
+        module.__dict__[PENDING] = lambda rows, *tensors: body(self.entering(rows), *tensors)
         try:
             return module(rows)
         finally:
@@ -108,12 +127,10 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _deferred(module: nn.Module, rows: torch.Tensor) -> Any:
     call = DeferredCall(module, rows.device)
-    weight = call.tensors[0]
+    width = call.tensors[0].shape[0] * (1 if call.axis is None else call.axis.size)
     with torch.no_grad():
         dtype = _dtype(call, rows)
-    return DeferredOutput.of_call(
-        call, rows, torch.empty((0, weight.shape[0]), dtype=dtype, device="meta")
-    )
+    return DeferredOutput.of_call(call, rows, torch.empty((0, width), dtype=dtype, device="meta"))
 
 
 def _dtype(call: DeferredCall, rows: torch.Tensor) -> torch.dtype:
@@ -123,14 +140,16 @@ def _dtype(call: DeferredCall, rows: torch.Tensor) -> torch.dtype:
             torch.empty(tensor.shape, dtype=tensor.dtype, device=rows.device)
             for tensor in call.tensors
         ]
-        return call.compute(
+        return call.compute_part(
             torch.empty(0, rows.shape[-1], dtype=rows.dtype, device=rows.device), *samples
         ).dtype
     samples = [
         torch.empty((1,) * tensor.dim(), dtype=tensor.dtype, device=rows.device)
         for tensor in call.tensors
     ]
-    return call.compute(torch.empty(1, 1, dtype=rows.dtype, device=rows.device), *samples).dtype
+    return call.compute_part(
+        torch.empty(1, 1, dtype=rows.dtype, device=rows.device), *samples
+    ).dtype
 
 
 def _may_defer(module: nn.Module, rows: Any) -> bool:
@@ -184,7 +203,7 @@ def defer_head(model: nn.Module) -> list[Replacement] | str:
     if head is None:
         return f"{type(model).__name__} has no output embedding"
     names = {module: name for name, module in model.named_modules()}
-    linear = [module for module in head.modules() if _is_plain(module, nn.Linear)]
+    linear = [module for module in head.modules() if _is_linear(module)]
     words = max((layer.out_features for layer in linear), default=0)
     decoders = [layer for layer in linear if layer.out_features == words]
     if not decoders:
@@ -232,8 +251,19 @@ def _count_labels(model: Any, args: Any, kwargs: Any) -> None:
 
 
 def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether the forward of ``module`` is that of torch's ``kind``."""
+    """Whether the forward of ``module`` is that of torch's ``kind``, of whole parameters."""
     return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is a linear layer of torch, or has a part of the outputs of one."""
+    return isinstance(module, nn.Linear) and _torchs_forward(module) is nn.Linear.forward
+
+
+def _torchs_forward(module: nn.Module) -> Any:
+    """Return the forward of the class of ``module``, below that of a layer with gathered parts."""
+    kind: Any = type(module)
+    return (kind if part_of(module) is None else kind.__bases__[1]).forward
 
 
 def _before(model: Any, head: nn.Module, width: int) -> Iterator[nn.Module]:
@@ -281,7 +311,7 @@ def _remove(module: nn.Module) -> None:
 
 def _is_torchs(module: nn.Module) -> bool:
     """Whether the class of ``module`` has torch's forward: another may have been put on since."""
-    return type(module).forward in (nn.Linear.forward, nn.LayerNorm.forward)
+    return _torchs_forward(module) in (nn.Linear.forward, nn.LayerNorm.forward)
 
 
 def _is_ours(module: nn.Module) -> bool:

@@ -46,7 +46,7 @@ class _ByRows(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         function, number, size = ctx.function, ctx.number, ctx.size
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
-        if _whole(grad):
+        if is_out_of_place(grad):
             return None, None, None, *recorded(function, tensors, needed, grad)
         sums: list[torch.Tensor | None] = [
             torch.zeros_like(tensor, dtype=accumulator_dtype(tensor.dtype)) if wanted else None
@@ -96,7 +96,7 @@ def recorded(
     return [next(grads) if one else None for one in needed]
 
 
-def _whole(grad: torch.Tensor) -> bool:
+def is_out_of_place(grad: torch.Tensor) -> bool:
     """Whether gradients are computed over whole rows, out of place: with create_graph or
     is_grads_batched.
     """
@@ -133,7 +133,7 @@ class SummedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         wanted = ctx.needs_input_grad[3:]
         tensors = ctx.saved_tensors
-        if _whole(grad):
+        if is_out_of_place(grad):
             return None, None, None, *recorded(ctx.plain, tensors, wanted, grad)
         sums, kept = ctx.sums, _kept()
         if not kept:

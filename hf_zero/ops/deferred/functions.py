@@ -17,6 +17,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from hf_zero.ops.chunked_head import accumulator_dtype
+from hf_zero.ops.deferred import heads, programs
 from hf_zero.ops.deferred.facts import named
 from hf_zero.ops.deferred.programs import Operand, Vector
 from hf_zero.ops.deferred.tensor import HANDLERS, DeferredOutput
@@ -232,7 +234,7 @@ def _cast(function: Any, args: Any, kwargs: Any) -> Any:
     return logits.step(
         lambda value: value.to(dtype), (logits.program,), result,
         lambda whole: function(whole, *rest, **kwargs), (logits,), (),
-        widens=torch.promote_types(logits.dtype, dtype) == dtype,
+        widens=dtype == accumulator_dtype(logits.dtype),
     )  # fmt: skip
 
 
@@ -332,17 +334,26 @@ def _softmax(function: Any, args: Any, kwargs: Any) -> Any:
     dim, dtype = arguments.get("dim"), arguments.get("dtype")
     if not _is_deferred(logits) or not _is_last(dim, logits):
         return NotImplemented
-    plain = torch.log_softmax if "log" in function.__name__ else torch.softmax
+    step = programs.log_softmax if "log" in function.__name__ else _softmax_over_last
+    like = step(_some_rows(logits), dtype)
+    return logits.step(
+        step, (logits.program, dtype), like, lambda value: step(value, dtype), (logits,), ()
+    )
 
-    def step(value: torch.Tensor) -> torch.Tensor:
-        return plain(value, -1, dtype)
 
-    step.__name__ = plain.__name__
-    like = step(_some_rows(logits))
-    return logits.step(step, (logits.program,), like, step, (logits,), ())
+def _softmax_over_last(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return torch.softmax(value, -1, dtype)
 
 
 # ---- reductions ----
+
+
+def _by_head(
+    logits: DeferredOutput, compute: Callable[[], torch.Tensor], shape: Any
+) -> torch.Tensor:
+    """Return ``compute()`` [n] in ``shape``, with gradients if those of ``logits`` are recorded."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and logits._records):
+        return compute().reshape(shape)
 
 
 def _reduced(function: Any, args: Any, kwargs: Any) -> Any:
@@ -361,6 +372,16 @@ def _reduced(function: Any, args: Any, kwargs: Any) -> Any:
         dim = dim[0]
     if not _is_last(dim, logits):
         return NotImplemented
+
+    lead = logits.shape[:-1] + ((1,) if arguments.get("keepdim") else ())
+    form = heads.head_of(logits.program, logits._records)
+    if form is not None and set(arguments) <= {"keepdim"}:
+        axis = form.call.call.axis
+        if function.__name__ == "logsumexp":
+            result = _by_head(logits, lambda: heads.logsumexps(form), lead).to(logits.dtype)
+            return logits.used(result, function, args, kwargs)
+        if function.__name__ == "argmax" and axis is not None and form.is_plain:
+            return _by_head(logits, lambda: heads.places_of_largest(form, axis), lead)
 
     def reduce(rows: torch.Tensor) -> torch.Tensor:
         return function(rows, -1, **arguments)
@@ -398,7 +419,13 @@ def _gathered(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if index.device != logits.device or not _in_range(index, logits.shape[-1]):
         return NotImplemented
-    result = logits.reduced(lambda rows, places: rows.gather(-1, places), index)
+    form = heads.head_in_log_softmax(logits.program, logits._records)
+    if form is not None and index.shape[-1] == 1:
+        labels = index.reshape(-1)
+        result = _by_head(logits, lambda: heads.log_probabilities(form, labels), index.shape)
+        result = result.to(logits.dtype)
+    else:
+        result = logits.reduced(lambda rows, places: rows.gather(-1, places), index)
     return logits.used(result, function, args, kwargs)
 
 

@@ -9,18 +9,16 @@ dropped where row-wise modules before the decoder are deferred with it.
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from hf_zero.device import kinds
-from hf_zero.ops import chunked_head
-from hf_zero.ops.deferred import programs
+from hf_zero.ops.deferred import heads, programs
 from hf_zero.ops.deferred.chunks import SummedLoss
-from hf_zero.ops.deferred.programs import Affine, Autocast, affine
-from hf_zero.ops.deferred.tensor import HANDLERS, DeferredOutput, plain_rows
+from hf_zero.ops.deferred.programs import Affine
+from hf_zero.ops.deferred.tensor import HANDLERS, DeferredOutput
 from hf_zero.ops.masked_rows import RowCapacity, RowCount, select_rows
 
 _ARGUMENTS = (
@@ -54,16 +52,11 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
     labels = target.reshape(-1)
     if weight is not None:
         weight = weight.clone()  # a write to it before the backward must not be seen
-    if function is F.cross_entropy and weight is None and reduction != "none":
-        form = affine(logits.program, logits._records)
-        if form is not None and form.call.call.tensors[0].dtype in _DTYPES:
-            loss = _summed(logits, form, labels, ignored, smoothing, reduction)
-            return logits.used(loss, function, args, kwargs)
-
-    more = {"label_smoothing": smoothing} if function is F.cross_entropy else {}
-
-    def losses(rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        return function(rows, at[:, 0], weight, ignore_index=ignored, reduction="none", **more)
+    find = heads.head_of if function is F.cross_entropy else heads.head_in_log_softmax
+    form = find(logits.program, logits._records)
+    if form is not None and weight is None and reduction != "none" and not _in_parts(form):
+        loss = _summed(logits, form, labels, ignored, smoothing, reduction)
+        return logits.used(loss, function, args, kwargs)
 
     kept = _kept_rows(labels, ignored)
     source: Any = logits.reshape(-1, logits.shape[-1]) if logits.dim() != 2 else logits
@@ -71,7 +64,19 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
         rows, at = source[kept], labels[kept]
     else:
         rows, at = source, labels
-    row_losses = rows.reduced(losses, at[:, None])
+    form = find(rows.program, logits._records)
+    if form is not None and not smoothing:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and logits._records):
+            row_losses = -heads.log_probabilities(form, at, ignored).to(_dtype_of_loss(logits))
+            if weight is not None:
+                row_losses = row_losses * weight[at.where(at != ignored, 0)]
+    else:
+        more = {"label_smoothing": smoothing} if function is F.cross_entropy else {}
+
+        def losses(rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            return function(rows, at[:, 0], weight, ignore_index=ignored, reduction="none", **more)
+
+        row_losses = rows.reduced(losses, at[:, None])
     if reduction == "none":
         return logits.used(row_losses.reshape(target.shape), function, args, kwargs)
     total = row_losses.sum()
@@ -85,7 +90,8 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
     return logits.used(total, function, args, kwargs)
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+def _in_parts(form: Affine) -> bool:
+    return form.call.call.axis is not None
 
 
 def _labels_fit(labels: torch.Tensor, words: int, ignored: int) -> bool:
@@ -115,44 +121,30 @@ def _summed(
     logits: Any, form: Affine, labels: torch.Tensor, ignored: int, smoothing: float, reduction: str
 ) -> torch.Tensor:
     """Return the sum or the mean of the losses, by the operator of the linear head."""
-    call = form.call.call
-    inputs = form.call.rows
+    inputs, call = form.call.rows, form.call.call
     counted = labels
-    dtype = _dtype_of_loss(logits)
 
-    def body(_: Any, rows: list[torch.Tensor], shared: list[torch.Tensor]) -> torch.Tensor:
-        hidden, weight = rows[0], shared[0]
-        bias = shared[1] if len(call.tensors) > 1 else None
-        if form.bias is not None:
-            bias = form.bias.to(hidden.dtype) if bias is None else bias + form.bias.to(bias.dtype)
+    def whole(*tensors: Any) -> torch.Tensor:
+        return F.cross_entropy(
+            heads.whole_logits(form, *tensors), counted,
+            ignore_index=ignored, reduction="sum", label_smoothing=smoothing,
+        )  # fmt: skip
 
-        def whole(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-            value = F.linear(h, w, b) * form.scale
-            if form.softcap is not None:
-                value = form.softcap * torch.tanh(value / form.softcap)
-            return F.cross_entropy(
-                value.to(chunked_head.accumulator_dtype(value.dtype)), counted,
-                ignore_index=ignored, reduction="sum", label_smoothing=smoothing,
-            )  # fmt: skip
-
-        size = chunked_head.rows_of_a_chunk(
-            max(1, hidden.shape[0]), weight.shape[0], hidden.element_size(), hidden.device
-        )
+    def body(hidden: Any, weight: Any, bias: Any, size: int) -> torch.Tensor:
         numbers = (ignored, smoothing, 0.0, form.softcap or 0.0, form.scale, size)
-        with replace(Autocast.now(hidden.device), enabled=False).active():
-            total: torch.Tensor = SummedLoss.apply(whole, numbers, counted, hidden, weight, bias)
+        total: torch.Tensor = SummedLoss.apply(whole, numbers, counted, hidden, weight, bias)
         return total
 
     with torch.set_grad_enabled(torch.is_grad_enabled() and logits._records):
-        rows, call_node = plain_rows, form.call
+        call_node = form.call
         if isinstance(inputs, DeferredOutput) and inputs.is_live():
             flat = inputs.reshape(-1, inputs.shape[-1])
             hidden, counted = _labelled(flat, labels, ignored, call)
             call_node = programs.CallNode(hidden, call)
-        total = programs.run(call_node, body, rows)
+        total = heads.on_head(form, call_node, body)
     if reduction == "mean":
         total = _divided(total, (labels != ignored).sum())
-    return total.to(dtype)
+    return total.to(_dtype_of_loss(logits))
 
 
 def _labelled(

@@ -55,9 +55,24 @@ class Autocast:
         return called
 
 
+def log_softmax(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Step of torch.log_softmax over the last dimension."""
+    return torch.log_softmax(value, -1, dtype)
+
+
 def detached(value: torch.Tensor) -> torch.Tensor:
     """Step of a tensor without a graph."""
     return value.detach()
+
+
+class VocabularyAxis(Protocol):
+    """Tensor-parallel ranks, each with a part of the columns of a module's output."""
+
+    rank: int
+    size: int
+
+    def join(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """Join [..., n] of each rank to [..., size * n] on all of them."""
 
 
 class RowwiseCall(Protocol):
@@ -65,6 +80,10 @@ class RowwiseCall(Protocol):
 
     autocast: Autocast
     tensors: tuple[torch.Tensor, ...]  # parameters at the time of the call
+
+    @property
+    def axis(self) -> VocabularyAxis | None:
+        """The ranks that have parts of its parameters; None: they are whole."""
 
     @property
     def linear(self) -> bool:
@@ -77,12 +96,18 @@ class RowwiseCall(Protocol):
     def check(self) -> None:
         """Raise KernelError if a parameter has changed since the call."""
 
+    def entering(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return ``rows`` as inputs of :meth:`compute`, whose gradients are summed over ranks."""
+
     def compute(self, rows: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        """Return the output for ``rows`` [..., in] with ``tensors`` as parameters."""
+        """Return the output for entering ``rows`` [..., in] with ``tensors`` as parameters."""
+
+    def joined(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the whole output of all ranks for the part of this one."""
 
     def run(self, rows: torch.Tensor, body: Callable[..., Any]) -> Any:
-        """Call the module with ``rows``, and return ``body(rows, *parameters)``, which its forward
-        runs: so hooks on the module gather its parameters.
+        """Call the module with ``rows``, and return ``body(rows, *parameters)`` of the entering
+        rows, which its forward runs: so hooks on the module gather its parameters.
         """
 
 
@@ -146,8 +171,8 @@ class Vector:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """``function`` of ``inputs``: nodes, and numbers as they are. ``widens``: it is a cast to a
-    dtype that holds every value of its input's.
+    """``function`` of ``inputs``: nodes, and numbers as they are. ``widens``: it is a cast to the
+    dtype in which losses are computed.
     """
 
     function: Callable[..., torch.Tensor]
@@ -267,10 +292,15 @@ class Affine:
     softcap: float | None = None
     bias: torch.Tensor | None = None  # beside the module's own
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the output of the module, or that in a wider dtype."""
+        return self.scale == 1.0 and self.softcap is None and self.bias is None
+
 
 def affine(node: Node, records: bool) -> Affine | None:
     """Return ``node`` as an :class:`Affine`, or None if it has another form or, if gradients are
-    recorded (``records``), a part without a graph. Casts to a wider dtype are left out, because a
+    recorded (``records``), a part without a graph. Casts of 16 bits to fp32 are left out, because a
     loss is computed in fp32 in any case.
     """
     if isinstance(node, CallNode):

@@ -75,7 +75,8 @@ class DeferredOutput(torch.Tensor):
 
         def compute(*tensors: torch.Tensor) -> torch.Tensor:
             node.check()
-            return call.compute(*tensors)
+            rows, *parameters = tensors
+            return call.compute(call.entering(rows), *parameters)
 
         replay = call.autocast.during(compute)
         inputs = (rows, *call.tensors)

@@ -289,6 +289,11 @@ def is_sharded(module: nn.Module) -> bool:
     return ATTRIBUTE in module.__dict__
 
 
+def part_of(module: nn.Module) -> Part | None:
+    """Return the state of a layer whose parts of outputs are gathered; None of any other."""
+    return module.__dict__[ATTRIBUTE] if isinstance(module, ColwiseGathered) else None
+
+
 def take_off(module: nn.Module) -> tuple[type[Sharded], Part]:
     """Undo :func:`put_on`; return the arguments to call it with again."""
     kind, module.__class__ = type(module).__bases__

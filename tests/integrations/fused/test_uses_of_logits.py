@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused.deferred_heads import defer_head
-from hf_zero.ops.deferred import DeferredOutput, losses, tensor
+from hf_zero.ops.deferred import DeferredOutput, heads, tensor
 from tests.helpers.cells import in_one_item
 from tests.integrations.fused import uses_of_logits
 from tests.integrations.fused.languages import compare, gradients
@@ -69,7 +69,7 @@ def deferred() -> Any:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor, "rows_of_a_chunk", lambda *_: 5)
-    monkeypatch.setattr(losses.chunked_head, "rows_of_a_chunk", lambda *_: 5)
+    monkeypatch.setattr(heads.chunked_head, "rows_of_a_chunk", lambda *_: 5)
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +129,40 @@ def test_losses_compute_no_whole_logits(name: str) -> None:
         )
         USES[name](deferred()).backward()
     assert not seen
+
+
+@pytest.mark.parametrize("form", ["host", "kernel"])
+def test_log_probabilities_by_the_operator(
+    form: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """By torch's kernels on a CPU, and by Triton's in the interpreter: no chunk of rows is computed
+    by autograd, but those in double.
+    """
+    calls: list[str] = []
+    monkeypatch.setattr(heads, "_LogProbabilities", noted(calls, heads._LogProbabilities))
+    if form == "kernel":
+        monkeypatch.setenv("HF_ZERO_TRITON", "1")
+        request.getfixturevalue("checked_triton")
+    names = [name for name in USES if name.startswith("log-probabilities: ")]
+    for name in names:
+        before = len(calls)
+        check(USES[name])
+        assert (len(calls) > before) == ("double" not in name), name
+    assert len(names) == 9
+
+
+def noted(calls: list[str], function: Any) -> Any:
+    """Return a stand-in for the class of an autograd function, whose calls are added to
+    ``calls``.
+    """
+
+    class Noted:
+        @staticmethod
+        def apply(*args: Any) -> Any:
+            calls.append(function.__name__)
+            return function.apply(*args)
+
+    return Noted
 
 
 def test_what_makes_them_whole_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

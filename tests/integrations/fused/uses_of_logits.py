@@ -64,6 +64,34 @@ def uses(prefix: str, functions: dict[str, Callable[[torch.Tensor], Any]]) -> No
 
 # ---- losses ----
 
+
+def capped(made: torch.Tensor) -> torch.Tensor:
+    return 2.0 * torch.tanh(made / 0.7 / 2.0)
+
+
+def chosen(log_probs: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each next token, weighted by its position."""
+    found = log_probs[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0]
+    return (found * torch.linspace(-1.0, 1.0, TOKENS - 1)).mean()
+
+
+uses(
+    "log-probabilities",
+    {
+        "by gather": lambda x: chosen(x.log_softmax(-1)),
+        "by gather, capped": lambda x: chosen(capped(x).log_softmax(-1)),
+        "by gather, in double": lambda x: chosen(x.log_softmax(-1, dtype=torch.float64)),
+        "of a copy in double": lambda x: chosen(x.double().log_softmax(-1)),
+        "by logsumexp": lambda x: (capped(x).logsumexp(-1) * VECTOR[:TOKENS]).mean(),
+        "by logsumexp, kept": lambda x: x.logsumexp(-1, keepdim=True).square().mean(),
+        "by an unreduced loss": lambda x: (ce(x, reduction="none") * VECTOR[:22]).sum(),
+        "by weights": lambda x: ce(capped(x), weight=VECTOR, reduction="sum"),
+        "by nll_loss": lambda x: F.nll_loss(shifted(x).log_softmax(-1), NEXT, reduction="none")[
+            5:
+        ].mean(),
+    },
+)
+
 uses(
     "loss",
     {
