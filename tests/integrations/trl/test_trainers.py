@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trl
 from datasets import load_dataset
 from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from hf_zero.engine import Engine
-from hf_zero.ops.deferred import DeferredOutput, tensor
+from hf_zero.integrations.fused.deferred_heads import defer_head
+from hf_zero.ops.deferred import DeferredOutput, heads, tensor
 from tests.helpers.cells import in_turn
 from tests.helpers.trainers import assert_same_training, options
 from tests.matrix.scripts import trl_material
+from tests.matrix.scripts.trl_drawing import DrawingLlama, Letters
 
 TRAINERS = {"sft": (trl.SFTTrainer, trl.SFTConfig), "dpo": (trl.DPOTrainer, trl.DPOConfig)}
 
@@ -50,7 +58,9 @@ def test_adapters_train_as_without_an_engine(kind: str, material: Path, tmp_path
 
 LOSSES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("sft", {}), ("sft", {"label_smoothing_factor": 0.1}), ("dpo", {}),
+    ("grpo", {"beta": 0.1, "top_entropy_quantile": 0.8, "temperature": 0.9}),
 )  # fmt: skip
+SAMPLED = {"num_generations": 2, "max_completion_length": 12}
 
 
 @in_turn("kind, more", LOSSES)
@@ -58,26 +68,88 @@ def test_losses_without_whole_logits(
     kind: str, more: dict[str, Any], material: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """TRL computes most losses in chunks itself, and those with label smoothing from logits."""
-    trainer, config = TRAINERS[kind]
+    trainer, config = TRAINERS.get(kind, (trl.GRPOTrainer, trl.GRPOConfig))
     file, cache = str(material / "rows.jsonl"), str(tmp_path / "cache")
     rows = load_dataset("json", data_files=file, split="train", cache_dir=cache)
     if kind == "sft":
         rows = rows.select_columns("prompt").rename_column("prompt", "text")
+    chosen = more | (SAMPLED if kind == "grpo" else {"max_length": 64})
 
     def trained(**changes: Any) -> Any:
-        args = config(**options(tmp_path, bf16=False, max_length=64, **more, **changes))
-        run = trainer(str(material / "untied"), args=args, train_dataset=rows)
+        args = config(**options(tmp_path, bf16=False, **chosen, **changes))
+        model: Any = str(material / "untied")
+        given: dict[str, Any] = {"reward_funcs": Letters()} if kind == "grpo" else {}
+        if kind == "grpo":  # tokens hang on the row alone
+            model = DrawingLlama.from_pretrained(model)
+        run = trainer(model, args=args, train_dataset=rows, **given)
         run.train()
         return run
 
     plain, computed = trained(), []
     of_call, materialize = DeferredOutput.of_call, DeferredOutput.materialize
-    made = []
+    made: list[Any] = []
     monkeypatch.setattr(tensor, "rows_of_a_chunk", lambda *_: 5)
     monkeypatch.setattr(DeferredOutput, "of_call", lambda *a: made.append(a) or of_call(*a))
     monkeypatch.setattr(
         DeferredOutput, "materialize", lambda one: computed.append(one.shape) or materialize(one)
     )
     run = trained(deepspeed={"zero_optimization": {"stage": 3}, "kernels": ["loss"]})
-    assert not computed and bool(made) == bool(more)
+    assert not computed and bool(made) == ("label_smoothing_factor" in more)
     assert_same_training(run, plain)
+
+
+class LargestRows(TorchDispatchMode):
+    """The most rows of a tensor [..., words] that was made."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.words, self.rows = words, 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if type(one) is torch.Tensor and not one.is_meta and one.shape[-1:] == (self.words,):
+                self.rows = max(self.rows, one.shape[:-1].numel())
+        return result
+
+
+IDS = torch.randint(3, 67, (3, 10), generator=torch.Generator().manual_seed(2))
+MASK = IDS % 3 > 0
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "log-probabilities": lambda x: selective_log_softmax(x, IDS),
+    "with a temperature": lambda x: selective_log_softmax(x, IDS, temperature=0.7),
+    "in 16 bits": lambda x: selective_log_softmax(x.bfloat16(), IDS).float(),
+    "masked": lambda x: selective_log_softmax(x, IDS, row_mask=MASK),
+    "several a token": lambda x: selective_log_softmax(x, torch.stack([IDS, IDS - 3], -1)).sum(-1),
+    "entropies": lambda x: entropy_from_logits(x, chunk_size=4),
+    "GRPO": lambda x: (
+        (selective_log_softmax(x, IDS) - 0.1).exp() + 0.1 * entropy_from_logits(x, chunk_size=4)
+    ),
+}
+
+
+@in_turn("name", FUNCTIONS)
+def test_functions_of_trainers_without_whole_logits(name: str, monkeypatch: Any) -> None:
+    """TRL's own functions of logits, which PPO's kind of losses are made of."""
+    monkeypatch.setattr(tensor, "rows_of_a_chunk", lambda *_: 5)
+    monkeypatch.setattr(heads.chunked_head, "rows_of_a_chunk", lambda *_: 5)
+    results = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=67, hidden_size=4, intermediate_size=24, num_hidden_layers=1,
+            num_attention_heads=2, initializer_range=0.3,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config)
+        if fused:
+            assert not isinstance(defer_head(model), str)
+        with LargestRows(67) as largest:
+            values = FUNCTIONS[name](model(input_ids=IDS).logits)
+            (values * torch.linspace(-1, 1, 10)).sum().backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        results.append((values.detach(), *grads))
+        assert largest.rows <= 5 if fused else largest.rows == IDS.numel()
+    loose = {"rtol": 3e-2, "atol": 3e-2} if "16" in name else {"rtol": 2e-5, "atol": 2e-5}
+    torch.testing.assert_close(results[1], results[0], **loose)
