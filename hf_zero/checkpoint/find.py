@@ -26,6 +26,7 @@ REPLACED = RESERVED + "replaced-"
 NEW = RESERVED + "new-"
 DROPPED = RESERVED + "dropped-"
 LONGEST_TAG = 230  # bytes; with its temporary prefix and suffix, a name that file systems accept
+NOT_FOLLOWED = "leads out of it and is not followed; pass the folder that the link leads to"
 LONGEST_LATEST = 4096  # bytes; beyond it is damage, not a tag
 _NUMBER = re.compile(r"(\d+)")
 
@@ -206,6 +207,9 @@ def _remedy(root: AnyPath) -> str:
             f"its folders {', '.join(below[:4])}{' …' if len(below) > 4 else ''} hold "
             "checkpoints; pass one of them"
         )
+    links: list[AnyPath] = []
+    if root.is_dir() and [*walk(root, links)] and links:
+        return f"{_listed(root, links)} {NOT_FOLLOWED}"
     return (
         "there is no checkpoint of hf-zero in it; pass the folder that was given to "
         "save_checkpoint or save_state"
@@ -322,10 +326,13 @@ def checkpoints_below(root: AnyPath) -> list[AnyPath]:
     return oldest_first(folder for folder in walk(root) if is_checkpoint(folder))
 
 
-def walk(root: AnyPath) -> Iterator[AnyPath]:
+def walk(root: AnyPath, unfollowed: list[AnyPath] | None = None) -> Iterator[AnyPath]:
     """Yield ``root`` and the folders below it, without hidden ones and without the content of
-    checkpoints. A link is followed, unless it leads to a folder that holds ``root``. In an object
-    store, yield the folders that hold a manifest.
+    checkpoints. In an object store, yield the folders that hold a manifest.
+
+    A link is not followed, so that a search stays in ``root``: one that leads to a checkpoint
+    elsewhere is yielded at the end, as its copy, and one to another folder elsewhere is added to
+    ``unfollowed``.
     """
     if is_remote(root):  # a store has no folders, but names with slashes
         for manifest in sorted(root.glob(f"**/{MANIFEST_NAME}"), key=str):
@@ -333,16 +340,25 @@ def walk(root: AnyPath) -> Iterator[AnyPath]:
             if not any(part.startswith(".") for part in inner.split("/")):
                 yield manifest.parent
         return
-    seen = set(map(str, Path(os.path.realpath(root)).parents))
+    links: list[AnyPath] = []
     waiting = [root]
     while waiting:
         folder = waiting.pop()
-        real = os.path.realpath(folder)
-        if real not in seen:
-            seen.add(real)
-            yield folder
-            if not is_checkpoint(folder):
-                waiting += reversed(_children(folder))
+        yield folder
+        if not is_checkpoint(folder):
+            children = _children(folder)
+            links += [child for child in children if child.is_symlink()]
+            waiting += reversed([child for child in children if not child.is_symlink()])
+    seen, inside = set[str](), Path(os.path.realpath(root))
+    for link in links:
+        real = os.path.realpath(link)
+        if real in seen or Path(real).is_relative_to(inside):
+            continue
+        seen.add(real)
+        if not inside.is_relative_to(real) and can_be_read(link):
+            yield link
+        elif unfollowed is not None:
+            unfollowed.append(link)
 
 
 def _children(folder: AnyPath) -> list[AnyPath]:

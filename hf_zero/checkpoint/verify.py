@@ -77,13 +77,14 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
     """Return a verdict on each checkpoint and each model folder in ``src``, at any depth, oldest
     first. Raises CheckpointError if there is none.
 
-    Folders with rank files but no manifest, and a ``latest`` that names no checkpoint, also count
-    as damage and are listed last.
+    Folders with rank files but no manifest, links that :func:`walk` does not follow, and a
+    ``latest`` that names no checkpoint also count as damage and are listed last.
     """
     root = as_path(src)
     # In an object store, checkpoints are found by their manifests; folders that have lost theirs
     # are found among the direct children of `root`.
-    seen = [*walk(root)] if root.is_dir() else []
+    links: list[AnyPath] = []
+    seen = [*walk(root, links)] if root.is_dir() else []
     if not is_from_memory(root):
         seen = [folder for folder in seen if not is_from_memory(folder)]
     held = [
@@ -110,6 +111,7 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
                     "another tag of this run",
                 )
             )
+    verdicts += [_nothing(link, f"{link} {find.NOT_FOLLOWED}, or remove it") for link in links]
     for folder in around:
         if (folder / find.LATEST).exists() or (folder / find.LATEST).is_symlink():
             problems: list[str] = []

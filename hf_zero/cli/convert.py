@@ -116,7 +116,8 @@ def convert_checkpoint(
     Example: hf-zero convert-checkpoint runs/bert-mlm/step_600 my-model --dtype bfloat16
     """
     from hf_zero import convert_checkpoint as convert
-    from hf_zero.checkpoint.convert.files import new_folder
+    from hf_zero.checkpoint.convert.files import new_folder, refuse_target
+    from hf_zero.checkpoint.find import find_checkpoint
 
     if quantize is None and group_size is not None:
         raise ConfigError(f"--group-size {group_size} goes with --quantize; leave it out")
@@ -147,6 +148,7 @@ def convert_checkpoint(
         from hf_zero.integrations.transformers.quantized_folder import quantize_folder
 
         target = Path(dst)
+        refuse_target(target, find_checkpoint(src, tag))
         with tempfile.TemporaryDirectory(prefix="hf-zero-") as whole, new_folder(target) as folder:
             done = converted(whole)
             quantize_folder(whole, folder, quantize, group_size or 32)

@@ -19,7 +19,7 @@ import torch
 
 from hf_zero.checkpoint import convert_zero_checkpoint_to_fp32_state_dict as _convert
 from hf_zero.checkpoint.convert.export import UNIVERSAL, convert_checkpoint, write_torch_files
-from hf_zero.checkpoint.convert.files import lock_if_supported
+from hf_zero.checkpoint.convert.files import lock_if_supported, refuse_target
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.ops.file_locks import FileLock
@@ -117,6 +117,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     file system without locks each of them writes, as a warning says.
     """
     folder = Path(output_dir)
+    # scripts for DeepSpeed name the folder of `latest` as both
+    refuse_target(folder, find_checkpoint(checkpoint_dir, tag), may_hold=not safe_serialization)
     folder.mkdir(parents=True, exist_ok=True)
     with _one_writer(folder) as writes:
         if not writes:

@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from hf_zero.checkpoint import reader
+from hf_zero.checkpoint import reader, verify_all
 from hf_zero.checkpoint.convert.export import convert_checkpoint
-from hf_zero.checkpoint.find import LATEST, latest_tag, tags_in
+from hf_zero.checkpoint.find import LATEST, find_checkpoint, latest_tag, tags_in
 from hf_zero.checkpoint.foreign import dcp
 from hf_zero.checkpoint.foreign.torch_files import Opaque, load_pickle
+from hf_zero.cli.app import app
+from hf_zero.deepspeed.state_dicts import convert_zero_checkpoint_to_fp32_state_dict
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import edit, saved
 from tests.checkpoint.test_damaged import CLIENT_STATE, MANIFEST, TAG
@@ -205,6 +208,91 @@ def test_links_of_the_target_are_replaced(run: Path, tmp_path: Path) -> None:
     )
     assert not (out / TEMPLATES).is_symlink() and (out / TEMPLATES / "one").is_file()
     assert (out / TOKENIZER).read_text() == "{}"
+
+
+def test_a_target_that_is_a_link_or_overlaps_the_checkpoint(run: Path, tmp_path: Path) -> None:
+    """Each format refuses it in one sentence, before it writes."""
+    (tmp_path / "free").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "free")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "tag").symlink_to(run / TAG)
+    said = {
+        tmp_path / "link": "link is a link to",
+        tmp_path / "dangling": "dangling is a link to",
+        run / TAG: "is the checkpoint that is read",
+        run / TAG / "model": "is in the checkpoint that is read",
+        tmp_path / "tag" / "model": "is in the checkpoint that is read",
+        run: "holds the checkpoint that is read",
+        tmp_path: "holds the checkpoint that is read",
+    }
+    before = {str(path) for path in tmp_path.rglob("*")}
+    for target, reason in said.items():
+        for to in ("safetensors", "dcp", "universal"):
+            with pytest.raises(CheckpointError, match=reason):
+                convert_checkpoint(run, target, to=to, progress=False)  # type: ignore[arg-type]
+        for command in ("--overwrite", "--quantize int8_weight"):
+            words = ["convert-checkpoint", str(run), str(target), *command.split()]
+            ended = CliRunner().invoke(app, words)
+            assert isinstance(ended.exception, CheckpointError) and reason in str(ended.exception)
+        if "holds" not in reason:  # scripts for DeepSpeed name the folder of `latest` twice
+            with pytest.raises(CheckpointError, match=reason):
+                convert_zero_checkpoint_to_fp32_state_dict(run, target)
+        assert {str(path) for path in tmp_path.rglob("*")} == before
+    convert_zero_checkpoint_to_fp32_state_dict(run, run)
+    assert (run / "pytorch_model.bin").is_file()
+
+
+@in_turn("kind", ("link", "pipe"))
+def test_nothing_in_a_target_leads_elsewhere(kind: str, run: Path, tmp_path: Path) -> None:
+    """Neither the journal of a conversion nor its unfinished files are written through a link, or
+    waited for.
+    """
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    out.mkdir(), kept.write_text("kept")
+    for name in ("journal", "journal-new", "model.safetensors", "pytorch_model.bin"):
+        path = out / f".hf-zero-new-{name}"
+        path.symlink_to(kept) if kind == "link" else os.mkfifo(path)
+    assert convert_checkpoint(run, out, progress=False).files == ("model.safetensors",)
+    convert_zero_checkpoint_to_fp32_state_dict(run, out)
+    assert kept.read_text() == "kept"
+    assert not [path for path in out.iterdir() if path.is_symlink() or path.is_fifo()]
+
+
+def test_an_adapter_is_not_written_through_a_link(run: Path, tmp_path: Path) -> None:
+    def adapter(document: Any) -> None:
+        tensors = {"base_model.model.first.lora_A.weight": "first.weight"}
+        document["export"]["adapters"] = {"other": {"config": {}, "tensors": tensors}}
+
+    edit(run / MANIFEST, adapter)
+    (tmp_path / "out").mkdir(), (tmp_path / "kept").mkdir()
+    (tmp_path / "out" / "other").symlink_to(tmp_path / "kept")
+    with pytest.raises(CheckpointError, match=r"other is a link to .*, and no link is written"):
+        convert_checkpoint(run, tmp_path / "out", progress=False)
+    assert not os.listdir(tmp_path / "kept")
+
+
+def test_links_to_other_folders_are_not_searched(run: Path, tmp_path: Path) -> None:
+    """A copy of a run may consist of links to checkpoints; other links are named."""
+    elsewhere = tmp_path / "b"
+    shutil.copytree(run, elsewhere / "deep" / "run")
+    (run / "archive").symlink_to(elsewhere)
+    (run / "again").symlink_to(run / TAG)
+    verdicts = {verdict.folder: verdict for verdict in verify_all(run)}
+    assert verdicts.keys() == {run / TAG, run / "archive"} and verdicts[run / TAG].whole
+    named = f"{run / 'archive'} leads out of it and is not followed; pass the folder"
+    assert named in verdicts[run / "archive"].problems[0]
+    only = tmp_path / "only"
+    only.mkdir()
+    (only / "archive").symlink_to(elsewhere)
+    for search in (verify_all, find_checkpoint):
+        with pytest.raises(CheckpointError, match="archive leads out of it and is not followed"):
+            search(only)
+    (only / "copy").symlink_to(run / TAG)
+    assert find_checkpoint(only) == only / "copy"
+    assert [(each.folder.name, each.whole) for each in verify_all(only)] == [
+        ("copy", True),
+        ("archive", False),
+    ]
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

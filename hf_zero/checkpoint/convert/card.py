@@ -72,21 +72,19 @@ def carry(
     folder: AnyPath,
     beside: Mapping[str, AnyPath],
     manifest: Manifest,
-    target: Path,
     into: Path,
     dtype: str | None,
     without: Collection[str] = (),
 ) -> list[str]:
     """Copy ``beside``, the companions of checkpoint ``folder``, to the empty folder ``into`` and
-    return their names. Those that are files of ``target``, where the copies belong, are named and
-    not copied. Weights are not companions.
+    return their names. Weights are not companions.
 
     ``dtype``, that of the weights, is written to the configuration, and the facts of the run to the
     card. Names in ``without`` are not copied.
     """
     names = []
     for name, path in beside.items():
-        to, there = into / name, target / name
+        to = into / name
         if name in without:
             continue
         if is_remote(path) and name not in (CONFIG, CARD):
@@ -99,7 +97,7 @@ def carry(
             found = logged(folder)
             text = carded(path.read_text(encoding="utf-8"), facts(manifest, found), found)
             to.write_bytes(text.encode())
-        elif there.is_symlink() or not (there.exists() and there.samefile(path)):
+        else:
             to.write_bytes(path.read_bytes())
         names.append(name)
     return names

@@ -24,6 +24,9 @@ from hf_zero.checkpoint.convert.files import (
     Journal,
     lock_folder,
     new_folder,
+    refuse_link,
+    refuse_target,
+    remove_irregular,
     temporary_path,
     torch_save,
     write_part,
@@ -169,7 +172,8 @@ def convert_checkpoint(
 
     Raises:
         CheckpointError: a checkpoint that is missing or damaged; a folder that cannot be written,
-            that another conversion is writing, or that holds what is read; a disk without room;
+            that another conversion is writing, that is a link, or that is, holds or is in the
+            checkpoint; a disk without room;
             adapters that are asked for but absent; optimizer state that the format does not have.
         ConfigError: an invalid dtype, format, size or number of workers, an argument that the
             format does not take, or a pattern that matches no tensor.
@@ -193,13 +197,14 @@ def convert_checkpoint(
         open_checkpoint(find_checkpoint(src, tag), hashes=verify is not False) as checkpoint,
     ):
         manifest = checkpoint.manifest
+        refuse_target(target, checkpoint.folder)
         held = outputs(manifest, wanted, exclude_frozen_parameters)
         layout = _of_adapters(checkpoint, held, only, adapters) or _of_model(
             checkpoint, held, only, max_shard_size
         )
         plans = {name: plan_outputs(part) for name, part in layout.parts.items()}
         total = sum(output.nbytes for output in layout.chosen)
-        _make(target, layout, checkpoint)
+        _make(target, layout)
         with lock_folder(target):
             kept, carried = _write(
                 checkpoint, target, layout, plans, verify is True, workers, progress, overwrite
@@ -246,6 +251,7 @@ def _for_training(
         checkpoint_errors(target),
         open_checkpoint(find_checkpoint(src, tag), hashes=verify is not False) as checkpoint,
     ):
+        refuse_target(target, checkpoint.folder)
         if verify is True:
             checkpoint.verify(checkpoint.listed())
         with new_folder(target) as folder:
@@ -314,7 +320,6 @@ def _write(
                 checkpoint.folder,
                 beside,
                 checkpoint.manifest,
-                target,
                 publication.new,
                 dtypes[0] if dtypes else None,
                 layout.not_carried,
@@ -461,6 +466,7 @@ def write_torch_files(
         names = all_names(manifest)
         written = [*parts, *([TORCH_INDEX] if len(parts) > 1 else [])]
         places: dict[str, str] = {}
+        remove_irregular(temporary_path(target, file) for file in written)
         try:
             for file, part in parts.items():
                 state: dict[str, torch.Tensor] = {}
@@ -482,29 +488,20 @@ def write_torch_files(
     return list(parts)
 
 
-def _make(target: Path, layout: _Layout, checkpoint: Checkpoint) -> None:
+def _make(target: Path, layout: _Layout) -> None:
     if target.suffix in (".bin", ".pt", ".safetensors") or target.is_file():
         raise CheckpointError(
             f"{target} names a file; pass a folder, the weights are written into it "
             "as model.safetensors"
-        )
-    read = {_place(checkpoint.folder / entry.name) for entry in checkpoint.manifest.files}
-    if lost := sorted({path.name for path in _replaced(layout, target) if _place(path) in read}):
-        raise CheckpointError(
-            f"{target} is the folder that is read: {', '.join(lost[:3])} would be lost to what is "
-            "written; choose another folder"
         )
     if not layout.of_adapters and (target / ADAPTER).is_file():
         raise CheckpointError(
             f"{target / ADAPTER} would make from_pretrained load an adapter in place of the model "
             "that is written; remove it, or choose another folder"
         )
-    for name in layout.parts:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-
-
-def _place(path: Path) -> Path:
-    return path.parent.resolve() / path.name
+    for folder in {(target / name).parent for name in layout.parts}:
+        refuse_link(folder)
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def _replaced(layout: _Layout, target: Path) -> list[Path]:
@@ -519,7 +516,7 @@ def _replaced(layout: _Layout, target: Path) -> list[Path]:
                 if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", path.name)
             ),
         ]
-    return [path for path in old if path.exists()]
+    return [path for path in old if os.path.lexists(path)]
 
 
 def _replace_or_refuse(
@@ -527,15 +524,10 @@ def _replace_or_refuse(
 ) -> None:
     """Log the files of ``target`` that the conversion replaces. Raises CheckpointError for them
     without ``overwrite``.
-
-    A file that is both read and written, as the card beside the checkpoint, does not count.
     """
-    beside = [
-        target / name
-        for name, path in card.companions(checkpoint.folder).items()
-        if name not in layout.not_carried and _place(target / name) != _place(path)
-    ]
-    lost = [*_replaced(layout, target), *(path for path in beside if path.exists())]
+    carried = set(card.companions(checkpoint.folder)) - {*layout.not_carried}
+    beside = [target / name for name in sorted(carried)]
+    lost = [*_replaced(layout, target), *(path for path in beside if os.path.lexists(path))]
     names = ", ".join(sorted({str(path.relative_to(target)) for path in lost}))
     if lost and not overwrite:
         raise CheckpointError(

@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch
 from hf_zero.checkpoint import find, storage
 from hf_zero.checkpoint.convert.outputs import OutputTensor
 from hf_zero.checkpoint.reader import Checkpoint, Scratch
-from hf_zero.checkpoint.storage import Tick, write_all
+from hf_zero.checkpoint.storage import AnyPath, Tick, is_remote, write_all
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
@@ -67,6 +67,33 @@ def lock_if_supported(take: Callable[[], FileLock]) -> FileLock | None:
     except CheckpointError as error:
         logger.warning("%s; this conversion goes on without a lock", error)
         return None
+
+
+def refuse_link(folder: Path) -> None:
+    """Raise CheckpointError if ``folder``, to be written to, is a link."""
+    if folder.is_symlink():
+        raise CheckpointError(
+            f"{folder} is a link to {os.readlink(folder)}, and no link is written through; name "
+            "the folder that it leads to, or a new one"
+        )
+
+
+def refuse_target(target: Path, source: AnyPath, may_hold: bool = False) -> None:
+    """Raise CheckpointError for a ``target`` that is a link, that is the checkpoint ``source`` or
+    is in it, or that holds it, unless it ``may_hold`` it.
+    """
+    refuse_link(target)
+    if is_remote(source):
+        return
+    to, read = target.resolve(), source.resolve()
+    how = "is" if to == read else "is in" if to.is_relative_to(read) else ""
+    if not how and not may_hold and read.is_relative_to(to):
+        how = "holds"
+    if how:
+        raise CheckpointError(
+            f"{target} {how} the checkpoint that is read, {source}; name another folder, such as a "
+            "new one beside it"
+        )
 
 
 @contextmanager
@@ -110,6 +137,15 @@ def temporary_path(target: Path, name: str) -> Path:
     return (target / name).with_name(find.NEW + Path(name).name)
 
 
+def remove_irregular(files: Iterable[Path]) -> None:
+    """Remove links, pipes and devices in place of ``files``, which are to be written: a link leads
+    elsewhere, and a pipe is waited for.
+    """
+    for path in files:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.unlink()
+
+
 class Journal:
     """Journal in ``target`` of the conversion ``identity`` into the files ``names``; ``resumes`` if
     the same conversion was interrupted there.
@@ -120,6 +156,8 @@ class Journal:
     def __init__(self, target: Path, identity: str, names: Sequence[str]) -> None:
         self._path, self._names = target / JOURNAL, tuple(names)
         self._target = target
+        new = self._path.with_name(self._path.name + "-new")
+        remove_irregular([self._path, new, *(temporary_path(target, name) for name in names)])
         left = _read(self._path)
         self._kept: dict[str, int] = {}
         self.resumes = bool(left) and left[0].get("identity") == identity
@@ -132,7 +170,6 @@ class Journal:
             {"identity": identity, "files": list(names)},
             *({"file": f, "bytes": n} for f, n in self._kept.items()),
         ]
-        new = self._path.with_name(self._path.name + "-new")
         storage.write_file(new, "".join(json.dumps(line) + "\n" for line in lines).encode())
         os.replace(new, self._path)
 
