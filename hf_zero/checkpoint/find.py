@@ -4,7 +4,6 @@ newest whole one below a folder that is not itself a run (FORMAT.md section 6).
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.checkpoint.reader import Checkpoint, recognise
 from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote, store_errors
 from hf_zero.errors import CheckpointError
+from hf_zero.json_text import parse_json
 from hf_zero.logging import listed, logger
 
 LATEST = "latest"
@@ -119,9 +119,9 @@ def _age(folder: AnyPath) -> tuple[int, int]:
         return 0, -1
     try:
         with store_errors(folder), (folder / MANIFEST_NAME).open("rb") as file:
-            manifest = json.load(file)
+            manifest = parse_json(file.read())
         order, step = manifest.get("order", 0), manifest["counters"].get("global_steps", -1)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return 0, -1  # damaged
     return (order, step) if type(order) is type(step) is int else (0, -1)
 

@@ -18,6 +18,7 @@ import torch
 from hf_zero.checkpoint.storage import AnyPath, store_errors
 from hf_zero.checkpoint.tensorfile import DEFAULT_HASH, BlockHashes, algorithm_of, hash_of
 from hf_zero.errors import CheckpointError
+from hf_zero.json_text import parse_json
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 
 MASTER, SHARD = "master", "shard"  # the two names under which the weights of a flat are stored
@@ -348,8 +349,8 @@ class Manifest:
     def parse(cls, content: bytes, source: AnyPath) -> Manifest:
         """Inverse of :meth:`dumps`; ``source`` is named in errors."""
         try:
-            data = json.loads(content)
-        except (ValueError, RecursionError) as error:
+            data = parse_json(content)
+        except ValueError as error:
             raise CheckpointError(
                 f"{source} is damaged: no JSON ({error}); restore it, or load "
                 "another tag of this run"

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from hf_zero.checkpoint.memory.folders import PATIENCE, bases, job_identity, lock_in, refuse_foreign
 from hf_zero.errors import CheckpointError
+from hf_zero.json_text import parse_json
 from hf_zero.logging import logger
 from hf_zero.ops.file_locks import FileLock
 
@@ -105,7 +106,7 @@ def _read(path: Path) -> tuple[Writer | None, list[Save]]:
     has just removed it.
     """
     try:
-        head, *saves = map(json.loads, path.read_text().splitlines())
+        head, *saves = map(parse_json, path.read_text().splitlines())
         return Writer(**head), [(save_id, place) for save_id, place in saves]
     except (OSError, TypeError, ValueError):
         return None, []

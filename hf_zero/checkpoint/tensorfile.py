@@ -29,6 +29,7 @@ import xxhash
 from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, open_ranges
 from hf_zero.device.spans import span
 from hf_zero.errors import CheckpointError
+from hf_zero.json_text import parse_json
 
 DEFAULT_HASH = "xxh3_128"
 HASH_ALGORITHMS: dict[str, Callable[[], Any]] = {
@@ -325,7 +326,7 @@ class TensorFile(ClosedAtExit):
         content = self._bytes(length, 8)
         self._header = start + content
         try:
-            header = json.loads(content)
+            header = parse_json(content)
             metadata = header.pop("__metadata__", {})
             if not isinstance(metadata, dict):
                 raise TypeError("__metadata__ is not an object")
@@ -342,7 +343,7 @@ class TensorFile(ClosedAtExit):
                 entry.name.encode()  # no lone surrogate, which no other reader takes
                 if math.prod(max(1, size) for size in entry.shape) >= MOST_ELEMENTS:
                     raise ValueError(f"{entry.name!r} has the shape {list(entry.shape)}")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise self._damaged(
                 f"its header is not readable ({type(error).__name__}: {error})"
             ) from error

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from hf_zero.errors import ConfigError
+from hf_zero.json_text import DuplicateKeyError, parse_json
 
 JSON, YAML = (".json", ".hjson"), (".yaml", ".yml")
 
@@ -92,21 +93,13 @@ def write_new(path: Path, text: str) -> None:
 
 def load_json(text: str, label: str) -> dict[str, Any]:
     """Parse a mapping from JSON, or from Hjson if it is not valid JSON. Raises ConfigError."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        if twice:
-            raise ConfigError(
-                f"{label}: the key {twice[0]!r} occurs twice in one section; remove one of them"
-            )
-        return dict(pairs)
-
     with _named(label):
         if not text.strip():
             return _mapping(None, label)
         try:
-            value = json.loads(text, object_pairs_hook=unique)
+            value = parse_json(text)
+        except DuplicateKeyError as error:
+            raise ConfigError(f"{label}: {error}; remove one of them") from None
         except json.JSONDecodeError as error:
             try:
                 value = parse_hjson(text)
@@ -206,33 +199,51 @@ class _ValueError(yaml.constructor.ConstructorError):
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that rejects duplicate keys and parses ``5e8`` and ``1e-5``, strings in YAML 1.1,
-    as numbers.
+    """SafeLoader that parses ``5e8`` and ``1e-5``, strings in YAML 1.1, as numbers, and rejects
+    duplicate keys and numbers whose value differs between YAML 1.1 and 1.2: ``1:30``, ``010``.
     """
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)
+            value = super().construct_object(node, deep)
         except (ValueError, OverflowError) as error:
             said = f"the value {node.value!r:.40}, which cannot be read ({error}),"
             raise _ValueError(None, None, said, node.start_mark) from None
+        if isinstance(value, (int, float)) and isinstance(node.value, str):
+            other = "text" if ":" in node.value else _decimal(node.value)
+            if other not in ("", str(value)):
+                said = (
+                    f"the value {node.value!r:.40}, which YAML 1.1 reads as {value} and YAML 1.2 "
+                    f"as {other}: write the number, or quote the text,"
+                )
+                raise _ValueError(None, None, said, node.start_mark)
+        return value
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            scalar = isinstance(key, yaml.ScalarNode)
+            merge = key.tag == "tag:yaml.org,2002:merge"
+            value = key.value if merge else self.construct_object(key) if scalar else id(key)
+            if value in seen:
                 raise yaml.composer.ComposerError(
-                    None, None, f"the key {key.value!r} occurs twice in one section", key.start_mark
+                    None, None, str(DuplicateKeyError(key.value)), key.start_mark
                 )
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+            seen.add(value)
         return node
+
+
+def _decimal(written: str) -> str:
+    """Return the number that YAML 1.2 reads in octal digits, "" for other text."""
+    octal = re.fullmatch(r"([-+]?)0([0-7_]+)", written)
+    return str(int(octal[1] + octal[2].replace("_", "") or "0")) if octal else ""
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
+    re.compile(r"^[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
 )
 
 

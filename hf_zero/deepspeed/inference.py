@@ -6,16 +6,15 @@ Needs pydantic, whose ValidationError the configuration raises.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import Field, field_validator
 from torch import nn
 
+from hf_zero.config.files import load_file
 from hf_zero.deepspeed.config_model import DeepSpeedConfigModel
 from hf_zero.deepspeed.rows import lazily, refuse
 from hf_zero.distributed import init
@@ -161,7 +160,7 @@ def init_inference(
     values.
     """
     if isinstance(config, (str, os.PathLike)):
-        given = json.loads(Path(config).read_text())
+        given = load_file(config)
     else:
         given = dict(config or {})
     for key in given.keys() & more.keys():

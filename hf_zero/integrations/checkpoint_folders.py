@@ -8,7 +8,6 @@ look finished.
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.find import integrity_error
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.errors import CheckpointError
+from hf_zero.json_text import parse_json
 from hf_zero.logging import logger
 
 STATE = "trainer_state.json"
@@ -176,7 +176,7 @@ def _numbered(name: str, index: int) -> str:
 
 def _readable_json(path: Path, key: str) -> str:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         return (
             ""
             if isinstance(content, dict) and key in content

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError
+from hf_zero.json_text import parse_json
 from hf_zero.logging import logger
 
 NAME = "metrics.jsonl"
@@ -57,8 +58,8 @@ def read_rows(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 def _parsed(line: str) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(_place(row), int) else None
 

@@ -11,7 +11,6 @@ ran.
 from __future__ import annotations
 
 import gzip
-import json
 import re
 import zlib
 from collections import defaultdict, deque
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_zero.errors import ConfigError
+from hf_zero.json_text import parse_json
 from hf_zero.measures.trace import END, PIDS
 from hf_zero.report.rows import EVENT, misfits
 
@@ -87,7 +87,7 @@ def read_timeline(file: Path) -> Timeline:
     """
     try:
         found = _last_step(file)
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise ConfigError(
             f"the trace {file} is damaged ({error}); remove it, or name another with --trace"
         ) from error
@@ -140,7 +140,7 @@ def _events(file: Path) -> Iterator[dict[str, Any]]:
     with gzip.open(file, "rt", encoding="utf-8") as opened:
         for line in opened:
             if PREFIX in line or '"kernel"' in line or '"gpu_mem' in line:
-                event = json.loads(line.strip().rstrip(","))
+                event = parse_json(line.strip().rstrip(","))
                 if not isinstance(event, dict) or event.get("cat") not in CATEGORIES:
                     continue
                 if event.get("ph") != "X":

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from hf_zero.errors import DifficultyIndexError
+from hf_zero.json_text import parse_json
 
 HEADER, VALUES, ORDER = "index.json", "values.npy", "order.npy"
 FORMAT, VERSION = "hf-zero difficulty index", 1
@@ -83,7 +84,7 @@ class DifficultyIndex(RankedSamples):
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
         try:
-            self.header = json.loads((self.folder / HEADER).read_text())
+            self.header = parse_json((self.folder / HEADER).read_text())
         except (OSError, ValueError) as error:
             raise DifficultyIndexError(
                 f"{self.folder} holds no difficulty index ({error}); write one with "

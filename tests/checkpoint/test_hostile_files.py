@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,20 @@ import torch
 from typer.testing import CliRunner
 
 from hf_zero.checkpoint import reader, verify_all
+from hf_zero.checkpoint.convert.card import json_object
 from hf_zero.checkpoint.convert.export import convert_checkpoint
 from hf_zero.checkpoint.find import LATEST, find_checkpoint, latest_tag, tags_in
-from hf_zero.checkpoint.foreign import dcp
+from hf_zero.checkpoint.foreign import dcp, huggingface
 from hf_zero.checkpoint.foreign.torch_files import Opaque, load_pickle
+from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.memory.record import RankRecord
+from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.cli.app import app
+from hf_zero.config import ZeroConfig
+from hf_zero.deepspeed.inference import init_inference
 from hf_zero.deepspeed.state_dicts import convert_zero_checkpoint_to_fp32_state_dict
-from hf_zero.errors import CheckpointError
+from hf_zero.errors import CheckpointError, ConfigError, DifficultyIndexError
+from hf_zero.techniques.difficulty_index import DifficultyIndex
 from tests.checkpoint.jobs import edit, saved
 from tests.checkpoint.test_damaged import CLIENT_STATE, MANIFEST, TAG
 from tests.helpers.cells import in_turn
@@ -98,6 +106,71 @@ def test_paths_that_any_python_wrote_are_not_made() -> None:
         assert isinstance(dcp._Unpickler(io.BytesIO(written)).load(), Opaque)
     with pytest.raises(pickle.UnpicklingError, match=r"pathlib\.os"):
         dcp._Unpickler(io.BytesIO(b"cpathlib._local\nos\n.")).load()
+
+
+# ---- objects of JSON ----
+
+
+def _write_model(folder: Path, header: str) -> None:
+    """Write a model folder whose safetensors have ``header``."""
+    folder.mkdir()
+    content = struct.pack("<Q", len(header)) + header.encode() + bytes(8)
+    (folder / "model.safetensors").write_bytes(content)
+
+
+def _header(folder: Path, odd: str) -> None:
+    spec = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+    _write_model(folder / "model", f'{{"weight":{spec},"other":{odd}}}')
+    open_checkpoint(folder / "model")
+
+
+def _file(name: str, read: Any, of: str = '{"a": ODD}') -> Any:
+    def written(folder: Path, odd: str) -> None:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(of.replace("ODD", odd))
+        read(path)
+
+    return written
+
+
+# by kind: writes a file with a value, and reads it
+JSON: dict[str, tuple[Any, type[Exception]]] = {
+    "a manifest": (_file("manifest.json", Manifest.read), CheckpointError),
+    "a record": (
+        _file("0.json", lambda path: RankRecord.parse(path.read_bytes(), path)),
+        CheckpointError,
+    ),
+    "a header": (_header, CheckpointError),
+    "an index": (
+        _file("model.safetensors.index.json", lambda path: huggingface.files_of(path.parent)),
+        CheckpointError,
+    ),
+    "a configuration of a model": (_file(CONFIG, json_object), CheckpointError),
+    "a difficulty index": (
+        _file("index.json", lambda path: DifficultyIndex(path.parent)),
+        DifficultyIndexError,
+    ),
+    "a configuration": (_file("zero3.json", ZeroConfig.from_file), ConfigError),
+    "a configuration of inference": (
+        _file("inference.json", lambda path: init_inference(torch.nn.Linear(1, 1), path)),
+        ConfigError,
+    ),
+}
+
+
+@in_turn("kind", JSON)
+def test_odd_objects_of_json_are_refused(kind: str, tmp_path: Path) -> None:
+    read, error = JSON[kind]
+    odd = {
+        "twice": ('{"stage": 1, "stage": 2}', "the key 'stage' occurs twice in one section"),
+        "deep": ('{"a":' * 100_000 + "1" + "}" * 100_000, "too deep in each other"),
+    }
+    for name, (value, said) in odd.items():
+        (tmp_path / name).mkdir()
+        with pytest.raises(error, match=said) as refused:
+            read(tmp_path / name, value)
+        assert str(tmp_path / name) in str(refused.value)
 
 
 # ---- names, links, pipes ----

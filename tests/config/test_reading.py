@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from hf_zero.config.provenance import SourcedDict
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.logging import in_units, parse_size
 from hf_zero.optim.build import refused
+from tests.helpers.cells import in_one_item
 
 
 def test_keywords() -> None:
@@ -219,6 +221,43 @@ zero_optimization:
     ):
         with pytest.raises(ConfigError, match=said):
             load(text, "d")
+
+
+NUMBERS = """
+1:30        90 text
+-1:30:00.5  -5400.5 text
+010         8 10
+-0_17       -15 -17
+"""
+
+
+@in_one_item(NUMBERS.strip().splitlines())
+def test_numbers_that_versions_of_yaml_read_differently(row: str) -> None:
+    """Sexagesimal and octal numbers of YAML 1.1 are refused with their place, as value and key."""
+    written, first, second = row.split()
+    said = f"the value '{written}', which YAML 1.1 reads as {first} and YAML 1.2 as {second}: write"
+    for text, place in ((f"a: 1\nb: {written}", "column 4"), (f"a: 1\n{written}: b", "column 1")):
+        with pytest.raises(ConfigError, match=re.escape(said) + f".* in line 2, {place}; fix that"):
+            load_yaml(text, "a.yaml")
+    assert load_yaml(f"a: '{written}'", "a.yaml") == {"a": written}
+
+
+def test_numbers_and_switches_of_yaml_are_those_of_its_loader() -> None:
+    plain = "00 007 0x1F 0b11 1_000 -0 012.5 .inf yes off '010'"
+    for text in plain.split():
+        assert load_yaml(f"a: {text}", "a.yaml") == yaml.safe_load(f"a: {text}"), text
+    assert load_yaml("a: .5e3", "a.yaml") == {"a": 500.0}
+    for text in ("zero_optimization: {stage: yes}", "checkpoint: {folder: on}"):
+        with pytest.raises(ConfigError, match=r"(stage|folder) = True \(bool\) is not an? "):
+            ZeroConfig.from_dict(load_yaml(text, "a.yaml"))
+
+
+def test_keys_of_yaml_are_compared_by_value() -> None:
+    """``on`` and ``true`` are one key, and ``1`` and ``0x1``; ``1`` and ``'1'`` are two."""
+    for pair in ("a: 1\n'a': 2", "on: 1\ntrue: 2", "1: 1\n0x1: 2", "<<: {a: 1}\n<<: {a: 2}"):
+        with pytest.raises(ConfigError, match="occurs twice in one section in line 2, column 1"):
+            load_yaml(pair, "a.yaml")
+    assert load_yaml("1: a\n'1': b", "a.yaml") == {1: "a", "1": "b"}
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ PACKAGE = ROOT / "hf_zero"
 LAYERS = {
     f"hf_zero.{name}" if name != "hf_zero" else name: layer
     for layer, names in {
-        0: "hf_zero config device errors logging distributed",
+        0: "hf_zero config device errors json_text logging distributed",
         1: "offload ops launch",
         2: "zero.layout zero.reduce optim",
         3: "compression zero checkpoint loading measures planning activations parallel techniques "

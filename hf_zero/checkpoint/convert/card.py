@@ -14,6 +14,7 @@ from typing import Any, cast
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.storage import AnyPath, is_remote
 from hf_zero.errors import CheckpointError
+from hf_zero.json_text import parse_json
 
 CONFIG, CARD = "config.json", "README.md"
 OF_BASE = (CONFIG, "generation_config.json")  # files of the base model, left out with adapters
@@ -116,7 +117,7 @@ def _copy_folder(path: Path, to: Path) -> None:
 def json_object(path: AnyPath) -> dict[str, Any]:
     """Return the JSON object in ``path``. Raises CheckpointError if it holds none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("no JSON object")
     except ValueError as error:
@@ -186,7 +187,7 @@ def logged(folder: AnyPath) -> dict[str, tuple[float, Any]]:
     """
     for place in places(folder)[:2]:
         try:
-            history = json.loads((place / "trainer_state.json").read_text(encoding="utf-8"))[
+            history = parse_json((place / "trainer_state.json").read_text(encoding="utf-8"))[
                 "log_history"
             ]
             return {

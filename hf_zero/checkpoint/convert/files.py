@@ -31,6 +31,7 @@ from hf_zero.checkpoint.reader import Checkpoint, Scratch
 from hf_zero.checkpoint.storage import AnyPath, Tick, is_remote, write_all
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan
 from hf_zero.errors import CheckpointError
+from hf_zero.json_text import parse_json
 from hf_zero.logging import logger
 from hf_zero.ops.file_locks import FileLock
 
@@ -198,7 +199,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     # The text after the last newline is empty, or a line that was cut off.
     for line in content.split(b"\n")[:-1]:
         try:
-            read = json.loads(line)
+            read = parse_json(line)
         except ValueError:
             break
         if not isinstance(read, dict):

@@ -5,7 +5,6 @@ Holds weights alone, under the names in the files.
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from hf_zero.checkpoint.foreign.assembled import (
 )
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.errors import CheckpointError
+from hf_zero.json_text import parse_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -65,7 +65,7 @@ def files_of(folder: Path) -> dict[str, set[str]]:
         return {WEIGHTS: set()}
     promised: dict[str, set[str]] = {}
     try:
-        for tensor, name in json.loads(index.read_bytes())["weight_map"].items():
+        for tensor, name in parse_json(index.read_bytes())["weight_map"].items():
             promised.setdefault(str(name), set()).add(tensor)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(

@@ -17,6 +17,7 @@ from hf_zero.checkpoint.engine_state import Described, RankReport
 from hf_zero.checkpoint.manifest import DIGEST, FlatEntry, Manifest, is_as_written, sealed
 from hf_zero.checkpoint.save_sharded import join_reports
 from hf_zero.errors import CheckpointError
+from hf_zero.json_text import parse_json
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 FORMAT = "hf-zero/memory"
@@ -70,7 +71,7 @@ class RankRecord:
     def parse(cls, content: bytes, source: Any) -> RankRecord:
         """Inverse of :meth:`dumps`. Raises CheckpointError for damage, which names ``source``."""
         try:
-            data = json.loads(content)
+            data = parse_json(content)
             if data["format"] != FORMAT or not is_as_written(content, data[DIGEST]):
                 raise ValueError("what it holds is not what its digest says")
             if data["version"] != VERSION:
@@ -86,7 +87,7 @@ class RankRecord:
                 _decoded(data["files"]),
                 _decoded(data["beside"]),
             )
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise CheckpointError(
                 f"{source} is damaged ({type(error).__name__}: {error}); another copy, an older "
                 "generation or a checkpoint on disk is to be loaded"

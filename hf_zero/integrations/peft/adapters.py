@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from hf_zero.integrations import finder
+from hf_zero.json_text import parse_json
 from hf_zero.logging import logger
 
 # attributes that hold modules by the name of their adapter
@@ -327,5 +328,5 @@ def _base_configuration(name: str | None) -> dict[str, Any]:
             return {}
         path = cached
     with open(path, encoding="utf-8") as file:
-        content: dict[str, Any] = json.load(file)
+        content: dict[str, Any] = parse_json(file.read())
     return content
