@@ -150,4 +150,4 @@ def test_every_route_saves_at_one_step_on_a_signal(kind, more, tmp_path):
     reports = launched.torchrun(SIGNALLED, tmp_path, "--kind", kind, *more)
     for one, other in zip(*(found["runs"] for found in reports), strict=True):
         assert one == other and one["code"] == 85 and one["step"] >= 3, (one, other)
-        assert one["restored"] and (one["again"], one["after"]) == (None, one["step"] + 1), one
+        assert one["restored"] and (one["again"], one["after"]) == (None, one["step"] + 2), one

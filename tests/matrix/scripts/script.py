@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+PLACE = ("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")
+RANK, WORLD = (
+    int(next((os.environ[name] for name in names if name in os.environ), default))
+    for names, default in zip(PLACE, (0, 1))
+)
 
 
 def given(*flags: str, **defaults: Any) -> argparse.Namespace:

@@ -1,10 +1,16 @@
 """Runs that get a signal: the Trainer with stock arguments and with hf-zero's, Lightning, a loop of
 Accelerate and a plain one, each with its engine of its own, one after the other in this process.
 
-``--to RANK``: the rank that gets ``--kind``, -1 for all. It comes in the forward of step AT, or
-with ``--late SECONDS`` at a random moment after it. Each run is resumed once, for a step.
+``--to RANK``: the rank that gets ``--kind``, -1 for all. It comes in the forward of step AT, with
+``--between`` when the rows of the step after it are read, or with ``--late SECONDS`` at a random
+moment after it. Each run is resumed once, for MORE steps.
+
+``--once``: one run, which ends this process with its exit code, or is resumed from ``--step``, and
+notes rows and losses; ``--to -2``: somebody else sends the signal, once each rank has written
+``begun-RANK``. The route ``plain`` trains on the rows that both ranks have noted, with torch alone.
 """
 
+import json
 import os
 import random
 import shutil
@@ -19,17 +25,24 @@ from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.state import AcceleratorState, GradientState
 from script import RANK, WORLD, given, report
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import hf_zero
 
-AT, LIMIT, WIDTH = 3, 1000, 8
+AT, LIMIT, WIDTH, MORE = 3, 1000, 8, 2
 CODE = 85
-ZERO = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
+ADAMW = {"lr": 1e-3, "weight_decay": 0.01}
+ZERO = {
+    "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0.0,
+}  # fmt: skip
+# under `accelerate launch` with its own configuration
+LAUNCHED = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+ROWS, LOSSES = [], []  # of this rank, by step
 
 
 class Net(nn.Module):
-    """A regression; ``told`` runs in the forward of step AT."""
+    """A regression; ``told`` runs in the forward of step AT. Losses are noted."""
 
     def __init__(self, told):
         super().__init__()
@@ -41,32 +54,75 @@ class Net(nn.Module):
         self.calls += 1
         if self.calls == AT:
             self.told()
-        return {"loss": nn.functional.mse_loss(self.layers(x), labels)}
+        loss = nn.functional.mse_loss(self.layers(x), labels)
+        ROWS.append(x[:, 0].tolist())
+        LOSSES.append(float(loss.detach()))
+        return {"loss": loss}
 
 
-def data():
-    x = torch.randn(2 * LIMIT * WORLD, WIDTH, generator=torch.Generator().manual_seed(1))
-    return x, x.sum(1, keepdim=True)
+class Rows(Dataset):
+    """Rows for 2 ranks, as dicts, which begin with their numbers over LIMIT; ``told`` runs when a
+    rank reads the rows of the step after AT.
+    """
+
+    def __init__(self, told):
+        x = torch.randn(4 * LIMIT, WIDTH, generator=torch.Generator().manual_seed(1))
+        x[:, 0] = torch.arange(4 * LIMIT) / LIMIT
+        self.rows, self.told, self.calls = (x, x.sum(1, keepdim=True)), told, 0
+
+    def __len__(self):
+        return len(self.rows[0])
+
+    def __getitem__(self, index):
+        self.calls += 1
+        if self.calls == 2 * AT + 1:
+            self.told()
+        return dict(zip(("x", "labels"), (part[index] for part in self.rows), strict=True))
 
 
-def dicts():
-    return [{"x": x, "labels": y} for x, y in zip(*data(), strict=True)]
+class Placed(DataLoader):
+    """A loader whose place Lightning keeps: without a state, an epoch begins anew."""
+
+    batches = 0
+
+    def __iter__(self):
+        for number, batch in enumerate(super().__iter__(), 1):
+            if number > self.batches:
+                self.batches = number
+                yield batch
+
+    def state_dict(self):
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state):
+        self.batches = state["batches"]
 
 
 def silent():
     """The signal of a resumed run, which gets none."""
 
 
+def places(told):
+    """Return what the model and what the data call: one of both is ``told``."""
+    return (silent, told) if getattr(told, "between", False) else (told, silent)
+
+
 def trainer(kind, folder, told, resume):
     more = {
-        "max_steps": (resume or LIMIT - 1) + 1, "per_device_train_batch_size": 2, "use_cpu": True,
-        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_strategy": "no",
+        "max_steps": resume + MORE if resume else LIMIT, "per_device_train_batch_size": 2,
+        "use_cpu": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "logging_strategy": "no", "learning_rate": ADAMW["lr"], "lr_scheduler_type": "constant",
+        "weight_decay": ADAMW["weight_decay"], "train_sampling_strategy": "sequential",
+        "max_grad_norm": 0.0,
     }  # fmt: skip
     if kind == "stock":
-        arguments = transformers.TrainingArguments(str(folder), deepspeed=ZERO, **more)
+        config = {} if LAUNCHED else {"deepspeed": ZERO}
+        arguments = transformers.TrainingArguments(str(folder), **config, **more)
     else:
-        arguments = hf_zero.TrainingArguments(str(folder), zero_config=ZERO, **more)
-    run = transformers.Trainer(Net(told), arguments, train_dataset=dicts())
+        config = {} if LAUNCHED else {"zero_config": ZERO}
+        arguments = hf_zero.TrainingArguments(str(folder), **config, **more)
+    in_model, in_data = places(told)
+    run = transformers.Trainer(Net(in_model), arguments, train_dataset=Rows(in_data))
     try:
         run.train(resume_from_checkpoint=bool(resume))
         return None, run.state.global_step, run.deepspeed
@@ -83,23 +139,26 @@ def ours(folder, told, resume):
 
 
 def lightning(folder, told, resume):
+    in_model, in_data = places(told)
+
     class Module(pl.LightningModule):
         def configure_model(self):
             if not hasattr(self, "net"):
-                self.net = Net(told)
+                self.net = Net(in_model)
 
         def training_step(self, batch, index):
-            return self.net(*batch)["loss"]
+            return self.net(**batch)["loss"]
 
         def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+            return torch.optim.AdamW(self.parameters(), **ADAMW)
 
     run = pl.Trainer(
         strategy="zero_stage_3", accelerator="cpu", devices=WORLD, logger=False, max_epochs=1,
-        max_steps=(resume or LIMIT - 1) + 1, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder,
+        max_steps=resume + MORE if resume else LIMIT, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, use_distributed_sampler=False,
     )  # fmt: skip
-    loader = DataLoader(TensorDataset(*data()), batch_size=2, shuffle=True)
+    rows = Rows(in_data)
+    loader = Placed(rows, 2, sampler=DistributedSampler(rows, WORLD, RANK, shuffle=False))
     code = None
     try:
         run.fit(Module(), loader, ckpt_path="last" if resume else None)
@@ -109,13 +168,16 @@ def lightning(folder, told, resume):
 
 
 def accelerated(folder, told, resume):
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ZERO))
-    model = Net(told)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(dicts(), batch_size=2)
+    plugin = None if LAUNCHED else DeepSpeedPlugin(hf_ds_config=ZERO)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    in_model, in_data = places(told)
+    model = Net(in_model)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    loader = DataLoader(Rows(in_data), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if resume:
         accelerator.load_state(str(folder / "state"))
+        loader = accelerator.skip_first_batches(loader, resume)
     model.stop_on(signal.SIGTERM, signal.SIGUSR1)
     for batch in loader:
         accelerator.backward(model(**batch)["loss"])
@@ -124,16 +186,17 @@ def accelerated(folder, told, resume):
         if model.stop_requested:
             accelerator.save_state(str(folder / "state"))
             return CODE, model.global_steps, model
-        if resume and model.global_steps > resume:
+        if resume and model.global_steps == resume + MORE:
             break
     return None, model.global_steps, model
 
 
 def loop(folder, told, resume):
-    config = {**ZERO, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    config = {**ZERO, "optimizer": {"type": "AdamW", "params": ADAMW}}
+    in_model, in_data = places(told)
     engine, _, loader, _ = hf_zero.initialize(
-        model=Net(told), config=config, training_data=dicts(), resume=folder
-    )
+        model=Net(in_model), config=config, training_data=Rows(in_data), resume=folder,
+    )  # fmt: skip
     engine.stop_on(signal.SIGTERM, signal.SIGUSR1)
     for batch in loader:
         engine.backward(engine(**batch)["loss"])
@@ -141,20 +204,50 @@ def loop(folder, told, resume):
         if engine.stop_requested:
             engine.save_checkpoint(folder)
             return CODE, engine.global_steps, engine
-        if resume and engine.global_steps > resume:
+        if resume and engine.global_steps == resume + MORE:
             break
     return None, engine.global_steps, engine
 
 
+def plain(out, step):
+    """Train on the rows of both ranks in one process."""
+    model, data = Net(silent), Rows(silent)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    for part in (0, step):
+        ranks = [json.loads((out / f"rank-{rank}-{part}.json").read_text()) for rank in range(2)]
+        for rows in zip(*(rank["rows"] for rank in ranks), strict=True):
+            numbers = [round(row * LIMIT) for part in rows for row in part]
+            model(**data[numbers])["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [[round(row * LIMIT) for row in rows] for rows in ROWS]
+
+
+def once(args, told):
+    """Run one route to its end, which is that of this process."""
+    code = None
+    try:
+        code, _, _ = globals()[args.routes[0]](args.out / "run", told, args.step)
+    finally:
+        seen = {"code": code, "rows": ROWS, "losses": LOSSES}
+        (args.out / f"rank-{RANK}-{args.step}.json").write_text(json.dumps(seen))
+    raise SystemExit(code)
+
+
 def main():
     args = given(
+        "between", "once",
         routes=["stock", "ours", "lightning", "accelerated", "loop"],
-        kind="SIGTERM", to=-1, late=0.0, times=1,
+        kind="SIGTERM", to=-1, late=0.0, times=1, step=0,
     )  # fmt: skip
+    if args.routes == ["plain"]:
+        rows = plain(args.out, args.step)
+        return report(args.out, {"rows": rows, "losses": LOSSES})
     number, chance = getattr(signal, args.kind), random.Random(f"{RANK} {args.kind}")
     seen, timers = [], []
 
     def told():
+        (args.out / f"begun-{RANK}").touch()
         if args.to not in (-1, RANK):
             return
         if args.late:
@@ -164,6 +257,9 @@ def main():
         else:
             os.kill(os.getpid(), number)
 
+    told.between = args.between
+    if args.once:
+        once(args, silent if args.step else told)
     for name in args.routes:
         for time in range(args.times):
             folder, before = Path(args.out, f"{name}-{time}"), signal.getsignal(number)
