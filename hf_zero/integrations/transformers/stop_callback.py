@@ -20,6 +20,9 @@ from hf_zero.integrations.checkpoint_folders import SENTINEL
 from hf_zero.integrations.signal_saves import end, listen
 from hf_zero.logging import log_rank0
 
+# key of `stateful_callbacks` in `trainer_state.json` for an evaluation that was left
+LEFT = "EvaluationLeftByStopCallback"
+
 
 class StopCallback(TrainerCallback):
     """Save one checkpoint when all ranks have agreed to stop, then raise SystemExit. With
@@ -27,37 +30,62 @@ class StopCallback(TrainerCallback):
     if another callback stops training at that step.
 
     The Trainer itself saves, so that the checkpoint includes the losses of the step. An evaluation
-    due at that step is skipped: little time is left before the job is killed.
+    due at that step is left to the run that resumes: little time remains before the job is killed.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self._sentinel: Path | None = None
         self._only_model = False
+        self._evaluates = False  # before the first step, what the resumed run has left
         self.returns = trainer.args.enable_jit_checkpoint  # train() does, after the save
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         listen(self.trainer.deepspeed)
+        self._evaluates = bool(state.stateful_callbacks.pop(LEFT, None))
+        if state.global_step >= state.max_steps:  # there is no further step
+            self._evaluate()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Run the evaluation that was left, as the Trainer does at the end of a step, with the
+        random state that the step has left.
+        """
+        if not self._evaluates:
+            return
+        self._evaluates, trainer = False, self.trainer
+        metrics = trainer._evaluate(None, None)
+        best = trainer._determine_best_metric(metrics=metrics, trial=None)
+        if best and (folder := self._folder(trainer.state)).is_dir():  # saved by the run that ended
+            trainer.state.best_model_checkpoint = str(folder)
+
+    def _folder(self, state: Any) -> Path:
+        """Return the folder of the checkpoint after this step."""
+        from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        return Path(self.trainer._get_output_dir(trial=None), name)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.trainer.deepspeed.stop_requested:
             return
-        if control.should_evaluate:
+        ends_epoch = args.eval_strategy == "epoch" and state.epoch == int(state.epoch)
+        if control.should_evaluate or (ends_epoch and args.eval_delay <= state.epoch):
             log_rank0(
-                f"the evaluation due after step {state.global_step} is skipped, as the job is asked"
-                " to end; the best model and early stopping do not know of it",
+                f"the evaluation due after step {state.global_step} is left to the run that "
+                "resumes, as the job is asked to end",
                 logging.WARNING,
             )
+            state.stateful_callbacks[LEFT] = {"attributes": {"step": state.global_step}}
         control.should_save, control.should_evaluate = True, False
         # else nothing could be resumed
         self._only_model, args.save_only_model = args.save_only_model, False
         # what stops before the last step is another callback
         stops = control.should_training_stop and state.global_step < state.max_steps
         self.returns = control.should_training_stop = args.enable_jit_checkpoint or stops
-        from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
-        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        self._sentinel = Path(self.trainer._get_output_dir(trial=None), name, SENTINEL)
+        self._sentinel = self._folder(state) / SENTINEL
         log_rank0(f"asked to end: saving {self._sentinel.parent} and stopping")
         if state.is_world_process_zero:
             self._sentinel.parent.mkdir(parents=True, exist_ok=True)

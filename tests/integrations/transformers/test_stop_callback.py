@@ -1,5 +1,5 @@
 """The Trainer and signals: one checkpoint and exit code 85, handlers of others, and the key that
-switches it off. ``matrix/test_going_on.py`` sends signals to ranks.
+switches it off. ``matrix/test_signals.py`` sends signals to ranks.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from hf_zero.integrations import signal_saves
 from hf_zero.integrations.checkpoint_folders import trainer_folder_error
+from hf_zero.integrations.transformers.stop_callback import LEFT
 from tests.helpers.cells import in_turn
 from tests.helpers.plain_process import forget
-from tests.helpers.trainers import ROUTES, STEPS, began_at, routed
+from tests.helpers.trainers import ROUTES, STEPS, began_at, distance, logged, routed, weights
 
 BOTH = (signal.SIGTERM, signal.SIGUSR1)
 OFF = {"checkpoint": {"save_on_signal": False}}
@@ -177,3 +179,79 @@ def test_what_is_saved_on_a_signal_can_be_resumed(tmp_path: Path, handlers: None
     again = routed("stock", 1, tmp_path, **only)
     again.train(resume_from_checkpoint=True)
     assert began_at(again) == 2
+
+
+class Dropping(torch.nn.Module):
+    """A regression with dropout, whose randomness an evaluation moves on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1)
+        )
+
+    def forward(self, x: Any = None, labels: Any = None) -> Any:
+        return {"loss": torch.nn.functional.mse_loss(self.layers(x), labels)}
+
+
+def evaluated(folder: Path, callbacks: Any = (), **changes: Any) -> transformers.Trainer:
+    """A Trainer of six steps, three in each epoch, that evaluates and saves what ``changes`` say;
+    each evaluation finds a better model, or, at so high a rate, a worse one.
+    """
+    drawn = torch.randn(12, 4, generator=torch.Generator().manual_seed(2))
+    data = [{"x": x, "labels": x.sum(0, keepdim=True)} for x in drawn]
+    return routed(
+        "stock", 2, folder, model=Dropping(), train_dataset=data, eval_dataset=data[:6],
+        callbacks=list(callbacks), max_steps=6, per_device_train_batch_size=4,
+        metric_for_best_model="loss", **changes,
+    )  # fmt: skip
+
+
+STEPWISE = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+PLATEAU = {
+    "lr_scheduler_type": "reduce_lr_on_plateau", "learning_rate": 0.5,
+    "lr_scheduler_kwargs": {"patience": 0},
+}  # fmt: skip
+
+
+@in_turn(
+    "at, changes",
+    [
+        (2, {**STEPWISE, "load_best_model_at_end": True}),
+        (2, {**STEPWISE, **PLATEAU}),
+        (3, {"eval_strategy": "epoch", "save_strategy": "epoch"}),
+        (6, {**STEPWISE, "load_best_model_at_end": True}),
+        (2, {**STEPWISE, "save_strategy": "best"}),
+        (2, {**STEPWISE, "save_strategy": "no"}),
+    ],
+)
+def test_an_evaluation_due_with_the_save_follows_after_the_resume(
+    at: int, changes: Any, tmp_path: Path, handlers: None
+) -> None:
+    """Losses, evaluations and the best model are those of a run without a signal."""
+
+    def act(step: Any) -> None:
+        if step == at - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    whole = evaluated(tmp_path / "whole", **changes)
+    whole.train()
+    whole.deepspeed.destroy()
+    forget()
+    run = evaluated(tmp_path / "run", [Between(act)], **changes)
+    with pytest.raises(SystemExit):
+        run.train()
+    run.deepspeed.destroy()
+    forget()
+    newest = f"checkpoint-{at}"
+    assert newest in os.listdir(tmp_path / "run")
+    assert trainer_folder_error(tmp_path / "run" / newest) == ""
+    again = evaluated(tmp_path / "run", **changes)
+    again.train(resume_from_checkpoint=True)
+    for key in ("loss", "eval_loss", "learning_rate"):
+        assert logged(again, key) == logged(whole, key) != [], key
+    assert again.state.best_metric == whole.state.best_metric
+    assert again.state.best_global_step == whole.state.best_global_step
+    assert LEFT not in again.state.stateful_callbacks
+    assert distance(weights(again), weights(whole)) == 0.0
