@@ -185,7 +185,7 @@ def _put_in(
         base: Any = model if get_base is None else get_base()
         of_head: set[nn.Module] = set()
         if "loss" in names:
-            from hf_zero.integrations.fused.deferred_heads import deferred_before_head, defer_head
+            from hf_zero.integrations.fused.deferred_heads import defer_head, deferred_before_head
 
             of_head = deferred_before_head(base)
         for name, module in list(model.named_modules()):
