@@ -236,9 +236,13 @@ def deferred_before_head(model: Any) -> set[nn.Module]:
         head = None
     if head is None:
         return set()
-    linear = next((each for each in head.modules() if _is_plain(each, nn.Linear)), None)
+    linear = next(filter(_is_linear, head.modules()), None)
     before = set() if linear is None else {*_before(model, head, linear.in_features)}
-    return {each for each in model.modules() if each is not model and before & {*each.modules()}}
+    return {
+        module
+        for module in model.modules()
+        if module is not model and not before.isdisjoint(module.modules())
+    }
 
 
 def _count_labels(model: Any, args: Any, kwargs: Any) -> None:
