@@ -2,21 +2,27 @@
 """Count the model types of transformers in which fused kernels are active, and compare a training
 step of each with the untouched model.
 
-Every type of the auto-classes for causal, masked and sequence-to-sequence language models is built
-with a tiny configuration. ``--json`` prints one object for each type; otherwise a table of counts.
+Every type of the auto-classes for language models is built with a tiny configuration: causal,
+masked, sequence to sequence, from pictures to text, from speech to text. ``--json`` prints one
+object for each type; otherwise a table of counts. ``--release`` runs another release of
+Transformers, from the cache of ``scripts/releases``.
 A type counts for a kernel if every module of the kind has it: modules whose class is named a norm
 or an MLP, and attention layers, for the rotation and the common product of q, k and v. It counts
 for the loss if its step computes no whole logits.
 
-    python scripts/coverage_of_kernels.py --kind causal --only llama,qwen3
+    python scripts/coverage_of_kernels.py --kind causal --only llama,qwen3 --release oldest
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import json
 import logging
+import os
+import random
+import resource
 import signal
 import sys
 import warnings
@@ -24,15 +30,19 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 
 KINDS = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
     "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
     "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+    "vision": ("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
+    "speech": ("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
 }
 BLOCKS = ("norms", "activations", "rotary", "qkv", "residual")
 SECONDS = 60  # for a type
+MEMORY = 12 << 30  # bytes of address space: a type that needs more is left out
 LARGEST = 60_000_000  # parameters of a type whose configuration does not become tiny
 # Sizes by the ends of their names in a configuration.
 SIZES = {
@@ -49,6 +59,12 @@ SIZES = {
     "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
     "max_position_embeddings": 64,
 }  # fmt: skip
+TEXT = ("text_config", "decoder")
+# Further sizes of the encoders of pictures and sounds.
+ENCODER_SIZES = {
+    "depth": 2, "embed_dim": 64, "out_hidden_size": 64, "projection_dim": 64, "output_dim": 64,
+    "encoder_layers": 2, "max_source_positions": 32,
+}  # fmt: skip
 
 
 def tiny_config(model_type: str) -> Any:
@@ -59,21 +75,35 @@ def tiny_config(model_type: str) -> Any:
 
     own = AutoConfig.for_model(model_type)
     nested = {
-        name: _sizes(getattr(own, name))
-        for name in ("text_config", "decoder", "vision_config", "audio_config")
+        name: _sizes(getattr(own, name), SIZES if name in TEXT else SIZES | ENCODER_SIZES)
+        for name in (*TEXT, *own.sub_configs)
         if hasattr(getattr(own, name, None), "to_dict")
     }
-    for sizes in (_sizes(own) | nested, nested, _sizes(own)):
+    encodes = SIZES | ENCODER_SIZES if hasattr(own, "max_source_positions") else SIZES
+    text = {name: sizes for name, sizes in nested.items() if name in TEXT}
+    of_own = _sizes(own, encodes)
+    for sizes in (of_own | nested, of_own | text, nested, text, _sizes(own)):
         try:
-            return AutoConfig.for_model(model_type, **sizes)
+            return with_sections(AutoConfig.for_model(model_type, **sizes))
         except Exception:  # two of them contradict each other
             continue
     return own
 
 
-def _sizes(config: Any) -> dict[str, Any]:
+def with_sections(config: Any) -> Any:
+    """Return ``config`` with sections of rotary embeddings that sum to half the width of a head."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None)
+    if isinstance(rope, dict) and "rope_theta" in rope and "vision_config" in config.sub_configs:
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        half = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
+        rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+    return config
+
+
+def _sizes(config: Any, sizes: dict[str, int] = SIZES) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, size in SIZES.items():
+    for name, size in sizes.items():
         try:
             if type(getattr(config, name, None)) is int:
                 found[name] = size
@@ -106,15 +136,41 @@ def build(kind: str, model_type: str) -> Any:
     return model
 
 
+def media(model: Any) -> dict[str, torch.Tensor]:
+    """Return random pictures or sounds for a model that cannot train on tokens alone."""
+    name, config = model.main_input_name, model.config
+    generator = torch.Generator().manual_seed(4)
+    if name == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        channels = getattr(vision, "num_channels", 3)
+        shape: tuple[int, ...] = (2, channels, vision.image_size, vision.image_size)
+    elif name == "input_values":
+        shape = (2, 4000)
+    elif name == "input_features" and hasattr(config, "num_mel_bins"):
+        shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
+    elif name == "input_features" and hasattr(config, "input_feat_per_channel"):
+        shape = (2, 32, config.input_feat_per_channel * config.input_channels)
+    else:
+        return {}
+    return {name: torch.randn(shape, generator=generator)}
+
+
 def step(model: Any, kind: str) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss and the gradients of a batch."""
     generator = torch.Generator().manual_seed(2)
     vocabulary = min(100, model.config.get_text_config().vocab_size)
     ids = torch.randint(3, vocabulary, (2, 12), generator=generator)
-    more = {"use_cache": False} if kind == "causal" else {}
-    torch.manual_seed(3)
+    more: dict[str, Any] = {"use_cache": False} if kind == "causal" else {}
+    if kind in ("vision", "speech"):
+        more = media(model)
+        if "use_cache" in inspect.signature(model.forward).parameters:
+            more["use_cache"] = False
+    if kind != "speech" or model.main_input_name == "input_ids":
+        more["input_ids"] = ids
+    for seed in (torch.manual_seed, numpy.random.seed, random.seed):
+        seed(3)
     model.zero_grad(set_to_none=True)
-    loss = model(input_ids=ids, labels=ids.clone(), **more).loss
+    loss = model(labels=ids.clone(), **more).loss
     loss.backward()
     grads = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     return float(loss.detach()), {name: each.clone() for name, each in grads.items()}
@@ -139,6 +195,8 @@ def row(kind: str, model_type: str) -> dict[str, Any]:
     hf_zero.optimize(model, ["loss"])
     try:
         made |= {"loss": whole_logits(model, kind, loss, grads)}
+    except TimeoutError:
+        raise
     except Exception as error:
         return made | {"right": False, "error": f"{type(error).__name__}: {error}"[:200]}
     hf_zero.optimize(model, BLOCKS)
@@ -160,6 +218,8 @@ def row(kind: str, model_type: str) -> dict[str, Any]:
             places["attention"].add(name)
     try:
         new_loss, new_grads = step(model, kind)
+    except TimeoutError:
+        raise
     except Exception as error:
         return made | {"right": False, "error": f"{type(error).__name__}: {error}"[:200]}
     off = error_of(grads, new_grads)
@@ -239,6 +299,7 @@ def rows(kinds: list[str], only: list[str]) -> Iterator[dict[str, Any]]:
         if not only or name in only
     ]
     signal.signal(signal.SIGALRM, _too_long)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for kind, name in tqdm(chosen, disable=None, file=sys.stderr):
         signal.alarm(SECONDS)
         try:
@@ -277,14 +338,34 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    import transformers
+def begin_again(release: str) -> None:
+    """Run this script again, without ``--release``, with that release of Transformers before the
+    installed ones.
+    """
+    import releases
 
+    cache = releases.overlays_below(releases.CACHE)
+    (versions,) = releases.environments([f"transformers={release}"], cache, []).values()
+    folders = [releases.overlay(name, of, cache, []) for name, of in versions.items()]
+    path = os.pathsep.join([str(releases.ROOT), *map(str, folders)])
+    place = sys.argv.index("--release")
+    arguments = sys.argv[1:place] + sys.argv[place + 2 :]
+    os.execve(
+        sys.executable, [sys.executable, __file__, *arguments], os.environ | {"PYTHONPATH": path}
+    )
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kind", choices=KINDS, action="append")
     parser.add_argument("--only", default="", help="types, separated by commas")
     parser.add_argument("--json", action="store_true", help="one object a line")
+    parser.add_argument("--release", help="oldest, or a version of Transformers")
     given = parser.parse_args()
+    if given.release:
+        begin_again(given.release)
+    import transformers
+
     logging.getLogger("hf_zero").setLevel("ERROR")
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")

@@ -38,6 +38,7 @@ COMPANIONS = {"torch": "torchvision", "lightning": "pytorch-lightning=={release}
 LIMIT = 1500  # seconds, which end a hang: the tests take four minutes on two quiet cores
 ALL = ["torch=pinned", *(f"{library}=newest" for library in (*LIBRARIES, "all"))]
 ALL += [*(f"{library}=oldest" for library in LIBRARIES), "transformers=minors"]
+CACHE = Path.home() / ".cache/hf-zero/releases"
 SELECTION = tomllib.loads((ROOT / "scripts" / "releases.toml").read_text())
 VERSIONS = "import json, sys, versions as v; print(json.dumps(v.versions(*sys.argv[1:])))"
 DOCTOR = "import sys; from hf_zero.cli import main; sys.argv[0] = 'hf-zero'; main()"
@@ -110,6 +111,14 @@ def environments(only: list[str], cache: Path, more: list[str]) -> dict[str, dic
             name = " ".join(*differing.items()) if len(differing) == 1 else f"all {word}"
             found[name if differing else "pinned"] = differing
     return found
+
+
+def overlays_below(folder: Path) -> Path:
+    """Return the folder below ``folder`` for overlays of this Python and these constraints."""
+    digest = hashlib.sha256((ROOT / "constraints.txt").read_bytes()).hexdigest()[:8]
+    cache = folder / f"python3.{sys.version_info[1]}-{digest}"
+    cache.mkdir(parents=True, exist_ok=True)
+    return cache
 
 
 def overlay(library: str, release: str, cache: Path, more: list[str]) -> Path:
@@ -209,14 +218,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="run fewer tests, write no row")
     parser.add_argument("--pre", action="store_true", help="newest may be a pre-release")
     parser.add_argument("--index", metavar="URL", help="another package index")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/hf-zero/releases")
+    parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--table", action="store_true", help="write the table, run nothing")
     options = parser.parse_args()
     rows = {row["environment"]: row for row in map(json.loads, ROWS.read_text().splitlines())}
     more = ["--pre"] * options.pre + ["--extra-index-url", options.index] * bool(options.index)
-    digest = hashlib.sha256((ROOT / "constraints.txt").read_bytes()).hexdigest()[:8]
-    cache = options.cache / f"python3.{sys.version_info[1]}-{digest}"
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = overlays_below(options.cache)
     chosen = {} if options.table else environments(options.only or ALL, cache, more)
     failures = 0
     for place, (name, releases) in enumerate(chosen.items(), 1):
