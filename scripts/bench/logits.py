@@ -150,9 +150,9 @@ def missing(way: str) -> str:
     """Return why ``way`` cannot run here, or ""."""
     if way != "liger":
         return ""
-    if importlib.util.find_spec("liger_kernel") is None:
-        return "liger_kernel is not installed"
-    return "" if torch.cuda.is_available() else "its Triton kernels need a GPU"
+    if not torch.cuda.is_available():
+        return "its Triton kernels need a GPU"
+    return "" if importlib.util.find_spec("liger_kernel") else "liger_kernel is not installed"
 
 
 def interleaved(
