@@ -40,13 +40,16 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     if os.path.getsize(name) > LARGEST:
         raise ConfigError(f"config file {name} has more than {LARGEST:,} bytes; pass another")
-    with open(name, encoding="utf-8") as file:
-        try:
-            text = file.read()
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"config file {name} is not UTF-8 text ({error}); pass a JSON or YAML file"
-            ) from error
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"config file {name} is not UTF-8 text ({error}); pass a JSON or YAML file"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"config file {name} cannot be read ({error.strerror}); pass another"
+        ) from error
     named = name.endswith(JSON + YAML)
     as_json = name.endswith(JSON) if named else text.lstrip()[:1] == "{"
     try:
@@ -113,6 +116,7 @@ def load_json(text: str, label: str) -> dict[str, Any]:
 
 
 MOST_VALUES = 100_000  # of a configuration; nested aliases of YAML make exponentially many
+MOST_KEYS = 1_000  # of a section; an unknown one is compared with all known ones
 DEEPEST = 64  # sections in sections
 LONGEST = 1024  # bits of a number
 LARGEST = 1 << 24  # bytes of a file
@@ -155,6 +159,8 @@ def _extent(value: Any, known: dict[int, tuple[float, float]]) -> tuple[float, f
         raise ValueError("a number is too long")
     if not isinstance(value, (dict, list)):
         return 1, 0
+    if isinstance(value, dict) and len(value) > MOST_KEYS:
+        raise ValueError(f"a section has more than {MOST_KEYS:,} keys")
     if id(value) not in known:
         known[id(value)] = math.inf, math.inf  # until all that it holds is counted
         inner = value.values() if isinstance(value, dict) else value

@@ -509,7 +509,7 @@ def _is_foreign(written: str, value: Any) -> bool:
 
 def _unknown(written: str, value: Any, path: str, label: str) -> ConfigError:
     section, _, name = written.rpartition(".")
-    said = f"{label}: unknown key {written!r}"
+    said = f"{label}: unknown key {written!r:.200}"
     if is_comment(name):
         return ConfigError(f"{said}: it reads as a comment; remove it")
     if answer := ANSWERS.get(written.lower()):

@@ -46,6 +46,8 @@ def write_report(
         runs = [_renamed(each) for each in runs]
     to = Path(output) if output is not None else runs[0].folder / NAME
     text = page(runs, [_timeline(each) for each in runs], javascript())
+    if to.exists() and not to.is_file():  # a pipe would be waited for
+        raise ConfigError(f"the page {to} cannot be written (no regular file); pass --output")
     try:
         if to.is_symlink():  # it is not written through
             to.unlink()

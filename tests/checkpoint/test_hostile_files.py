@@ -253,6 +253,13 @@ def test_a_pipe_or_a_device_is_no_companion(run: Path, tmp_path: Path) -> None:
     assert not os.listdir(tmp_path / "out")
 
 
+def test_a_card_that_is_no_text_is_named(run: Path, tmp_path: Path) -> None:
+    (run / "README.md").write_bytes(b"---\n\xff\n---\n")
+    with pytest.raises(CheckpointError, match=r"README\.md is not UTF-8 text .* remove it"):
+        convert_checkpoint(run, tmp_path / "out", progress=False)
+    assert not os.listdir(tmp_path / "out")
+
+
 def test_files_of_a_snapshot_are_links_to_blobs(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "models--a" / "blobs", tmp_path / "models--a" / "snapshots" / "1"
     blobs.mkdir(parents=True), snapshot.mkdir(parents=True)

@@ -217,6 +217,7 @@ zero_optimization:
     for load, text, said in (
         (load_yaml, "c: 1\na: [2026-13-45]", date),
         (load_yaml, f"a: 0x{'1' * 5000}", "d has a value that cannot be read"),
+        (load_json, json.dumps(dict.fromkeys(map(str, range(1001)))), "more than 1,000 keys"),
         (load_json, '{"a": ' + "1" * 5000 + "}", "d has a value that cannot be read"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -274,6 +275,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text, encoding="latin-1")
         with pytest.raises(ConfigError, match=f"(?s){said}"):
             ZeroConfig.from_file(tmp_path / name)
+
+
+def test_a_file_that_the_system_cannot_read() -> None:
+    """The memory of this process, at an address that has none."""
+    with pytest.raises(ConfigError, match=r"/proc/self/mem cannot be read .Input/output error"):
+        ZeroConfig.from_file("/proc/self/mem")
 
 
 def test_coerce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

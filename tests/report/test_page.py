@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -310,3 +311,6 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = write_report(tmp_path)  # figures of an older version, without a header
     assert not path.is_symlink() and (tmp_path / "victim").read_text() == "kept"
     assert "no header" in path.read_text()
+    path.unlink(), os.mkfifo(path)  # it is not waited for
+    with pytest.raises(ConfigError, match=r"the page .* cannot be written .no regular file"):
+        write_report(tmp_path)

@@ -96,7 +96,7 @@ def carry(
             to.write_bytes(configured(path, dtype))
         elif name == CARD:
             found = logged(folder)
-            text = carded(path.read_text(encoding="utf-8"), facts(manifest, found), found)
+            text = carded(_text(path), facts(manifest, found), found)
             to.write_bytes(text.encode())
         else:
             to.write_bytes(path.read_bytes())
@@ -112,6 +112,16 @@ def _copy_folder(path: Path, to: Path) -> None:
         for file in (Path(place, name) for name in names):
             if file.is_file() and _stays(file, path.parent):
                 (into / file.name).write_bytes(file.read_bytes())
+
+
+def _text(path: AnyPath) -> str:
+    """Return the text in ``path``. Raises CheckpointError if it is not UTF-8."""
+    try:
+        return str(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise CheckpointError(
+            f"{path} is not UTF-8 text ({error}); fix or remove it, then convert again"
+        ) from error
 
 
 def json_object(path: AnyPath) -> dict[str, Any]:
