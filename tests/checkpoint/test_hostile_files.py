@@ -108,6 +108,28 @@ def test_paths_that_any_python_wrote_are_not_made() -> None:
         dcp._Unpickler(io.BytesIO(b"cpathlib._local\nos\n.")).load()
 
 
+def test_metadata_that_lacks_something_is_named(run: Path, tmp_path: Path) -> None:
+    """A chunk without sizes, and a setting that is listed and in no file."""
+    convert_checkpoint(run, tmp_path / "whole", to="dcp", progress=False)
+    content = (tmp_path / "whole" / ".metadata").read_bytes()
+
+    def without_sizes(data: Any) -> None:
+        for entry in data.state_dict_metadata.values():
+            for chunk in getattr(entry, "chunks", ()):
+                vars(chunk).pop("sizes", None)  # entries share chunks
+
+    def without_settings(data: Any) -> None:
+        for index in [each for each in data.storage_data if "param_groups" in each.fqn]:
+            del data.storage_data[index]
+
+    for damage in (without_sizes, without_settings):
+        data = pickle.loads(content)
+        damage(data)
+        (tmp_path / "whole" / ".metadata").write_bytes(pickle.dumps(data))
+        with pytest.raises(CheckpointError, match=r"\.metadata is damaged or missing .*Error: "):
+            convert_checkpoint(tmp_path / "whole", tmp_path / "out", progress=False)
+
+
 # ---- objects of JSON ----
 
 

@@ -32,7 +32,7 @@ from hf_zero.checkpoint.foreign.assembled import (
 )
 from hf_zero.checkpoint.foreign.optimizer_states import Shape, as_asked, named
 from hf_zero.checkpoint.foreign.torch_files import Opaque, SavedTensor, damaged, load
-from hf_zero.errors import CheckpointError
+from hf_zero.errors import CheckpointError, HfZeroError
 from hf_zero.logging import logger
 from hf_zero.optim.segment_table import plain_settings
 
@@ -66,8 +66,14 @@ def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
 
     Raises CheckpointError for a damaged one, and for one that holds no model.
     """
-    found = sorted(path for pattern in PARTS for path in folder.glob(f"{pattern}/{METADATA}"))
-    return Assembled(_Reading(folder, found or [folder / METADATA], asked).found())
+    parts = sorted(path for pattern in PARTS for path in folder.glob(f"{pattern}/{METADATA}"))
+    metadata = parts or [folder / METADATA]
+    try:
+        return Assembled(_Reading(folder, metadata, asked).found())
+    except HfZeroError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # of what it lacks
+        raise damaged(metadata[0], f"{type(error).__name__}: {error}") from error
 
 
 class _Unpickler(pickle.Unpickler):
