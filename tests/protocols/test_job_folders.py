@@ -122,6 +122,22 @@ def test_a_job_keeps_its_folder(
     explore(JOBS[jobs], schedules(few, 2 * len(JOBS)), **settings)
 
 
+def test_a_rank_enters_as_files_of_an_earlier_attempt_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a job of the same name that has claimed the folder a moment before."""
+    touch = Path.touch
+
+    def late(self: Path) -> None:
+        monkeypatch.setattr(Path, "touch", touch)
+        folders.forget_ranks(tmp_path)
+        touch(self)
+
+    monkeypatch.setattr(Path, "touch", late)
+    folders.enter(tmp_path, 3)
+    assert folders.rank_mark(tmp_path, 3).exists()
+
+
 def test_an_ending_job_removes_a_folder_without_its_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     edit = ("on_current(folder / CLAIM, fcntl", "on_current(folder / 'another', fcntl")
     seed_fault(monkeypatch, folders, "release", edit)

@@ -253,9 +253,11 @@ def rank_mark(folder: Path, rank: int) -> Path:
 
 def enter(folder: Path, rank: int) -> None:
     """Have an engine's ``folder``, if there is one, stay until ``rank`` calls :func:`release`."""
-    if folder.is_dir():
-        (folder / RANKS).mkdir(exist_ok=True)
-        rank_mark(folder, rank).touch()
+    while folder.is_dir():
+        with suppress(FileNotFoundError):  # each round, another process has removed the folder
+            (folder / RANKS).mkdir(exist_ok=True)
+            rank_mark(folder, rank).touch()
+            return
 
 
 def forget_ranks(folder: Path) -> None:
