@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
-from hf_zero.distributed.attempts import store_of_attempt
+from hf_zero.distributed.attempts import store_of_attempt, wait_for_store
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MARGIN_SECONDS
 from hf_zero.distributed.process_group import (
@@ -24,8 +24,8 @@ from hf_zero.distributed.process_group import (
 )
 from hf_zero.distributed.rank_hosts import RESOLVE_SECONDS, choose_interface, wait_for_address
 from hf_zero.distributed.rank_status import first_line
-from hf_zero.distributed.rendezvous import LOOPBACK, announce
-from hf_zero.distributed.uncaught import connect_to_agent_store
+from hf_zero.distributed.rendezvous import LOOPBACK, Place, announce
+from hf_zero.distributed.uncaught import connect_to_agent_store, has_agent_store
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import ConfigError, LaunchError
@@ -95,15 +95,34 @@ def init_distributed(
 
     def join() -> None:
         allow_connections(world_size)
-        agent = connect_to_agent_store(limit) if place is not None else None
-        if agent is not None and place is not None:
-            own = store_of_attempt(agent, place.rank, world_size, limit)
+        if place is not None:
+            store = _connect(place, seconds)
+            own = store_of_attempt(store, place.rank, world_size, timedelta(seconds=seconds))
             group.update(store=own, rank=place.rank, world_size=world_size)
         dist.init_process_group(backend, timeout=limit, **group)
 
     _join(world_size, where, join)
     if get_world_size() > 1:
         get_world_group().log.timeout = seconds
+
+
+def _connect(place: Place, seconds: float) -> Any:
+    """Return a client of the store of torchrun's agent, or of the one that rank 0 hosts without an
+    agent. Raises LaunchError if none answers within ``seconds``.
+    """
+    limit = timedelta(seconds=seconds + MARGIN_SECONDS)
+    hosts = place.rank == 0 and not has_agent_store()
+    if not hosts:
+        wait_for_store(place.master_addr, place.master_port, seconds)
+    return connect_to_agent_store(limit) or dist.TCPStore(
+        place.master_addr,
+        place.master_port,
+        place.world_size,
+        is_master=hosts,
+        timeout=limit,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
 
 
 def _join(world_size: int, where: str, join: Callable[[], None]) -> None:
@@ -116,6 +135,8 @@ def _join(world_size: int, where: str, join: Callable[[], None]) -> None:
     try:
         with watchdog.watching(PendingCollective(f"all {world_size} ranks to meet at {where}")):
             join()
+    except LaunchError as error:
+        raise LaunchError(f"the ranks cannot meet at {where}: {error}") from error.__cause__
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
             if not isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):

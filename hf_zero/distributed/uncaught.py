@@ -217,6 +217,11 @@ class _Said:
         return True
 
 
+def has_agent_store() -> bool:
+    """Return whether torchrun's agent hosts a store for the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+
+
 def connect_to_agent_store(timeout: timedelta) -> Any:
     """Return a client of the store at MASTER_ADDR and MASTER_PORT, or None if torchrun's agent
     hosts none.
@@ -224,7 +229,7 @@ def connect_to_agent_store(timeout: timedelta) -> Any:
     ``timeout`` limits the connection, and each call: many ranks connect at once. Raises torch's
     error if the store does not answer.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true":
+    if not has_agent_store():
         return None
     from torch.distributed import TCPStore
 

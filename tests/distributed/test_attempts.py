@@ -1,7 +1,8 @@
-"""The ranks of one attempt under torchrun meet in a store that holds what earlier attempts left."""
+"""The ranks of one attempt meet in a store that may hold what earlier attempts left."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -10,14 +11,16 @@ import pytest
 import torch.distributed as dist
 
 from hf_zero.distributed import attempts
-from hf_zero.distributed.attempts import store_of_attempt
+from hf_zero.distributed.attempts import store_of_attempt, wait_for_store
+from hf_zero.errors import LaunchError
+from hf_zero.launch.hosts import free_port
 
 LIMIT = timedelta(seconds=60)
 
 
 @pytest.fixture
 def connect(monkeypatch):
-    monkeypatch.setattr(attempts, "RETRY", timedelta(seconds=0.05))
+    monkeypatch.setattr(attempts, "LAST_PAUSE", 0.05)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=LIMIT)
 
@@ -61,32 +64,54 @@ def test_an_attempt_that_ended_before_all_had_come(connect):
     assert meet(connect, range(3), 3, begin) != {"old"}
 
 
-def test_a_token_confirmed_between_two_looks(connect, monkeypatch):
-    """Another rank was late, so the wait for the confirmation ended before it came."""
+def test_a_token_confirmed_at_the_timeout(connect, monkeypatch):
+    """Another rank was late: the confirmation comes before the last look."""
     shared = dist.PrefixStore(attempts.PREFIX, connect())
     shared.set("token", "new")
-    looks = 0
 
-    def monotonic():  # read once before the first look, then after each wait that timed out
-        nonlocal looks
-        looks += 1
-        if looks == 2:
-            shared.set("new/all", "")
-        assert looks < 4, "the rank takes its own attempt for an earlier one"
-        return 0.0
+    def looks(seconds):
+        yield False
+        shared.set("new/all", "")
+        yield True
 
-    monkeypatch.setattr(attempts.time, "monotonic", monotonic)
+    monkeypatch.setattr(attempts, "_looks", looks)
     store_of_attempt(connect(), 1, 3, LIMIT).set("key", "value")
     assert shared.get("new/key") == b"value"
 
 
-def test_a_rank_that_does_not_come(connect):
-    for rank in (0, 1):
-        with pytest.raises(dist.DistStoreError):
-            store_of_attempt(connect(), rank, 2 + rank, timedelta(seconds=0.1))
+def test_missing_ranks_are_named_on_all_ranks(connect, capfd):
+    """Ranks 1 and 3 never come; rank 2 reports what rank 0 has found."""
+
+    def error_of(rank, seconds):
+        with pytest.raises(LaunchError) as caught:
+            store_of_attempt(connect(), rank, 4, timedelta(seconds=seconds))
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, other = threads.map(error_of, (0, 2), (1, 30))
+    assert first == other
+    assert "rank 0 has waited 1 s, which is the timeout, for ranks 1, 3. " in first
+    assert "waitForInput" not in capfd.readouterr().err  # torch's lines for a wait that timed out
 
 
-def test_a_rank_0_that_does_not_come_to_the_second_attempt(connect):
-    meet(connect, range(2), 2)
-    with pytest.raises(dist.DistStoreError, match=r"rank 0 .* earlier attempt"):
+def test_rank_0_never_comes(connect):
+    with pytest.raises(
+        LaunchError, match=r"rank 1 has waited 0 s.* for rank 0, which has not come"
+    ):
         store_of_attempt(connect(), 1, 2, timedelta(seconds=0.1))
+
+
+def test_no_program_listens(monkeypatch):
+    monkeypatch.setattr(attempts, "LAST_PAUSE", 0.05)
+    port = free_port()
+    with pytest.raises(LaunchError, match=r"nothing has answered for 1 s.* \(Connection refused\)"):
+        wait_for_store("127.0.0.1", port, 1)
+
+
+def test_a_program_listens_later(monkeypatch):
+    """Ranks may begin before the one that hosts the store."""
+    monkeypatch.setattr(attempts, "LAST_PAUSE", 0.05)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(attempts.time, "sleep", lambda seconds: server.listen())
+        wait_for_store(*server.getsockname(), 60)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.checkpoint import verify_checkpoint
+from hf_zero.launch.hosts import free_port
 from tests.helpers.cells import fast
 from tests.helpers.commands import completed
 from tests.helpers.launched import HOST, environment, plainly, python, torchrun_command
@@ -130,3 +131,19 @@ def test_a_port_in_use_is_named_with_the_remedy():
     assert done.returncode == 1
     wanted = rf"ConfigError: the ranks cannot meet at {HOST}:{port}: another program .* uses"
     assert re.search(wanted + r" the port.*--master-port", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    "rank, reason",
+    [(0, "rank 0 has waited 2 s, .* for rank 1"), (1, "nothing has answered for 2 s")],
+)
+def test_a_rank_that_never_comes_ends_the_other_at_the_timeout(rank, reason):
+    """Without a launcher that would end it, and whichever of them hosts the store."""
+    port = free_port()
+    code = f"import hf_zero; hf_zero.init_distributed(timeout=2, port={port})"
+    place = {"MASTER_ADDR": HOST, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    done = completed([python(), "-c", code], env={**environment(), **place}, timeout=20)
+    assert done.returncode == 1
+    wanted = rf"LaunchError: the ranks cannot meet at {HOST}:{port}: {reason}"
+    assert re.search(wanted, done.stderr), done.stderr
+    assert "c10d" not in done.stderr  # torch's lines about its own attempts

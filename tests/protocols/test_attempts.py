@@ -1,4 +1,4 @@
-"""The ranks of an attempt under torchrun meet in the store that earlier attempts have used."""
+"""The ranks of an attempt meet in the store that earlier attempts have used."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
-import torch.distributed as dist
 
 from hf_zero.distributed import attempts
+from hf_zero.errors import LaunchError
 from tests.protocols import store
 from tests.protocols.explore import Judge, explore, find
 from tests.protocols.faults import seed_fault
@@ -27,7 +27,7 @@ CASES = [(2, "none"), (2, "whole"), (3, "none"), (3, "whole"), (3, "cut")]
 
 
 def meeting(world: int, left: str, simulation: Simulation) -> Judge:
-    """All ranks of a second attempt meet, or raise torch's error at the timeout."""
+    """All ranks of a second attempt meet, or raise at the timeout."""
     server = store.Server(simulation)
     server.data |= {f"{attempts.PREFIX}/{key}": value for key, value in LEFT[left].items()}
     found: dict[int, str] = {}
@@ -45,7 +45,7 @@ def meeting(world: int, left: str, simulation: Simulation) -> Judge:
         if end:
             return end
         errors = [task.error for task in simulation.ended if task.error is not None]
-        if not all(isinstance(error, dist.DistStoreError) for error in errors):
+        if not all(isinstance(error, LaunchError) for error in errors):
             return f"another error: {errors}"
         if errors and simulation.untroubled(SECONDS / 2):
             return f"an error though all have come: {errors}"
@@ -73,14 +73,15 @@ def test_an_own_confirmation_is_taken_for_an_earlier_one(monkeypatch: pytest.Mon
     seed_fault(
         monkeypatch,
         attempts,
-        "store_of_attempt",
-        ("while True:\n", "while True:\n        answered.clear()\n"),
+        "_answer",
+        (
+            "for over in _looks(seconds):\n",
+            "for over in _looks(seconds):\n        answered.clear()\n",
+        ),
     )
     find(partial(meeting, 3, "none"), 500, **SETTINGS)
 
 
 def test_the_timeout_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed_fault(
-        monkeypatch, attempts, "store_of_attempt", ("elif time.monotonic() > end:", "elif False:")
-    )
+    seed_fault(monkeypatch, attempts, "_looks", ("time.monotonic() >= end", "False"))
     assert "does not end" in find(partial(meeting, 3, "whole"), 500, **SETTINGS).text
