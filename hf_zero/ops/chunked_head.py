@@ -316,10 +316,11 @@ def _log_softmax_(
     """
     exact, vocabulary = _outputs_(logits, terms), logits.shape[1]
     kept, known = labels != terms.ignore_index, (labels >= 0) & (labels < vocabulary)
-    at = labels.clamp(0, vocabulary - 1)[:, None]
-    target = exact.gather(1, at)[:, 0]
-    found = torch.log_softmax(exact, -1, out=exact).gather(1, at)[:, 0]
-    lse = target - found
+    target = exact.gather(1, labels.clamp(0, vocabulary - 1)[:, None])[:, 0]
+    # a vocabulary of which all is masked by -inf, as a part may be, has a logsumexp of -inf
+    largest = exact.amax(-1).clamp(min=torch.finfo(exact.dtype).min)
+    rest = exact.sub_(largest[:, None]).exp_().sum(-1).log_()
+    found, lse = (target - largest) - rest, largest + rest
     return found.where(known, float("nan")).where(kept, 0.0), lse.where(kept, 0.0)
 
 

@@ -311,9 +311,9 @@ def cross_entropy_(
     rest = torch.logsumexp(y - largest[:, None], -1) if lse is None else torch.zeros_like(largest)
     lse = (largest + rest).where(kept, 0.0)
     target = y.gather(1, at)[:, 0]
-    loss = (largest - target) + rest + label_smoothing * target + z_loss * lse * lse
+    loss = (largest - target) + rest + z_loss * lse * lse
     if label_smoothing:
-        loss = loss - label_smoothing / vocabulary * y.sum(-1)
+        loss = loss + label_smoothing * (target - y.sum(-1) / vocabulary)
     loss = loss.where(known, float("nan")).where(kept, 0.0)
     if factors is not None:
         grad = (

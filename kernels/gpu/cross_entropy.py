@@ -110,9 +110,9 @@ def cross_entropy_kernel(
             tl.store(lses + row, lse)
             # Subtract the largest logit first: its difference to others is exact, but the logsumexp
             # is rounded.
-            loss = (largest - target) + log_total + label_smoothing * target + z_loss * lse * lse
-            if SMOOTHED:
-                loss -= label_smoothing / vocabulary * tl.sum(plain, axis=0)
+            loss = (largest - target) + log_total + z_loss * lse * lse
+            if SMOOTHED:  # 0 times a target of -inf would be NaN
+                loss += label_smoothing * (target - tl.sum(plain, axis=0) / vocabulary)
             tl.store(losses + row, loss)
         if GRADIENT:
             factor = scale

@@ -4,6 +4,7 @@ all tokens, nor sends them.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -218,3 +219,29 @@ def test_what_one_rank_shows_or_stores_starts_no_collective() -> None:
 
     models = [Architecture("llama", llama, masked).build() for _ in range(2)]
     run_ranks(2, run, models)
+
+
+def test_a_part_whose_words_are_masked_leaves_the_others_finite() -> None:
+    def run(rank: int, models: list[nn.Module]) -> None:
+        written = config_of(0, tensor_parallel={"autotp_size": 2}, kernels=["loss"])
+        engine = start(models[rank], plain_sgd(models[rank]), written)
+        ids = masked(0, 0, 0)["input_ids"]
+        logits = engine(input_ids=ids).logits
+        assert isinstance(logits, DeferredOutput)
+        at = (ids % (WORDS // 2))[..., None]
+        found = logits.log_softmax(-1).gather(-1, at), logits.logsumexp(-1)
+        values = logits.detach().clone() + 0
+        expected = values.log_softmax(-1).gather(-1, at), values.logsumexp(-1)
+        torch.testing.assert_close(found, expected)
+        engine.backward(found[0].mean() + found[1].mean())
+        engine.step()
+        assert math.isfinite(engine.get_global_grad_norm())
+        engine.destroy()
+
+    def build() -> nn.Module:
+        model: Any = Architecture("llama", lambda: llama(bias=True), masked).build()
+        with torch.no_grad():
+            model.lm_head.bias[WORDS // 2 :] = -torch.inf
+        return model  # type: ignore[no-any-return]
+
+    run_ranks(2, run, [build() for _ in range(2)])

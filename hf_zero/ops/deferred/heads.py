@@ -177,6 +177,7 @@ def _joined(
     parts = torch.stack([lse, found.where(own, 0.0), own.to(lse.dtype)], -1)
     sums, chosen, owned = axis.join(parts, "logsumexps").view(-1, axis.size, 3).unbind(-1)
     lse = sums.logsumexp(-1)
-    found = ((chosen + (sums - lse[:, None])) * owned).sum(-1)
+    owned = owned.bool()  # a factor of 0 would make NaN of a part that -inf masks
+    found = (chosen + (sums - lse[:, None])).where(owned, 0.0).sum(-1)
     known = owned.any(-1) | (labels == IGNORED)
     return found.where(known, float("nan")), lse

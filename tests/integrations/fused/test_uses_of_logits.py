@@ -148,7 +148,7 @@ def test_log_probabilities_by_the_operator(
         before = len(calls)
         check(USES[name])
         assert (len(calls) > before) == ("double" not in name), name
-    assert len(names) == 9
+    assert len(names) == 12
 
 
 def noted(calls: list[str], function: Any) -> Any:

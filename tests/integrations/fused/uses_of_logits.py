@@ -69,6 +69,11 @@ def capped(made: torch.Tensor) -> torch.Tensor:
     return 2.0 * torch.tanh(made / 0.7 / 2.0)
 
 
+def masked(made: torch.Tensor, low: float) -> torch.Tensor:
+    """Return logits without the last two words, such as those that pad a vocabulary."""
+    return made + torch.zeros(WORDS).index_fill(0, torch.tensor([WORDS - 2, WORDS - 1]), low)
+
+
 def chosen(log_probs: torch.Tensor) -> torch.Tensor:
     """Return the log-probability of each next token, weighted by its position."""
     found = log_probs[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0]
@@ -84,6 +89,15 @@ uses(
         "of a copy in double": lambda x: chosen(x.double().log_softmax(-1)),
         "by logsumexp": lambda x: (capped(x).logsumexp(-1) * VECTOR[:TOKENS]).mean(),
         "by logsumexp, kept": lambda x: x.logsumexp(-1, keepdim=True).square().mean(),
+        "by logsumexp, words masked": lambda x: masked(x, -torch.inf).logsumexp(-1).mean(),
+        "by logsumexp, words far below": lambda x: masked(x, -1e30).logsumexp(-1).mean(),
+        "of a masked word": lambda x: (
+            masked(x, -torch.inf)
+            .log_softmax(-1)
+            .gather(-1, IDS[..., None].where(IDS[..., None] > 9, WORDS - 1))
+            .exp()
+            .mean()
+        ),
         "by an unreduced loss": lambda x: (ce(x, reduction="none") * VECTOR[:22]).sum(),
         "by weights": lambda x: ce(capped(x), weight=VECTOR, reduction="sum"),
         "by nll_loss": lambda x: F.nll_loss(shifted(x).log_softmax(-1), NEXT, reduction="none")[
