@@ -48,10 +48,7 @@ class _ByRows(torch.autograd.Function):
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
         if is_out_of_place(grad):
             return None, None, None, *recorded(function, tensors, needed, grad)
-        sums: list[torch.Tensor | None] = [
-            torch.zeros_like(tensor, dtype=accumulator_dtype(tensor.dtype)) if wanted else None
-            for tensor, wanted in zip(tensors, needed)
-        ]
+        sums: list[torch.Tensor | None] = [None] * len(tensors)  # None of those without a gradient
         shared = tensors[number:]
         for start in range(0, grad.shape[0], size):
             chunk = slice(start, start + size)
@@ -63,12 +60,15 @@ class _ByRows(torch.autograd.Function):
                 result = function(*leaves)
             wanted_ones = [tensor for tensor in leaves if tensor.requires_grad]
             grads = iter(torch.autograd.grad(result, wanted_ones, grad[chunk], allow_unused=True))
-            for at, total in enumerate(sums):
-                if total is None:
+            for at, tensor in enumerate(tensors):
+                part = next(grads) if needed[at] else None
+                if part is None:
                     continue
-                part = next(grads)
-                if part is not None:
-                    (total[chunk] if at < number else total).add_(part)
+                total = sums[at]
+                if total is None:
+                    dtype = accumulator_dtype(tensor.dtype)
+                    sums[at] = total = torch.zeros_like(tensor, dtype=dtype)
+                (total[chunk] if at < number else total).add_(part)
         ctx.function = None if not _kept() else function
         return (
             None,
@@ -90,8 +90,14 @@ def recorded(
     """Return gradients of ``function(*tensors)``, with create_graph ones with a graph."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        result = function(*tensors)
-    wanted = [tensor for tensor, one in zip(tensors, needed) if one]
+        # aliases: hidden states may be made of the weight (a tied one), and a gradient of the
+        # weight itself would have that path, too
+        aliases = [
+            tensor if not one else tensor.view_as(tensor) if again else tensor.detach()
+            for tensor, one in zip(tensors, needed)
+        ]
+        wanted = [alias.requires_grad_() for alias, one in zip(aliases, needed) if one]
+        result = function(*aliases)
     grads = iter(torch.autograd.grad(result, wanted, grad, create_graph=again, allow_unused=True))
     return [next(grads) if one else None for one in needed]
 

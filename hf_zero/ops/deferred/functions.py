@@ -65,7 +65,7 @@ def _reshaped(function: Any, args: Any, kwargs: Any) -> Any:
         return logits
     if not like.dim() or like.dtype != logits.dtype or like.numel() != logits.numel():
         return NotImplemented
-    if like.shape[-1] != logits.shape[-1] or not logits.numel():
+    if like.shape[-1] != logits.shape[-1]:
         return NotImplemented
     lead, shape, whole = like.shape[:-1], like.shape, like.is_contiguous()
 

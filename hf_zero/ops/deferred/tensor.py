@@ -33,7 +33,7 @@ from hf_zero.errors import KernelError
 from hf_zero.logging import log_rank0
 from hf_zero.ops.chunked_head import accumulator_dtype, rows_of_a_chunk
 from hf_zero.ops.deferred import facts, programs
-from hf_zero.ops.deferred.chunks import by_rows
+from hf_zero.ops.deferred.chunks import by_rows, recorded
 from hf_zero.ops.deferred.programs import Autocast, CallNode, Node, RowwiseCall, Select, Step
 from hf_zero.ops.deferred.uses import SELF, ChunkedUse, History
 
@@ -430,22 +430,10 @@ class _DeferredNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        again = torch.is_grad_enabled()
         values = [
             item.materialize() if isinstance(item, DeferredOutput) else item for item in ctx.inputs
         ]
-        with torch.enable_grad():
-            if not again:
-                values = [
-                    value.detach().requires_grad_(item.requires_grad)
-                    for value, item in zip(values, ctx.inputs)
-                ]
-            output = ctx.replay(*values)
-        wanted = [item for item, one in zip(values, ctx.needs_input_grad[2:]) if one]
-        grads = iter(
-            torch.autograd.grad(output, wanted, grad, create_graph=again, allow_unused=True)
-        )
-        return None, None, *(next(grads) if one else None for one in ctx.needs_input_grad[2:])
+        return None, None, *recorded(ctx.replay, values, ctx.needs_input_grad[2:], grad)
 
 
 class _Read(torch.autograd.Function):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import hf_zero
 from hf_zero.errors import KernelError
@@ -154,6 +155,16 @@ def test_without_any_label_that_counts_the_loss_is_nan_and_no_gradient_is(name: 
         given["decoder_input_ids"] = given["labels"].clamp(min=0)
     given["labels"] = torch.full_like(given["labels"], -100)
     assert step(fused, **given).loss.isnan() and step(plain, **given).loss.isnan()
+    compare(gradients(fused), gradients(plain))
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_loss_of_no_rows_is_that_of_the_model(name: str) -> None:
+    plain, fused = fused_pair(name)
+    for model in (plain, fused):
+        labels = batch()["labels"]
+        rows = model(**batch() | {"labels": None}).logits[labels > 10**6]
+        cross_entropy(rows, labels[labels > 10**6], reduction="sum").backward()
     compare(gradients(fused), gradients(plain))
 
 

@@ -49,19 +49,19 @@ class Identity(torch.autograd.Function):
         return grad
 
 
-def build() -> Any:
+def build(tied: bool = False) -> Any:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-            tie_word_embeddings=False, initializer_range=0.1,
+            tie_word_embeddings=tied, initializer_range=0.1,
         )
     ).train()  # fmt: skip
 
 
-def deferred() -> Any:
-    model = build()
+def deferred(tied: bool = False) -> Any:
+    model = build(tied)
     assert not isinstance(defer_head(model), str)
     return model
 
@@ -111,6 +111,39 @@ def test_a_use_does_what_it_does_to_plain_logits(name: str) -> None:
 def test_compiled_code(name: str) -> None:
     torch._dynamo.reset()
     check(COMPILED[name])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        ce,
+        lambda made: made.log_softmax(-1).gather(-1, IDS[..., None]).mean(),
+        lambda made: ce(made, weight=VECTOR, label_smoothing=0.1),
+        lambda made: Identity.apply(made).square().mean(),
+    ],
+    ids=["summed", "log-probabilities", "chunks", "whole"],
+)
+def test_second_derivatives_of_a_tied_head(loss: Any) -> None:
+    """The weight has two paths to the loss, as head and through the hidden states."""
+
+    def penalized(model: Any) -> torch.Tensor:
+        model.set_attn_implementation("eager")  # the others have no second derivative
+        value = loss(logits(model))
+        grads = torch.autograd.grad(value, list(model.parameters()), create_graph=True)
+        return value + torch.stack([grad.square().sum() for grad in grads]).sum()  # type: ignore[no-any-return]
+
+    (expected, grads), (found, ours) = (
+        outcome(model, penalized) for model in (build(tied=True), deferred(tied=True))
+    )
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
+    compare(ours, grads, 1e-4)
+
+
+def test_parameters_without_a_path_to_a_loss_get_no_gradient() -> None:
+    model, shift = deferred(), torch.zeros(WORDS, requires_grad=True)
+    made = logits(model).detach() + shift
+    ce(made).backward()
+    assert shift.grad is not None and not gradients(model)
 
 
 LEFT_WHOLE = {

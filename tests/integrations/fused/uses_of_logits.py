@@ -146,6 +146,10 @@ uses(
         "selected log-probabilities": lambda x: (
             (x / 0.7)[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0] - (x / 0.7)[:, :-1].logsumexp(-1)
         ).mean(),
+        "no rows": lambda x: F.cross_entropy(x[:0].reshape(-1, WORDS), NEXT[:0], reduction="sum"),
+        "no rows, unreduced": lambda x: F.cross_entropy(
+            x[:, :0].flatten(0, 1), NEXT[:0], VECTOR, reduction="none"
+        ).sum(),
         "no label counts": lambda x: F.cross_entropy(shifted(x), torch.full_like(NEXT, -100)),
         "a label outside": lambda x: F.cross_entropy(shifted(x), NEXT.where(NEXT != 5, 999)),
         "one label too few": lambda x: F.cross_entropy(shifted(x), NEXT[:-1]),
