@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_zero.device import kinds
+from hf_zero.ops.chunked_head import accumulator_dtype
 from hf_zero.ops.deferred import heads, programs
 from hf_zero.ops.deferred.chunks import SummedLoss
 from hf_zero.ops.deferred.programs import Affine
@@ -67,7 +68,7 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
     form = find(rows.program, logits._records)
     if form is not None and not smoothing:
         with torch.set_grad_enabled(torch.is_grad_enabled() and logits._records):
-            row_losses = -heads.log_probabilities(form, at, ignored).to(_dtype_of_loss(logits))
+            row_losses = -heads.log_probabilities(form, at, ignored)
             if weight is not None:
                 row_losses = row_losses * weight[at.where(at != ignored, 0)]
     else:
@@ -77,17 +78,19 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
             return function(rows, at[:, 0], weight, ignore_index=ignored, reduction="none", **more)
 
         row_losses = rows.reduced(losses, at[:, None])
+    dtype = _dtype_of_loss(logits)
     if reduction == "none":
-        return logits.used(row_losses.reshape(target.shape), function, args, kwargs)
-    total = row_losses.sum()
+        return logits.used(row_losses.to(dtype).reshape(target.shape), function, args, kwargs)
+    # sums in 16 bits overflow
+    total = row_losses.sum(dtype=accumulator_dtype(row_losses.dtype))
     if reduction == "mean":
-        counts = (at != ignored).to(row_losses.dtype)
+        counts = (at != ignored).to(total.dtype)
         if weight is not None:
-            counts = counts * weight[at.clamp(min=0)].to(row_losses.dtype)
+            counts = counts * weight[at.where(at != ignored, 0)].to(total.dtype)
         # of no weight NaN, with torch's gradients: NaN of labelled rows, 0 of ignored ones
         inverse = counts.sum().reciprocal()
         total = total * inverse + inverse * 0.0
-    return logits.used(total, function, args, kwargs)
+    return logits.used(total.to(dtype), function, args, kwargs)
 
 
 def _in_parts(form: Affine) -> bool:

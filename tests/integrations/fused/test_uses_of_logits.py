@@ -31,6 +31,7 @@ from tests.integrations.fused.uses_of_logits import (
     WORDS,
     ce,
     logits,
+    shifted,
 )
 
 IN_16_BITS = (
@@ -137,6 +138,21 @@ def test_second_derivatives_of_a_tied_head(loss: Any) -> None:
     )
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
     compare(ours, grads, 1e-4)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_weighted_losses_in_fp16_are_summed_in_fp32(
+    smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses of 22,000 tokens add up to more than the largest number of fp16."""
+    for module in (tensor, heads.chunked_head):
+        monkeypatch.setattr(module, "rows_of_a_chunk", lambda *_: 4096)
+    many = torch.arange(NEXT.numel() * 1000) % NEXT.numel()
+    rows, weight = shifted(logits(deferred().half()).detach())[many], torch.ones(WORDS)
+    expected = ce(logits(build().half()).detach().float(), label_smoothing=smoothing)
+    found = F.cross_entropy(rows, NEXT[many], weight.half(), label_smoothing=smoothing)
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=0)
 
 
 def test_parameters_without_a_path_to_a_loss_get_no_gradient() -> None:
