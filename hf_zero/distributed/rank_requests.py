@@ -39,7 +39,9 @@ from hf_zero.logging import logger
 # Subject of a request: the index of a fetched unit, after whose step the orders are recorded anew;
 # STOP; or, below STOP, an event of the caller.
 RENEW, STOP = 0, -1
-JOIN_SECONDS = 5.0
+JOIN_SECONDS = 30.0  # a thread that has not ended by then is left
+BELL_SECONDS = JOIN_SECONDS / 2  # the same of a thread that the first waits for as it ends
+LEAVE_SECONDS = 5.0  # the most that the host of the store waits for the others to leave it
 PART = 4 << 20  # bytes of one value in the store
 POLL_SECONDS = 0.05  # between checks whether this rank has written what another waits for
 IDLE_SECONDS = 1.0  # between checks whether the engine still exists, which ask no store
@@ -429,7 +431,7 @@ class ShardFetches:
 
     def say_last(self) -> None:
         """Note that this rank asks the store nothing more. The rank that hosts it waits for the
-        others, whose clients would report its end, :data:`JOIN_SECONDS` at most.
+        others, whose clients would report its end, :data:`LEAVE_SECONDS` at most.
         """
         if self.closed or self.serving.thread is None:
             return
@@ -437,7 +439,7 @@ class ShardFetches:
         try:
             call.enter(self._rank)
             while self._waits.hosts_store() and (
-                self._others_missing(call) and time.monotonic() - begun < JOIN_SECONDS
+                self._others_missing(call) and time.monotonic() - begun < LEAVE_SECONDS
             ):
                 time.sleep(POLL_SECONDS)
         except RuntimeError:
@@ -501,7 +503,7 @@ def _serve(
             bell.rung.set()  # requests may have come before
             _serve_until_closed(owner, store, read, ending, bell.rung)
     finally:
-        bell.end(store, JOIN_SECONDS)
+        bell.end(store, BELL_SECONDS)
         fetches = owner()
         if fetches is None or not fetches.closed:  # otherwise `close` has published why
             publish_closed(store, rank)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -297,3 +298,53 @@ def test_the_rank_that_commits_reads_many_outcomes_by_one_request(
     kept = {key for key in store.list_keys() if "/n" in key}
     assert len(kept) == 1, "counts of older saves are deleted"
     assert json.loads(mails[5].receive("verdict", 2, 0)) == "failed"
+
+
+class Silent:
+    """A store whose waits never end."""
+
+    def wait(self, *_: object) -> None:
+        threading.Event().wait()
+
+    def set(self, *_: object) -> None:
+        return None
+
+    def check(self, _: object) -> bool:
+        return False
+
+    def add(self, *_: object) -> int:
+        return 0
+
+
+def test_a_rank_waits_for_the_end_of_its_thread_and_of_what_that_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that returns from the store as the interpreter shuts down aborts the process."""
+    assert rank_requests.BELL_SECONDS < rank_requests.JOIN_SECONDS
+    monkeypatch.setattr(rank_requests, "JOIN_SECONDS", 1.0)
+    monkeypatch.setattr(rank_requests, "BELL_SECONDS", 0.3)
+    published: list[float] = []
+
+    def publish(store: object, rank: int) -> None:
+        time.sleep(0.3)
+        published.append(time.monotonic())
+
+    monkeypatch.setattr(rank_requests, "publish_closed", publish)
+    serving = rank_requests.Serving()
+    first = serving.rung
+
+    class Owner:
+        closed, own_requests = False, set[int]()
+
+        def read(self) -> None:
+            return None
+
+    owner = Owner()
+    owner.serving = serving  # type: ignore[attr-defined]
+    arguments: Any = (weakref.ref(owner), Silent(), 0, weakref.WeakMethod(owner.read), lambda: None)
+    serving.thread = threading.Thread(target=rank_requests._serve, args=arguments, daemon=True)
+    serving.thread.start()
+    while serving.rung is first:  # it has not begun
+        time.sleep(0.01)
+    serving.end()
+    assert published and not serving.thread.is_alive()

@@ -39,7 +39,7 @@ class Snapshot:
         folder: Path | None = None,
         whole_process: bool = True,
     ):
-        self._kept: list[Any] = []  # whose ids are facts
+        self._kept: list[Any] = threading.enumerate()  # whose ids are facts
         self._tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.facts: dict[str, Any] = dict(self._of_process(whole_process))
         for name, held in objects.items():
@@ -56,6 +56,9 @@ class Snapshot:
 
     def changes_until(self, later: Snapshot) -> list[str]:
         """Return what has changed until ``later``, one line each."""
+        began = self.facts.get("threads", {})
+        for thread in began.keys() - later.facts.get("threads", {}).keys():
+            del began[thread]  # of an engine of an earlier test, which has ended
         found = [
             f"{name}: {self.facts.get(name, 'nothing')} became {later.facts.get(name, 'nothing')}"
             for name in {**self.facts, **later.facts}
@@ -144,7 +147,7 @@ class Snapshot:
         yield "random numbers of torch", torch.get_rng_state().tolist()
         yield "random numbers of Python", random.getstate()
         yield "random numbers of numpy", str(numpy.random.get_state())
-        yield "threads", sorted(thread.name for thread in threading.enumerate())
+        yield "threads", {id(thread): thread.name for thread in threading.enumerate()}
         yield "native threads", native.threads() if native.available() else 0
         yield "environment", dict(os.environ)
 
