@@ -88,10 +88,11 @@ class FileLock:
             return False
 
     def remove(self) -> None:
-        """Remove the file, then give up the lock."""
+        """Remove the file, then give up the lock. Other holders of a shared lock may do so, too."""
         try:
             if self.is_current():
-                os.unlink(self.path)
+                with suppress(FileNotFoundError):
+                    os.unlink(self.path)
         finally:
             self.close()
 

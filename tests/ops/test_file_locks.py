@@ -61,6 +61,16 @@ def test_a_lock_is_taken_on_the_file_of_that_name(
     assert not path.exists()
 
 
+def test_two_holders_of_a_shared_lock_remove_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (FileLock(tmp_path / "lock", fcntl.LOCK_SH) for _ in range(2))
+    monkeypatch.setattr(second, "is_current", lambda: True)  # looked just before the other removed
+    first.remove()
+    second.remove()
+    assert not (tmp_path / "lock").exists()
+
+
 def test_a_forked_process_does_not_hold_the_lock(tmp_path: Path) -> None:
     lock = FileLock(tmp_path / "lock", fcntl.LOCK_EX)
     (ready, forked), (end, ends) = os.pipe(), os.pipe()

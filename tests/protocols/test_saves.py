@@ -126,7 +126,11 @@ class Job:
         mesh = SimpleNamespace(
             store_messages=lambda name: StoreMessages(world.store(name), rank, TIMEOUT, gone)
         )
-        saver = AsyncSaver(mesh, rank, self.size, torch.device("cpu"))
+        try:
+            saver = AsyncSaver(mesh, rank, self.size, torch.device("cpu"))
+        except RuntimeError as error:  # the store does not answer, and no engine is made
+            world.simulation.exit(world.processes[rank])
+            raise CollectiveFailed(str(error)) from error
         try:
             for number in range(first, first + SAVES):
                 self.save(saver, folder, number, world, rank)
