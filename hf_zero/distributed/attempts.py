@@ -66,10 +66,11 @@ def _confirm(shared: Any, world: int, seconds: float) -> str:
     shared.set("token", token)
     missing = list(range(1, world))
     for over in _looks(seconds):
+        if over:
+            missing = [other for other in missing if not shared.check([f"{token}/{other}"])]
         if not missing or shared.check([f"{token}/{other}" for other in missing]):
             break
         if over:
-            missing = [other for other in missing if not shared.check([f"{token}/{other}"])]
             text = (
                 f"rank 0 has waited {seconds:.0f} s, which is the timeout, for "
                 f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}. Such a rank has "

@@ -94,6 +94,22 @@ def test_missing_ranks_are_named_on_all_ranks(connect, capfd):
     assert "waitForInput" not in capfd.readouterr().err  # torch's lines for a wait that timed out
 
 
+def test_a_rank_that_comes_as_the_time_ends_is_met(connect, monkeypatch):
+    store, plain = connect(), attempts.dist.PrefixStore.check
+    looks = []
+
+    def check(shared, keys):
+        looks.append(keys)
+        found = plain(shared, keys)
+        if len(looks) == 1:
+            shared.set(keys[0], "")
+        return found
+
+    monkeypatch.setattr(attempts.dist.PrefixStore, "check", check, raising=False)
+    store_of_attempt(store, 0, 2, timedelta(0))
+    assert len(looks) == 2
+
+
 def test_rank_0_never_comes(connect):
     with pytest.raises(
         LaunchError, match=r"rank 1 has waited 0 s.* for rank 0, which has not come"
