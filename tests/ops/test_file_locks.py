@@ -61,6 +61,23 @@ def test_a_lock_is_taken_on_the_file_of_that_name(
     assert not path.exists()
 
 
+def test_a_file_is_removed_while_its_lock_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the file that goes may be the one that another process has just made and locked."""
+    path, unlink, removed = tmp_path / "lock", os.unlink, list[Path]()
+
+    def remove(given: Path) -> None:
+        with pytest.raises(BlockingIOError):
+            FileLock(path, fcntl.LOCK_EX)
+        removed.append(given)
+        unlink(given)
+
+    monkeypatch.setattr(os, "unlink", remove)
+    FileLock(path, fcntl.LOCK_EX).remove()
+    assert removed == [path] and not path.exists()
+
+
 def test_two_holders_of_a_shared_lock_remove_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
