@@ -30,6 +30,7 @@ from hf_zero.logging import logger
 from hf_zero.ops.file_locks import FileLock
 
 FOLDER = "hf-zero-saves"
+HIDDEN = "."  # before the name of a file that is being made
 Save = tuple[str, str]  # id, and the path of the checkpoint
 
 
@@ -59,9 +60,11 @@ class SaveLog:
         try:
             if self._lock is None and not self._failed:
                 name = secrets.token_hex(8)
-                self._lock = lock_in(_folder(), name, fcntl.LOCK_EX, PATIENCE)
+                self._lock = lock_in(_folder(), HIDDEN + name, fcntl.LOCK_EX, PATIENCE)
                 own = Writer(_job(), socket.gethostname(), os.getpid())
                 self._lock.path.write_text(json.dumps(vars(own)) + "\n")
+                # Seen once it is locked: others remove a file that nobody has locked.
+                self._lock.path = self._lock.path.rename(self._lock.path.with_name(name))
             if self._lock is not None:
                 with open(self._lock.path, "a") as file:
                     file.write(json.dumps(save) + "\n")
@@ -77,7 +80,7 @@ class SaveLog:
         found: dict[Save, Writer] = {}
         try:
             refuse_foreign(_folder())
-            for path in _folder().glob("*"):
+            for path in _folder().glob(f"[!{HIDDEN}]*"):
                 if _is_locked(path):
                     writer, saves = _read(path)
                     if writer is not None and not _is_related(writer):

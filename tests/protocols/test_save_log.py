@@ -11,8 +11,7 @@ import pytest
 
 from hf_zero.checkpoint import save_log
 from hf_zero.checkpoint.save_log import SaveLog
-from tests.protocols.explore import Judge, explore, find
-from tests.protocols.faults import seed_fault
+from tests.protocols.explore import Judge, explore
 from tests.protocols.files import PerProcess, folder_of, scheduled
 from tests.protocols.simulation import Process, Simulation, running
 
@@ -78,10 +77,3 @@ def test_saves_of_running_jobs_are_seen(
     size: int, few: int, settings: Any, schedules: Callable[..., int]
 ) -> None:
     explore(partial(jobs, size, size), schedules(few, 2), **settings)
-
-
-def test_a_log_is_removed_without_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    removed = "FileLock(path, fcntl.LOCK_SH).remove()"
-    edit = (removed, "(FileLock(path, fcntl.LOCK_SH).close(), path.unlink())")
-    seed_fault(monkeypatch, save_log, "_is_locked", edit)
-    find(partial(jobs, 1, 1), 2000, **HELD)
