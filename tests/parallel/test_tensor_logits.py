@@ -27,6 +27,7 @@ from tests.helpers.oracle import FP32_TOLERANCE, compare, kept
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tensor_parallel import HEADS, HIDDEN, train_tensor_parallel
 from tests.helpers.training import ArchitectureJob, At, Driver, Plan, plain_sgd
+from tests.integrations.fused.uses_of_logits import Identity
 
 WORDS = 66  # parts of 33
 CHUNK = 5
@@ -100,16 +101,6 @@ def metric(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def whole(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return smoothed(logits, labels) + 0.01 * logits.topk(3).values.square().mean()
-
-
-class Identity(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
 
 
 def below_torch_functions(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

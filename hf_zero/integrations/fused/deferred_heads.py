@@ -193,24 +193,11 @@ def defer_head(model: nn.Module) -> list[Replacement] | str:
     ``model`` may be a wrapper such as PEFT's. The linear layers inside an adapted head, those of
     LoRA and of ``modules_to_save``, are deferred alike.
     """
-    get: Any = getattr(model, "get_output_embeddings", None)
-    if get is None:
-        return f"{type(model).__name__} has no get_output_embeddings"
-    try:
-        head = get()
-    except NotImplementedError:
-        head = None
-    if head is None:
-        return f"{type(model).__name__} has no output embedding"
+    found = _decoders(model)
+    if isinstance(found, str):
+        return found
+    head, decoders = found
     names = {module: name for name, module in model.named_modules()}
-    linear = [module for module in head.modules() if _is_linear(module)]
-    words = max((layer.out_features for layer in linear), default=0)
-    decoders = [layer for layer in linear if layer.out_features == words]
-    if not decoders:
-        return (
-            f"{names.get(head, 'the output embedding')} is a {type(head).__name__} of "
-            f"{type(head).__module__}, not a linear layer of torch"
-        )
     for decoder in decoders:
         if "forward" in decoder.__dict__:
             return f"{names.get(decoder, 'the head')} has a forward of its own already"
@@ -226,23 +213,44 @@ def defer_head(model: nn.Module) -> list[Replacement] | str:
     return replacements
 
 
-def deferred_before_head(model: Any) -> set[nn.Module]:
+def deferred_before_head(model: nn.Module) -> set[nn.Module]:
     """Return the row-wise modules before the head of ``model`` that :func:`defer_head` defers with
     it, and the modules that hold them: a kernel in one of these would compute all rows.
     """
-    try:
-        head = model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        head = None
-    if head is None:
+    found = _decoders(model)
+    if isinstance(found, str):
         return set()
-    linear = next(filter(_is_linear, head.modules()), None)
-    before = set() if linear is None else {*_before(model, head, linear.in_features)}
+    head, decoders = found
+    before = {*_before(model, head, decoders[0].in_features)}
     return {
         module
         for module in model.modules()
         if module is not model and not before.isdisjoint(module.modules())
     }
+
+
+def _decoders(model: nn.Module) -> tuple[nn.Module, list[nn.Linear]] | str:
+    """Return the output embedding of ``model`` and its linear layers of the most outputs; the
+    reason if it has none.
+    """
+    get: Any = getattr(model, "get_output_embeddings", None)
+    if get is None:
+        return f"{type(model).__name__} has no get_output_embeddings"
+    try:
+        head = get()
+    except NotImplementedError:
+        head = None
+    if head is None:
+        return f"{type(model).__name__} has no output embedding"
+    linear = [module for module in head.modules() if _is_linear(module)]
+    words = max((layer.out_features for layer in linear), default=0)
+    if not linear:
+        name = next((name for name, module in model.named_modules() if module is head), None)
+        return (
+            f"{'the output embedding' if name is None else name} is a {type(head).__name__} of "
+            f"{type(head).__module__}, not a linear layer of torch"
+        )
+    return head, [layer for layer in linear if layer.out_features == words]
 
 
 def _count_labels(model: Any, args: Any, kwargs: Any) -> None:

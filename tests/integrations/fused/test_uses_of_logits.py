@@ -40,16 +40,6 @@ IN_16_BITS = (
 )  # fmt: skip
 
 
-class Identity(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
 def build(tied: bool = False) -> Any:
     torch.manual_seed(0)
     return LlamaForCausalLM(
@@ -120,7 +110,7 @@ def test_compiled_code(name: str) -> None:
         ce,
         lambda made: made.log_softmax(-1).gather(-1, IDS[..., None]).mean(),
         lambda made: ce(made, weight=VECTOR, label_smoothing=0.1),
-        lambda made: Identity.apply(made).square().mean(),
+        lambda made: uses_of_logits.Identity.apply(made).square().mean(),
     ],
     ids=["summed", "log-probabilities", "chunks", "whole"],
 )
@@ -307,7 +297,7 @@ def test_changed_operands_are_refused(read: Any) -> None:
 
 def test_operands_changed_before_the_backward_of_a_node_are_refused() -> None:
     teacher = TEACHER.clone()
-    total = Identity.apply(logits(deferred()) * teacher).sum()
+    total = uses_of_logits.Identity.apply(logits(deferred()) * teacher).sum()
     teacher.zero_()
     with pytest.raises(KernelError, match=r"the operand \(2, 12, 64\) of mul"):
         total.backward()
