@@ -33,14 +33,14 @@ from hf_zero.distributed.store import (
     publish_closed,
     ring,
 )
+from hf_zero.distributed.watchdog import JOIN_SECONDS
 from hf_zero.errors import RankMismatchError
 from hf_zero.logging import logger
 
 # Subject of a request: the index of a fetched unit, after whose step the orders are recorded anew;
 # STOP; or, below STOP, an event of the caller.
 RENEW, STOP = 0, -1
-JOIN_SECONDS = 30.0  # a thread that has not ended by then is left
-BELL_SECONDS = JOIN_SECONDS / 2  # the same of a thread that the first waits for as it ends
+BELL_SECONDS = JOIN_SECONDS / 2  # JOIN_SECONDS of a thread that another one waits for as it ends
 LEAVE_SECONDS = 5.0  # the most that the host of the store waits for the others to leave it
 PART = 4 << 20  # bytes of one value in the store
 POLL_SECONDS = 0.05  # between checks whether this rank has written what another waits for

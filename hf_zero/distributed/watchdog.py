@@ -48,7 +48,7 @@ FOLLOWED = 64  # collectives of a communicator followed at once: the oldest and 
 SCRIPTS_COLLECTIVES = "torch.distributed.distributed_c10d"
 LOOKS_AT_SCRIPT = 4  # consecutive looks that find the script in its own collective
 GRACE_SECONDS = 5.0
-JOIN_SECONDS = 30.0  # as in rank_requests.py
+JOIN_SECONDS = 30.0  # a thread that has not ended by then is left
 
 
 class Watchdog:
