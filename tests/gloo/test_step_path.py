@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import hf_zero
+from hf_zero.checkpoint import save_log
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, features, seeded
 from tests.helpers.processes import run_processes
@@ -73,6 +74,8 @@ def ways(rank, folder):
         engine.step()
 
     torch.set_num_threads(1)
+    # Saves of other tests, which run meanwhile, would be read, too.
+    save_log._folder = lambda: Path(folder) / "saves-of-this-host"
     for _ in range(3):
         step()
     acts = {
