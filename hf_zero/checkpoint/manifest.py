@@ -218,9 +218,10 @@ def _innermost(name: str) -> str:
 
 
 FORMAT = "hf-zero/checkpoint"
-PARTS_VERSION = 3  # written if the manifest has parts of tensors
+PADDED_VERSION = 4  # written if there is padding between parameters
+PARTS_VERSION = 3  # written otherwise if the manifest has parts of tensors
 VERSION = 2  # written otherwise
-READ = (1, 2, 3)  # versions that can be read; version 1 has SHA-256 alone
+READ = (1, 2, 3, 4)  # versions that can be read; version 1 has SHA-256 alone
 MANIFEST_NAME = "manifest.json"
 MAX_ELEMENTS = 1 << 56  # of a tensor; its bytes then fit 64 bits
 MAX_MANIFEST = 1 << 30  # bytes; a larger manifest is damage, not a model
@@ -274,6 +275,8 @@ class Manifest:
     @property
     def version(self) -> int:
         """Version of the format in which this manifest is written."""
+        if any(flat.layout.end > flat.layout.numel for flat in self.flats):
+            return PADDED_VERSION
         cut = any(slot.box is not None for parts in self.parts.values() for _, slot in parts)
         return PARTS_VERSION if cut else VERSION
 
@@ -481,8 +484,10 @@ def read_file_entry(
     )
 
 
-def read_flat(data: dict[str, Any]) -> FlatEntry:
-    """Inverse of :meth:`FlatEntry.to_json`. Raises ValueError, TypeError or KeyError."""
+def read_flat(data: dict[str, Any], version: int = PADDED_VERSION) -> FlatEntry:
+    """Inverse of :meth:`FlatEntry.to_json`, in a manifest of ``version``. Raises ValueError,
+    TypeError or KeyError.
+    """
     chunks = tuple(
         Chunk(_size(c, "file"), _size(c, "start"), _size(c, "stop"), _items(c, "tensors", str))
         for c in _items(data, "chunks", dict)
@@ -495,7 +500,7 @@ def read_flat(data: dict[str, Any]) -> FlatEntry:
         _get(data, "key", str),
         _get(data, "trainable", bool),
         dtype_of(_get(data, "dtype", str)),
-        FlatLayout.from_json(layout),
+        FlatLayout.from_json(layout, adjacent=version < PADDED_VERSION),
         chunks,
         _typed(data.get("raw", False), bool, "raw"),
     )
@@ -562,7 +567,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
         stage=_get(data, "stage", int),
         precision=_get(data, "precision", str),
         files=tuple(read_file_entry(file, data["version"]) for file in _items(data, "files", dict)),
-        flats=tuple(read_flat(flat) for flat in _items(data, "flats", dict)),
+        flats=tuple(read_flat(flat, data["version"]) for flat in _items(data, "flats", dict)),
         parameters={
             name: dtype_of(dtype) for name, dtype in _values(data, "parameters", str).items()
         },
@@ -642,9 +647,9 @@ def _check(manifest: Manifest) -> None:
                     f"at {at} in a listed file with weights"
                 )
             at = chunk.stop
-        if at < flat.layout.numel:
+        if at < flat.layout.end:
             raise ValueError(
-                f"flat {flat.key!r} has {flat.layout.numel} elements, its chunks end at {at}"
+                f"flat {flat.key!r} has {flat.layout.end} elements, its chunks end at {at}"
             )
     renamed = manifest.export.names
     for name in (*held, *manifest.buffers, *manifest.aliases, *renamed.values()):

@@ -55,13 +55,12 @@ class FlatMomentum:
     def __init__(self, flat: FlatBuffer, bound: Any) -> None:
         self.flat = flat
         layout, form = flat.layout, flat.spec.momentum_blocks or SignBlocks()
-        starts = [slot.offset for slot in layout.slots]
-        self.blocks = form.cut(starts, layout.numel, layout.shards, layout.chunk)
+        self.blocks = form.cut(layout.edges, layout.end, layout.shards, layout.chunk)
         self._own_blocks: BlockTable = self.blocks.row(flat.axis.rank)
         self._bound = bound
         self.runs = [  # every element belongs to a group
             (run.group or 0, run.start, run.stop)
-            for run in group_runs(flat.layout, (0, flat.layout.numel), bound.group_of)
+            for run in group_runs(flat.layout, (0, flat.layout.end), bound.group_of)
         ]
         self._run_of: Tensor | None = None  # int64 [ranks * blocks]: the run of each block
         self.error: Tensor | None = None  # [padded]

@@ -46,7 +46,8 @@ class SignBlocks:
 
     def cut(self, starts: Sequence[int], numel: int, rows: int, chunk: int) -> BlockTable:
         """Return the blocks of a buffer of ``rows`` chunks of ``chunk`` elements. Its tensors begin
-        at ``starts``, each at the end of the previous one; elements from ``numel`` on are padding.
+        at ``starts``, each at the end of the previous one, and so does the padding between them,
+        which is zero; elements from ``numel`` on are padding without blocks.
         """
         parts: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
         edges = {*starts, *(row * chunk for row in range(rows + 1)), numel}

@@ -192,26 +192,19 @@ def group_runs(
 ) -> list[Run]:
     """Cut an owned range into runs of one group.
 
-    Padding joins the run before it; a range of padding only joins the group of the layout's last
-    parameter.
+    Padding joins the run before it, in front of all the first run; a range of padding only joins
+    the group of the layout's last parameter.
     """
     start, stop = owned
-    runs: list[Run] = []
+    begins: list[tuple[int | None, int]] = []
     for piece in layout.pieces(start, stop):
-        group, begin, end = (
-            group_of.get(piece.name),
-            piece.offset - start,
-            piece.offset - start + len(piece),
-        )
-        if runs and runs[-1].group == group:
-            runs[-1] = Run(group, runs[-1].start, end)
-        else:
-            runs.append(Run(group, begin, end))
-    if runs:
-        runs[-1] = Run(runs[-1].group, runs[-1].start, stop - start)
-    elif start < stop and layout.slots:
-        runs = [Run(group_of.get(layout.slots[-1].name), 0, stop - start)]
-    return runs
+        group = group_of.get(piece.name)
+        if not begins or begins[-1][0] != group:
+            begins.append((group, piece.offset - start if begins else 0))
+    if not begins and start < stop and layout.slots:
+        begins = [(group_of.get(layout.slots[-1].name), 0)]
+    ends = [*(begin for _, begin in begins[1:]), stop - start]
+    return [Run(group, begin, end) for (group, begin), end in zip(begins, ends)]
 
 
 def divide(segment: Segment, kind_of: Callable[[str], Hashable]) -> list[tuple[Hashable, Segment]]:

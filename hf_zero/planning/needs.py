@@ -230,8 +230,7 @@ def _one_bit(flat: FlatPlan, one_bit: OneBit | None) -> int:
         local += (4 + 4 + 1 + weights) * layout.padded if form is None else 0
     if form is None:
         return local
-    starts = [slot.offset for slot in layout.slots]
-    blocks = form.cut(starts, layout.numel, layout.shards, layout.chunk)
+    blocks = form.cut(layout.edges, layout.end, layout.shards, layout.chunk)
     return (4 + 1 + weights) * layout.padded + layout.shards * blocks.nbytes + local
 
 

@@ -143,7 +143,7 @@ def _sizes(flat: FlatPlan, shards: int) -> _Sizes:
     slots = flat.spec.layout.slots
     matrices = (slot.numel for slot in slots if len(slot.shape) > 1)
     few = sum(numel for numel in matrices if numel >= SMALLEST_TENSOR)
-    return _Sizes(flat.spec.dtype.itemsize, few, flat.spec.layout.numel - few, shards)
+    return _Sizes(flat.spec.dtype.itemsize, few, flat.spec.layout.padded - few, shards)
 
 
 def _one_bit(numel: int) -> float:

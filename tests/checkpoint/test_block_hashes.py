@@ -277,10 +277,11 @@ VERSIONS: dict[int, tuple[Callable[[], torch.nn.Module], Callable[[Path], list[A
     1: (small, lambda folder: small_on_ranks(folder, 2, 3)),
     2: (small, lambda folder: small_on_ranks(folder, 3, 1)),
     3: (write.cut_model, cut_in_one_process),
+    4: (small, lambda folder: small_on_ranks(folder, 3, 2)),
 }
 
 
-def test_versions_without_hashes_of_blocks(tmp_path: Path) -> None:
+def test_checkpoints_of_every_version_are_read(tmp_path: Path) -> None:
     """They are loaded, verified and converted; weights and moments have known values."""
     for version, (make, loaded) in VERSIONS.items():
         folder = write.HERE / f"version{version}"

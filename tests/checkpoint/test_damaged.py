@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hf_zero import checkpoint
 from hf_zero.checkpoint import reader, verify_checkpoint
 from hf_zero.checkpoint.find import LATEST
-from hf_zero.checkpoint.manifest import VERSION
+from hf_zero.checkpoint.manifest import PADDED_VERSION
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import (
     RANK1,
@@ -152,7 +152,7 @@ FILES: dict[str, Damage] = {
     "a rate of the manifest": (partial(replaced, '"lr": 0.001', '"lr": 0.009'), CHANGED),
     "a blank of the manifest": (partial(replaced, "\n ", "\n\t"), CHANGED),
     "another version": (
-        partial(edited, (f'"version": {VERSION}', '"version": 99')),
+        partial(edited, (f'"version": {PADDED_VERSION}', '"version": 99')),
         ["format version 99"],
     ),
     **{

@@ -107,7 +107,7 @@ def test_simulate_prints_the_library_s_figures() -> None:
     expected = plain(found.to_dict())
     del expected["machine"]
     assert shown == expected
-    assert shown["model_state_bytes"] == pytest.approx(2e6 * (2 + 14 / 64), rel=0.02)
+    assert shown["model_state_bytes"] == pytest.approx(2e6 * (2 + 14 / 64), rel=0.03)
     assert shown["peak_bytes"]["device"] > shown["model_state_bytes"]
     table = " ".join(invoke(command).split())
     assert in_units(found.peak_bytes["device"]) in table

@@ -98,7 +98,7 @@ class Whole:
     beta: float
 
     def step(self, grads: Sequence[Tensor], number: int, divisor: float = 1.0) -> None:
-        numel, beta = self.layout.numel, self.beta
+        numel, beta = self.layout.end, self.beta
         factor = torch.tensor(1.0 - beta) / torch.tensor(divisor)
         sent = []
         for rank, grad in enumerate(grads):
@@ -324,7 +324,7 @@ class WholeLocal(Whole):
         return self.keep * self.weights - self.moved[rank] * self.inverses
 
     def synchronise(self, number: int) -> None:
-        numel = self.layout.numel
+        numel = self.layout.end
         sent = []
         for rank, moved in enumerate(self.moved):
             z = self.errors[rank] + moved / self.size

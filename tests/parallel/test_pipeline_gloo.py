@@ -15,7 +15,7 @@ import hf_zero
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.errors import ConfigError, PipelineError
-from hf_zero.zero.layout.flat_layout import ALIGNMENT
+from hf_zero.zero.layout.flat_layout import BLOCK
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import bytes_along
 from tests.helpers.processes import run_processes, say
@@ -90,7 +90,7 @@ def _train(rank, case):
     engine, _, _, _ = hf_zero.initialize(model=module, config=written, optimizer=sgd)
     held = engine.state_bytes()["parameters"]
     # what is tied over stages lies in a flat buffer of its own
-    assert held == pytest.approx(foreseen.parameters, abs=4 * ALIGNMENT * case.readers)
+    assert held == pytest.approx(foreseen.parameters, abs=4 * BLOCK * case.readers)
     window = case.micro_batches * case.readers
     own = slice(rank % case.readers, None, case.readers)
     data: Iterator[Any] | None = iter(batches(window * STEPS)[own])

@@ -273,7 +273,7 @@ def test_this_machine_is_measured_where_nothing_is_given(tmp_path: Any) -> None:
 # -- the search ------------------------------------------------------------------------------------
 
 
-BLOCKS = Blocks([(1_000_000,)] * 4)
+BLOCKS = Blocks([(999_936,)] * 4)  # blocks of 256 elements
 
 
 def searched(

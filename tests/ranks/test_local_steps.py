@@ -62,7 +62,7 @@ def whole_of(answers, key):
     variance = torch.cat([answer[BEGIN][1][key]["variance"] for answer in answers])
     exact = 1.0 / (variance / (1.0 - ADAM["betas"][1] ** BEGIN)).sqrt().add(1e-8)
     found = powers(later["exponents"])
-    inside = slice(0, layout.numel)
+    inside = slice(0, layout.end)
     torch.testing.assert_close(found[inside], exact[inside], rtol=0.13, atol=0.0)
     errors = [answer[BEGIN - 1][1][key]["error"] for answer in answers]
     errors = [torch.zeros(layout.padded) if each is None else each.clone() for each in errors]
@@ -100,7 +100,7 @@ def test_steps_are_those_of_the_equations():
                     near(answer[number][1][key]["error"], whole.errors[rank])
             for name, wanted in (("master", whole.weights), ("average", whole.average)):
                 found = torch.cat([answer[number][1][key][name] for answer in answers])
-                near(found[: layout.numel], wanted[: layout.numel])
+                near(found[: layout.end], wanted[: layout.end])
             fulls = [answer[number][1][key]["full"] for answer in answers]
             assert all(torch.equal(full, fulls[0]) for full in fulls)
     used = [[answer[number][4] for answer in answers] for number in range(BEGIN, STEPS)]

@@ -31,7 +31,7 @@ from hf_zero.optim.segments import group_runs, sub_groups
 from hf_zero.optim.state import fresh_state, in_numbers, is_elementwise
 from hf_zero.optim.whole_tensor import moments_by_group
 from hf_zero.zero.layout.codecs import UNCOMPRESSED, Codecs
-from hf_zero.zero.layout.flat_layout import ALIGNMENT, FlatLayout
+from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, is_raw, kept_in_fp32
 from hf_zero.zero.layout.sharding import Sharding, sharding_of
@@ -502,15 +502,8 @@ class _Laying:
         """
         kinds: dict[FlatKind, dict[str, nn.Parameter]] = {}
         parameters = [item for item in unit.parameters if held is None or item[0] in held]
-        # Ordered by group: the elements of a group in a unit are one run. Odd sizes last: the
-        # others are aligned.
-        for name, parameter in sorted(
-            parameters,
-            key=lambda item: (
-                self.group_of.get(item[0], -1),
-                math.prod(shape_of(item[1], self.cuts)) % ALIGNMENT != 0,
-            ),
-        ):
+        # Ordered by group: the elements of a group in a unit are one run.
+        for name, parameter in sorted(parameters, key=lambda item: self.group_of.get(item[0], -1)):
             dtype = (
                 parameter.dtype
                 if self.precision is None
@@ -542,6 +535,7 @@ class _Laying:
             [(name, shape_of(p, self.cuts)) for name, p in parameters.items()],
             shards,
             {name: _sharding(p, self.cuts).box for name, p in parameters.items()},
+            dtype.itemsize,
         )
         state = "trainable" if trainable else "frozen"
         key = f"{unit.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if kind.raw else ''}"

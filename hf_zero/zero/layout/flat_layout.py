@@ -5,6 +5,14 @@ A :class:`FlatLayout` places parameters one after another in one flat buffer and
 into equal chunks, one per shard. Everything that moves parameters (partitioning, optimizer
 segments, saving, loading on another number of ranks, exporting, estimating) is an intersection of
 ranges over such a layout.
+
+[Note: alignment]
+A parameter of two or more dimensions begins at a multiple of 128 bytes: loads of 16 bytes, TMA and
+grouped GEMMs need it, whatever is before it in the buffer. One of LARGE or more elements begins at
+a multiple of BLOCK elements, and so does every chunk of a layout that has one: a block of BLOCK of
+its elements, which block-wise optimizer state has a scale for, is then on one rank, and the blocks
+are the same on any number of ranks. The elements between two parameters, like those after the
+last, are padding: zero in shards, gradients and optimizer state, undefined in a gathered buffer.
 """
 
 from __future__ import annotations
@@ -12,7 +20,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +28,8 @@ from typing import Any
 from hf_zero.zero.layout.box import Box
 
 ALIGNMENT = 8  # elements; a chunk of 16-bit elements then starts on a 16-byte boundary
+MATRIX_ALIGNMENT = 128  # bytes
+LARGE, BLOCK = 4096, 256  # elements
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,8 @@ class ParameterRange:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters laid end to end, padded to a multiple of ``shards * ALIGNMENT`` elements, and cut
-    into ``shards`` chunks.
+    """Parameters in ascending order, aligned and padded as the note says, and cut into ``shards``
+    chunks.
     """
 
     slots: tuple[Slot, ...]
@@ -90,27 +100,53 @@ class FlatLayout:
         named_shapes: Sequence[tuple[str, Sequence[int]]],
         shards: int,
         boxes: Mapping[str, Box | None] = MappingProxyType({}),
+        itemsize: int = 4,
     ) -> FlatLayout:
-        """Lay ``named_shapes`` out in the order given; ``boxes`` by name for parts of cut tensors.
+        """Lay ``named_shapes`` out in the order given; ``boxes`` by name for parts of cut tensors,
+        ``itemsize``: bytes of an element.
 
         A shape ``()`` holds one element, an empty one none.
         """
         slots, offset = [], 0
         for name, shape in named_shapes:
-            slots.append(Slot(name, tuple(int(n) for n in shape), offset, boxes.get(name)))
+            slot = Slot(name, tuple(int(n) for n in shape), offset, boxes.get(name))
+            slots.append(replace(slot, offset=_round_up(offset, _alignment(slot, itemsize))))
             offset = slots[-1].end
         return cls(tuple(slots), shards)
 
     @cached_property
     def numel(self) -> int:
         """Number of elements of parameters, without padding."""
+        return sum(slot.numel for slot in self.slots)
+
+    @cached_property
+    def end(self) -> int:
+        """Number of elements of the flat buffer without the padding after the last parameter."""
         return self.slots[-1].end if self.slots else 0
 
     @cached_property
     def padded(self) -> int:
         """Number of elements of the flat buffer."""
-        step = self.shards * ALIGNMENT
-        return -(-self.numel // step) * step
+        large = any(slot.numel >= LARGE for slot in self.slots)
+        return _round_up(self.end, self.shards * (BLOCK if large else ALIGNMENT))
+
+    @cached_property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of the flat buffer that hold no parameter, in order."""
+        ends = [0, *(slot.end for slot in self.slots)]
+        starts = [*(slot.offset for slot in self.slots), self.padded]
+        return tuple((end, start) for end, start in zip(ends, starts) if end < start)
+
+    @property
+    def edges(self) -> list[int]:
+        """The first elements of parameters and of the padding behind them."""
+        return sorted({start for slot in self.slots for start in (slot.offset, slot.end)})
+
+    def padding_in(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of padding inside ``[start, stop)``, counted from ``start``."""
+        for first, last in self.padding:
+            if first < stop and last > start:
+                yield max(first, start) - start, min(last, stop) - start
 
     @property
     def chunk(self) -> int:
@@ -160,11 +196,11 @@ class FlatLayout:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> FlatLayout:
+    def from_json(cls, data: dict[str, Any], adjacent: bool = False) -> FlatLayout:
         """Inverse of :meth:`to_json`.
 
-        Raises ValueError if a field is missing or of another type, or slots do not follow one
-        another.
+        Raises ValueError if a field is missing or of another type, or slots overlap or, where they
+        must be ``adjacent``, leave elements between them.
         """
         try:
             slots = tuple(
@@ -184,10 +220,11 @@ class FlatLayout:
             ) from None
         at = 0
         for slot in slots:
-            if any(n < 0 for n in slot.shape) or slot.offset != at:
+            wrong = slot.offset != at if adjacent else slot.offset < at
+            if any(n < 0 for n in slot.shape) or wrong:
                 raise ValueError(
                     f"slot {slot.name!r} with shape {slot.shape} stands at {slot.offset}, expected "
-                    f"{at}; the layout is damaged"
+                    f"{at}{'' if adjacent else ' or more'}; the layout is damaged"
                 )
             if slot.box is not None and slot.box.shape != slot.shape:
                 raise ValueError(
@@ -196,6 +233,17 @@ class FlatLayout:
                 )
             at = slot.end
         return cls(slots, shards)
+
+
+def _alignment(slot: Slot, itemsize: int) -> int:
+    """Return the number of elements of which the offset of ``slot`` is a multiple."""
+    if slot.numel >= LARGE:
+        return BLOCK
+    return MATRIX_ALIGNMENT // itemsize if len(slot.shape) > 1 and slot.numel else 1
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _typed(value: Any, kind: type) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
+from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.parameter import name_of, owner_of
 from hf_zero.zero.layout.sharding import sharding_of
 
@@ -88,7 +89,7 @@ def fill_whole(
         if widest == flat.dtype
         else torch.empty(full.numel(), dtype=widest, device=full.device)
     )
-    values[flat.layout.numel :].zero_()
+    clear_padding(flat.layout, values)
     for parameter, slot in flat.items:
         values[slot.offset : slot.end].view(slot.shape).copy_(former.values(parameter))
         parameter.__dict__.pop("_hf_zero_source", None)
@@ -96,6 +97,14 @@ def fill_whole(
     if values is not full:
         full.copy_(values)
     return values
+
+
+def clear_padding(layout: FlatLayout, values: torch.Tensor, start: int = 0) -> None:
+    """Set the padding to zero in ``values``, elements of a buffer of ``layout`` from ``start``
+    on.
+    """
+    for first, last in layout.padding_in(start, start + values.numel()):
+        values[first:last].zero_()
 
 
 def _owns(flat: FlatBuffer) -> bool:
@@ -135,6 +144,7 @@ def read_own(flat: FlatBuffer, mesh: Mesh, former: FormerValues, staging: Stagin
         if given <= {flat.dtype}
         else torch.zeros(flat.spec.owned_numel, dtype=torch.float32, device=flat.full.device)
     )
+    clear_padding(flat.layout, values, flat.owned[0])
     for parameter, slot in flat.items:
         first, start, stop = flat.spec.own_range(slot.name)
         source = source_of(parameter)

@@ -36,6 +36,11 @@ class ParameterHandles:
         # names of parameters whose requires_grad differs from that at initialize
         self.switched: frozenset[str] = frozenset()
         self._placeholders: dict[str, torch.Tensor] = {}
+        # Templates of the parameters and of the padding between and after them, in buffer order,
+        # and the places of either among them.
+        self.templates: list[torch.Tensor] = []
+        self.members_at: list[int] = []
+        self.padding_at: list[int] = []
         # classes of ``members``, by state
         self._classes: dict[type[OwnedParameter], list[type[OwnedParameter]]] = {}
         # Weak references make torch.utils.swap_tensors refuse these parameters: it would exchange
@@ -67,6 +72,19 @@ class ParameterHandles:
                 _hf_zero_id=self._spec.number * 1_000_000 + index,
             )
             _set_data(parameter, self.views[slot.name])
+        self._divide()
+
+    def _divide(self) -> None:
+        """Set the templates of the parts of the buffer."""
+        layout, any_value = self._spec.layout, torch.zeros(())
+        ranges = [(slot.offset, slot.end, slot.shape) for slot in layout.slots]
+        ranges += [(start, stop, (stop - start,)) for start, stop in layout.padding]
+        # an empty parameter is in front of what begins at its place
+        order = sorted(range(len(ranges)), key=lambda at: (*ranges[at][:2], at))
+        self.templates = [any_value.expand(ranges[at][2]) for at in order]
+        place = {at: index for index, at in enumerate(order)}
+        self.members_at = [place[at] for at in range(len(layout.slots))]
+        self.padding_at = [place[at] for at in range(len(layout.slots), len(ranges))]
 
     def lay(self, full: torch.Tensor) -> None:
         """Set ``views`` to views of ``full``."""

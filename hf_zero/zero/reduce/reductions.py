@@ -375,12 +375,13 @@ def take_in(flat: FlatBuffer, target: torch.Tensor, accumulate: bool, factor: fl
     as zero. Clears ``.grad``. Return a bit for each parameter with a gradient.
     """
     grads, views = [], []
-    # Parameters are adjacent: one call creates the views of all, and one takes all gradients in.
+    # One call creates the views of all parameters, and one takes all gradients in.
     given = raw_grads(flat.members)
     lacking = 0
-    for place, (grad, view) in enumerate(
-        zip(given, torch._C._nn.unflatten_dense_tensors(target, list(flat.views.values())))
-    ):
+    handles = flat.handles
+    parts = torch._C._nn.unflatten_dense_tensors(target, handles.templates)
+    views_of_members = map(parts.__getitem__, handles.members_at)
+    for place, (grad, view) in enumerate(zip(given, views_of_members)):
         if grad is None:
             lacking |= 1 << place
             if not accumulate:
@@ -395,9 +396,9 @@ def take_in(flat: FlatBuffer, target: torch.Tensor, accumulate: bool, factor: fl
     elif grads:
         torch._foreach_copy_(views, grads)
         if factor != 1.0:
-            target[: flat.layout.numel].mul_(factor)
-    if not accumulate:
-        target[flat.layout.numel :].zero_()
+            target[: flat.layout.end].mul_(factor)
+    if handles.padding_at and not accumulate:
+        torch._foreach_zero_(list(map(parts.__getitem__, handles.padding_at)))
     return flat.gradient.all_used & ~lacking
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_zero.zero.layout.box import Box
-from hf_zero.zero.layout.flat_layout import ALIGNMENT, FlatLayout
+from hf_zero.zero.layout.flat_layout import ALIGNMENT, BLOCK, LARGE, FlatLayout
 from hf_zero.zero.layout.sharding import WHOLE, Sharding, set_sharding, sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES, bytes_per_parameter
 from tests.helpers.cells import in_one_item
@@ -50,7 +50,7 @@ def test_the_shards_cover_every_element_once_and_in_order(shapes, shards, begin,
     assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
     assert {stop - start for start, stop in ranges} == {layout.chunk}
     assert layout.chunk % ALIGNMENT == 0 and ranges[-1][1] == layout.padded
-    assert layout.numel <= layout.padded < layout.numel + shards * ALIGNMENT
+    assert layout.numel <= layout.end <= layout.padded < layout.end + shards * ALIGNMENT
     found = []
     for start, stop in ranges:
         for piece in layout.pieces(start, stop):
@@ -60,12 +60,54 @@ def test_the_shards_cover_every_element_once_and_in_order(shapes, shards, begin,
             found += [(piece.name, at) for at in range(piece.start, piece.stop)]
     assert found == elements(shapes) and len(found) == layout.numel
     start, stop = sorted((begin % (layout.padded + 1), end % (layout.padded + 1)))
-    found = [
-        (piece.name, at)
+    found = {
+        piece.offset + at: (piece.name, piece.start + at)
         for piece in layout.pieces(start, stop)
-        for at in range(piece.start, piece.stop)
-    ]
-    assert found == elements(shapes)[start:stop], "of any range, without padding"
+        for at in range(len(piece))
+    }
+    padding = {at for first, last in layout.padding_in(start, stop) for at in range(first, last)}
+    assert found.keys().isdisjoint(start + at for at in padding)
+    assert len(found) + len(padding) == stop - start
+    places = {
+        slot.offset + at: (slot.name, at) for slot in layout.slots for at in range(slot.numel)
+    }
+    assert found == {at: places[at] for at in range(start, stop) if at in places}
+
+
+SIZES = st.lists(
+    st.one_of(
+        st.integers(1, 9000).map(lambda n: (n,)),
+        st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@few
+@given(SIZES, st.integers(1, 9), st.sampled_from([1, 2, 4, 8]))
+def test_matrices_and_blocks_begin_where_hardware_and_states_want_them(shapes, shards, itemsize):
+    layout = FlatLayout.build(
+        [(f"p{index}", shape) for index, shape in enumerate(shapes)], shards, itemsize=itemsize
+    )
+    for slot in layout.slots:
+        assert len(slot.shape) < 2 or slot.offset * itemsize % 128 == 0
+        if slot.numel >= LARGE:
+            assert slot.offset % BLOCK == 0 and layout.chunk % BLOCK == 0
+    assert layout.end - layout.numel < BLOCK * len(shapes), "less than a block in front of each"
+    largest = max(slot.numel for slot in layout.slots)
+    assert layout.padded - layout.end < shards * (BLOCK if largest >= LARGE else ALIGNMENT)
+
+
+def test_the_layout_of_a_large_model_is_hardly_larger():
+    # a block of a Llama of 1B parameters, and a BERT block with odd sizes in front of matrices
+    h, kv, mlp = 2048, 512, 8192
+    block = [(h,), (h, h), (kv, h), (kv, h), (h, h), (h,), (mlp, h), (mlp, h), (h, mlp)]
+    for shards in (1, 8, 64):
+        layout = laid_out(block, shards)
+        assert layout.padded <= 1.001 * layout.numel
+    odd = laid_out([(3,), (30522,), (768, 768), (1,), (768, 768)], 8)
+    assert odd.padded <= 1.003 * odd.numel
 
 
 def test_what_cannot_be_laid_out_is_refused():
@@ -81,8 +123,7 @@ def test_what_cannot_be_laid_out_is_refused():
 
 DAMAGE: dict[str, Callable[[Any], Any]] = {
     "slots overlap": lambda d: d["slots"][1].update(offset=3),
-    "a gap": lambda d: d["slots"][1].update(offset=7),
-    "another shape": lambda d: d["slots"][0].update(shape=[2, 2]),
+    "another shape": lambda d: d["slots"][0].update(shape=[2, 5]),
     "a slot twice": lambda d: d["slots"].append({"name": "b", "shape": [0], "offset": 9}),
     "a fraction of an element": lambda d: d["slots"][0].update(shape=[2.5, 3]),
     "an offset that is true": lambda d: d["slots"][0].update(offset=False),
@@ -100,6 +141,14 @@ def test_a_damaged_description_is_refused(damage):
     with pytest.raises(ValueError, match=r"damaged|at least one shard|named twice|a layout holds"):
         FlatLayout.from_json(damaged)
     assert FlatLayout.from_json(whole).numel == 9
+
+
+def test_padding_is_refused_where_there_was_none():
+    padded = FlatLayout.build([("b", (3,)), ("w", (2, 3))], 2)
+    assert [slot.offset for slot in padded.slots] == [0, 32] and padded.end == 38
+    assert FlatLayout.from_json(padded.to_json()) == padded
+    with pytest.raises(ValueError, match=r"'w' .* stands at 32, expected 3; the layout is damaged"):
+        FlatLayout.from_json(padded.to_json(), adjacent=True)
 
 
 BOXES = [
