@@ -88,6 +88,12 @@ class ZeroSection:
         name="stage3_model_persistence_threshold",
         unit="elements",
     )
+    keep_step_buffers: bool = key(
+        BOOLEAN,
+        False,
+        "keep the memory of gradients, and of their messages, between steps; otherwise it is "
+        "freed after each step and allocated by the next backward",
+    )
     mics_shard_size: int = key(
         integer(-1),
         -1,

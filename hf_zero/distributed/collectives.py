@@ -275,7 +275,7 @@ class MeshDim:
         self._watchdog = watchdog
         # the places of the other ranks, from the one after this
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        self._spare = streams.TensorPool(self.size)
+        self.spare = streams.TensorPool(self.size)  # chunks that arrive for reductions
         self._verified: Handle | None = None
         self._small = SMALL_NUMEL
         self._hops: TwoHops | None = None
@@ -501,13 +501,13 @@ class MeshDim:
             raw = full.view(torch.uint8).chunk(self.size) if full.numel() else [full] * self.size
             into, received = list(raw), list[torch.Tensor]()
             for peer in self._peers:
-                received.append(self._spare.acquire(n, full.dtype, full.device))
+                received.append(self.spare.acquire(n, full.dtype, full.device))
                 into[peer] = received[-1].view(torch.uint8)
             with _Starting(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
                 works = self._exchange(raw, into, self._reduce_group, pending)
-            free = partial(self._spare.release, *received)
+            free = partial(self.spare.release, *received)
             return self._handle(works, self._watchdog, pending, [own, *received], free)
-        out = self._spare.acquire(n, full.dtype, full.device)
+        out = self.spare.acquire(n, full.dtype, full.device)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         with _Starting(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
             work = scatter(out, full, group=self._reduce_group, async_op=True)
@@ -516,7 +516,7 @@ class MeshDim:
             self._watchdog,
             pending,
             [out],
-            partial(self._spare.release, out),
+            partial(self.spare.release, out),
             follows=self._follows,
         )
 
@@ -631,10 +631,6 @@ class MeshDim:
             if group is not None and self._watchdog.rank_status is not None:
                 group.set_timeout(timedelta(seconds=seconds + MARGIN_SECONDS))
 
-    def free_buffers(self) -> None:
-        """Free the buffers kept for the next reductions."""
-        self._spare.clear()
-
     def aborts(self) -> dict[str, Callable[[], None]]:
         """Return the calls that abort its communicators, by name: nobody waits for their
         collectives on this rank, and closing a communicator would wait for collectives that other
@@ -648,7 +644,7 @@ class MeshDim:
 
     def close(self) -> None:
         """Release the communicators and the spare buffers."""
-        self.free_buffers()
+        self.spare.clear()
         marked, self._verified = self._verified, None
         if marked is not None and not self._watchdog.verdict:
             marked.wait()

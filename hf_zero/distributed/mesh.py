@@ -98,7 +98,7 @@ class MeshResources:
         """Note that the engine was garbage-collected: :meth:`settle` closes what it left open."""
         self._abandoned = True
         for axis in self._dims:
-            axis.free_buffers()
+            axis.spare.clear()
         self._unsettled.append(self)
 
     def close_groups(self) -> None:

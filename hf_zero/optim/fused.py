@@ -253,15 +253,15 @@ class FusedStep:
             **shared, eps=group["eps"], decoupled=bool(decoupled), corrected=corrected
         )
 
-    # ---- addresses ----
+    # ---- places ----
 
     def _plan(self, segments: Sequence[Segment], shards: Mapping[str, Tensor]) -> None:
-        """Rebuild the address tables of the launches if any address has changed."""
+        """Rebuild the tables of the launches if any place has changed."""
         key = tuple(
             (
-                _address(segment.tensor),
-                _address(part.flat.grad),
-                _address(shards.get(part.flat.key)),
+                _place(segment.tensor),
+                _place(part.flat.grad),
+                _place(shards.get(part.flat.key)),
             )
             for segment in segments
             for part in segment.parts
@@ -382,11 +382,13 @@ class FusedStep:
         self._homes = {}
 
 
-def _address(tensor: Tensor | None) -> tuple[int, int, torch.dtype] | None:
-    """Return the address of ``tensor``, its storage offset and dtype. The offset matters because
-    freed memory is reused at the same address as part of another storage.
+def _place(tensor: Tensor | None) -> tuple[int, int, torch.dtype] | None:
+    """Return the storage of ``tensor``, its offset there and its dtype, on which the tables depend:
+    their places count from the beginning of a storage, whose memory may be another in each step.
     """
-    return None if tensor is None else (tensor.data_ptr(), _begin(tensor), tensor.dtype)
+    if tensor is None:
+        return None
+    return tensor.untyped_storage()._cdata, _begin(tensor), tensor.dtype
 
 
 def _begin(tensor: Tensor) -> int:

@@ -183,13 +183,16 @@ def state_parts(plan: EnginePlan) -> Counter[tuple[str, str]]:
     return found
 
 
-def state_bytes(plan: EnginePlan) -> Counter[tuple[str, str]]:
+def state_bytes(plan: EnginePlan, between_steps: bool = False) -> Counter[tuple[str, str]]:
     """Return the bytes at rest by kind and tier, as a running engine counts its own
-    (:mod:`hf_zero.zero.state_bytes`).
+    (:mod:`hf_zero.zero.state_bytes`): those between a backward and its step or, with
+    ``between_steps``, those from a step until the next backward.
     """
     found: Counter[tuple[str, str]] = Counter()
     for (what, tier), nbytes in state_parts(plan).items():
         found[KINDS[what], tier] += nbytes
+    if between_steps and not plan.settings.zero.keep_step_buffers:
+        found["gradients", "device"] -= sum(f.gradient_bytes()["device"] for f in plan.trainable)
     return found
 
 

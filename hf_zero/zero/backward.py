@@ -141,6 +141,7 @@ class Backward:
                 COMPUTE[wire] if wire else None,
                 config.kernels,
                 model.packed_elements,
+                config.zero.keep_step_buffers,
             ),
             update.usage,
             update.gradient_offload,

@@ -18,7 +18,7 @@ TIERS = ("device", "ram", "disk")
 
 def state_bytes(engine: Any) -> dict[str, int]:
     """Return the current bytes of state on this rank, in all tiers: parameters (gathered ones
-    excluded at stage 3), gradients, optimizer.
+    excluded at stage 3), gradients (between a backward and its step), optimizer.
     """
     held = held_bytes(engine)
     return {kind: sum(held[kind, tier] for tier in TIERS) for kind in KINDS}
@@ -60,14 +60,15 @@ def held_bytes(engine: Any) -> Counter[tuple[str, str]]:
             add("parameters", "device", buffer)
         if not flat.trainable:
             continue
-        add("gradients", "device", flat.gradient.accumulated_grad)
+        memory = flat.gradient.memory
+        if memory is not None and memory.nbytes:
+            whole = flat.gradient.accumulated_grad
+            add("gradients", "device", flat.gradient.shard if whole is None else whole)
         if flat.optimizer_shard.offloaded:
             add("gradients", "ram", flat.gradient.shard)
             for tier, nbytes in flat.optimizer_shard.storage.nbytes().items():
                 found["optimizer", tier] += nbytes
             continue
-        if flat.gradient.accumulated_grad is None:
-            add("gradients", "device", flat.gradient.shard)
         if flat.optimizer_shard.has_own_master:
             add("optimizer", "device", flat.optimizer_shard.master)
         for name, tensor in (

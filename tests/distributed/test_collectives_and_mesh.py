@@ -292,12 +292,12 @@ def test_receive_buffers_are_used_again() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     axis, out = Mesh(2, CPU).shard, torch.zeros(8)
     axis.reduce_scatter(torch.zeros(16), "a").reduce_into(out, False, 1.0)
-    [(key, [(buffer, stream)])] = axis._spare._free.items()
+    [(key, [(buffer, stream)])] = axis.spare._free.items()
     assert key == (8, torch.float32) and stream is None
     handle = axis.reduce_scatter(torch.zeros(16), "b")
-    assert handle._parts[0] is buffer and axis._spare._free[key] == []
+    assert handle._parts[0] is buffer and axis.spare._free[key] == []
     handle.reduce_into(out, False, 1.0)
-    assert axis._spare._free[key] == [(buffer, None)]
+    assert axis.spare._free[key] == [(buffer, None)]
 
 
 def test_values_in_host_memory_need_a_backend_that_takes_them(

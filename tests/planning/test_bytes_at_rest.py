@@ -75,7 +75,7 @@ class Job:
         (model, optimizer), dims = self.model(), ParallelDims.over(self.ranks, **self.dims)
         tensor, expert = self.dims.get("tensor", 1), self.dims.get("expert", 1)
         cuts = planned_cuts(model, tensor, expert, dims, rank)
-        found = state_bytes(planned(model, config, dims, optimizer, rank=rank, cuts=cuts))
+        found = state_bytes(planned(model, config, dims, optimizer, rank=rank, cuts=cuts), True)
         return {key: nbytes for key, nbytes in found.items() if nbytes}
 
 

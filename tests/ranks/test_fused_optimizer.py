@@ -183,6 +183,7 @@ def test_the_memory_that_widening_takes(filled):
         engine = start(model, adamw(model), config_of(0, Plan(ranks=1, precision="bf16")))
         flats = engine.flats
         for flat in flats:
+            flat.gradient.make_room()
             flat.gradient.accumulated_grad.normal_()
             if filled and flat is not flats[0]:
                 flat.gradient.mark_accumulated()

@@ -280,9 +280,15 @@ def _figures(own: EnginePlan, recording: Recording, spent: Seconds) -> StageFigu
 
 def _phases(own: EnginePlan, recording: Recording) -> tuple[PhaseBytes, ...]:
     """Return the most bytes of each phase, with the state at rest."""
-    at_rest = sum(n for (_, tier), n in state_bytes(own).items() if tier == "device")
+
+    def at_rest(phase: str) -> int:
+        # a window's first forward finds no gradients
+        first = phase == "forward" and recording.micro_batches == 1
+        by_tier = state_bytes(own, between_steps=first).items()
+        return sum(n for (_, tier), n in by_tier if tier == "device")
+
     return tuple(
-        PhaseBytes(phase, at_rest + most, str(place))
+        PhaseBytes(phase, at_rest(phase) + most, str(place))
         for phase, (most, place) in recording.peaks.items()
     )
 

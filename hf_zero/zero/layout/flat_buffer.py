@@ -45,7 +45,7 @@ from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 from hf_zero.zero.layout.flat_spec import FlatSpec, reading
 from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
 from hf_zero.zero.layout.parameter_handles import ParameterHandles
-from hf_zero.zero.layout.training_state import GradientBuffer, OptimizerShard
+from hf_zero.zero.layout.training_state import GradientBuffer, GradientMemory, OptimizerShard
 
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -57,13 +57,11 @@ class EngineFlats:
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.flats: list[FlatBuffer] = []
-        self.gradients: list[GradientBuffer] = []
         self.engine: Callable[[], Any] = lambda: None  # a weak reference
 
     def add(self, flat: FlatBuffer) -> None:
         """Add ``flat``."""
         self.flats.append(flat)
-        self.gradients.append(flat.gradient)
 
     def attach(self, engine: Callable[[], Any]) -> None:
         """Set ``engine``, a weak reference, as the engine of the flat buffers."""
@@ -103,7 +101,7 @@ class FlatBuffer:
         self.parameters = parameters
         # from ``handles``: in buffer order, and as views of the buffer by name
         self.members, self.views = self.handles.members, self.handles.views
-        self.gradient = GradientBuffer(spec, engine_flats.gradients)
+        self.gradient = GradientBuffer(spec)
         self.optimizer_shard = OptimizerShard(spec, self.gradient)
         self.user_writes = UserWrites(parameters)
         self.retired = False  # its engine has been destroyed
@@ -254,13 +252,15 @@ class FlatBuffer:
         """Keep the parameter shard in ``storage``, under the name ``SHARD``."""
         self._storage = storage
 
-    def move_states_to_device(self, master: torch.Tensor | None, grad: torch.Tensor | None) -> None:
+    def move_states_to_device(
+        self, master: torch.Tensor | None, grad: GradientMemory | None
+    ) -> None:
         """Keep master weights and gradient on the device from now on; the caller moves the moments
         first.
 
         ``master`` [owned] is memory for the master weights, None if the shard is the master
-        weights; ``grad`` [owned], zeros, is memory for the gradient, None if whole gradients are
-        kept.
+        weights; the next part of ``grad`` is memory for the gradient, None if whole gradients are
+        summed.
         """
         own = master is not None or self.is_away
         self.optimizer_shard.move_to_device(master, self.shard, own)

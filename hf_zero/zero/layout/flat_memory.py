@@ -12,6 +12,7 @@ from hf_zero.offload.placement import Placement
 from hf_zero.offload.storage import MASTER, DeviceStorage
 from hf_zero.zero.layout.engine_plan import EnginePlan, shard_spec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.training_state import gradient_memories
 
 
 class FlatMemory:
@@ -42,7 +43,11 @@ class FlatMemory:
         self._masters = _arena([(f.spec.owned_numel, torch.float32) for f in own_masters], device)
         sums = [(f.device_gradient_numel, f.gradient_dtype) for f in training]
         on_device = [f.sums_whole or f.sub_groups is None for f in training]
-        self._gradients = _arena([each for each, here in zip(sums, on_device) if here], device)
+        self._gradients = gradient_memories(
+            [each for each, here in zip(sums, on_device) if here],
+            device,
+            plan.settings.zero.keep_step_buffers,
+        )
 
     def full(self, flat: FlatBuffer) -> torch.Tensor:
         """Return memory for the whole buffer of ``flat``, [padded], uninitialised."""
@@ -61,23 +66,25 @@ class FlatMemory:
         """
         planned = self._plans[flat]
         pieces, needs, dtype = planned.sub_groups, planned.needs_master, planned.gradient_dtype
-        buffer = next(self._gradients) if planned.sums_whole or pieces is None else None
-        shard, whole = (None, buffer) if planned.sums_whole else (buffer, None)
+        memory = next(self._gradients) if planned.sums_whole or pieces is None else None
+        host: torch.Tensor | None = None
         if pieces is not None:
             state = self._placement.optimizer_state(shard_spec(flat.spec), pieces)
             flat.optimizer_shard.keep_in(state, own_master=True)
             flat.optimizer_shard.store_master(own)
-            shard = self._placement.take_pinned(flat.spec.owned_numel, dtype)
+            host = self._placement.take_pinned(flat.spec.owned_numel, dtype)
         else:
             # an offloaded shard is copied by ``flat.shard``
             master = next(self._masters).copy_(own) if needs else flat.shard
             flat.optimizer_shard.keep_in(DeviceStorage({MASTER: master}), needs or flat.is_away)
         # 16-bit gradients are upcast once something is added
         upcasts = self._upcasts and dtype.itemsize == 2
-        flat.gradient.allocate(shard, whole, upcasts, pieces is not None)
+        flat.gradient.place(memory, planned.sums_whole, host, upcasts)
 
 
-def ways_back(flats: Sequence[FlatBuffer], device: torch.device) -> dict[str, Callable[[], None]]:
+def ways_back(
+    flats: Sequence[FlatBuffer], device: torch.device, keeps_gradients: bool
+) -> dict[str, Callable[[], None]]:
     """Return, by key, functions that bring the offloaded states of ``flats`` back to ``device``, in
     adjacent memory.
     """
@@ -90,12 +97,13 @@ def ways_back(flats: Sequence[FlatBuffer], device: torch.device) -> dict[str, Ca
         device,
     )
     alone = [flat for flat in flats if flat.gradient.accumulated_grad is None]
-    grads = _arena(
+    grads = gradient_memories(
         [
             (flat.spec.owned_numel, torch.float32 if _needs_master(flat) else flat.dtype)
             for flat in alone
         ],
         device,
+        keeps_gradients,
     )
     return {
         flat.key: partial(

@@ -146,6 +146,9 @@ def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit
         former.drop_spent()
         if placement.offloads_anything:
             release_freed()  # the unit's former memory
+    for gradients in {flat.gradient.memory for flat in flats}:
+        if gradients is not None:
+            gradients.set_allocated(False)
     former.let_go()
     if reads:
         with raise_on_all_ranks("read its part of the model"):

@@ -1,21 +1,31 @@
 """The training state of one flat buffer on this rank: its gradient, accumulated and reduced, and
 its optimizer state, with the update under way.
+
+[Note: gradients between steps]
+Gradients of neighbouring flat buffers are adjacent, so that an update kernel processes them as one
+tensor. Their memory is freed after each step and allocated again before the first gradient is
+written, in one storage for life, as that of whole parameters (``flat_buffer.py``): the views in
+gradient buffers and their places stay the same. Code must not read or write a view unless its
+gradient buffer holds a gradient or :meth:`GradientBuffer.make_room` has been called. An allocation
+has at most :data:`LARGEST` bytes, unless one gradient has more: an allocator that has split a freed
+block for activations finds room for the next one more easily.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from enum import Enum
 
 import torch
 
-from hf_zero.device import streams
+from hf_zero.device import kinds, streams
 from hf_zero.offload.storage import MASTER, DeviceStorage, Storage
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec, reading
 
 _NONE: frozenset[str] = frozenset()
+LARGEST = 1 << 28  # bytes of an allocation with several gradients
 
 
 class GradState(Enum):
@@ -33,18 +43,19 @@ class GradientBuffer:
     ``shard`` [owned] is this rank's part of the reduced gradient. If the stage reduces once per
     accumulation window, ``accumulated_grad`` [padded] is the sum of this rank's gradients until
     then, and ``shard`` is a view of it unless the gradient is ``offloaded`` to host memory. Both
-    are None for frozen parameters. Only the methods here change attributes; reductions write into
-    the tensors.
+    are None for frozen parameters. On the device both are views of ``memory``, which is freed
+    between steps (see the note). Only the methods here change attributes;
+    reductions write into the tensors.
     """
 
     key: str = reading("spec.key")
     layout: FlatLayout = reading("spec.layout")
     owned: tuple[int, int] = reading("spec.owned")
 
-    def __init__(self, spec: FlatSpec, others: Sequence[GradientBuffer] = ()):
-        """``others``: the gradient buffers of the engine; this one is added to them later."""
+    def __init__(self, spec: FlatSpec):
         self.spec = spec
         self.state = GradState.EMPTY
+        self.memory: GradientMemory | None = None
         self.shard: torch.Tensor | None = None
         self.accumulated_grad: torch.Tensor | None = None
         # reduced gradients, set aside while ``accumulated_grad`` takes further ones in
@@ -62,31 +73,54 @@ class GradientBuffer:
         self.idle = 0
         # names of parameters without a gradient on any rank, once the ranks have agreed
         self.unused = _NONE
-        self._others = others
 
     def __repr__(self) -> str:
         return f"GradientBuffer({self.key}, {self.state.value})"
 
-    def allocate(
+    def place(
         self,
-        shard: torch.Tensor | None,
-        accumulated_grad: torch.Tensor | None,
+        memory: GradientMemory | None,
+        whole: bool = False,
+        host: torch.Tensor | None = None,
         upcast_on_accumulate: bool = False,
-        offloaded: bool = False,
     ) -> None:
-        """Set the memory; ``shard`` None: this rank's part of ``accumulated_grad``."""
-        self.accumulated_grad = accumulated_grad
-        if shard is None and accumulated_grad is not None:
-            shard = accumulated_grad[self.owned[0] : self.owned[1]]
-        self.shard, self.upcast_on_accumulate = shard, upcast_on_accumulate
-        self.offloaded = offloaded
+        """Set the memory: the next part of ``memory``, on the device, for this rank's part or, if
+        ``whole``, for ``accumulated_grad``; ``host`` [owned], of an offloaded gradient.
+        """
+        self.memory, self.offloaded = memory, host is not None
+        self.accumulated_grad = self.shard = None
+        self.upcast_on_accumulate = upcast_on_accumulate
+        if memory is not None:
+            part = memory.take(self)
+            self.accumulated_grad = part if whole else None
+            self.move(part)
+        if host is not None:
+            self.shard = host
 
-    def move_to_device(self, shard: torch.Tensor | None) -> None:
-        """End the offload: ``shard`` [owned], zeros, is the memory on the device; None if
+    def move(self, part: torch.Tensor) -> None:
+        """Continue in ``part`` of the memory on the device."""
+        if self.accumulated_grad is None:
+            self.shard = part
+            return
+        self.accumulated_grad = part
+        if not self.offloaded:
+            self.shard = part[self.owned[0] : self.owned[1]]
+
+    def make_room(self) -> None:
+        """Allocate the memory on the device before a gradient is written to it."""
+        if self.memory is not None:
+            self.memory.set_allocated(True)
+
+    def move_to_device(self, memory: GradientMemory | None) -> None:
+        """End the offload: the next part of ``memory`` is that of this rank's part; None if
         ``accumulated_grad`` provides it.
         """
-        upcast = self.upcast_on_accumulate if self.accumulated_grad is not None else False
-        self.allocate(shard, self.accumulated_grad, upcast)
+        self.offloaded = False
+        if memory is not None:
+            self.place(memory)
+        elif self.accumulated_grad is not None:
+            self.make_room()
+            self.move(self.accumulated_grad)
 
     # ---- what it holds ----
 
@@ -167,6 +201,7 @@ class GradientBuffer:
         parameters.
         """
         assert self.shard is not None
+        self.make_room()
         self.shard.zero_()
         self.mark_reduced()
         self.set_unused(frozenset(slot.name for slot in self.layout.slots))
@@ -187,8 +222,9 @@ class GradientBuffer:
         self.used, self.idle, self.unused = 0, 0, _NONE
 
     def free(self) -> None:
-        """Free the memory."""
+        """Free the memory for good."""
         self.shard = self.accumulated_grad = self.pending_grad = self.grad_sq_norm = None
+        self.memory = None
 
     def write(
         self, name: str, value: torch.Tensor | None, unreduced_scale: float, scale: float
@@ -240,41 +276,107 @@ class GradientBuffer:
         """
         self.upcast_on_accumulate = False
         if self.accumulated_grad is not None and self.accumulated_grad.itemsize == 2:
-            self._upcast_allocation(self.accumulated_grad)
-        if self.shard is not None and (self.accumulated_grad is None or self.offloaded):
+            assert self.memory is not None
+            self.memory.upcast()
+        if self.shard is not None and self.offloaded:
             self.shard = self.shard.float()
 
-    def _upcast_allocation(self, one: torch.Tensor) -> None:
-        """Upcast all buffers in the allocation of ``one`` together: they stay adjacent, and the
-        16-bit memory is free on return.
 
-        It is freed first if it holds no gradients. A reduction under way keeps its own reference
-        and is cast when it lands.
+# ---- memory of gradients on the device ----
+
+
+class GradientMemory:
+    """The memory of adjacent gradients of one dtype, of ``sizes`` elements: zeros, allocated until
+    :meth:`set_allocated` frees them. ``keeps``: it is not freed between steps.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, keeps: bool = False
+    ):
+        self._sizes, self._keeps = list(sizes), keeps
+        self._buffers: list[GradientBuffer] = []
+        self._whole = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self._on_streams = kinds.drives_streams(device.type)
+        self._taken = 0  # elements
+        self.is_allocated = True  # views are made of allocated memory only
+
+    def take(self, buffer: GradientBuffer) -> torch.Tensor:
+        """Return the next part, which ``buffer`` will hold."""
+        start, size = self._taken, self._sizes[len(self._buffers)]
+        self._buffers.append(buffer)
+        self._taken += size
+        return self._whole[start : start + size]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes allocated now."""
+        return self._whole.untyped_storage().nbytes()
+
+    def set_allocated(self, allocated: bool) -> None:
+        """Allocate the memory, uninitialized, or free it unless it is kept: none of the gradients
+        is needed any more.
         """
-        storage = one.untyped_storage()
-        offsets = {
-            each: int(each.accumulated_grad.storage_offset())
-            for each in self._others
-            if each.accumulated_grad is not None
-            and each.accumulated_grad.untyped_storage()._cdata == storage._cdata
-        }
-        device, numel = one.device, storage.nbytes() // one.itemsize
-        holds = any(each.holds_gradient for each in offsets)
-        narrow = one.as_strided((numel,), (1,), 0) if holds else None
-        del one, storage
-        for each in offsets:
-            each.accumulated_grad = None
-            if not each.offloaded:
-                each.shard = None
-        wide = (
-            torch.zeros(numel, dtype=torch.float32, device=device)
+        if allocated == self.is_allocated or self._keeps:
+            return
+        if self._on_streams and not allocated:
+            streams.record_use(self._whole, streams.current_stream(self._whole.device))
+        with torch.inference_mode(False):
+            self._whole.untyped_storage().resize_(self._whole.nbytes if allocated else 0)
+        self.is_allocated = allocated
+
+    def upcast(self) -> None:
+        """Keep the gradients in fp32 from now on. The 16-bit memory is free on return, and before
+        the new one is allocated if it holds no gradients. A reduction under way keeps its own
+        reference and is cast when it lands.
+        """
+        narrow: torch.Tensor | None = self._whole
+        assert narrow is not None
+        device = narrow.device
+        if not any(buffer.holds_gradient for buffer in self._buffers):
+            narrow = None
+        self._whole = self._whole.new_empty(0)
+        for buffer in self._buffers:
+            buffer.move(self._whole)
+        self._whole = (
+            torch.empty(sum(self._sizes), dtype=torch.float32, device=device)
             if narrow is None
             else narrow.float()
         )
-        for each, at in offsets.items():
-            each.accumulated_grad = wide[at : at + each.layout.padded]
-            if not each.offloaded:
-                each.shard = each.accumulated_grad[each.owned[0] : each.owned[1]]
+        for buffer, view in zip(self._buffers, self._whole.split(self._sizes)):
+            buffer.move(view)
+        allocated, self.is_allocated = self.is_allocated, True
+        self.set_allocated(allocated)
+
+
+def gradient_memories(
+    pieces: Sequence[tuple[int, torch.dtype]], device: torch.device, keeps: bool = False
+) -> Iterator[GradientMemory]:
+    """Yield the memory of each of ``pieces``, (elements, dtype): consecutive ones of a dtype share
+    one, up to :data:`LARGEST` bytes.
+    """
+    dtypes = dict.fromkeys(dtype for _, dtype in pieces)
+    memories = {dtype: _memories(pieces, dtype, device, keeps) for dtype in dtypes}
+    for _, dtype in pieces:
+        yield next(memories[dtype])
+
+
+def _memories(
+    pieces: Sequence[tuple[int, torch.dtype]],
+    dtype: torch.dtype,
+    device: torch.device,
+    keeps: bool,
+) -> Iterator[GradientMemory]:
+    """Yield the memory of each piece of ``dtype``."""
+    together: list[list[int]] = []
+    for numel, kind in pieces:
+        if kind == dtype:
+            if not together or (sum(together[-1]) + numel) * dtype.itemsize > LARGEST:
+                together.append([])
+            together[-1].append(numel)
+    for sizes in together:
+        memory = GradientMemory(sizes, dtype, device, keeps)
+        for _ in sizes:
+            yield memory
 
 
 # ---- optimizer state ----

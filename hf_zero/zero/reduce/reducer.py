@@ -23,6 +23,7 @@ from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import any_raw_grad, drop_raw_grads
 from hf_zero.zero.layout.stage_policy import Policy
+from hf_zero.zero.layout.training_state import GradientMemory
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Scaling
 from hf_zero.zero.reduce.norm import IdleParameters, Usage, settle_left_out
@@ -48,13 +49,15 @@ class ReductionOptions:
     """Scaling and wire format of gradients.
 
     wire_dtype: dtype of messages; None: that of the parameters. kernels: the configuration's.
-    packed: maximum number of elements of consecutive units in one message.
+    packed: maximum number of elements of consecutive units in one message. keeps_buffers: buffers
+    of messages are kept between steps.
     """
 
     scaling: Scaling
     wire_dtype: torch.dtype | None = None
     kernels: Any = "off"
     packed: int = 0
+    keeps_buffers: bool = False
 
 
 class Broken(Enum):
@@ -110,6 +113,10 @@ class Reducer:
         self._usage = usage
         self._offload = offload
         self._buffers = wire_buffers(flat for unit in units for flat in unit.trainable)
+        meshes = dict.fromkeys(flat.mesh for unit in units for flat in unit.trainable)
+        axes = [axis for mesh in meshes for axis in (mesh.shard, mesh.replicate)]
+        # freed before the update, which does not need them
+        self._freed = [] if options.keeps_buffers else [self._buffers, *(a.spare for a in axes)]
         self._intake = GradientIntake(options.scaling, self._buffers, offload)
         self._reductions = Reductions(
             mesh,
@@ -281,6 +288,8 @@ class Reducer:
             self._reduce_late(launched, learns)
             self._reductions.finish()
             self._usage.drop()
+            for pool in self._freed if self._batch.reduces else ():
+                pool.clear()
         else:
             for unit in backward.units:
                 backward.observed.brought |= self._intake.accumulate(unit, self._batch)
@@ -366,6 +375,8 @@ class Reducer:
                     sent = True
         if sent:
             self._reductions.finish()
+            for pool in self._freed:
+                pool.clear()
         if self._offload is not None:
             self._offload.finish_sums()
         self._settle()
@@ -430,9 +441,14 @@ class Reducer:
         self.backwards = 0
         self.idle.clear()
         self._drop()
+        memories = set[GradientMemory | None]()
         for unit in self._order.units:
             for flat in unit.trainable:
                 flat.gradient.clear()
+                memories.add(flat.gradient.memory)
+        for memory in memories:
+            if memory is not None:
+                memory.set_allocated(False)
 
     def _drop(self) -> None:
         """Drop gradients on parameters and reductions on the wire."""

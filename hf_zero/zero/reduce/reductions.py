@@ -245,6 +245,9 @@ class Reductions:
                 handle.reduce_into(part, False, 1.0)
             handle = flat.mesh.replicate.all_reduce(part, flat.key, ordered=True)
         assert gradient.shard is not None
+        memory = gradient.memory
+        if memory is not None and not memory.is_allocated:
+            memory.set_allocated(True)
         if gradient.offloaded and self._offload is not None:
             gradient.mark_reduced(self._send_to_host(reduction, handle, adds))
         else:
@@ -326,6 +329,9 @@ class GradientIntake:
                 self.upcast(flat)
                 gradient.keep_reduced()
                 adds = gradient.has_unreduced
+            memory = gradient.memory
+            if memory is not None and not memory.is_allocated:
+                memory.set_allocated(True)
             accumulated = gradient.accumulated_grad
             assert accumulated is not None
             if adds and accumulated.dtype != flat.dtype:

@@ -70,6 +70,7 @@ class OptimizerStep:
         self.model = model
         self.scaler = scaler
         self.kernels = config.kernels
+        self._keeps_buffers = config.zero.keep_step_buffers
         self._sanity = sanity
         # whether non-finite gradients prevent a step even without a loss scale
         self.refuses_infinite = config.precision == "bf16" and config.bf16.check_grad_overflow
@@ -281,7 +282,11 @@ class OptimizerStep:
         with_master = {flat.key for flat in model.trainable if keeps_master(flat)}
         chosen = model.placement.fitting(chunks, len(names), room, with_master)
         self.bound.bring_back(
-            ways_back([flat for flat in model.trainable if flat.key in chosen], model.mesh.device)
+            ways_back(
+                [flat for flat in model.trainable if flat.key in chosen],
+                model.mesh.device,
+                self._keeps_buffers,
+            )
         )
         self.updater.refresh()
         if model.mesh.rank == 0:
