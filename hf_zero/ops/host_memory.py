@@ -47,6 +47,7 @@ _POPULATE_WRITE = 23  # for madvise, since Linux 5.14
 _MBIND = {"x86_64": 237, "aarch64": 235}  # the number of the system call
 _PREFERRED = 1  # for mbind: falls back to another node when this one is full
 _CHUNK = 64 << 20  # the most bytes that a thread populates at a time
+MAPPED_ALONE = 32 << 20  # bytes from which the C library maps each block by itself
 _HUGE_PAGE = 2 << 20  # bytes; chunks are multiples of it
 _PCI = Path("/sys/bus/pci/devices")
 
@@ -111,6 +112,18 @@ def _release(address: int, nbytes: int, process: int, unregister: Any) -> None:
     if unregister is not None:
         unregister(address)
     _LIBC.munmap(address, nbytes)
+
+
+def advise_huge_pages(tensor: torch.Tensor) -> None:
+    """Ask the system for huge pages for the storage of ``tensor``, in host memory that torch has
+    just allocated, of at least :data:`MAPPED_ALONE` bytes: the first write to it then costs less.
+    """
+    storage = tensor.untyped_storage()
+    start = -(-storage.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    end = (storage.data_ptr() + storage.nbytes()) // _HUGE_PAGE * _HUGE_PAGE
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # a kernel without huge pages refuses; small pages work too
+        _LIBC.madvise(start, end - start, mmap.MADV_HUGEPAGE)
 
 
 class HostArena:

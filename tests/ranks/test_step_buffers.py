@@ -5,6 +5,7 @@ without an effect on any number.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,3 +151,24 @@ def test_allocations_are_of_neighbours(monkeypatch, numel):
     found = list(training_state.gradient_memories(pieces, torch.device("cpu")))
     sizes = [memory.nbytes for memory in dict.fromkeys(found)]
     assert sizes == ([64, 32] if len(numel) == 3 else [256, 32])
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="the system has no huge pages")
+def test_large_memory_on_the_host_has_huge_pages():
+    """The system has the advice for the mapping of an allocation, each time it is made."""
+    memory = training_state.GradientMemory([40 << 20], torch.uint8, torch.device("cpu"))
+    for _ in range(2):
+        memory.set_allocated(False)
+        memory.set_allocated(True)
+        inside = memory._whole.data_ptr() + (16 << 20)
+        flags, here = "", False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            start, dash, end = line.split(" ")[0].partition("-")
+            if dash and ":" not in start:
+                here = int(start, 16) <= inside < int(end, 16)
+            elif here and line.startswith("VmFlags"):
+                flags = line
+        assert " hg" in flags, flags

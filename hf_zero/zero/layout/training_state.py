@@ -21,6 +21,7 @@ import torch
 
 from hf_zero.device import kinds, streams
 from hf_zero.offload.storage import MASTER, DeviceStorage, Storage
+from hf_zero.ops.host_memory import MAPPED_ALONE, advise_huge_pages
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec, reading
 
@@ -297,6 +298,7 @@ class GradientMemory:
         self._buffers: list[GradientBuffer] = []
         self._whole = torch.zeros(sum(sizes), dtype=dtype, device=device)
         self._on_streams = kinds.drives_streams(device.type)
+        self._in_host_memory = device.type == "cpu"
         self._taken = 0  # elements
         self.is_allocated = True  # views are made of allocated memory only
 
@@ -323,6 +325,8 @@ class GradientMemory:
         with torch.inference_mode(False):
             self._whole.untyped_storage().resize_(self._whole.nbytes if allocated else 0)
         self.is_allocated = allocated
+        if allocated and self._in_host_memory and self._whole.nbytes >= MAPPED_ALONE:
+            advise_huge_pages(self._whole)
 
     def upcast(self) -> None:
         """Keep the gradients in fp32 from now on. The 16-bit memory is free on return, and before
