@@ -4,6 +4,10 @@ other launchers, rank 0 hosts the store.
 
 No variable of torchrun tells attempts apart on all hosts: each agent counts its own restarts.
 
+A look is one request. Its pauses begin longer with more ranks, and grow with the wait up to
+:data:`LAST_PAUSE`: each of 1,024 ranks sends 11 requests in the first second of a wait, then one a
+second.
+
 torch's own rendezvous limits each connection and each wait separately, and names no rank: a rank
 without a store to connect to tries again for several times the timeout.
 """
@@ -20,10 +24,13 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_zero.distributed import uncaught
+from hf_zero.distributed.store import PAUSE_A_RANK
 from hf_zero.errors import LaunchError
 
 PREFIX = "hf_zero/attempts"
-FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5  # seconds between looks whether the others have come
+FIRST_PAUSE, LAST_PAUSE = 0.005, 1.0  # seconds between looks whether the others have come
+PAUSE_OF_A_WAIT = 1 / 2  # part of the time that a wait has lasted
+NO_TOKEN = "-"
 
 
 def wait_for_store(address: str, port: int, seconds: float) -> None:
@@ -51,11 +58,12 @@ def store_of_attempt(store: Any, rank: int, world: int, timeout: timedelta) -> A
     Collective. Raises LaunchError after ``timeout``; that of rank 0 names the missing ranks, and
     ranks that still wait raise the same.
 
-    Rank 0 posts a token and waits for an answer to it from each rank; a rank may read the token of
-    an earlier attempt first, which is never confirmed after its answer.
+    Rank 0 posts a token, waits for an answer to it from each rank, and adds the outcome to its
+    post. A rank may read the token of an earlier attempt first: that one has an outcome without the
+    rank's answer, or never gets one.
     """
     shared, seconds = dist.PrefixStore(PREFIX, store), timeout.total_seconds()
-    token = _confirm(shared, world, seconds) if rank == 0 else _answer(shared, rank, seconds)
+    token = _confirm(shared, world, seconds) if rank == 0 else _answer(shared, rank, world, seconds)
     uncaught.attempt = token
     return dist.PrefixStore(token, shared)
 
@@ -65,7 +73,7 @@ def _confirm(shared: Any, world: int, seconds: float) -> str:
     token = secrets.token_hex(8)
     shared.set("token", token)
     missing = list(range(1, world))
-    for over in _looks(seconds):
+    for over in _looks(seconds, world):
         if over:
             missing = [other for other in missing if not shared.check([f"{token}/{other}"])]
         if not missing or shared.check([f"{token}/{other}" for other in missing]):
@@ -77,24 +85,31 @@ def _confirm(shared: Any, world: int, seconds: float) -> str:
                 "ended, was not started, or does something else before init_distributed or "
                 "initialize: see its output. If it is only slow, set a longer timeout in the config"
             )
-            shared.set(f"{token}/all", text)
+            _post_outcome(shared, token, text)
             raise LaunchError(text)
-    shared.set(f"{token}/all", "")
+    _post_outcome(shared, token, "")
     return token
 
 
-def _answer(shared: Any, rank: int, seconds: float) -> str:
+def _post_outcome(shared: Any, token: str, error: str) -> None:
+    """Add ``error``, "" if all ranks have met, to the post of ``token``, not to that of a later
+    attempt.
+    """
+    shared.compare_set("token", token, f"{token}|{error}")
+
+
+def _answer(shared: Any, rank: int, world: int, seconds: float) -> str:
     """Answer the token of rank 0, and return it once rank 0 has confirmed it."""
     answered = set[str]()
-    for over in _looks(seconds):
-        token = shared.get("token").decode() if shared.check(["token"]) else ""
-        confirmed = bool(token) and shared.check([f"{token}/all"])
-        if confirmed and token in answered:
-            text = shared.get(f"{token}/all").decode()
-            if text:
-                raise LaunchError(text)
+    for over in _looks(seconds, world):
+        # the value of a key that may not exist, by one request that does not wait
+        post = shared.compare_set("token", NO_TOKEN, NO_TOKEN).decode()
+        token, has_outcome, error = post.partition("|")
+        if has_outcome and token in answered:
+            if error:
+                raise LaunchError(error)
             return str(token)
-        if token and not confirmed and token not in answered:
+        if token != NO_TOKEN and not has_outcome and token not in answered:
             answered.add(token)
             shared.set(f"{token}/{rank}", "")
         if over:
@@ -106,12 +121,12 @@ def _answer(shared: Any, rank: int, seconds: float) -> str:
     raise AssertionError("looks are endless")
 
 
-def _looks(seconds: float) -> Iterator[bool]:
-    """Yield before each look whether ``seconds`` have passed, and pause after it: torch prints two
-    lines for each wait in the store that times out.
+def _looks(seconds: float, world: int = 1) -> Iterator[bool]:
+    """Yield before each look of one of ``world`` ranks whether ``seconds`` have passed, and pause
+    after it: torch prints two lines for each wait in the store that times out.
     """
-    end, pause = time.monotonic() + seconds, FIRST_PAUSE
+    begun, least = time.monotonic(), max(FIRST_PAUSE, PAUSE_A_RANK * world)
     while True:
-        yield time.monotonic() >= end
-        time.sleep(pause)
-        pause = min(LAST_PAUSE, 1.5 * pause)
+        waited = time.monotonic() - begun
+        yield waited >= seconds
+        time.sleep(min(LAST_PAUSE, max(least, PAUSE_OF_A_WAIT * waited), seconds - waited))

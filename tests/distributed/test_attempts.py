@@ -69,9 +69,9 @@ def test_a_token_confirmed_at_the_timeout(connect, monkeypatch):
     shared = dist.PrefixStore(attempts.PREFIX, connect())
     shared.set("token", "new")
 
-    def looks(seconds):
+    def looks(seconds, world):
         yield False
-        shared.set("new/all", "")
+        shared.set("token", "new|")
         yield True
 
     monkeypatch.setattr(attempts, "_looks", looks)

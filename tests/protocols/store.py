@@ -25,7 +25,6 @@ class Server:
     def __init__(self, simulation: Simulation, host: Process | None = None) -> None:
         self.simulation, self.host = simulation, host
         self.data: dict[str, bytes] = {}
-        self.requests = 0
 
     @property
     def gone(self) -> bool:
@@ -42,6 +41,7 @@ class Client:
         self._simulation = server.simulation
         self.under_way: list[Callable[[dict[str, bytes]], None]] = []
         self._user: Task | None = None
+        self.requests = 0
         self._simulation.clients.append(self)
 
     def clone(self) -> Client:
@@ -53,7 +53,7 @@ class Client:
 
     def _begin(self, what: str) -> None:
         self._simulation.point(what)
-        self._server.requests += 1
+        self.requests += 1
         me = self._simulation.current
         if self._user not in (None, me):
             self._simulation.wait(lambda: self._user is None, None, f"the connection for {what}")
