@@ -30,10 +30,10 @@ import torch
 from hf_zero.device import streams
 from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.distributed.store import StoreMessages, next_pause
+from hf_zero.distributed.watchdog import JOIN_SECONDS
 
 GRACE_SECONDS = 0.3
 POLL_SECONDS = 0.1
-JOIN_SECONDS = 5.0
 ASKED = "needed"
 Messages = Sequence[tuple[MeshDim, Sequence[tuple[torch.Tensor, torch.Tensor]]]]
 

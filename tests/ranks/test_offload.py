@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections import defaultdict
+from concurrent.futures import Future
 from contextlib import nullcontext
 
 import pytest
@@ -21,11 +22,12 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero.zero.step.optimizer_step as optimizer_step
-from hf_zero.distributed import collectives
+from hf_zero.distributed import collectives, watchdog
 from hf_zero.offload import update_gathers
 from hf_zero.offload.nvme import NvmeStorage
 from hf_zero.offload.sub_group_update import Update
 from hf_zero.offload.update import Updater
+from hf_zero.offload.update_gathers import UpdateGathers
 from hf_zero.ops import native
 from hf_zero.optim import CPUAdam
 from tests.helpers import oracle
@@ -391,6 +393,21 @@ def test_nothing_leaves_that_no_rank_needs(tmp_path, monkeypatch):
     monkeypatch.setattr(update_gathers, "GRACE_SECONDS", 0.0)
     for sent in on_ranks(2, _nobody_asks, tmp_path, build=LLAMA.build):
         assert sent and not any(sent)
+
+
+def test_exit_waits_for_the_thread_as_for_others(monkeypatch):
+    """One that returns from native code as the interpreter shuts down aborts the process."""
+    gathers, limits, join = UpdateGathers([], None, lambda: None), [], threading.Thread.join
+    gathers.add("unit", [], Future(), None)
+
+    def noted(thread, timeout=None):
+        limits.append(timeout)
+        join(thread, timeout)
+
+    monkeypatch.setattr(update_gathers, "_running", [gathers])
+    monkeypatch.setattr(threading.Thread, "join", noted)
+    update_gathers._end_threads()
+    assert limits == [watchdog.JOIN_SECONDS] and not gathers._thread.is_alive()
 
 
 def _breaks(rank, model, folder):
