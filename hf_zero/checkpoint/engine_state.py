@@ -36,6 +36,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
+from hf_zero.json_text import parse_json
 from hf_zero.logging import listed
 from hf_zero.registered import registered
 from hf_zero.zero.layout.flat_layout import FlatLayout
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
     from hf_zero.zero.training_engine import TrainingEngine
+
+# of a state of numpy's generator. It does not check the place of the next one, where a draw reads
+NUMPYS_NUMBERS = 624
 
 # torch holds a mutex while it creates the tensor of a generator's state. A garbage collection at
 # that point may switch to another thread, which would wait for the mutex while it holds the GIL:
@@ -184,12 +188,28 @@ def rng_states() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(kind: str, state: torch.Tensor) -> None:
-    """Set the generator of ``kind``, as :func:`rng_states` names it, to ``state``."""
+    """Set the generator of ``kind``, as :func:`rng_states` names it, to ``state``.
+
+    Raises CheckpointError for a state that it cannot have.
+    """
+    try:
+        _set_rng_state(kind, state)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the state of the random generator {kind!r} is damaged: {error}; restore the file, or "
+            "load another tag of this run"
+        ) from error
+
+
+def _set_rng_state(kind: str, state: torch.Tensor) -> None:
     if kind == "python":
-        version, internal, gauss = json.loads(state.numpy().tobytes())
-        random.setstate((version, tuple(internal), gauss))
+        version, internal, gauss = parse_json(state.numpy().tobytes())
+        random.setstate((version, tuple(internal), None if gauss is None else float(gauss)))
     elif kind == "numpy":
-        np.random.set_state(tuple(json.loads(state.numpy().tobytes())))
+        name, key, place, *gauss = parse_json(state.numpy().tobytes())
+        if not (len(key) == NUMPYS_NUMBERS and 0 <= place <= NUMPYS_NUMBERS):
+            raise ValueError(f"place {place} in {len(key)} of {NUMPYS_NUMBERS} numbers")
+        np.random.set_state((name, key, place, *gauss))
     elif kind == "cpu":
         torch.set_rng_state(state)
     else:

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from hf_zero.checkpoint import reader, verify_all
 from hf_zero.checkpoint.convert.card import json_object
 from hf_zero.checkpoint.convert.export import convert_checkpoint
+from hf_zero.checkpoint.engine_state import rng_states, set_rng_state
 from hf_zero.checkpoint.find import LATEST, find_checkpoint, latest_tag, tags_in
 from hf_zero.checkpoint.foreign import dcp, huggingface
 from hf_zero.checkpoint.foreign.torch_files import Opaque, load_pickle
@@ -38,6 +39,32 @@ from tests.checkpoint.test_damaged import CLIENT_STATE, MANIFEST, TAG
 from tests.helpers.cells import in_turn
 
 CONFIG, TOKENIZER, TEMPLATES = "config.json", "tokenizer.json", "additional_chat_templates"
+
+
+# ---- states of random generators ----
+
+KEY = list(range(624))
+STATES: dict[str, list[Any]] = {
+    "python": [[], {}, [3, [1, 2], None], [3, [*KEY, 625], None], [3, [*KEY, 624], "a"]],
+    "numpy": [
+        [],
+        *(["MT19937", KEY, place, 0, 0.0] for place in (10**9, -1, 625, "1", None)),
+        *(["MT19937", key, 5, 0, 0.0] for key in ([1], {"a": 1}, 7, [-1] * 624, [10**400] * 624)),
+        ["PCG64", KEY, 5, 0, 0.0],
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", [*STATES, "cpu"])
+def test_a_state_that_no_generator_has_is_refused(kind: str) -> None:
+    """numpy itself reads, at a later draw, the memory at any place that a state names."""
+    texts = [json.dumps(state) for state in STATES.get(kind, [])]
+    before = rng_states()
+    for text in [*texts, "[" * 8192, "[3,", "\0", ""]:
+        state = torch.frombuffer(bytearray(text.encode().ljust(8192)), dtype=torch.uint8)
+        with pytest.raises(CheckpointError, match=f"generator '{kind}' is damaged: .*another tag"):
+            set_rng_state(kind, state)
+    assert all(torch.equal(state, before[name]) for name, state in rng_states().items())
 
 
 # ---- objects of numpy ----
