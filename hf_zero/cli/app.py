@@ -21,6 +21,7 @@ from hf_zero.cli.printing import print_json, printable, replace_unencodable
 from hf_zero.cli.recipes import init, recipe
 from hf_zero.cli.report import report
 from hf_zero.cli.simulate import simulate
+from hf_zero.cli.train import train
 from hf_zero.cli.usage import BAD_INPUT, Command, dashed, usage_error
 from hf_zero.cli.verify import verify
 from hf_zero.errors import HfZeroError
@@ -61,6 +62,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "docs": (docs, "Show the documentation, a page or a section of it."),
     "doctor": (doctor, "Report versions, devices and kernels."),
     "smoke": (smoke, "Train a small model at each stage on this machine."),
+    "train": (train, "Train as a YAML file says, without a script."),
     "launch": (launch, "Start the ranks of a script."),
     "report": (report, "Write one HTML page that shows a run."),
     "estimate": (estimate, "Estimate memory per rank, or find what fits."),

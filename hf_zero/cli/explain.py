@@ -11,6 +11,7 @@ import typer
 from hf_zero.cli import completion
 from hf_zero.cli.printing import AsJson, entry, print_json
 from hf_zero.config.provenance import shown
+from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_zero.config.explaining import ExplainRow
@@ -107,11 +108,20 @@ def schema(
     table: Annotated[
         bool, typer.Option("--table", help="A Markdown table of the keys instead.")
     ] = False,
+    training: Annotated[
+        bool, typer.Option("--train", help="The schema of files of hf-zero train instead.")
+    ] = False,
 ) -> None:
     """Print the JSON schema of a configuration, with which an editor checks and completes its keys.
 
     Example: hf-zero schema > hf-zero.schema.json
     """
     from hf_zero.config import schema as keys
+    from hf_zero.config import training_file
 
+    if table and training:
+        raise ConfigError("--table lists the keys of a configuration; leave --train out")
+    if training:
+        print(training_file.json_schema(), end="")
+        return
     print(keys.table() if table else keys.text(), end="\n" if table else "")

@@ -69,28 +69,28 @@ def dump(values: Mapping[str, Any], suffix: str) -> str:
     return json.dumps(values, indent=2, default=str) + "\n"
 
 
-def refuse_existing(path: str | os.PathLike[str]) -> None:
+def refuse_existing(path: str | os.PathLike[str], option: str = "with -o") -> None:
     """Raise ConfigError if there is a file or folder at ``path``, which is to be written, or no
-    folder to write it in.
+    folder to write it in. ``option``: how the command takes another path.
     """
     if os.path.lexists(path):
-        raise ConfigError(f"{os.fspath(path)} exists; remove it, or pass another path with -o")
+        raise ConfigError(f"{os.fspath(path)} exists; remove it, or pass another path {option}")
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise ConfigError(
             f"{os.fspath(path)} cannot be written: there is no folder {folder}; make it, or pass "
-            "another path with -o"
+            f"another path {option}"
         )
 
 
-def write_new(path: Path, text: str) -> None:
+def write_new(path: Path, text: str, option: str = "with -o") -> None:
     """Write ``text`` to the new file ``path``. Raises ConfigError if it cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"{os.fspath(path)!r:.300} cannot be written ({error.strerror}); pass another path "
-            "with -o"
+            f"{option}"
         ) from error
 
 

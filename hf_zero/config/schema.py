@@ -17,7 +17,7 @@ from hf_zero.config.reading import SWITCHES
 from hf_zero.config.rows import Key, Status
 from hf_zero.config.settings import Settings
 
-_DRAFT = "http://json-schema.org/draft-07/schema#"
+DRAFT = "http://json-schema.org/draft-07/schema#"
 _ID = "urn:hf-zero:configuration"  # a name; no server publishes the schema, the package holds it
 _SHORT: dict[str, dict[str, Any]] = {
     "offload_optimizer": {"enum": ["none", "cpu", "nvme"]},
@@ -37,7 +37,7 @@ def json_schema() -> dict[str, Any]:
     Accelerate YAML, recognised by its own keys.
     """
     return {
-        "$schema": _DRAFT,
+        "$schema": DRAFT,
         "$id": _ID,
         "title": "hf-zero configuration",
         "if": {

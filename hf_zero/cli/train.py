@@ -1,0 +1,195 @@
+"""``hf-zero train``: a training that a YAML file describes, and the script that it stands for."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_zero.cli.printing import AsJson, print_json
+from hf_zero.errors import ConfigError
+
+MODEL, DATA = "Qwen/Qwen2.5-0.5B", {"dpo": "trl-lib/ultrafeedback_binarized"}
+TEXT_DATA = "wikimedia/wikipedia"
+# By task: learning rates of all parameters and of adapters, tokens of a row
+RATES = {"sft": (2e-5, 2e-4), "dpo": (1e-6, 1e-5), "pretrain": (2e-5, 2e-4)}
+QUESTIONS = ("task", "model", "dataset", "adapters", "preset")
+
+File = Annotated[str, typer.Argument(help="The YAML file of a training.")]
+Script = Annotated[
+    bool,
+    typer.Option("--script", help="Print the script that the file stands for, and do not train."),
+]
+Init = Annotated[bool, typer.Option("--init", help="Write FILE from five questions, and stop.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="With --init: take the defaults.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue from the newest checkpoint in output_dir.")
+]
+
+
+def train(
+    file: File,
+    script: Script = False,
+    init: Init = False,
+    yes: Yes = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a language model as a YAML file says: supervised fine-tuning, DPO or pretraining, of
+    all parameters, with LoRA or with QLoRA.
+
+    The file names a task, a model, a dataset, adapters and a preset of ZeRO; `hf-zero docs train`
+    lists all keys. The command writes a script for TRL into output_dir and starts its ranks on this
+    machine. With --json, print the script and its command without running them.
+
+    Example: hf-zero train sft.yaml
+    """
+    from hf_zero.cli.launch import launch
+    from hf_zero.config.training_file import read_training_file
+    from hf_zero.launch.training_script import (
+        RESUME,
+        SCRIPT,
+        launch_command,
+        launch_options,
+        training_script,
+    )
+
+    if yes and not init:
+        raise ConfigError("--yes answers the questions of --init; leave it out")
+    if init:
+        _init(file, yes, as_json)
+        return
+    training = read_training_file(file)
+    text, target = training_script(training), Path(training.output_dir) / SCRIPT
+    if script:
+        print(text, end="")
+        return
+    if as_json:
+        print_json({"script": text, "command": launch_command(training, str(target))})
+        return
+    _refuse_missing(training)
+    _refuse_checkpoints(training.output_dir, resume)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir: {target} cannot be written ({error.strerror}); name another folder"
+        ) from None
+    print(f"the script: {target}; `hf-zero top {training.output_dir}` shows the run", flush=True)
+    options = launch_options(training)
+    launch(
+        [str(target), *([RESUME] if resume else [])],
+        preset=options["preset"],
+        precision=options["precision"],
+        set_keys=options["set"],
+        ranks=options.get("ranks"),
+    )
+
+
+def _refuse_missing(training: Any) -> None:
+    """Raise ConfigError if a library or a device that the script needs is missing."""
+    from hf_zero.config.training_file import QLORA
+    from hf_zero.device import kinds
+
+    needs = {"trl": "'hf-zero[trl]'"}
+    needs |= {"peft": "'hf-zero[peft]'"} if training.adapters != "none" else {}
+    needs |= {"bitsandbytes": "bitsandbytes"} if training.adapters == QLORA else {}
+    missing = [package for library, package in needs.items() if find_spec(library) is None]
+    if missing:
+        raise ConfigError(f"this training needs pip install {' '.join(missing)}")
+    if training.adapters == QLORA and not kinds.device_count():
+        raise ConfigError(
+            "adapters: qlora needs a GPU, for the 4-bit kernels of bitsandbytes, and there is "
+            "none; write adapters: lora"
+        )
+
+
+def _refuse_checkpoints(folder: str, resume: bool) -> None:
+    """Raise ConfigError if ``folder`` has checkpoints that the run would mix with its own, or none
+    to resume from.
+    """
+    found = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+    if found and not resume:
+        raise ConfigError(
+            f"{folder} has checkpoints of an earlier run ({', '.join(found[:3])}); pass --resume "
+            "to continue it, or name another output_dir"
+        )
+    if resume and not found:
+        raise ConfigError(f"--resume: {folder} has no checkpoint; leave --resume out to begin")
+
+
+def _init(file: str, yes: bool, as_json: bool) -> None:
+    """Write a training file from the answers to five questions, or from their defaults."""
+    from hf_zero.config.files import refuse_existing, write_new
+    from hf_zero.config.training_file import KEYS
+
+    refuse_existing(file, "to --init")
+    answers: dict[str, str] = {}
+    for name in QUESTIONS:
+        default = _default(name, answers)
+        if yes:
+            answers[name] = default
+            continue
+        print(f"{name}: {KEYS[name].note}")
+        try:
+            answers[name] = typer.prompt(name, default, value_proc=partial(_answer, name))
+        except typer.Abort:
+            raise ConfigError("a question has no answer; pass --yes for the defaults") from None
+    write_new(Path(file), _initial(file, answers), "to --init")
+    if as_json:
+        print_json({"file": file, "answers": answers})
+        return
+    print(f"written: {file}; `hf-zero train {file}` trains, with --script it prints the script")
+
+
+def _answer(name: str, value: str) -> str:
+    """Return the answer to the question ``name``; typer asks again after BadParameter."""
+    from hf_zero.config.training_file import KEYS
+
+    try:
+        return str(KEYS[name].kind.convert(value))
+    except ValueError:
+        raise typer.BadParameter(f"{value!r} is not {KEYS[name].kind.expected}") from None
+
+
+def _default(name: str, answers: dict[str, str]) -> str:
+    task = answers.get("task", "sft")
+    return {
+        "task": "sft",
+        "model": MODEL,
+        "dataset": TEXT_DATA if task == "pretrain" else DATA.get(task, "trl-lib/Capybara"),
+        "adapters": "none" if task == "pretrain" else "lora",
+        "preset": "zero2",
+    }[name]
+
+
+def _initial(file: str, answers: dict[str, str]) -> str:
+    """Return the text of a new training file."""
+    from hf_zero.config.training_file import KEYS
+    from hf_zero.device import kinds
+
+    rate = RATES[answers["task"]][answers["adapters"] != "none"]
+    wiki = answers["dataset"] == TEXT_DATA
+    values: dict[str, Any] = {
+        **answers,
+        **({"dataset_config": "20231101.simple"} if wiki else {}),
+        "precision": "bf16" if kinds.device_count() else "fp32",
+        "output_dir": f"runs/{Path(file).stem}",
+        "learning_rate": f"{rate:g}",
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.05,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "max_length": 1024,
+        "num_train_epochs": 1,
+        "eval_fraction": 0.01,
+        "logging_steps": 10,
+        "save_steps": 500,
+    }
+    lines = [f"# hf-zero train {file}", "# `hf-zero docs train` lists all keys."]
+    lines += [f"{name}: {value}  # {KEYS[name].note}" for name, value in values.items()]
+    return "\n".join(lines) + "\n"
