@@ -1,6 +1,7 @@
 """Writes what is generated for readers and editors: the drawings of the stages, of a terminal
 session and of measurements beside peers, the table of stages by model size and number of GPUs, the
-tables of measurements in the documentation, the page of configuration keys, their JSON schema, and
+tables of measurements in the documentation, the page of configuration keys, the table of
+those of training files, the JSON schema, and
 the types of ZeroConfig's keywords.
 
     python scripts/readme.py            # writes the files below
@@ -186,9 +187,11 @@ placeholder `"auto"` with a value.
 
 def keys() -> dict[Path, str]:
     """The generated files about configuration keys."""
-    from hf_zero.config import schema
+    from hf_zero.config import schema, training_file
 
+    train = ROOT / "hf_zero/docs/train.md"
     return {
+        train: filled(train.read_text(), "keys of training files", training_file.table()),
         ROOT / "hf_zero/docs/keys.md": f"{KEYS_HEAD}{schema.reference()}\n\n{classes()}\n",
         ROOT / "hf_zero" / "config" / "schema.json": schema.text(),
         ROOT / "hf_zero" / "config" / "keywords.py": formatted(schema.keywords()),

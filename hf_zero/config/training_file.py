@@ -157,7 +157,7 @@ class TrainingFile(TrainerArguments):
 
     def zero_keys(self) -> Iterator[tuple[str, Any]]:
         """Yield the dotted paths and values of keys of the ZeRO configuration beside the preset:
-        those of ``config``, and of the figures for ``hf-zero top`` and ``hf-zero report``.
+        those of ``config``, and of the figures for ``hf-zero report``.
         """
         metrics = {"enabled": True, "path": self.output_dir}
         for path, value in flattened({"metrics": metrics, **self.config}):
@@ -189,6 +189,15 @@ def json_schema() -> str:
         },
     }
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+def table() -> str:
+    """Return a Markdown table of the keys."""
+    lines = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
+    for path, row in KEYS.items():
+        default = "" if row.default is None else f"`{row.default}`"
+        lines.append(f"| `{path}` | {row.kind.expected} | {default} | {row.note} |")
+    return "\n".join(lines)
 
 
 def read_training_file(path: str | os.PathLike[str]) -> TrainingFile:

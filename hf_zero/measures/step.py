@@ -87,7 +87,9 @@ class EngineMeasures(StepMeasures):
         self._shows = config.metrics.enabled
         self._warnings: WarningRecords | None = None
         header = run_header(engine, plan) if config.metrics.enabled and plan is not None else None
-        if config.metrics.enabled and rank == 0:
+        # an engine without an optimizer, such as TRL's reference model, takes no steps
+        steps = plan is None or plan.optimizer is not None
+        if config.metrics.enabled and rank == 0 and steps:
             self.file = MetricsFile(config.metrics.rotate_bytes, header)
             self._warnings = WarningRecords(self.file)
         folder = config.metrics.path or config.checkpoint.folder

@@ -28,6 +28,8 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, TRANSLATED
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
 from hf_zero.config.migrating import migrate
+from hf_zero.config.training_file import KEYS as TRAINING_KEYS
+from hf_zero.config.training_file import read_training_file
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.engine import Engine
 from hf_zero.parallel.pipeline.engine import PipelineTraining
@@ -120,6 +122,10 @@ def check_block(block: Block, folder: Path) -> None:
 
 def check_yaml(block: Block, tmp_path: Path) -> None:
     documents = list(yaml.safe_load_all(block.text))
+    if "task" in documents[0]:
+        (tmp_path / "train.yaml").write_text(block.text)
+        read_training_file(tmp_path / "train.yaml")
+        return
     if "distributed_type" not in documents[0]:
         kinds = ["kind" in document for document in documents]
         assert all(kinds), "neither Accelerate's nor Kubernetes'"
@@ -371,7 +377,7 @@ ON_ENGINES = {*dir(Engine), *dir(PipelineTraining), *dir(DeepSpeedEngine), *ON_A
 
 def unknown_names(page: str) -> set[str]:
     """Keys and names in sentences that are nowhere."""
-    known = LEAVES | MEMBERS | FOREIGN | STATE_DICTS | {*TRANSLATED} | ours()
+    known = LEAVES | MEMBERS | {*TRAINING_KEYS} | FOREIGN | STATE_DICTS | {*TRANSLATED} | ours()
     unknown = set()
     for code in inline_code(page):
         first = code.partition(".")[0]

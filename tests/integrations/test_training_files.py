@@ -23,10 +23,11 @@ from tests.helpers.trainers import distance
 from tests.integrations.test_recipes import RECIPES
 
 STEPS, ROWS, RANKS = 4, 96, 2
+# 16 rows to evaluate on are a batch of 8 on each rank: no rank repeats rows to fill one
 RECIPE_OF = {"sft": "sft-lora", "dpo": "dpo", "pretrain": "continued-pretraining"}
 FILES: dict[str, dict[str, Any]] = {
     "sft": {"adapters": "lora", "preset": "zero3", "lora_dropout": 0, "max_length": 192},
-    "dpo": {"preset": "zero2", "max_length": 160, "eval_fraction": 0.1, "eval_steps": 2},
+    "dpo": {"preset": "zero2", "max_length": 160, "eval_fraction": 16 / ROWS, "eval_steps": 2},
     "pretrain": {"preset": "zero1", "weights": "random", "max_length": 128, "seed": 7},
 }
 
