@@ -51,8 +51,8 @@ def require_setuptools() -> None:
 
 
 def require_scm() -> None:
-    """Stop a build without setuptools-scm, which names the version and lists the files of an sdist:
-    setuptools would continue with version 0.0.0.
+    """Stop a build without setuptools-scm, which lists the files of an sdist: setuptools would
+    continue without the recipes and the sources of the core.
     """
     if find_spec("setuptools_scm") is None:
         raise SystemExit(

@@ -151,11 +151,16 @@ if not TYPE_CHECKING:  # a checker reports an unknown name
 
 
 def _version() -> str:
-    """Return the version of the installed distribution, "unknown" in a tree of sources that is not
-    installed.
+    """Return the version in the file VERSION: of a tree of sources from that file, else from the
+    metadata of the distribution, which was built from it; "unknown" without either.
     """
+    import os
     from importlib import metadata
 
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if os.path.isfile(os.path.join(root, "pyproject.toml")):
+        with open(os.path.join(root, "VERSION")) as file:
+            return file.read().strip()
     try:
         return metadata.version("hf-zero")
     except metadata.PackageNotFoundError:

@@ -51,7 +51,7 @@ def fit_schema(schema: str, *files: Path) -> None:
 
 
 def test_the_workflows_are_valid_and_cover_each_version_of_python() -> None:
-    """Every action is pinned by commit, and no job may write to the repository."""
+    """Every action is pinned by commit, and only a release may write to the repository."""
     schemas = {"workflows": "workflows/*", "issue-forms": "ISSUE_TEMPLATE/*"}
     for schema, names in schemas.items():
         checked = sorted((ROOT / ".github").glob(f"{names}.yml"))
@@ -68,9 +68,28 @@ def test_the_workflows_are_valid_and_cover_each_version_of_python() -> None:
     for workflow in workflows.values():
         assert workflow["permissions"] == {"contents": "read"} and workflow["concurrency"]
         for job in workflow["jobs"].values():
-            assert job["timeout-minutes"] and "permissions" not in job
+            assert job["timeout-minutes"]
             used = [step["uses"] for step in job["steps"] if "uses" in step]
             assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", name) for name in used)
+    writing = {
+        (name, job): values["permissions"]
+        for name, workflow in workflows.items()
+        for job, values in workflow["jobs"].items()
+        if "permissions" in values
+    }
+    write = dict.fromkeys(("contents", "id-token", "attestations"), "write")
+    assert writing == {("release", "publish"): write}
+
+
+def test_a_release_has_notes_of_its_version() -> None:
+    notes = runpy.run_path(str(ROOT / "scripts" / "release_notes.py"))["notes"]
+    version, text = (ROOT / "VERSION").read_text().strip(), (ROOT / "CHANGELOG.md").read_text()
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"file": "VERSION"}
+    assert "### Added" in notes(version, text) and "## " not in notes(version, text)[:3]
+    with pytest.raises(SystemExit, match=r"no section `## 9\.0\.0 - DATE` with notes; write it"):
+        notes("9.0.0", text)
+    with pytest.raises(SystemExit, match="no section"):
+        notes("2.0", "## 2.0 - 2026-01-01\n\n## 1.0 - 2025-01-01\n- text\n")
 
 
 def test_each_requirement_has_a_least_version_that_ci_installs() -> None:
@@ -121,7 +140,7 @@ def test_packages_of_extras_that_are_missing_are_named(monkeypatch: pytest.Monke
 
 def test_a_build_that_could_not_be_right_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     """An old setuptools would refuse pyproject.toml without a word about its own version; without
-    setuptools-scm it would go on with version 0.0.0, and leave the recipes out of an sdist.
+    setuptools-scm it would go on, and leave the recipes out of an sdist.
     """
     from setuptools import Distribution
 

@@ -56,8 +56,12 @@ def test_registering_loads_little_of_the_standard_library() -> None:
     assert not seen & {"typing", "re", "functools", "collections", "contextlib", "enum", "pathlib"}
 
 
-def test_version_is_the_one_of_the_installed_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hf_zero.__version__ == metadata.version("hf-zero")
+def test_version_is_that_of_the_file_or_of_the_installed_distribution(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert hf_zero.__version__ == (ROOT / "VERSION").read_text().strip()
+    monkeypatch.setattr(hf_zero, "__file__", str(tmp_path / "hf_zero" / "__init__.py"))
+    assert hf_zero._version() == metadata.version("hf-zero")
 
     def not_installed(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
