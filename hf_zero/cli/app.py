@@ -21,6 +21,7 @@ from hf_zero.cli.printing import print_json, printable, replace_unencodable
 from hf_zero.cli.recipes import init, recipe
 from hf_zero.cli.report import report
 from hf_zero.cli.simulate import simulate
+from hf_zero.cli.top import top
 from hf_zero.cli.train import train
 from hf_zero.cli.usage import BAD_INPUT, Command, dashed, usage_error
 from hf_zero.cli.verify import verify
@@ -64,6 +65,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "smoke": (smoke, "Train a small model at each stage on this machine."),
     "train": (train, "Train as a YAML file says, without a script."),
     "launch": (launch, "Start the ranks of a script."),
+    "top": (top, "Show a run in the terminal while it runs."),
     "report": (report, "Write one HTML page that shows a run."),
     "estimate": (estimate, "Estimate memory per rank, or find what fits."),
     "simulate": (simulate, "Simulate a step of one rank out of any number."),

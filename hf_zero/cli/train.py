@@ -79,7 +79,7 @@ def train(
         raise ConfigError(
             f"output_dir: {target} cannot be written ({error.strerror}); name another folder"
         ) from None
-    print(f"the script: {target}; `hf-zero report {training.output_dir}` shows the run", flush=True)
+    print(f"the script: {target}; `hf-zero top {training.output_dir}` shows the run", flush=True)
     options = launch_options(training)
     launch(
         [str(target), *([RESUME] if resume else [])],

@@ -177,7 +177,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_the_script_is_written_and_launched(write: Any, launched: list[Any]) -> None:
     file = write(output_dir="out", precision="fp32")
-    assert "`hf-zero report out` shows the run" in invoke(f"train {file}")
+    assert "`hf-zero top out` shows the run" in invoke(f"train {file}")
     (((script,),), options), text = launched.pop(), Path("out/train.py").read_text()
     assert script == "out/train.py" and text == invoke(f"train {file} --script")
     assert options["preset"] == "zero2" and options["ranks"] is None

@@ -1,0 +1,138 @@
+"""``hf-zero top``: the figures of a run in the terminal, refreshed while it runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from datetime import timedelta
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
+
+if TYPE_CHECKING:
+    from hf_zero.report.run import RecordedRun
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 40  # columns of a curve
+RECENT = 20  # steps whose median is a rate
+TIERS = {"device": "device_bytes", "ram": "ram_bytes", "disk": "disk_bytes"}
+
+Steps = Annotated[
+    int | None, typer.Option(min=1, help="Steps of the whole run, for the time that is left.")
+]
+
+
+def top(
+    run: Annotated[str, typer.Argument(help="The folder of a run: that of its metrics.jsonl.")],
+    steps: Steps = None,
+    interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two looks at the file.")
+    ] = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show a run in the terminal, running or finished: loss, gradient norm, learning rate, tokens
+    per second, MFU where the peak of the device is known, communication that computation waited
+    for, and memory by tier beside the prediction. It refreshes until Ctrl-C; in a pipe it prints
+    once. All figures but the loss and the norm are those of rank 0.
+
+    Training writes the figures with "metrics": {"enabled": true}.
+
+    Example: hf-zero top runs/sft --steps 1000
+    """
+    from rich.live import Live
+
+    from hf_zero.report.run import read_run
+
+    if as_json:
+        print_json(figures_of(read_run(run), steps))
+        return
+    if not sys.stdout.isatty():
+        print_table(_table(read_run(run), steps))
+        return
+    with suppress(KeyboardInterrupt), Live(_table(read_run(run), steps), screen=False) as live:
+        while True:
+            time.sleep(interval)
+            live.update(_table(read_run(run), steps))
+
+
+def figures_of(found: RecordedRun, steps: int | None) -> dict[str, Any]:
+    """Return the figures of the last step, medians of the rates of recent steps, and what is left
+    of ``steps``.
+    """
+    from hf_zero.measures.run_record import BUFFERS
+
+    last, recent = found.steps[-1], found.steps[-RECENT:]
+
+    def rate(name: str) -> float | None:
+        values = [row[name] for row in recent if row.get(name) is not None]
+        return median(values) if values else None
+
+    step_ms = rate("step_ms")
+    waits = [rate(name) or 0.0 for name in ("gather_wait_ms", "reduction_wait_ms")]
+    left = None if steps is None or step_ms is None else max(0, steps - last["step"])
+    predicted: Counter[str] = Counter()
+    for row in found.header.get("predicted", ()):  # as the bytes of a step, without buffers
+        predicted[row["tier"]] += row["bytes"] if row["kind"] != BUFFERS else 0
+    return {
+        "run": found.name,
+        "step": last["step"],
+        "loss": last.get("loss"),
+        "grad_norm": last.get("grad_norm"),
+        "learning_rate": last.get("learning_rate"),
+        "tokens_per_second": rate("tokens_per_second"),
+        "step_ms": step_ms,
+        "mfu": rate("mfu"),
+        "exposed_communication": sum(waits) / step_ms if step_ms else None,
+        "memory": {
+            tier: {"bytes": last.get(name), "predicted": predicted.get(tier)}
+            for tier, name in TIERS.items()
+            if last.get(name) or predicted.get(tier)
+        },
+        "seconds_left": None if left is None or step_ms is None else left * step_ms / 1000,
+        "restarts": len(found.restarts),
+        "warnings": len(found.messages),
+    }
+
+
+def curve(values: list[float], width: int = WIDTH) -> str:
+    """Return ``values`` as a line of blocks: means of ``width`` parts, from least to most."""
+    finite = [value for value in values if abs(value) < float("inf")]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    ends = [len(finite) * part // count for part in range(count + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(ends)]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _table(found: RecordedRun, steps: int | None) -> PrintableTable:
+    figures, header = figures_of(found, steps), found.header
+    title = f"{found.name}: step {figures['step']}" + (f" of {steps}" if steps else "")
+    if header:
+        title += f", {header.get('model')}, stage {header.get('stage')}, {header.get('precision')}"
+        title += f", {header.get('ranks')} ranks"
+    table = PrintableTable(title=title, show_header=False)
+    for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_ms"):
+        if figures[name] is not None:
+            values = f"{figures[name]:.6g}"
+            table.add_row(name.replace("_", " "), values, curve(found.figure(name)))
+    for name, label in (("mfu", "MFU"), ("exposed_communication", "exposed communication")):
+        if figures[name] is not None:
+            table.add_row(label, f"{figures[name]:.1%}", "")
+    for tier, held in figures["memory"].items():
+        said = "" if held["predicted"] is None else f"{in_units(held['predicted'])} predicted"
+        table.add_row(f"state, {tier}", in_units(held["bytes"] or 0), said)
+    if figures["seconds_left"] is not None:
+        table.add_row("left", str(timedelta(seconds=round(figures["seconds_left"]))), "")
+    if figures["restarts"] or figures["warnings"]:
+        said = f"{figures['restarts']} restarts, {figures['warnings']} warnings"
+        table.add_row("so far", said, "hf-zero report shows them")
+    return table

@@ -1,0 +1,92 @@
+"""``hf-zero top``: figures of a run that is written, in the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_zero.cli import top as command
+from hf_zero.cli.top import BARS, curve
+from hf_zero.measures.run_record import BUFFERS
+from tests.cli.invoked import invoke, refusal
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    header = {
+        "started": "2026-11-27T05:21:19+00:00", "model": "Tiny", "stage": 3, "precision": "bf16",
+        "ranks": 2, "program": "train.py", "versions": {}, "mesh": {}, "parameters": 8,
+        "hosts": [{"host": "a", "device": "CPU", "ranks": [0, 1]}], "predicted": [
+            {"tier": "device", "kind": "parameters", "what": "shards", "bytes": 1 << 20},
+            {"tier": "device", "kind": BUFFERS, "what": "gathers", "bytes": 1 << 30},
+        ],
+    }  # fmt: skip
+    rows: list[dict[str, Any]] = [{"run": header, "after_step": 0, "repeated_steps": 0, "time": 1}]
+    for step in range(1, 31):
+        rows.append(
+            {
+                "step": step, "loss": 4 - step / 10, "grad_norm": 1.0, "learning_rate": 1e-3,
+                "step_ms": 200.0 if step > 1 else 9000.0, "tokens_per_second": 50.0,
+                "gather_wait_ms": 15.0, "reduction_wait_ms": 5.0, "mfu": 0.25,
+                "device_bytes": 2 << 20, "ram_bytes": 0, "disk_bytes": 0,
+            }
+        )  # fmt: skip
+    text = "\n".join(map(json.dumps, rows))
+    (tmp_path / "metrics.jsonl").write_text(text + '\n{"step": 31, "lo')  # being written
+    return tmp_path
+
+
+def test_the_figures_of_a_run(run: Path) -> None:
+    found = json.loads(invoke(f"top {run} --steps 80 --json"))
+    assert (found["step"], found["loss"], found["step_ms"]) == (30, 1.0, 200.0)
+    assert found["exposed_communication"] == pytest.approx(0.1) and found["mfu"] == 0.25
+    assert found["memory"] == {"device": {"bytes": 2 << 20, "predicted": 1 << 20}}
+    assert found["seconds_left"] == pytest.approx(50 * 0.2)
+    assert json.loads(invoke(f"top {run} --json"))["seconds_left"] is None
+    shown = invoke(f"top {run} --steps 80")
+    for text in (
+        "step 30 of 80, Tiny, stage 3, bf16, 2 ranks", "exposed communication", "10.0%", "25.0%",
+        "2.10 MB", "1.05 MB predicted", "0:00:10", BARS,
+    ):  # fmt: skip
+        assert text in shown if text != BARS else BARS[0] in shown, text
+
+
+def test_a_running_run_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a terminal it refreshes until Ctrl-C."""
+    seen: list[str] = []
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 0.5
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(f'ss": 1}}\n{{"step": {32 + len(seen)}, "loss": 0.5}}\n')
+
+    class Live:
+        def __init__(self, table: Any, **options: Any) -> None:
+            self.update(table)
+
+        def __enter__(self) -> Live:
+            return self
+
+        def __exit__(self, *ended: Any) -> None: ...
+
+        def update(self, table: Any) -> None:
+            seen.append(table.title)
+
+    monkeypatch.setattr("rich.live.Live", Live)
+    monkeypatch.setattr(command, "sys", type("Terminal", (), {"stdout": sys.stdout}))
+    monkeypatch.setattr(command.sys, "stdout", type("Out", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr(command, "time", type("Clock", (), {"sleep": staticmethod(sleep)}))
+    command.top(str(run), interval=0.5)
+    assert ["step 30," in seen[0], "step 33," in seen[1] or "step 32," in seen[1]] == [True, True]
+
+
+def test_curves_and_folders_without_a_run(tmp_path: Path) -> None:
+    assert curve([0.0, 1.0, 2.0, 7.0]) == "▁▂▃█"
+    assert curve([1.0] * 100, width=5) == "▁" * 5 and curve([float("nan")]) == ""
+    assert "has no metrics.jsonl" in refusal(f"top {tmp_path}")
