@@ -40,7 +40,8 @@ def llama() -> Any:
 def added(length: int, keys: Any) -> int:
     """By a forward and backward of an engine that has made what stays."""
     model = seeded(llama)
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, **keys}
+    zero = {"stage": 1, "keep_step_buffers": True}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **keys}
     engine = start(model, plain_sgd(model), config)
     ids = torch.randint(512, (2, length), generator=torch.Generator().manual_seed(3))
 
