@@ -301,6 +301,9 @@ class GradientMemory:
         self._in_host_memory = device.type == "cpu"
         self._taken = 0  # elements
         self.is_allocated = True  # views are made of allocated memory only
+        self.is_ready = True  # allocated, and no stream has to wait for that
+        # the stream on which memory was allocated, and the end of its work before
+        self._origin: tuple[streams.Stream, streams.Event] | None = None
 
     def take(self, buffer: GradientBuffer) -> torch.Tensor:
         """Return the next part, which ``buffer`` will hold."""
@@ -315,16 +318,23 @@ class GradientMemory:
         return self._whole.untyped_storage().nbytes()
 
     def set_allocated(self, allocated: bool) -> None:
-        """Allocate the memory, uninitialized, or free it unless it is kept: none of the gradients
-        is needed any more.
+        """Allocate the memory, uninitialized, for the current stream, or free it unless it is kept:
+        none of the gradients is needed any more.
         """
+        here = streams.current_stream(self._whole.device) if self._on_streams else None
         if allocated == self.is_allocated or self._keeps:
+            if allocated and here is not None and self._origin and here != self._origin[0]:
+                # torch's allocator may have reused memory that work on that stream still reads
+                here.wait_event(self._origin[1])
+                streams.record_use(self._whole, here)
             return
-        if self._on_streams and not allocated:
-            streams.record_use(self._whole, streams.current_stream(self._whole.device))
+        if here is not None and not allocated:
+            streams.record_use(self._whole, here)
         with torch.inference_mode(False):
             self._whole.untyped_storage().resize_(self._whole.nbytes if allocated else 0)
         self.is_allocated = allocated
+        self.is_ready = allocated and here is None
+        self._origin = (here, streams.record_event(here)) if allocated and here else None
         if allocated and self._in_host_memory and self._whole.nbytes >= MAPPED_ALONE:
             advise_huge_pages(self._whole)
 

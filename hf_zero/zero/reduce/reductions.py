@@ -246,7 +246,7 @@ class Reductions:
             handle = flat.mesh.replicate.all_reduce(part, flat.key, ordered=True)
         assert gradient.shard is not None
         memory = gradient.memory
-        if memory is not None and not memory.is_allocated:
+        if memory is not None and not memory.is_ready:
             memory.set_allocated(True)
         if gradient.offloaded and self._offload is not None:
             gradient.mark_reduced(self._send_to_host(reduction, handle, adds))
@@ -330,7 +330,7 @@ class GradientIntake:
                 gradient.keep_reduced()
                 adds = gradient.has_unreduced
             memory = gradient.memory
-            if memory is not None and not memory.is_allocated:
+            if memory is not None and not memory.is_ready:
                 memory.set_allocated(True)
             accumulated = gradient.accumulated_grad
             assert accumulated is not None
