@@ -1,5 +1,5 @@
-"""The package's one logger, named ``hf_zero``, and text for its messages: lists of names, bytes and
-rates in units, and their parsing.
+"""The package's one logger, named ``hf_zero``, and text for its messages: lists of names, curves,
+bytes and rates in units, and their parsing.
 
 ``HF_ZERO_LOG_LEVEL`` sets the level of the logger (default ``info``). ``steps`` is ``debug`` with
 the order of each step on rank 0, ``steps:all`` on every rank (``hf_zero/device/spans.py``).
@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from hf_zero.errors import ConfigError
 
@@ -85,6 +86,23 @@ def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
 def counted(number: int, noun: str, several: str = "") -> str:
     """Return a number with its noun: 1 rank, 2 ranks; ``several``: the plural, if it is no -s."""
     return f"{number} {noun}" if number == 1 else f"{number:,} {several or f'{noun}s'}"
+
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 40  # columns of a curve
+
+
+def curve(values: Sequence[float], width: int = WIDTH) -> str:
+    """Return ``values`` as a line of blocks: means of ``width`` parts, from least to most."""
+    finite = [value for value in values if abs(value) < float("inf")]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    ends = [len(finite) * part // count for part in range(count + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(ends)]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
 _UNITS = {"": 1, "B": 1} | {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -287,8 +288,15 @@ def manifest_head(
         batch=batch_of(engine),
         client_state=extra.client_state,
         objects=None,
-        software={"hf_zero": hf_zero.__version__, "torch": torch.__version__},
+        software=_software(),
     )
+
+
+def _software() -> dict[str, str]:
+    """Return the versions of hf-zero and torch, and that of Transformers if the script uses it."""
+    transformers = sys.modules.get("transformers")
+    known = {} if transformers is None else {"transformers": transformers.__version__}
+    return {"hf_zero": hf_zero.__version__, "torch": torch.__version__, **known}
 
 
 def join_reports(head: Manifest, reports: Sequence[RankReport]) -> Manifest:

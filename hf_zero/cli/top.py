@@ -7,19 +7,17 @@ import time
 from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
-from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
+from hf_zero.logging import curve
 
 if TYPE_CHECKING:
     from hf_zero.report.run import RecordedRun
 
-BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 40  # columns of a curve
 RECENT = 20  # steps whose median is a rate
 TIERS = {"device": "device_bytes", "ram": "ram_bytes", "disk": "disk_bytes"}
 
@@ -98,19 +96,6 @@ def figures_of(found: RecordedRun, steps: int | None) -> dict[str, Any]:
         "restarts": len(found.restarts),
         "warnings": len(found.messages),
     }
-
-
-def curve(values: list[float], width: int = WIDTH) -> str:
-    """Return ``values`` as a line of blocks: means of ``width`` parts, from least to most."""
-    finite = [value for value in values if abs(value) < float("inf")]
-    if not finite:
-        return ""
-    count = min(width, len(finite))
-    ends = [len(finite) * part // count for part in range(count + 1)]
-    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(ends)]
-    low, high = min(means), max(means)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
 def _table(found: RecordedRun, steps: int | None) -> PrintableTable:

@@ -68,10 +68,23 @@ def training_script(training: TrainingFile) -> str:
             *_model(training),
             *_call("trainer", f"{trainer}Trainer", _parts(training)),
             f"trainer.train(resume_from_checkpoint={_literal(RESUME)} in sys.argv)",
+            *_card(training),
             "trainer.save_model()" + ("  # the adapters" if adapters else ""),
             "",
         ]
     )
+
+
+def _card(training: TrainingFile) -> list[str]:
+    """Return the lines that name a dataset of the Hub in the model card, which is published: no
+    file or folder of this machine.
+    """
+    data = Path(training.dataset)
+    if data.exists() or data.is_absolute():
+        return []
+    names = {"model_name": Path(training.output_dir).name, "dataset_name": training.dataset}
+    given = ", ".join(f"{name}={_literal(value)}" for name, value in names.items())
+    return [f"trainer.create_model_card({given})"]
 
 
 def _docstring(training: TrainingFile, trainer: str) -> list[str]:

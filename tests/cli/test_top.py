@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_zero.cli import top as command
-from hf_zero.cli.top import BARS, curve
+from hf_zero.logging import BARS, curve
 from hf_zero.measures.run_record import BUFFERS
 from tests.cli.invoked import invoke, refusal
 

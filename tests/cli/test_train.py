@@ -56,6 +56,7 @@ def test_arguments_of_the_trainers_have_their_own_names() -> None:
     assert {"prompt", "completion", "messages", "text"} <= {*COLUMNS}
 
 
+CARD = "trainer.create_model_card"
 SCRIPTS: list[dict[str, Any]] = [
     {},
     {"adapters": "lora", "lora_target_modules": ["q_proj", "v_proj"], "packing": True},
@@ -98,8 +99,20 @@ def test_a_script_builds_the_trainer_that_the_file_names(keys: dict[str, Any], w
     assert ("ref_model" in parts) == (training.task == "dpo" and training.adapters == "none")
     assert ("BitsAndBytesConfig" in calls) == (training.adapters == "qlora")
     assert ("packing_strategy" in given) == (training.task == "pretrain")
+    described = {each.arg: ast.literal_eval(each.value) for each in calls[CARD].keywords}
+    assert described == {
+        "model_name": Path(training.output_dir).name, "dataset_name": training.dataset
+    }  # fmt: skip
     # the command in its docstring is one that hf-zero launch takes
     assert launch_command(training) in (ast.get_docstring(tree) or "")
+
+
+def test_the_card_names_no_file_of_the_machine(write: Any, tmp_path: Path) -> None:
+    (tmp_path / "org" / "rows").mkdir(parents=True)
+    (tmp_path / "rows.jsonl").write_text("{}")
+    for dataset in ("rows.jsonl", "org/rows", "/elsewhere/rows"):
+        script = training_script(read_training_file(write(dataset=dataset)))
+        assert CARD not in script and dataset in script, dataset
 
 
 def test_the_command_carries_the_preset_and_the_configuration(write: Any) -> None:

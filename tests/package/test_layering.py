@@ -38,8 +38,9 @@ LAYERS = {
 }
 # Of these packages none imports one that stands after it.
 ORDER = (
-    "distributed storage zero.layout zero.reduce zero.gather zero compression checkpoint "
-    "activations parallel techniques measures engine setup initialize"
+    "distributed storage zero.layout zero.reduce zero.gather zero compression "
+    "measures.metrics_file checkpoint activations parallel techniques measures engine setup "
+    "initialize"
 )
 STACK = [f"hf_zero.{name}" for name in ORDER.split()]
 # The order of the facade and of what integrations/ holds: a module imports no later one, except

@@ -7,14 +7,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from html import escape
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from hf_zero.checkpoint.convert.run_facts import Logged, facts, logged, recorded
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.storage import AnyPath, is_remote
 from hf_zero.errors import CheckpointError
 from hf_zero.json_text import parse_json
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
 
 CONFIG, CARD = "config.json", "README.md"
 OF_BASE = (CONFIG, "generation_config.json")  # files of the base model, left out with adapters
@@ -31,6 +36,7 @@ PATTERNS = (
     "tokenization_*.py", "*processing_*.py",
 )  # fmt: skip
 
+DATASET = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")  # a name on the Hub
 _BEGIN, _END = "<!-- hf-zero: run -->", "<!-- hf-zero: end of run -->"
 
 
@@ -95,9 +101,7 @@ def carry(
         elif name == CONFIG:
             to.write_bytes(configured(path, dtype))
         elif name == CARD:
-            found = logged(folder)
-            text = carded(_text(path), facts(manifest, found), found)
-            to.write_bytes(text.encode())
+            to.write_bytes(described(_text(path), folder, manifest).encode())
         else:
             to.write_bytes(path.read_bytes())
         names.append(name)
@@ -159,72 +163,22 @@ def _redtype(content: dict[str, Any], old: Any, new: str) -> None:
             content[key] = new
 
 
-def facts(manifest: Manifest, found: Mapping[str, tuple[float, Any]]) -> list[tuple[str, str]]:
-    """Return rows (label, value) about the run: from the manifest, and from ``found`` in the
-    Trainer's log.
+def described(text: str, folder: AnyPath, manifest: Manifest) -> str:
+    """Return the card ``text`` with the facts and the evaluations of the run that saved
+    ``manifest`` in ``folder``.
     """
-    count = sum(flat.layout.numel for flat in manifest.flats)
-    trained = sum(flat.layout.numel for flat in manifest.flats if flat.trainable)
-    rows = [
-        ("steps", f"{manifest.counters.get('global_steps', 0):,}"),
-        ("samples", f"{manifest.counters.get('global_samples', 0):,}"),
-        ("parameters (trained)", f"{count:,} ({trained:,})"),
-        (
-            "ZeRO stage, ranks, precision",
-            f"{manifest.stage}, {manifest.world['size']}, {manifest.precision}",
-        ),
-    ]
-    if manifest.optimizer is not None:
-        rates = [group.hyperparameters.get("lr") for group in manifest.optimizer.groups]
-        shown = ", ".join(
-            dict.fromkeys(f"{rate:g}" for rate in rates if isinstance(rate, (int, float)))
-        )
-        rows.append(
-            (
-                "optimizer, learning rate at the end",
-                f"{manifest.optimizer.class_name.rpartition('.')[2]}, {shown}",
-            )
-        )
-    rows += _shown(found)
-    return rows + [
-        ("software", ", ".join(f"{name} {version}" for name, version in manifest.software.items()))
-    ]
+    beside = places(folder)
+    found, record = logged(beside[:2]), recorded(beside, manifest.counters)
+    others = (
+        path.read_text(encoding="utf-8", errors="replace")
+        for path in (place / CARD for place in beside if not is_remote(place))
+        if path.is_file() and _stays(path, path.parent)
+    )  # the card of adapters, which PEFT writes, is nearer than the one that names the data
+    data = next(filter(None, map(datasets_of, map(_front, (text, *others)))), [])
+    return carded(text, facts(manifest, record, found, data), found)
 
 
-def logged(folder: AnyPath) -> dict[str, tuple[float, Any]]:
-    """Return the last number of each name in the Trainer's log, with its step; empty without a
-    log.
-    """
-    for place in places(folder)[:2]:
-        try:
-            history = parse_json((place / "trainer_state.json").read_text(encoding="utf-8"))[
-                "log_history"
-            ]
-            return {
-                key: (value, entry.get("step"))
-                for entry in history
-                for key, value in entry.items()
-                if isinstance(value, (int, float))
-            }
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            continue  # no Trainer, or one of another version: the card has fewer rows
-    return {}
-
-
-def _shown(found: Mapping[str, tuple[float, Any]]) -> Iterator[tuple[str, str]]:
-    for key, label in (
-        ("loss", "training loss"),
-        ("eval_loss", "evaluation loss"),
-        ("eval_accuracy", "evaluation accuracy"),
-    ):
-        if key in found:
-            value, step = found[key]
-            yield label, f"{value:.4g} at step {step}"
-
-
-def carded(
-    text: str, rows: Iterable[tuple[str, str]], found: Mapping[str, tuple[float, Any]]
-) -> str:
+def carded(text: str, rows: Iterable[tuple[str, str]], found: Logged) -> str:
     """Return ``text`` with a table of ``rows``, in place of the table of an earlier conversion or
     at the end, and with the evaluations in ``found``, the log of the run, as the results in its
     front matter.
@@ -236,7 +190,7 @@ def carded(
             "",
             "| | |",
             "| --- | --- |",
-            *(f"| {key} | {value} |" for key, value in rows),
+            *(f"| {_cell(key)} | {_cell(value)} |" for key, value in rows),
             "",
             _END,
         ]
@@ -249,19 +203,43 @@ def carded(
     return text.rstrip() + "\n\n" + table + "\n"
 
 
-def _with_results(text: str, found: Mapping[str, tuple[float, Any]]) -> str:
-    """Return the card ``text`` with the run's results instead of those that it has, which are of
-    another run or of the base model; unchanged without front matter.
-    """
+def _cell(text: str) -> str:
+    """Return ``text`` as it is read in a cell of a table: no markup, no end of the line."""
+    plain = escape(" ".join(text.split()), quote=False)
+    return re.sub(r"([\\`*_~\[\]|])", r"\\\1", plain)
+
+
+def _front(text: str) -> ModelCard | None:
+    """Return the card ``text`` with its front matter read; None without one that can be read."""
     if not text.startswith("---"):
-        return text
-    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+        return None
+    from huggingface_hub import ModelCard
     from yaml import YAMLError
 
     try:
-        card = ModelCard(text, ignore_metadata_errors=True)
+        return ModelCard(text, ignore_metadata_errors=True)
     except (ValueError, YAMLError):
-        return text  # front matter that nothing reads
+        return None
+
+
+def datasets_of(card: ModelCard | None) -> list[str]:
+    """Return the datasets that the front matter of ``card`` names, where the Trainer and TRL write
+    them; paths are left out.
+    """
+    named = None if card is None else card.data.get("datasets")
+    every = named if isinstance(named, list) else [named]
+    return [name for name in every if isinstance(name, str) and DATASET.fullmatch(name)]
+
+
+def _with_results(text: str, found: Logged) -> str:
+    """Return the card ``text`` with the run's results instead of those that it has, which are of
+    another run or of the base model; unchanged without front matter.
+    """
+    card = _front(text)
+    if card is None:
+        return text
+    from huggingface_hub import EvalResult, ModelCardData
+
     about = cast(ModelCardData, card.data)
     names = [
         name
@@ -270,8 +248,7 @@ def _with_results(text: str, found: Mapping[str, tuple[float, Any]]) -> str:
     ]
     if not names and not about.eval_results:
         return text
-    data = about.datasets or "evaluation data"
-    name = data if isinstance(data, str) else data[0]
+    name = next(iter(datasets_of(card)), "evaluation data")
     about.eval_results = [
         EvalResult(
             task_type=about.pipeline_tag or "other",

@@ -1,0 +1,199 @@
+"""Facts of the training run behind a checkpoint, as rows of a model card: from the manifest, the
+Trainer's log and ``metrics.jsonl``.
+
+A card is published. Of records that also hold hosts, paths and configurations it takes numbers and
+the versions of known libraries alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.storage import AnyPath, is_remote
+from hf_zero.json_text import parse_json
+from hf_zero.logging import counted, curve, listed
+from hf_zero.measures.metrics_file import read_rows
+
+Logged = Mapping[str, tuple[float, Any]]  # by name: the last number, and its step
+
+LIBRARIES = ("hf-zero", "torch", "transformers", "accelerate", "trl", "peft", "lightning")
+VERSION = re.compile(r"[\w.+!-]{1,40}")
+LARGEST = 1e300  # of a figure, so that sums of a few stay finite
+TOKENS = ("num_tokens", "num_input_tokens_seen")  # in the logs of TRL and of the Trainer
+
+
+@dataclass
+class RecordedSteps:
+    """The steps up to a checkpoint as ``metrics.jsonl`` has them. ``tokens``: of all of these
+    steps, None if a step lacks them. ``resumed``: by the step that a resumed run continued, how
+    many steps it repeated. ``versions``: those of LIBRARIES at the last start.
+    """
+
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    tokens: int | None = None
+    resumed: dict[int, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def recorded(folders: Sequence[AnyPath], counters: Mapping[str, int]) -> RecordedSteps:
+    """Return the record in the first of ``folders`` with the figures of the step of the checkpoint
+    with ``counters``; an empty one if none has them.
+    """
+    for folder in folders:
+        try:
+            record = None if is_remote(folder) else _record(folder, counters)
+        except OSError:
+            continue  # a file of another user: the card has fewer rows
+        if record is not None:
+            return record
+    return RecordedSteps()
+
+
+def _record(folder: AnyPath, counters: Mapping[str, int]) -> RecordedSteps | None:
+    """Return the record in ``folder``, None if it does not reach the checkpoint, or counts other
+    samples up to it: the figures are then those of another run.
+    """
+    steps, record = counters.get("global_steps", 0), RecordedSteps()
+    tokens, last, starts = 0, None, []
+    with_tokens = 0  # steps
+    for row in read_rows(folder):
+        if isinstance(row.get("run"), dict) and isinstance(row.get("after_step"), int):
+            starts.append(row)
+        if "step" not in row or not 0 < row["step"] <= steps:
+            continue
+        last = row
+        if _is_number(loss := row.get("loss")):
+            record.losses.append((row["step"], loss))
+        if _is_count(row.get("tokens")):
+            with_tokens, tokens = with_tokens + 1, tokens + row["tokens"]
+    samples = counters.get("global_samples")
+    if last is None or last["step"] != steps or last.get("samples_seen", samples) != samples:
+        return None
+    record.tokens = tokens if with_tokens == steps else None
+    before = steps
+    for row in reversed(starts):  # a later start from an earlier step replaces what was between
+        if row["after_step"] < before:
+            before = row["after_step"]
+            record.versions = record.versions or _versions(row["run"].get("versions"))
+            if before > 0:
+                repeated = row.get("repeated_steps")
+                record.resumed[before] = repeated if _is_count(repeated) else 0
+    return record
+
+
+def _versions(found: Any) -> dict[str, str]:
+    found = found if isinstance(found, dict) else {}
+    return {
+        name: found[name]
+        for name in LIBRARIES
+        if isinstance(found.get(name), str) and VERSION.fullmatch(found[name])
+    }
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and abs(value) <= LARGEST
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 <= value < 1 << 63
+
+
+def facts(
+    manifest: Manifest, record: RecordedSteps, found: Logged, data: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Return rows (label, value) about the run: from the manifest, from ``record``, and from
+    ``found`` in the Trainer's log. ``data``: the names of its datasets.
+    """
+    count = sum(flat.layout.numel for flat in manifest.flats)
+    trained = sum(flat.layout.numel for flat in manifest.flats if flat.trainable)
+    rows = [("data", listed(data))] if data else []
+    rows += [
+        ("steps", f"{manifest.counters.get('global_steps', 0):,}"),
+        ("samples", f"{manifest.counters.get('global_samples', 0):,}"),
+        *_tokens(record, found),
+        ("parameters (trained)", f"{count:,} ({trained:,})"),
+        (
+            "ZeRO stage, ranks, precision",
+            f"{manifest.stage}, {manifest.world['size']}, {manifest.precision}",
+        ),
+    ]
+    if manifest.optimizer is not None:
+        rates = [group.hyperparameters.get("lr") for group in manifest.optimizer.groups]
+        shown = ", ".join(
+            dict.fromkeys(f"{rate:g}" for rate in rates if isinstance(rate, (int, float)))
+        )
+        rows.append(
+            (
+                "optimizer, learning rate at the end",
+                f"{manifest.optimizer.class_name.rpartition('.')[2]}, {shown}",
+            )
+        )
+    rows += [*_losses(record), *_shown(found), *_resumed(record)]
+    software = {
+        "hf-zero" if name == "hf_zero" else name: version
+        for name, version in manifest.software.items()
+    }
+    versions = record.versions | software  # the checkpoint's own count
+    named = [f"{name} {version}" for name, version in versions.items()]
+    return [*rows, ("software", ", ".join(named))]
+
+
+def _tokens(record: RecordedSteps, found: Logged) -> Iterator[tuple[str, str]]:
+    if record.tokens is not None:
+        yield "tokens, with padding", f"{record.tokens:,}"
+        return
+    for name in TOKENS:
+        if name in found and _is_number(found[name][0]):
+            yield "tokens", f"{found[name][0]:,.0f}"
+            return
+
+
+def _losses(record: RecordedSteps) -> Iterator[tuple[str, str]]:
+    if len(record.losses) > 1:
+        (first, begin), (last, end) = record.losses[0], record.losses[-1]
+        drawn = curve([loss for _, loss in record.losses])
+        yield f"training loss, steps {first:,} to {last:,}", f"{begin:.4g} {drawn} {end:.4g}"
+
+
+def _resumed(record: RecordedSteps) -> Iterator[tuple[str, str]]:
+    if record.resumed:
+        names = [
+            f"step {step:,}" + (f" ({counted(repeated, 'step')} repeated)" if repeated else "")
+            for step, repeated in sorted(record.resumed.items())
+        ]
+        yield "resumed from", listed(names)
+
+
+def logged(folders: Sequence[AnyPath]) -> dict[str, tuple[float, Any]]:
+    """Return the last number of each name in the Trainer's log, with its step; empty without a log
+    in ``folders``.
+    """
+    for folder in folders:
+        try:
+            history = parse_json((folder / "trainer_state.json").read_text(encoding="utf-8"))[
+                "log_history"
+            ]
+            return {
+                key: (value, entry.get("step"))
+                for entry in history
+                for key, value in entry.items()
+                if isinstance(value, (int, float))
+            }
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue  # no Trainer, or one of another version: the card has fewer rows
+    return {}
+
+
+def _shown(found: Logged) -> Iterator[tuple[str, str]]:
+    for key, label in (
+        ("loss", "training loss"),
+        ("eval_loss", "evaluation loss"),
+        ("eval_accuracy", "evaluation accuracy"),
+    ):
+        if key in found:
+            value, step = found[key]
+            yield label, f"{value:.4g} at step {step}"

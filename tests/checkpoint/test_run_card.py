@@ -1,0 +1,215 @@
+"""The run in the model card of a converted checkpoint: data, losses, tokens, resumptions and
+versions, from ``metrics.jsonl`` and the cards beside it, and nothing that is not to be published.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import ModelCard
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import hf_zero
+from hf_zero.checkpoint import convert_checkpoint
+from hf_zero.engine import Engine
+from hf_zero.logging import curve
+from hf_zero.measures.metrics_file import NAME, read_rows
+from tests.checkpoint.jobs import Job, run
+
+SECRET, FOLDER = "hf_QhTjpLkzAbCdEf", "/home/someone/private"
+RANKS, ROWS, WORDS, STEPS = 2, 4, 3, 4  # of a micro-batch: rows of so many words
+
+
+@dataclass(frozen=True)
+class Measured(Job):
+    metrics: str = ""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        section = {"enabled": True, "path": self.metrics}
+        return {**super().config, "metrics": section, "wandb": {"team": SECRET}}
+
+
+def model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 120, "n_positions": 32}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A run of two steps and, resumed from them, three more, of which the last is not in a
+    checkpoint; and its losses.
+    """
+    folder = tmp_path_factory.mktemp("card") / "run"
+    losses: list[float] = []
+
+    def action(steps: int) -> Callable[[Engine], Any]:
+        def train(engine: Engine) -> None:
+            if steps > 2:
+                engine.load_checkpoint(folder)
+            for _ in range(steps):
+                ids = torch.arange(ROWS)[:, None] + torch.arange(WORDS)
+                loss = engine(input_ids=ids, labels=ids).loss
+                engine.backward(loss)
+                engine.step()
+                if engine.global_rank == 0:
+                    losses.append(loss.item())
+                if engine.counters.global_steps in (2, STEPS):
+                    engine.save_checkpoint(folder)
+            engine.destroy()
+
+        return train
+
+    for steps in (2, 3):
+        run(Measured(RANKS, 3, metrics=str(folder)), model, action(steps))
+    (folder / "README.md").write_text("---\ndatasets:\n- org/data\n---\n# A card\n")
+    return folder, losses
+
+
+def rows_of(folder: Path, into: Path) -> dict[str, str]:
+    """Convert ``folder``; return the rows of the card by label."""
+    convert_checkpoint(folder, into, overwrite=True)
+    text = (into / "README.md").read_text()
+    table = text.partition("## This run")[2].partition("<!--")[0]
+    rows = re.findall(r"(?m)^\| (.+?) \| (.*) \|$", table)
+    assert len(rows) == len([line for line in table.splitlines() if line]) - 1  # the empty head
+    return dict(rows[1:])
+
+
+def test_the_card_describes_the_run(trained: tuple[Path, list[float]], tmp_path: Path) -> None:
+    folder, losses = trained
+    rows = rows_of(folder, tmp_path / "out")
+    kept = losses[:STEPS]
+    assert rows["data"] == "org/data"
+    assert rows["steps"] == str(STEPS) and rows["samples"] == str(STEPS * RANKS * ROWS)
+    assert rows["tokens, with padding"] == str(STEPS * RANKS * ROWS * WORDS)
+    assert rows["training loss, steps 1 to 4"] == f"{kept[0]:.4g} {curve(kept)} {kept[-1]:.4g}"
+    assert rows["resumed from"] == "step 2"
+    versions = dict(each.split(" ") for each in rows["software"].split(", "))
+    assert versions["hf-zero"] == hf_zero.__version__ and versions["torch"] == torch.__version__
+    assert versions["transformers"] == transformers.__version__ and "trl" in versions
+
+
+def test_a_checkpoint_in_the_middle_has_its_own_steps(
+    trained: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    folder, losses = trained
+    (first,) = folder.glob("*step2")
+    rows = rows_of(first, tmp_path / "out")
+    assert rows["training loss, steps 1 to 2"].startswith(f"{losses[0]:.4g} ")
+    assert rows["tokens, with padding"] == str(2 * RANKS * ROWS * WORDS)
+    assert "resumed from" not in rows
+
+
+@pytest.fixture
+def copy(trained: tuple[Path, list[float]], tmp_path: Path) -> Iterator[Path]:
+    yield shutil.copytree(trained[0], tmp_path / "run", symlinks=True)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    rows = list(read_rows(folder))
+    for row in rows:
+        change(row)
+    (folder / NAME).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def test_no_path_secret_or_markup_reaches_the_card(copy: Path, tmp_path: Path) -> None:
+    assert SECRET in (copy / NAME).read_text()
+
+    def change(row: dict[str, Any]) -> None:
+        if "run" in row:
+            row["run"] |= {"program": f"{FOLDER}/train.py", "hosts": [{"host": SECRET}]}
+            row["run"]["versions"] |= {"trl": f"{FOLDER}/trl", "peft": "1 | <b>", "x": SECRET}
+
+    rewrite(copy, change)
+    front = f"datasets: ['{FOLDER}/a.jsonl', ../b, 'org/a_b']"
+    (copy / "README.md").write_text(f"---\n{front}\n---\n# A card\n")
+    rows = rows_of(copy, tmp_path / "out")
+    assert rows["data"] == "org/a\\_b"
+    card = ModelCard.load(tmp_path / "out" / "README.md").text
+    for secret in (SECRET, FOLDER, "<b>", "train.py", os.uname().nodename, str(tmp_path)):
+        assert secret not in card, secret
+
+
+def test_values_are_escaped() -> None:
+    from hf_zero.checkpoint.convert.card import carded
+
+    text = carded(
+        "# A card", [("a|b", "<img src=x>\n| `c` [d](e) <!-- hf-zero: end of run -->")], {}
+    )
+    line = "| a\\|b | &lt;img src=x&gt; \\| \\`c\\` \\[d\\](e) &lt;!-- hf-zero: end of run --&gt; |"
+    assert line in text.splitlines()
+
+
+def test_datasets_of_another_card_and_of_none(copy: Path, tmp_path: Path) -> None:
+    """The card of adapters is nearer than the one with the data. A dataset that is a path is no
+    name of an evaluation either.
+    """
+    (last,) = copy.glob("*step4")
+    (last / "README.md").write_text("---\nlibrary_name: peft\n---\n# Adapters\n")
+    assert rows_of(last, tmp_path / "out")["data"] == "org/data"
+    (last / "README.md").unlink()
+    (copy / "README.md").write_text(f"---\ndatasets: [{FOLDER}]\n---\n# A card\n")
+    (copy / "trainer_state.json").write_text('{"log_history": [{"eval_loss": 2.5, "step": 4}]}')
+    assert "data" not in rows_of(copy, tmp_path / "out")
+    (result,) = ModelCard.load(tmp_path / "out" / "README.md").data.eval_results
+    assert result.dataset_name == "evaluation data"
+
+
+def test_figures_of_another_run_are_left_out(copy: Path, tmp_path: Path) -> None:
+    """So are those that end before the checkpoint, and damaged ones; the Trainer's log has tokens
+    then.
+    """
+    damaged = {
+        "of other samples": lambda row: row.update(samples_seen=7) if "step" in row else None,
+        "too short": lambda row: row.update(step=row["step"] + 9) if "step" in row else None,
+    }
+    (copy / "trainer_state.json").write_text(
+        '{"log_history": [{"num_tokens": 1234.0, "step": 4}, {"loss": 1.5, "step": 4}]}'
+    )
+    whole = (copy / NAME).read_bytes()
+    for name, change in damaged.items():
+        (copy / NAME).write_bytes(whole)
+        rewrite(copy, change)
+        rows = rows_of(copy, tmp_path / "out")
+        assert not [label for label in rows if label.startswith("training loss,")], name
+        assert rows["tokens"] == "1,234" and "resumed from" not in rows, name
+        assert rows["training loss"] == "1.5 at step 4", name
+
+
+def test_figures_that_are_no_numbers(copy: Path, tmp_path: Path) -> None:
+    def change(row: dict[str, Any]) -> None:
+        if row.get("step") == 1:
+            row |= {"loss": SECRET, "tokens": -3}
+        if row.get("step") == 2:
+            row["loss"] = float("nan")
+        if "run" in row:
+            row |= {"repeated_steps": SECRET, "run": row["run"] | {"versions": [SECRET]}}
+
+    rewrite(copy, change)
+    rows = rows_of(copy, tmp_path / "out")
+    assert "tokens, with padding" not in rows and rows["resumed from"] == "step 2"
+    assert [label for label in rows if label.startswith("training loss,")] == [
+        "training loss, steps 3 to 4"
+    ]
+
+
+def test_resumptions_that_the_run_went_back_behind_are_left_out(copy: Path, tmp_path: Path) -> None:
+    rows = list(read_rows(copy))
+    first = next(row for row in rows if "run" in row)
+    starts = [first | {"after_step": step, "repeated_steps": step} for step in (1, 3, 2)]
+    kept = [row for row in rows if "step" in row]
+    (copy / NAME).write_text("".join(f"{json.dumps(row)}\n" for row in [first, *starts, *kept]))
+    resumed = rows_of(copy, tmp_path / "out")["resumed from"]
+    assert resumed == "step 1 (1 step repeated), step 2 (2 steps repeated)"
