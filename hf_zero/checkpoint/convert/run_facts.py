@@ -1,13 +1,12 @@
 """Facts of the training run behind a checkpoint, as rows of a model card: from the manifest, the
 Trainer's log and ``metrics.jsonl``.
 
-A card is published. Of records that also hold hosts, paths and configurations it takes numbers and
-the versions of known libraries alone.
+A card is published. Of records that also hold hosts, paths and configurations it takes numbers
+alone.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -20,8 +19,6 @@ from hf_zero.measures.metrics_file import read_rows
 
 Logged = Mapping[str, tuple[float, Any]]  # by name: the last number, and its step
 
-LIBRARIES = ("hf-zero", "torch", "transformers", "accelerate", "trl", "peft", "lightning")
-VERSION = re.compile(r"[\w.+!-]{1,40}")
 LARGEST = 1e300  # of a figure, so that sums of a few stay finite
 TOKENS = ("num_tokens", "num_input_tokens_seen")  # in the logs of TRL and of the Trainer
 
@@ -30,13 +27,12 @@ TOKENS = ("num_tokens", "num_input_tokens_seen")  # in the logs of TRL and of th
 class RecordedSteps:
     """The steps up to a checkpoint as ``metrics.jsonl`` has them. ``tokens``: of all of these
     steps, None if a step lacks them. ``resumed``: by the step that a resumed run continued, how
-    many steps it repeated. ``versions``: those of LIBRARIES at the last start.
+    many steps it repeated.
     """
 
     losses: list[tuple[int, float]] = field(default_factory=list)
     tokens: int | None = None
     resumed: dict[int, int] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
 
 
 def recorded(folders: Sequence[AnyPath], counters: Mapping[str, int]) -> RecordedSteps:
@@ -78,20 +74,10 @@ def _record(folder: AnyPath, counters: Mapping[str, int]) -> RecordedSteps | Non
     for row in reversed(starts):  # a later start from an earlier step replaces what was between
         if row["after_step"] < before:
             before = row["after_step"]
-            record.versions = record.versions or _versions(row["run"].get("versions"))
             if before > 0:
                 repeated = row.get("repeated_steps")
                 record.resumed[before] = repeated if _is_count(repeated) else 0
     return record
-
-
-def _versions(found: Any) -> dict[str, str]:
-    found = found if isinstance(found, dict) else {}
-    return {
-        name: found[name]
-        for name in LIBRARIES
-        if isinstance(found.get(name), str) and VERSION.fullmatch(found[name])
-    }
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -133,12 +119,10 @@ def facts(
             )
         )
     rows += [*_losses(record), *_shown(found), *_resumed(record)]
-    software = {
-        "hf-zero" if name == "hf_zero" else name: version
+    named = [
+        f"{name.replace('hf_zero', 'hf-zero')} {version}"
         for name, version in manifest.software.items()
-    }
-    versions = record.versions | software  # the checkpoint's own count
-    named = [f"{name} {version}" for name, version in versions.items()]
+    ]
     return [*rows, ("software", ", ".join(named))]
 
 
