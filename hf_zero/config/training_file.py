@@ -17,7 +17,6 @@ from hf_zero.config.kinds import (
     COUNT,
     DTYPE,
     SECTION,
-    SHARE,
     TEXT,
     Kind,
     choice,
@@ -48,7 +47,7 @@ def _modules(value: Any) -> str | list[str]:
 
 _TEXTS = {"type": "array", "items": dict(TEXT.schema), "minItems": 1}
 MODULES = Kind("a name or a list of names", _modules, {"anyOf": [dict(TEXT.schema), _TEXTS]})
-SOME = number(above=0)
+SOME, ANY = number(above=0), number(0)
 
 
 def _steps(value: Any) -> float:
@@ -58,7 +57,20 @@ def _steps(value: Any) -> float:
     return int(amount) if amount >= 1 else amount
 
 
+def _warmup(value: Any) -> float:
+    return 0 if ANY.convert(value) == 0 else _steps(value)
+
+
+def _part(value: Any) -> float:
+    part = float(SOME.convert(value))
+    if part >= 1:
+        raise ValueError(value)
+    return part
+
+
 STEPS = Kind("a number of steps, or a share of the run below 1", _steps, dict(SOME.schema))
+WARMUP = Kind("0, a number of steps, or a share of the run below 1", _warmup, dict(ANY.schema))
+PART = Kind("a number above 0 and below 1", _part, {**SOME.schema, "exclusiveMaximum": 1})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +84,7 @@ class TrainerArguments:
     num_train_epochs: float | None = key(SOME, None, "passes over the data")
     learning_rate: float | None = key(SOME, None, "largest learning rate")
     lr_scheduler_type: str | None = key(TEXT, None, "schedule of the learning rate, such as cosine")
-    warmup_steps: float | None = key(STEPS, None, f"length of the warmup, {STEPS_OR_SHARE}")
+    warmup_steps: float | None = key(WARMUP, None, f"length of the warmup, {STEPS_OR_SHARE}")
     weight_decay: float | None = key(number(0), None, "weight decay of AdamW")
     max_grad_norm: float | None = key(number(0), None, "gradient norm above which it is clipped")
     per_device_train_batch_size: int | None = key(integer(1), None, "samples of a rank at a time")
@@ -113,7 +125,7 @@ class TrainingFile(TrainerArguments):
     dataset_config: str | None = key(TEXT, None, "configuration of the dataset on the Hub")
     split: str = key(TEXT, "train", "split to train on")
     eval_split: str | None = key(TEXT, None, "split to evaluate on")
-    eval_fraction: float | None = key(SHARE, None, "share of the split to evaluate on instead")
+    eval_fraction: float | None = key(PART, None, "share of the split to evaluate on instead")
     columns: dict[str, str] = key(
         SECTION,
         None,
@@ -167,6 +179,8 @@ class TrainingFile(TrainerArguments):
 
 KEYS: dict[str, Key] = {each.path: each for each in placed(TrainingFile, "", "")}
 REQUIRED = ("task", "model", "dataset")
+PATHS = ("output_dir", "model", "dataset")
+"""Keys whose value may be a path; the command and the trainer expand ``~`` alike."""
 _ADAPTER_KEYS = tuple(name for name in KEYS if name.startswith("lora_"))
 
 
@@ -207,10 +221,12 @@ def read_training_file(path: str | os.PathLike[str]) -> TrainingFile:
     effect, files that do not exist.
     """
     name = os.fspath(path)
+    if os.path.isdir(name):
+        raise ConfigError(f"{name} is a folder; pass the YAML file of a training")
     if not os.path.isfile(name):
         raise ConfigError(f"{name} is no file; `hf-zero train --init {name}` writes one to change")
     label, reading = f"config file {name}", ConfigReading()
-    written = load_file(name)
+    written = {key: value for key, value in load_file(name).items() if value is not None}
     if {"distributed_type", "deepspeed_config", "zero_optimization"} & written.keys():
         raise ConfigError(
             f"{label} configures ZeRO, not a training: `hf-zero launch --config` takes it with a "
@@ -234,6 +250,7 @@ def read_training_file(path: str | os.PathLike[str]) -> TrainingFile:
         )
     reading.mistakes.throw()
     values = {"output_dir": f"runs/{Path(name).stem}", **reading.given()}
+    values |= {path: os.path.expanduser(values[path]) for path in PATHS}
     training = TrainingFile(**values, written=tuple(reading.values))
     for said in _contradictions(training):
         reading.mistakes.append(ConfigError(f"{label}: {said}"))
@@ -277,9 +294,17 @@ def _contradictions(training: TrainingFile) -> Iterator[str]:
     for column, name in training.columns.items():
         if not isinstance(name, str):
             yield f"columns: {column} = {name} is not the name of a column; write a text"
+    names = [*training.columns.values()]
+    for column in dict.fromkeys(name for name in names if names.count(name) > 1):
+        yield f"columns: {column} is named twice; name another column of the dataset"
+    if os.path.isfile(training.dataset) and Path(training.dataset).suffix not in FORMATS:
+        suffixes = ", ".join(FORMATS)
+        yield f"dataset: {training.dataset} has none of the suffixes {suffixes}; rename it"
     if Path(training.dataset).suffix in FORMATS and not glob(training.dataset):
         yield f"there is no file {training.dataset}; write the path of one, or a name of the Hub"
-    if training.model.startswith(("/", "./", "../", "~")) and not os.path.isdir(training.model):
+    if os.path.isfile(training.model):
+        yield f"model: {training.model} is a file; write a model's folder, or a name of the Hub"
+    elif training.model.startswith(("/", "./", "../")) and not os.path.isdir(training.model):
         yield f"there is no folder {training.model}; write that of a model, or a name of the Hub"
 
 

@@ -163,6 +163,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"columns": {"text": 3}}, "columns: text = 3 is not the name of a column; write a text"),
     ({"dataset": "rows.jsonl"}, "there is no file rows.jsonl; write the path of one, or a name"),
     ({"model": "./here"}, "there is no folder ./here; write that of a model, or a name of the Hub"),
+    ({"model": "train.yaml"}, "model: train.yaml is a file; write a model's folder, or a"),
+    ({"model": "~/no folder"}, "no folder; write that of a model, or a name of the Hub"),
+    ({"dataset": "train.yaml"}, "has none of the suffixes .json, .jsonl, .csv, .parquet, .txt;"),
+    ({"columns": {"prompt": "q", "completion": "q"}}, "columns: q is named twice; name another"),
+    ({"eval_fraction": 1}, "eval_fraction = 1 is not a number above 0 and below 1; fix it, or"),
+    ({"warmup_steps": 1.5}, "warmup_steps = 1.5 is not 0, a number of steps, or a share of the"),
     ({"config": {"bf16": {"enabled": True}}}, "config.bf16: write precision: bf16 in place of it"),
     ({"config": {"zero_optimization": {"stage": 1}}}, "preset names it; remove this"),
     ({"config": {"metrcs": {}}}, "config: unknown key 'metrcs'; did you mean 'metrics'?"),
@@ -175,7 +181,27 @@ def test_a_file_that_cannot_train_is_refused(keys: dict[str, Any], said: str, wr
     assert said in refusal(f"train {write(**keys)}")
 
 
+def test_a_key_without_a_value_is_absent(write: Any) -> None:
+    file = Path(write(learning_rate=1e-4))
+    text = file.read_text()
+    file.write_text(text.replace("0.0001", ""))
+    assert "learning_rate" not in invoke(f"train {file} --script")
+    file.write_text(text.replace("org/model", ""))
+    assert "model is missing; write model: " in refusal(f"train {file}")
+
+
+def test_a_path_may_begin_with_a_tilde(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer expands output_dir, too: checkpoints and figures are in one folder."""
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    Path("rows.jsonl").touch()
+    training = read_training_file(write(output_dir="~/out", dataset="~/rows.jsonl"))
+    assert training.output_dir == f"{Path.cwd()}/out" == dict(training.zero_keys())["metrics.path"]
+    assert f'data_files="{Path.cwd()}/rows.jsonl"' in training_script(training)
+    assert read_training_file(write(warmup_steps=0)).warmup_steps == 0
+
+
 def test_all_mistakes_are_one_message(write: Any) -> None:
+    assert "is a folder; pass the YAML file of a training" in refusal("train .")
     said = refusal(f"train {write(lerning_rate=1, task='x')}")
     assert said.startswith("2 mistakes in the configuration:\n- config file train.yaml: ")
     assert "is no file; `hf-zero train --init nothing.yaml` writes" in refusal("train nothing.yaml")
