@@ -49,6 +49,7 @@ def train(
     """
     from hf_zero.cli.launch import launch
     from hf_zero.config.training_file import read_training_file
+    from hf_zero.integrations.datasets.training_data import refuse_unread_data
     from hf_zero.launch.training_script import (
         RESUME,
         SCRIPT,
@@ -72,6 +73,7 @@ def train(
         return
     _refuse_missing(training)
     _refuse_checkpoints(training.output_dir, resume)
+    refuse_unread_data(training)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")

@@ -108,12 +108,19 @@ def _arguments(training: TrainingFile) -> dict[str, str]:
     return {**found, "use_cpu": "not torch.accelerator.is_available()"}
 
 
+def dataset_arguments(training: TrainingFile) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments of ``datasets.load_dataset`` beside the split, by place and by name."""
+    file = FORMATS.get(Path(training.dataset).suffix)
+    positional = [file or training.dataset]
+    positional += [training.dataset_config] if training.dataset_config else []
+    return positional, {"data_files": training.dataset} if file else {}
+
+
 def _data(training: TrainingFile) -> list[str]:
     """Return the lines that bind ``data`` and, with an evaluation, ``held_out``."""
-    file = FORMATS.get(Path(training.dataset).suffix)
-    source = [_literal(file or training.dataset)]
-    source += [_literal(training.dataset_config)] if training.dataset_config else []
-    source += [f"data_files={_literal(training.dataset)}"] if file else []
+    positional, named = dataset_arguments(training)
+    source = [*map(_literal, positional)]
+    source += [f"{name}={_literal(value)}" for name, value in named.items()]
     shape = ""
     if training.columns:
         renamed = {theirs: ours for ours, theirs in training.columns.items() if ours != theirs}

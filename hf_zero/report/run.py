@@ -113,9 +113,13 @@ def read_run(folder: str | os.PathLike[str], trace: str | None = None) -> Record
     traced = list(_traced(rows))
     steps = [_without_speeds(row, traced) for row in rows if "step" in row]
     if not steps:
-        has = "no steps in" if files_of(place) else "no"
+        if files_of(place):
+            raise ConfigError(
+                f"{place / NAME} has no steps yet; call again when the run has taken one, or name "
+                "the folder of another run"
+            )
         raise ConfigError(
-            f"{place} has {has} metrics.jsonl, which a report is made of: train with "
+            f"{place} has no metrics.jsonl, which a report is made of: train with "
             '"metrics": {"enabled": true}, or name the folder that metrics.path names'
         )
     if trace is not None and not os.path.isfile(trace):

@@ -412,7 +412,7 @@ def test_files_that_are_empty_or_damaged_are_named(
     config = b'{"model_type": "bert", "hidden_size": "x"}'
     for command, file, content, said in (
         ("analyze data.json", "data.json", b"", "data.json is empty; name a file"),
-        ("report .", "metrics.jsonl", b"\xff\xfe\n", "has no steps in metrics.jsonl"),
+        ("report .", "metrics.jsonl", b"\xff\xfe\n", "metrics.jsonl has no steps yet; call again"),
         ("report metrics.jsonl", "metrics.jsonl", b"", "is a file; name the folder of a run"),
         ("estimate . --ranks 2", "config.json", config, "Field 'hidden_size' expected int"),
     ):

@@ -230,6 +230,37 @@ def test_the_script_is_written_and_launched(write: Any, launched: list[Any]) -> 
     assert "file/out/train.py cannot be written (Not a directory); name another" in said
 
 
+DATA: list[tuple[str, dict[str, Any], str]] = [
+    ("", {}, "rows.jsonl cannot be loaded with split: train ("),
+    ('{"text": "a"', {}, "mend the file, or name another"),
+    ('{"text": "a"}', {"split": "test"}, "cannot be loaded with split: test (Unknown split"),
+    ("text", {"dataset": "rows.csv"}, "rows.csv cannot be loaded with split: train (Inst"),
+    ('{"q": "a", "a": "b"}', {}, "or text or input_ids, and rows.jsonl has a, q; map them, as in"),
+    ('{"q": "a"}', {"task": "dpo"}, "task dpo reads the columns chosen and rejected, and"),
+    ('{"q": "a"}', {"columns": {"text": "p"}}, "columns: text: rows.jsonl has no column 'p'; name"),
+]
+
+
+@pytest.mark.parametrize(("rows", "keys", "said"), DATA, ids=lambda value: str(value)[:40])
+def test_a_file_that_the_task_cannot_read_is_refused(
+    rows: str,
+    keys: dict[str, Any],
+    said: str,
+    write: Any,
+    launched: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    keys = {"dataset": "rows.jsonl", **keys}
+    Path(keys["dataset"]).write_text(rows and rows + "\n")
+    assert said in refusal(f"train {write(**keys)}")
+    assert not launched and not Path("runs").exists()
+    Path("rows.jsonl").write_text('{"q": "a", "text": "b"}\n')
+    invoke(f"train {write(dataset='rows.jsonl', columns={'text': 'q'})}")
+    assert len(launched) == 1
+
+
 def test_what_is_missing_is_named_before_the_ranks_start(
     write: Any, launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
