@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_zero.config.training_file import DPO, FORMATS, PRETRAIN, SFT, TrainingFile
+from hf_zero.config.training_file import DPO, PRETRAIN, SFT, TrainingFile
 from hf_zero.errors import ConfigError
 from hf_zero.launch.training_script import dataset_arguments
 
@@ -19,7 +19,7 @@ def refuse_unread_data(training: TrainingFile) -> None:
     the columns of the task. A dataset of the Hub is left to the script.
     """
     positional, named = dataset_arguments(training)
-    if positional[0] not in FORMATS.values() or "data_files" not in named:
+    if not named:  # a dataset of the Hub
         return
     import datasets
 
