@@ -192,15 +192,18 @@ def group_runs(
 ) -> list[Run]:
     """Cut an owned range into runs of one group.
 
-    Padding joins the run before it, in front of all the first run; a range of padding only joins
-    the group of the layout's last parameter.
+    Padding joins the run before it; in front of all it is a run of group None, because optimizers
+    of whole tensors expect a tensor at the start of its segment. A range of padding only joins the
+    group of the layout's last parameter.
     """
     start, stop = owned
     begins: list[tuple[int | None, int]] = []
     for piece in layout.pieces(start, stop):
         group = group_of.get(piece.name)
+        if not begins and piece.offset > start:
+            begins.append((None, 0))
         if not begins or begins[-1][0] != group:
-            begins.append((group, piece.offset - start if begins else 0))
+            begins.append((group, piece.offset - start))
     if not begins and start < stop and layout.slots:
         begins = [(group_of.get(layout.slots[-1].name), 0)]
     ends = [*(begin for _, begin in begins[1:]), stop - start]
