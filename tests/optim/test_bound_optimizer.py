@@ -328,7 +328,7 @@ def test_gradients_are_gone_after_the_step_even_when_it_fails():
 
 
 def test_runs_follow_groups_and_touching_ones_become_one_segment():
-    """Padding joins the run before."""
+    """Padding joins the run before; in front of all it belongs to no group."""
     layout = FlatLayout.build([("a", (6,)), ("b", (4,)), ("c", (9,))], 4)
     group_of = {"a": 0, "b": 1, "c": 1}
     assert (layout.numel, layout.padded) == (19, 32)
@@ -338,6 +338,8 @@ def test_runs_follow_groups_and_touching_ones_become_one_segment():
     apart = [Run(0, 0, 6), Run(None, 6, 10), Run(0, 10, 32)]
     assert group_runs(layout, (0, 32), {"a": 0, "c": 0}) == apart
     assert group_runs(FlatLayout.build([], 1), (0, 0), {}) == []
+    padded = FlatLayout.build([("a", (17,)), ("b", (4, 4))], 2)
+    assert group_runs(padded, (24, 48), {"a": 0, "b": 0}) == [Run(None, 0, 8), Run(0, 8, 24)]
     units = [{"x": torch.randn(8, 2)}, {"y": torch.randn(16)}, {"z": torch.randn(8, 4)}]
     for groups, lengths in (("000", [64]), ("011", [16, 48]), ("010", [16, 16, 32])):
         [flats] = shard(units, 1, together=True)
