@@ -21,15 +21,13 @@ import datetime
 import gc
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from offload import BEFORE, SMALL, Peak, resident
+from offload import BEFORE, SMALL, Peak, environment, resident, rows_of_ranks
 
 SHAPE = {**SMALL, "num_hidden_layers": 10}
 SAMPLES, LENGTH = 2, 64
@@ -125,36 +123,14 @@ def work(name: str, steps: int) -> None:
 
 def run(name: str, ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of all ranks of a contender."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    env = dict(
-        os.environ, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1",
-        TRANSFORMERS_VERBOSITY="error",
-    )  # fmt: skip
+    env = environment(ranks, threads=1)
     if name.startswith(BEFORE):
         env.update(PYTHONPATH=options.against)
         name = "hf-zero " + name.removeprefix(BEFORE)
     command = [sys.executable, __file__, "--work", name, "--steps", str(options.steps)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    rows = []
-    for process in processes:
-        lines = process.communicate(timeout=LIMIT)[0].splitlines()
-        said = [line for line in lines if line.startswith("@")]
-        if not said:
-            for other in processes:
-                other.kill()
-            raise SystemExit(f"a rank of {name} ended with code {process.wait()}")
-        rows.append(json.loads(said[0][1:]))
+    rows = rows_of_ranks(command, ranks, env, LIMIT)
+    if "error" in rows[0]:
+        raise SystemExit(f"a rank of {name} failed: {rows[0]['error']}")
     return rows
 
 

@@ -321,15 +321,7 @@ def work(name: str, folder: str, steps: int) -> None:
 
 def run(name: str, ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of all ranks, or one with ``error``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    cores = max(1, len(os.sched_getaffinity(0)) // ranks)
-    env = dict(
-        os.environ, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo",
-        OMP_NUM_THREADS=str(cores), HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error",
-    )  # fmt: skip
+    env = environment(ranks, max(1, len(os.sched_getaffinity(0)) // ranks))
     script = __file__
     if name.startswith(BEFORE):
         script = os.path.join(options.against, "scripts", "bench", "offload.py")
@@ -338,22 +330,35 @@ def run(name: str, ranks: int, options: argparse.Namespace) -> list[dict[str, An
         env.update(PYTHONPATH=options.deepspeed or "", HF_ZERO_AUTOLOAD="0", DS_BUILD_OPS="0")
         if device() == "cpu":
             env["DS_ACCELERATOR"] = "cpu"
-    rows: list[dict[str, Any]] = []
     used = cpu_seconds()
-    with (
-        tempfile.TemporaryDirectory(dir=options.files) as folder,
-        tempfile.TemporaryFile("w+") as errors,
-    ):
-        command = [
-            sys.executable,
-            script,
-            "--work",
-            name.removeprefix(BEFORE),
-            "--files",
-            folder,
-            "--steps",
-            str(options.steps),
-        ]
+    with tempfile.TemporaryDirectory(dir=options.files) as folder:
+        words = ["--work", name.removeprefix(BEFORE), "--files", folder]
+        words += ["--steps", str(options.steps)]
+        rows = rows_of_ranks([sys.executable, script, *words], ranks, env)
+    used = cpu_seconds() - used
+    return rows if "error" in rows[0] else [{**row, "cpu_s": used} for row in rows]
+
+
+def environment(ranks: int, threads: int) -> dict[str, str]:
+    """Return the environment of ``ranks`` processes that meet at a free port of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    return dict(
+        os.environ, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS=str(threads), HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error",
+    )  # fmt: skip
+
+
+def rows_of_ranks(
+    command: list[str], ranks: int, env: dict[str, str], limit: float = LIMIT
+) -> list[dict[str, Any]]:
+    """Run ``command`` in a process for each rank; return the row that each prints, or one with
+    ``error``. ``limit``: seconds.
+    """
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryFile("w+") as errors:
         processes = [
             subprocess.Popen(
                 command,
@@ -368,7 +373,7 @@ def run(name: str, ranks: int, options: argparse.Namespace) -> list[dict[str, An
             try:
                 said = [
                     line
-                    for line in process.communicate(timeout=LIMIT)[0].splitlines()
+                    for line in process.communicate(timeout=limit)[0].splitlines()
                     if line.startswith("@")
                 ]
                 process.wait()
@@ -382,8 +387,7 @@ def run(name: str, ranks: int, options: argparse.Namespace) -> list[dict[str, An
             errors.seek(0)
             lines = [line.strip() for line in errors if "Error" in line or "error:" in line]
             return [{"error": lines[-1][:300] if lines else f"ended with code {process.wait()}"}]
-    used = cpu_seconds() - used
-    return [{**row, "cpu_s": used} for row in rows]
+    return rows
 
 
 def cpu_seconds() -> float:
