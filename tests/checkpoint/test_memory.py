@@ -105,9 +105,11 @@ def test_the_measure_sees_a_mapping(tmp_path):
 
 
 def deep() -> torch.nn.Module:
-    """Six units of 16 MB."""
+    """Four units of 36 MB: malloc keeps freed blocks of less than 32 MB, which depends on what the
+    process has freed before, but returns these to the system.
+    """
     model = torch.nn.Module()
-    model.blocks = torch.nn.ModuleList(torch.nn.Linear(2048, 2048, bias=False) for _ in range(6))
+    model.blocks = torch.nn.ModuleList(torch.nn.Linear(3072, 3072, bias=False) for _ in range(4))
     model.forward = lambda x: x  # type: ignore[method-assign]
     return model
 
@@ -121,11 +123,11 @@ def test_saving_what_is_in_files_takes_the_memory_of_one_flat(tmp_path):
     def on_rank(rank: int) -> None:
         model = deep()
         engine = start(model, torch.optim.AdamW(model.parameters()), config)
-        assert len(engine.flats) == 6
+        assert len(engine.flats) == 4
         saved = grows(lambda: checkpoint.save(engine, tmp_path / "saved"))
-        assert saved < 96 * MB, "state is 288 MB"
+        assert saved < 96 * MB, "state is 432 MB"
         # a flat's master, moments and shard, and buffers beside
-        assert grows(lambda: checkpoint.load(engine, tmp_path / "saved")) < 200 * MB
+        assert grows(lambda: checkpoint.load(engine, tmp_path / "saved")) < 240 * MB
         engine.destroy()
 
     run_ranks(1, on_rank)
