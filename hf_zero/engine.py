@@ -131,6 +131,22 @@ class Engine(TrainingEngine):
         measures, self.measures = self.measures, StepMeasures()
         measures.close(self)
 
+    def take_apart(self) -> dict[str, Any]:
+        memory, folder = self.memory, self.measures.folder
+        self.async_saves.close()
+        self.save_log.close()
+        if memory is not None:
+            memory.close()
+        return {**super().take_apart(), "memory": memory, "folder": folder}
+
+    def restore_parts(self, before: Mapping[str, Any]) -> None:
+        super().restore_parts(before)
+        if self.training_dataloader is not None:
+            self.window_start.note(self)
+        self.measures.loaded(self, True, before["folder"])
+        if self.memory is not None and before["memory"] is not None:
+            self.memory.continue_from(before["memory"])
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         raise PartitionError(
             "an engine cannot be copied, its process groups and threads are the ranks'; copy the "

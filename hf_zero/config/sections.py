@@ -94,6 +94,12 @@ class ZeroSection:
         "keep the memory of gradients, and of their messages, between steps; otherwise it is "
         "freed after each step and allocated by the next backward",
     )
+    release_frozen_state: bool = key(
+        BOOLEAN,
+        False,
+        "drop the master weights and the optimizer state of parameters that were frozen since, "
+        "whenever others are unfrozen, added or replaced; otherwise frozen ones keep them",
+    )
     mics_shard_size: int = key(
         integer(-1),
         -1,

@@ -195,6 +195,10 @@ class EngineMeasures(StepMeasures):
     def figures(self) -> Mapping[str, Any]:
         return self._figures.last if self._figures is not None and self._shows else {}
 
+    @property
+    def folder(self) -> str | None:  # type: ignore[override]
+        return None if self.file is None or not self.file.folder else str(self.file.folder)
+
     def keep_in(self, folder: str) -> None:
         if self.file is None or self.file.folder is not None:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -105,6 +106,13 @@ class EngineParts(AroundModel):
         )
         self._installed: ExitStack | None = None  # undone by destroy; None: destroyed
         kinds.set_device(plan.device)
+        self.assemble(plan)
+        if not _guarding:
+            _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
+            on_rollback(_unguard)
+
+    def assemble(self, plan: EnginePlan) -> None:
+        """Build the parts of ``plan``, in the constructor and in :meth:`rebuild` (collective)."""
         mesh = make_mesh(plan)
         try:
             with transaction(), ExitStack() as installed:
@@ -119,9 +127,6 @@ class EngineParts(AroundModel):
                 why=f"could not build the engine ({rank_status.first_line(error)})",
             )
             raise
-        if not _guarding:
-            _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
-            on_rollback(_unguard)
 
     @classmethod
     def plan(
@@ -150,7 +155,9 @@ class EngineParts(AroundModel):
         installed.callback(retire_flats, self.module, mesh)
         self.patches.check(self.module, not plan.policy.shards_parameters)
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        given = [list(group["params"]) for group in groups]
+        # the model's parameters in each group of the optimizer
+        self.given = given = [list(group["params"]) for group in groups]
+        self.extensions_of = plan.extensions_of
         sharded = self.sharded_model = ShardedModel(plan, mesh, placement)
         installed.callback(sharded.retire)
         sharded.attach(weakref.ref(self))
@@ -196,6 +203,32 @@ class EngineParts(AroundModel):
     def _loss_scaler(self) -> Fp16LossScaler:
         """Return the loss scaler for the start of training."""
         return Fp16LossScaler.from_config(self.config)
+
+    def take_apart(self) -> dict[str, Any]:
+        """Remove all parts for :meth:`assemble`; return what :meth:`restore_parts` needs
+        (collective).
+        """
+        before = {
+            "scaler": self.scaler.state_dict(),
+            "techniques": self.techniques.state_dict(),
+            "max_norm": self.max_norm,
+            "lr_scale": self.optimizer_step.lr_scale,
+            "stop_requests": self.stop_requests,
+        }
+        # its handlers stay, so that no signal is lost
+        self.stop_requests = StopRequests(self.mesh, self.schedule.shards)
+        EngineParts.destroy(self)
+        return before
+
+    def restore_parts(self, before: Mapping[str, Any]) -> None:
+        """Continue after :meth:`assemble` with what :meth:`take_apart` has returned."""
+        self.scaler.load_state_dict(before["scaler"])
+        self.techniques.load_state_dict(before["techniques"])
+        self.optimizer_step.max_norm = before["max_norm"]
+        self.optimizer_step.lr_scale = before["lr_scale"]
+        self.stop_requests = before["stop_requests"]
+        self.stop_requests.move(self.mesh, self.schedule.shards)
+        self.publish_scale()
 
     def publish_scale(self) -> None:
         """Set the loss scale on the optimizer, where scripts read it."""

@@ -4,7 +4,7 @@ optimizer state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.layout.tree import map_tensors, tensors_in
 from hf_zero.zero.layout.unit import Unit
+from hf_zero.zero.rebuild import groups_over, rebuild, unfrozen
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.step.optimizer_step import refuse_half_done
 
@@ -41,6 +42,8 @@ class TrainingEngine(EngineParts):
     # ---- forward and backward ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.flats and self.flats[0].engine_flats.switched and torch.is_grad_enabled():
+            self._train_unfrozen()
         if self._cast_to is not None:
             args, kwargs = map_tensors(
                 (args, kwargs), lambda t: t.to(self._cast_to) if t.is_floating_point() else t
@@ -250,6 +253,59 @@ class TrainingEngine(EngineParts):
         if flats is None:
             for each in self.optimizer_step.extensions:
                 each.forget(self.scaler.scale)
+
+    # ---- the parameters that train ----
+
+    def _train_unfrozen(self) -> None:
+        """Rebuild the engine if parameters that its optimizer has were unfrozen (collective)."""
+        self.flats[0].engine_flats.switched = False
+        if self.bound is not None and (names := unfrozen(self)):
+            what = f"unfreezing {listed(names, 3)}"
+            try:
+                self.rebuild(what, lambda: None)
+            except BaseException:
+                if not self.destroyed:
+                    self.flats[0].engine_flats.switched = True
+                raise
+
+    def add_param_group(self, group: Mapping[str, Any]) -> None:
+        """Add ``group`` to the optimizer, as its ``add_param_group`` does: its parameters, which
+        must be in the model, train from the next step on. Collective, after a step.
+        """
+        params = group["params"]
+        if not isinstance(params, torch.Tensor):
+            params = list(params)
+        optimizer, added = self.optimizer, {**group, "params": params}
+        self.rebuild(
+            "optimizer.add_param_group",
+            lambda: type(optimizer).add_param_group(optimizer, dict(added)),
+        )
+
+    def replace(
+        self, changed: torch.nn.Module | torch.nn.Parameter, group: int | None = None
+    ) -> None:
+        """Continue with ``changed``, a module or parameter that the script has put into the model:
+        it trains from the next step on, and everything else keeps its state. Collective, after a
+        step.
+
+        Args:
+            changed: whole, with the same values on all ranks, or those of rank 0 count. What it has
+                replaced leaves the optimizer.
+            group: index of the optimizer's group for its parameters; None: those of the parameters
+                in whose places they are.
+
+        Raises:
+            PartitionError: ``changed`` is not in the model, takes the place of nothing that trains
+                and ``group`` is None, or a window of accumulation is open.
+        """
+        new = [changed] if isinstance(changed, torch.nn.Parameter) else list(changed.parameters())
+        self.rebuild("replace()", lambda: groups_over(self, new, group))
+
+    def rebuild(self, what: str, change: Callable[[], None]) -> None:
+        """Build the engine again after ``change`` of the groups of its optimizer; see
+        :func:`hf_zero.zero.rebuild.rebuild`. Collective.
+        """
+        rebuild(self, what, change)
 
     # ---- the step ----
 

@@ -288,6 +288,13 @@ class MemoryCheckpoints(JobFolders):
                 + ("the host" if len(self.hosts.ranks) == 1 else "so many hosts as it promises")
             )
 
+    def continue_from(self, before: MemoryCheckpoints) -> None:
+        """Take over the route and the script's state from ``before``, those of the engine before it
+        was built again. Its generations are gone: the next save makes the first one.
+        """
+        self.by_route, self.has_stepped = before.by_route, before.has_stepped
+        self.client_state, self._last_step = before.client_state, before._last_step
+
     # ---- saving ----
 
     def is_due(self, step: int) -> bool:

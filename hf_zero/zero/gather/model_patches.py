@@ -266,16 +266,17 @@ class ModuleGuards:
                 if parameter.requires_grad:
                     raise PartitionError(
                         f"{type(module).__name__}.{name}, of shape {tuple(parameter.shape)}, was "
-                        "added to the model after hf_zero.initialize, and nothing "
-                        "trains it; add it before, or set requires_grad=False"
+                        "added to the model after hf_zero.initialize, and nothing trains it; call "
+                        "engine.replace(module or parameter) or optimizer.add_param_group, on all "
+                        "ranks, or set requires_grad=False"
                     )
             for name, parameter in own.items():
                 if module._parameters.get(name) is not parameter:
                     raise PartitionError(
                         f"{name_of(parameter)} has been replaced by another parameter after "
-                        "hf_zero.initialize, which the engine does not train; "
-                        "copy into it inside GatheredParameters, or destroy() the engine "
-                        "and initialize again"
+                        "hf_zero.initialize, which the engine does not train; call "
+                        "engine.replace(module or parameter), on all ranks, or copy into it inside "
+                        "GatheredParameters"
                     )
         self._walked, self._untrained = list(seen), untrained
         held = [*map(_parameters, self._walked), *map(_children, self._walked)]
@@ -414,10 +415,10 @@ def refuse_switched(flats: Sequence[FlatBuffer]) -> None:
         for name in sorted(flat.handles.switched):
             if flat.parameters[name].requires_grad:
                 raise PartitionError(
-                    f"requires_grad of {name} is True in this backward and was False at "
-                    "hf_zero.initialize, where it was settled what trains; set it "
-                    "back after forwards that need it otherwise, or destroy() the engine "
-                    "and initialize again"
+                    f"requires_grad of {name} is True in this backward, and the engine keeps it "
+                    "frozen: set it back after forwards that need it otherwise; or, to train it "
+                    "from now on, give it to optimizer.add_param_group if no group has it, and "
+                    "call the engine, not its module"
                 )
 
 

@@ -58,6 +58,8 @@ class EngineFlats:
         self.mesh = mesh
         self.flats: list[FlatBuffer] = []
         self.engine: Callable[[], Any] = lambda: None  # a weak reference
+        # whether requires_grad of a frozen parameter has been switched since the engine looked
+        self.switched = False
 
     def add(self, flat: FlatBuffer) -> None:
         """Add ``flat``."""

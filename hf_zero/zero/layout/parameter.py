@@ -156,9 +156,7 @@ class OwnedParameter(nn.Parameter):
 
     @property  # type: ignore[override]
     def requires_grad(self) -> bool:
-        """Whether operations on the parameter are recorded. The layout of trainable parameters is
-        fixed at initialize.
-        """
+        """Whether operations on the parameter are recorded."""
         with torch._C.DisableTorchFunctionSubclass():
             return _requires_grad.__get__(self)
 
@@ -167,13 +165,16 @@ class OwnedParameter(nn.Parameter):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> OwnedParameter:
-        """Freeze or unfreeze the parameter for a while, as adapters and layer-freezing do. A
-        backward raises for one that was frozen at initialize and requires grad now.
+        """Freeze or unfreeze the parameter. The next forward of the engine that records a graph
+        rebuilds the engine if one that was frozen requires grad, and is in a group of the
+        optimizer.
         """
         if requires_grad != self.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 _requires_grad.__set__(self, requires_grad)
-            self.__dict__["_hf_zero_flat"].handles.switch(name_of(self))
+            flat = self.__dict__["_hf_zero_flat"]
+            flat.handles.switch(name_of(self))
+            flat.engine_flats.switched |= not flat.trainable
         return self
 
     def _bare(self) -> nn.Parameter:

@@ -66,10 +66,11 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
             alive.zero_grad()
 
     def add_param_group(group: Any) -> None:
-        raise PartitionError(
-            "add_param_group cannot run after hf_zero.initialize: the layout is fixed; add the "
-            "group before, or destroy() and initialize again"
-        )
+        alive = engine()
+        if alive is None:
+            type(optimizer).add_param_group(optimizer, group)
+        else:
+            alive.add_param_group(group)
 
     def state_dict() -> dict[str, Any]:
         alive = engine()

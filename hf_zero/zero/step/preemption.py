@@ -45,6 +45,12 @@ class StopRequests:
         self._handlers = [_Handler(number, self.request) for number in signals]
         loader_workers.keep(signals)
 
+    def move(self, mesh: Mesh, shards: SharedShards) -> None:
+        """Continue with the parts of an engine that was built again."""
+        self._mesh, self._shards = mesh, shards
+        if self._listens:
+            shards.serve()
+
     @property
     def received(self) -> list[int]:
         """Signals that this rank has received, of those it listens for."""

@@ -1,0 +1,295 @@
+"""Rebuild of a live engine after its model or the groups of its optimizer have changed: parameters
+that train from now on, groups that were added, parameters that were replaced.
+
+The engine is taken apart and built again over the changed model, as another call of ``initialize``
+would do. Everything else goes on: this rank's part of the master weights and of the optimizer's
+state waits in host memory meanwhile, and ranks exchange it one tensor at a time, because other flat
+buffers give a rank other elements. A parameter without state begins as a new one of torch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_zero.distributed.world_group import raise_on_all_ranks
+from hf_zero.errors import PartitionError
+from hf_zero.logging import listed
+from hf_zero.offload.storage import MASTER
+from hf_zero.optim.elementwise import adopt
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.materialize import check_parameters
+from hf_zero.zero.layout.parameter_handles import forget
+from hf_zero.zero.layout.sharding import WholeNames
+from hf_zero.zero.sharded_model import check_optimizer
+from hf_zero.zero.step.optimizer_step import refuse_half_done
+
+if TYPE_CHECKING:
+    from hf_zero.zero.engine_parts import EngineParts
+    from hf_zero.zero.layout.engine_plan import EnginePlan
+
+Numbers = dict[str, float]
+
+
+def refuse_now(engine: EngineParts, what: str) -> None:
+    """Raise PartitionError if ``engine`` cannot be rebuilt at this moment, for ``what``."""
+    engine.changes.refuse(what)
+    engine.changes.refuse_within(what)
+    refuse_half_done(engine.updater, what)
+    if engine.bound is None:
+        raise PartitionError(f"{what} needs an engine with an optimizer; initialize it with one")
+    if engine.mesh.dims.pipeline > 1:
+        raise PartitionError(
+            f"{what}: the parameters of a model in pipeline stages that train are fixed at "
+            "initialize; save a checkpoint, and resume with another set"
+        )
+    if any(flat.gradient.holds_gradient for flat in engine.sharded_model.trainable):
+        raise PartitionError(
+            f"{what} comes between a backward and the step that uses its gradients; call it after "
+            "the step that ends the accumulation window, or zero_grad() before it"
+        )
+    pinned = [unit.name or "the root" for unit in engine.units if unit.sharded and unit.pins]
+    if pinned:
+        raise PartitionError(
+            f"{what} inside GatheredParameters of {listed(pinned, 3)}; call it after that context"
+        )
+
+
+class CarriedState:
+    """The state of the parameters of ``engine`` that train: this rank's elements of master weights
+    and of the optimizer's state in host memory, and the numbers and factors of all ranks.
+    Collective.
+    """
+
+    def __init__(self, engine: EngineParts) -> None:
+        bound, mesh, parameters = engine.bound, engine.mesh, engine.sharded_model.parameters
+        own = WholeNames(engine.module).own_of(parameters)  # the same name on all ranks
+        objects = {own[name]: parameter for name, parameter in parameters.items()}
+        self._elements: dict[nn.Parameter, dict[str, tuple[int, torch.Tensor]]] = {}
+        kept: dict[str, dict[str, torch.dtype]] = {}
+        for flat in engine.sharded_model.trainable:
+            tensors = bound.tensors(flat.optimizer_shard)
+            for slot in flat.layout.slots:
+                first, start, stop = flat.spec.own_range(slot.name)
+                self._elements[flat.parameters[slot.name]] = {
+                    key: (first, tensor[start:stop].detach().to("cpu", copy=True))
+                    for key, tensor in tensors.items()
+                }
+                kept[own[slot.name]] = {key: tensor.dtype for key, tensor in tensors.items()}
+        self.dtypes = {parameters[name]: dtype for name, dtype in engine.param_dtypes.items()}
+        apart, factors, keys = dict[str, Numbers](), dict[str, Any](), dict[str, Any]()
+        numbers = {own[name]: each for group in bound.apart() for name, each in group.items()}
+        held = {own[name]: each for name, each in bound.factors.held(firsts=True).items()}
+        every = mesh.all_gather_object((numbers, held, kept), "the state of the optimizer")
+        for numbers, held, of_rank in every:
+            apart.update(numbers)
+            factors.update(held)
+            for name, dtypes in of_rank.items():
+                keys.setdefault(name, {}).update(dtypes)
+        self._scalars = bound.scalars()
+        self._dtypes = {objects[name]: each for name, each in keys.items() if name in objects}
+        self._factors = {objects[name]: each for name, each in factors.items() if name in objects}
+        self._apart = {objects[name]: each for name, each in apart.items() if name in objects}
+
+    def trains(self, parameter: nn.Parameter) -> bool:
+        """Whether ``parameter`` had master weights."""
+        return parameter in self._dtypes
+
+    def forget(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Drop the state of ``parameters``."""
+        for parameter in parameters:
+            for held in (self._elements, self._dtypes, self._factors, self._apart):
+                held.pop(parameter, None)
+
+    @torch.no_grad()
+    def restore(self, engine: EngineParts) -> None:
+        """Write the state into ``engine``, which has been built again (collective)."""
+        sharded, bound = engine.sharded_model, engine.bound
+        for name, parameter in sharded.parameters.items():
+            sharded.param_dtypes[name] = self.dtypes.get(parameter, sharded.param_dtypes[name])
+        for flat in sharded.trainable:
+            self._restore_elements(flat, bound)
+        apart: list[dict[str, Numbers]] = [{} for _ in bound.groups]
+        for name, group in bound.group_of.items():
+            parameter = sharded.parameters[name]
+            if parameter not in self._dtypes:  # it has made no step
+                apart[group][name] = {}
+            elif parameter in self._apart:
+                apart[group][name] = self._apart[parameter]
+        added = len(bound.groups) - len(self._scalars)
+        bound.load_scalars(self._scalars + [{}] * added, apart)
+        held = {name: self._factors.get(p) for name, p in sharded.parameters.items()}
+        bound.factors.load({name: each for name, each in held.items() if each})
+        engine.refresh_params()  # type: ignore[attr-defined]
+
+    def _restore_elements(self, flat: FlatBuffer, bound: Any) -> None:
+        shard = flat.optimizer_shard
+        dtypes: dict[str, torch.dtype] = {}
+        for slot in flat.layout.slots:
+            dtypes |= self._dtypes.get(flat.parameters[slot.name], {})
+        live = bound.tensors(shard)
+        for key in sorted(dtypes):
+            held = live.get(key)
+            out = live[MASTER].new_zeros(0) if held is None else held.detach().clone()
+            if held is None:
+                out = torch.zeros(len(live[MASTER]), dtype=dtypes[key], device=live[MASTER].device)
+            for slot in flat.layout.slots:
+                parameter = flat.parameters[slot.name]
+                if key in self._dtypes.get(parameter, {}):
+                    first, start, stop = flat.spec.own_range(slot.name)
+                    whole = self._whole(flat, parameter, key, out)
+                    out[start:stop] = whole[first : first + stop - start]
+            if key == MASTER:
+                shard.store_master(out)
+            else:
+                bound.load_tensor(shard, key, out)
+
+    def _whole(
+        self, flat: FlatBuffer, parameter: nn.Parameter, key: str, like: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the state ``key`` of ``parameter``, [numel], from the parts of all ranks."""
+        first, own = self._elements[parameter].get(key, (0, like.new_empty(0)))
+        whole = torch.zeros(parameter.numel(), dtype=like.dtype, device=like.device)
+        whole[first : first + len(own)] = own.to(like.device)
+        if flat.layout.shards > 1:
+            # bytes, because a sum of floats would lose the sign of a zero
+            flat.axis.all_reduce(whole.view(torch.uint8), f"the state of {flat.key}").wait()
+        return whole
+
+
+# ---- the change ----
+
+
+@contextmanager
+def trainable_again(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Context in which ``parameters``, frozen for a while, are planned as those that train."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+@torch.no_grad()
+def rebuild(engine: EngineParts, what: str, change: Callable[[], None]) -> None:
+    """Take ``engine`` apart, call ``change`` on its model and on its optimizer, whose groups hold
+    the model's parameters then, and build it again with the state that it has. ``what`` is the
+    caller in messages. Collective.
+
+    Raises PartitionError on all ranks in the middle of an accumulation window, and the errors of
+    ``change`` and of the plan of the changed engine, which then goes on unchanged.
+    """
+    with raise_on_all_ranks(f"begin {what}"):
+        refuse_now(engine, what)
+    engine.updater.finish()
+    engine.optimizer_step.take_user_writes()
+    engine.optimizer_step.complete_state()
+    keeps = not engine.config.zero.release_frozen_state
+    with raise_on_all_ranks(f"plan {what}"):
+        _try(engine, change, keeps)
+    with engine.changes.change(what):
+        state = CarriedState(engine)
+        former = [*engine.sharded_model.parameters.values()]
+        kept = [parameter for parameter in former if state.trains(parameter)]
+        before = engine.take_apart()
+        change()
+        lost = set(former).difference(engine.module.parameters())
+        for parameter in lost:
+            forget(parameter)
+        adopt(engine.optimizer)  # its class was given back
+        if not keeps:
+            state.forget([parameter for parameter in kept if not parameter.requires_grad])
+        with trainable_again(kept if keeps else ()):
+            engine.assemble(_plan(engine))
+    with engine.changes.change(what):
+        state.restore(engine)
+        engine.restore_parts(before)
+
+
+def _plan(engine: EngineParts) -> EnginePlan:
+    return type(engine).plan(engine.module, engine.config, engine.optimizer, engine.extensions_of)
+
+
+def _try(engine: EngineParts, change: Callable[[], None], keeps: bool) -> None:
+    """Run ``change`` and plan the engine, and undo the change. Raises the errors of either."""
+    optimizer = engine.optimizer
+    before = [(group, {**group, "params": [*group["params"]]}) for group in optimizer.param_groups]
+    kept = [parameter for flat in engine.sharded_model.trainable for parameter, _ in flat.items]
+    try:
+        for group, given in zip(optimizer.param_groups, engine.given):
+            group["params"] = list(given)
+        change()
+        with trainable_again(kept if keeps else ()):
+            plan = _plan(engine)
+        known = set(map(id, engine.sharded_model.parameters.values()))
+        units = [
+            replace(
+                unit, parameters=tuple(each for each in unit.parameters if id(each[1]) not in known)
+            )
+            for unit in plan.units
+        ]
+        check_parameters(units, plan.device)
+        check_optimizer(plan)
+    finally:
+        optimizer.param_groups[:] = [group for group, _ in before]
+        for group, content in before:
+            group.clear()
+            group.update(content)
+
+
+def groups_over(engine: EngineParts, new: Iterable[nn.Parameter], group: int | None) -> None:
+    """Put the parameters ``new`` of the model into the groups of the optimizer of ``engine`` that
+    hold those in whose places they are, or into ``group``, and drop those that the model has lost.
+
+    Raises PartitionError for a parameter that is not in the model, that is in no other's place, or
+    if there is no such group.
+    """
+    groups, known = engine.optimizer.param_groups, engine.sharded_model.parameters
+    names = {p: name for name, p in engine.module.named_parameters(remove_duplicate=False)}
+    place = {id(p): index for index, each in enumerate(groups) for p in each["params"]}
+    if group is not None and not 0 <= group < len(groups):
+        raise PartitionError(
+            f"replace(group={group}): the optimizer has {len(groups)} groups, counted from 0"
+        )
+    for parameter in new:
+        if parameter not in names:
+            raise PartitionError(
+                f"replace() was given a parameter of shape {tuple(parameter.shape)} that is not in "
+                "the model; put it there first (setattr, model.resize_token_embeddings)"
+            )
+        if id(parameter) in place or not parameter.requires_grad:
+            continue
+        former = known.get(names[parameter])
+        index = place.get(id(former), group) if group is None else group
+        if index is None:
+            raise PartitionError(
+                f"{names[parameter]} takes the place of no parameter that the optimizer updates; "
+                "pass replace(..., group=index of a group), or call optimizer.add_param_group"
+            )
+        params = groups[index]["params"]
+        at = next((i for i, each in enumerate(params) if each is former), len(params))
+        params.insert(at, parameter)
+    for each in groups:
+        each["params"][:] = [p for p in each["params"] if p in names]
+
+
+def unfrozen(engine: EngineParts) -> list[str]:
+    """Return the names of the parameters that were frozen when ``engine`` was built, require grad
+    now, and are in a group of its optimizer.
+    """
+    given = {id(parameter) for group in engine.given for parameter in group}
+    return [
+        name
+        for flat in engine.flats
+        if not flat.trainable
+        for name in sorted(flat.handles.switched)
+        if flat.parameters[name].requires_grad and id(flat.parameters[name]) in given
+    ]

@@ -1,0 +1,367 @@
+"""The set of parameters that train changes between steps: unfreezing, groups that are added,
+modules that are replaced. Each run is compared with the same lines in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.errors import PartitionError
+from hf_zero.optim import Lamb, Muon
+from tests.helpers.cells import in_turn
+from tests.helpers.offloads import offload
+from tests.helpers.ranks import run_ranks
+from tests.ranks.test_whole_state import OPTIMIZERS, Make, Scaled, batch, settings
+
+RANKS = 2
+ROWS = 4
+Change = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
+
+
+def layers_of(model: nn.Module, *numbers: int) -> list[nn.Parameter]:
+    return [parameter for number in numbers for parameter in model[number].parameters()]  # type: ignore[index]
+
+
+def plainly(make: Make, begin: Change, change: Change, steps: int = 6) -> list[torch.Tensor]:
+    """Return the weights after ``steps`` steps of torch; ``change`` is called before each."""
+    model = Scaled()
+    optimizer = make(begin(model, None, 0))  # type: ignore[arg-type]
+    for step in range(steps):
+        change(model, optimizer, step)
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def on_engine(
+    rank: int, make: Make, begin: Change, change: Change, config: dict[str, Any], micros: int = 1
+) -> list[torch.Tensor]:
+    """Return the weights after the same steps under an engine."""
+    model = Scaled()
+    engine = hf_zero.initialize(
+        model=model,
+        optimizer=make(begin(model, None, 0)),
+        config=config,  # type: ignore[arg-type]
+    )[0]
+    rows = 2 * ROWS // torch.distributed.get_world_size() // micros
+    for step in range(6):
+        change(model, engine.optimizer, step)
+        own = batch(step).split(rows)[rank * micros : (rank + 1) * micros]
+        for each in own:
+            engine.backward(engine(each).square().mean())
+            engine.step()
+    assert engine.global_steps == 6
+    weights = [*engine.state_dict().values()]
+    engine.destroy()
+    return weights
+
+
+# ---- what begins to train ----
+
+
+def all_of(model: nn.Module, optimizer: Any, step: int) -> list[nn.Parameter]:
+    model[0].requires_grad_(False)  # type: ignore[index]
+    return [*model.parameters()]
+
+
+def those_that_train(model: nn.Module, optimizer: Any, step: int) -> list[nn.Parameter]:
+    return [parameter for parameter in all_of(model, optimizer, step) if parameter.requires_grad]
+
+
+def unfreeze(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == 3:
+        model[0].requires_grad_(True)  # type: ignore[index]
+
+
+def add_group(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    unfreeze(model, optimizer, step)
+    if step == 3:
+        rate = optimizer.param_groups[0]["lr"] / 2
+        optimizer.add_param_group({"params": layers_of(model, 0), "lr": rate})
+
+
+WAYS: dict[str, tuple[Change, Change]] = {
+    "unfrozen": (all_of, unfreeze),
+    "add_param_group": (those_that_train, add_group),
+}
+CELLS = [
+    (name, way, (at + shift) % 4, bool((at + shift) % 3))
+    for shift, way in enumerate(WAYS)
+    for at, name in enumerate(OPTIMIZERS)
+]
+
+
+@in_turn("name, way, stage, offloads", CELLS)
+def test_it_trains_as_a_new_one_of_torch_does(
+    name: str, way: str, stage: int, offloads: bool
+) -> None:
+    make, (begin, change) = OPTIMIZERS[name], WAYS[way]
+    want = plainly(make, begin, change)
+    config = settings(stage, offloads)
+    for got in run_ranks(RANKS, on_engine, make, begin, change, config):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+WHOLE: dict[str, Make] = {
+    "Adafactor": lambda params: torch.optim.Adafactor(params, 1e-2),
+    "Lamb": lambda params: Lamb(params, 1e-2),
+    "Muon": lambda params: Muon([{"params": [p for p in params if p.ndim == 2], "use_muon": True}]),
+}
+
+
+def only_matrices(model: nn.Module, optimizer: Any, step: int) -> list[nn.Parameter]:
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.ndim == 2)
+    model[0].requires_grad_(False)  # type: ignore[index]
+    return [*model.parameters()]
+
+
+def unfreeze_matrix(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == 3:
+        model[0].weight.requires_grad_(True)  # type: ignore[index]
+
+
+@in_turn("name, stage, way", [
+    ("Adafactor", 3, ""), ("Adafactor", 1, "optimizer on cpu"), ("Lamb", 2, ""),
+    ("Lamb", 3, "all in files"), ("Muon", 3, ""), ("Muon", 1, ""),
+])  # fmt: skip
+def test_optimizers_of_whole_tensors(tmp_path: Path, name: str, stage: int, way: str) -> None:
+    config = settings(stage)
+    if way:
+        config["zero_optimization"] = offload(way, stage, tmp_path)
+    want = plainly(WHOLE[name], only_matrices, unfreeze_matrix)
+    for got in run_ranks(4, on_engine, WHOLE[name], only_matrices, unfreeze_matrix, config):
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_windows_of_several_micro_batches(stage: int) -> None:
+    config = settings(stage) | {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+    }
+    make = OPTIMIZERS["AdamW"]
+    want = plainly(make, all_of, unfreeze)
+    for got in run_ranks(RANKS, on_engine, make, all_of, unfreeze, config, 2):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+# ---- what others keep ----
+
+
+def momenta(engine: Any) -> dict[str, list[torch.Tensor]]:
+    """Whole masters and moments of what trains, by name."""
+    found = {}
+    for name, p in engine.module.named_parameters():
+        master = hf_zero.safe_get_full_fp32_param(p)
+        if master is not None:
+            moments = [
+                hf_zero.safe_get_full_optimizer_state(p, key) for key in ("exp_avg", "exp_avg_sq")
+            ]
+            found[name] = [each.clone() for each in (master, *moments)]
+    return found
+
+
+@in_turn("stage, precision, way", [
+    (0, "bf16", ""), (1, "fp16", ""), (2, "bf16", "optimizer on cpu"), (3, "fp16", ""),
+    (3, "bf16", "all in files"),
+])  # fmt: skip
+def test_everything_else_is_bit_for_bit_what_it_was(
+    tmp_path: Path, stage: int, precision: str, way: str
+) -> None:
+    config = settings(stage) | {
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}
+    }
+    config[precision] = {"enabled": True}
+    if way:
+        config["zero_optimization"] = offload(way, stage, tmp_path)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+    def run(rank: int) -> None:
+        model = Scaled()
+        params = all_of(model, None, 0)
+        engine = hf_zero.initialize(
+            model=model, optimizer=torch.optim.AdamW(params, 1e-2), config=config
+        )[0]
+
+        def step(number: int) -> None:
+            rows = batch(number)[rank * ROWS : (rank + 1) * ROWS].to(dtype)
+            engine.backward(engine(rows).square().mean())
+            engine.step()
+
+        for number in range(3):
+            step(number)
+        engine.stop_on()
+        before, place = momenta(engine), (engine.scaler.state_dict(), engine.get_lr())
+        dtypes, seen = dict(engine.param_dtypes), engine.optimizer
+        model[0].requires_grad_(True)
+        engine.rebuild("a test", lambda: None)
+        after = momenta_of_old = {
+            name: each for name, each in momenta(engine).items() if name in before
+        }
+        assert after.keys() == before.keys()
+        for name in before:
+            for one, other in zip(before[name], momenta_of_old[name]):
+                assert torch.equal(one.view(torch.int32), other.view(torch.int32)), name
+        assert (engine.scaler.state_dict(), engine.get_lr()) == place
+        assert dtypes == engine.param_dtypes and engine.optimizer is seen
+        assert engine.global_steps == 3
+        engine.request_stop()
+        step(3)
+        assert engine.stop_requested
+        engine.save_checkpoint(str(tmp_path / "run"))
+        there = momenta(engine)
+        engine.destroy()
+        # a resume into a model that trains all of its layers
+        model = Scaled()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        engine = hf_zero.initialize(
+            model=model, optimizer=optimizer, config=config, resume=str(tmp_path / "run")
+        )[0]
+        for name, held in momenta(engine).items():
+            assert all(map(torch.equal, held, there[name])), name
+        engine.destroy()
+
+    run_ranks(RANKS, run)
+
+
+def in_turns(release: bool) -> Change:
+    """Freeze the last layer while the first trains, and unfreeze it again."""
+
+    def change(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step in (2, 4):
+            model[0].requires_grad_(step == 2)  # type: ignore[index]
+            model[4].requires_grad_(step == 4)  # type: ignore[index]
+        if release and step == 2 and not hasattr(optimizer.step, "supports_amp"):  # torch's
+            for parameter in layers_of(model, 4):
+                del optimizer.state[parameter]
+
+    return change
+
+
+@in_turn("stage, release", [(0, False), (1, True), (2, False), (3, True), (3, False)])
+def test_what_is_frozen_keeps_its_state_unless_told_otherwise(stage: int, release: bool) -> None:
+    config, make, change = settings(stage), OPTIMIZERS["AdamW"], in_turns(release)
+    config["zero_optimization"]["release_frozen_state"] = release
+    want = plainly(make, all_of, change)
+    for got in run_ranks(RANKS, on_engine, make, all_of, change, config):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+# ---- modules that are replaced ----
+
+
+def new_head(outputs: int = 1) -> nn.Linear:
+    torch.manual_seed(5)
+    return nn.Linear(16, outputs)
+
+
+def plain_with_new_head(outputs: int) -> list[torch.Tensor]:
+    model = Scaled()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for step in range(6):
+        if step == 3:
+            old, model[4] = model[4], new_head(outputs)
+            params = optimizer.param_groups[0]["params"]
+            gone = {id(parameter) for parameter in old.parameters()}
+            params[:] = [p for p in params if id(p) not in gone] + [*model[4].parameters()]
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@in_turn(
+    "stage, outputs, group", [(0, 3, None), (1, 1, 0), (2, 3, None), (3, 3, None), (3, 1, None)]
+)
+def test_a_module_takes_the_place_of_another(stage: int, outputs: int, group: int | None) -> None:
+    def run(rank: int) -> list[torch.Tensor]:
+        model = Scaled()
+        engine = hf_zero.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), 1e-2),
+            config=settings(stage),
+        )[0]
+        for step in range(6):
+            if step == 3:
+                model[4] = new_head(outputs)
+                engine.replace(model[4], group)
+            rows = batch(step)[rank * ROWS : (rank + 1) * ROWS]
+            engine.backward(engine(rows).square().mean())
+            engine.step()
+        weights = [*engine.state_dict().values()]
+        engine.destroy()
+        return weights
+
+    want = plain_with_new_head(outputs)
+    for got in run_ranks(RANKS, run):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+# ---- refusals ----
+
+
+def refuse(said: str, action: Callable[[], Any], kind: type[Exception] = PartitionError) -> None:
+    with pytest.raises(kind, match=re.escape(said)):
+        action()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_refused_change_leaves_everything_as_it_was(stage: int) -> None:
+    want = plainly(OPTIMIZERS["AdamW"], all_of, lambda *_: None)
+
+    def change(model: Any, optimizer: Any, step: int) -> None:
+        if step != 3 or not hasattr(optimizer.step, "supports_amp"):
+            return
+        engine = model[2].weight._hf_zero_flat.engine()
+        add = optimizer.add_param_group
+        foreign, first = nn.Parameter(torch.ones(3)), model[2].weight
+        refuse("not in the model", lambda: add({"params": [foreign]}))
+        refuse("appear in more than one", lambda: add({"params": [first]}), ValueError)
+        refuse("is not in the model; put it", lambda: engine.replace(foreign))
+        refuse("replace(group=7): the optimizer has 1", lambda: engine.replace(model[4], group=7))
+        model.extra = nn.Parameter(torch.ones(2))
+        refuse("takes the place of no parameter", lambda: engine.replace(model.extra))
+        del model.extra
+        with hf_zero.GatheredParameters(model.parameters()):
+            if stage == 3:
+                refuse("inside GatheredParameters", lambda: engine.replace(model[4]))
+        loss = engine(batch(3)[:ROWS]).square().mean()
+        engine.backward(loss)
+        refuse("between a backward and the step", lambda: engine.replace(model[4]))
+        engine.zero_grad()
+
+    make = OPTIMIZERS["AdamW"]
+    for got in run_ranks(RANKS, on_engine, make, all_of, change, settings(stage)):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_unfrozen_without_a_group_or_called_past_the_engine() -> None:
+    def run(rank: int) -> None:
+        model = Scaled()
+        engine = hf_zero.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(those_that_train(model, None, 0), 1e-2),
+            config=settings(2),
+        )[0]
+        model[0].requires_grad_(True)
+        loss = engine(batch(0)[:ROWS]).square().mean()
+        refuse("give it to optimizer.add_param_group", lambda: engine.backward(loss))
+        engine.destroy()
+
+    run_ranks(RANKS, run)
+
+
+def test_without_an_optimizer() -> None:
+    engine = hf_zero.initialize(model=Scaled(), config=settings(0))[0]
+    refuse("needs an engine with an optimizer", lambda: engine.replace(engine.module[4]))
+    engine.destroy()
