@@ -24,7 +24,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.distributed import init, process_group
 from hf_zero.integrations import finder
 from hf_zero.loading import Building, Opened, make_pending, make_real
-from hf_zero.loading.shard_only import engines_of, hold
+from hf_zero.loading.shard_only import engines_of, hold, release_holders
 from hf_zero.setup import providers as providers
 from hf_zero.zero.access.full import summon_full_params
 from hf_zero.zero.layout.parameter import ZeroParamStatus, owner_of
@@ -58,6 +58,7 @@ def hold_roots(roots: Iterable[nn.Module], config: ZeroConfig) -> None:
     for root in roots:
         make_real(root)
         make_pending(root)
+        release_holders(root)  # it may have been held before parameters were replaced
         hold(root, config)
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_zero.errors import ConfigError
 from hf_zero.loading.expressions import Filled
 from hf_zero.loading.lazy import LazyTensor, fill, is_filled, make_pending, make_real
+from hf_zero.zero.engine_parts import AroundModel
 
 aten = torch.ops.aten
 SMALL_BYTES = 1 << 20  # smaller tensors are made in memory: they are many and take little
@@ -127,7 +128,7 @@ class Building:
             self._owners.append(weakref.ref(module))
 
     def _child(self, module: nn.Module, name: str, child: Any) -> None:
-        if child is not None:
+        if child is not None and not isinstance(module, AroundModel):  # an engine holds its model
             self._parents[child] = weakref.ref(module)
 
 

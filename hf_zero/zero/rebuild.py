@@ -253,8 +253,10 @@ def groups_over(engine: EngineParts, new: Iterable[nn.Parameter], group: int | N
     if there is no such group.
     """
     groups, known = engine.optimizer.param_groups, engine.sharded_model.parameters
-    names = {p: name for name, p in engine.module.named_parameters(remove_duplicate=False)}
-    place = {id(p): index for index, each in enumerate(groups) for p in each["params"]}
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, each in engine.module.named_parameters(remove_duplicate=False):
+        names.setdefault(each, []).append(name)
+    place = {id(p): index for index, live in enumerate(groups) for p in live["params"]}
     if group is not None and not 0 <= group < len(groups):
         raise PartitionError(
             f"replace(group={group}): the optimizer has {len(groups)} groups, counted from 0"
@@ -267,18 +269,18 @@ def groups_over(engine: EngineParts, new: Iterable[nn.Parameter], group: int | N
             )
         if id(parameter) in place or not parameter.requires_grad:
             continue
-        former = known.get(names[parameter])
+        former = next((known[name] for name in names[parameter] if name in known), None)
         index = place.get(id(former), group) if group is None else group
         if index is None:
             raise PartitionError(
-                f"{names[parameter]} takes the place of no parameter that the optimizer updates; "
+                f"{names[parameter][0]} takes the place of no parameter that the optimizer has; "
                 "pass replace(..., group=index of a group), or call optimizer.add_param_group"
             )
         params = groups[index]["params"]
         at = next((i for i, each in enumerate(params) if each is former), len(params))
         params.insert(at, parameter)
-    for each in groups:
-        each["params"][:] = [p for p in each["params"] if p in names]
+    for live in groups:
+        live["params"][:] = [p for p in live["params"] if p in names]
 
 
 def unfrozen(engine: EngineParts) -> list[str]:

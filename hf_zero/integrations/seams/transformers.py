@@ -53,7 +53,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="transformers.modeling_utils:PreTrainedModel.resize_token_embeddings",
-        wrapper="hf_zero.integrations.transformers.loading:refuse_resize",
+        wrapper="hf_zero.integrations.transformers.loading:resize_in_shards",
         versions=TRANSFORMERS,
         why="the embeddings of a model under an engine lie in its shards, whose layout is fixed",
     ),

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -38,12 +39,16 @@ from hf_zero.loading.shard_only import hold
 from hf_zero.setup import providers as providers
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.sharding import sharding_of
+from hf_zero.zero.rebuild import refuse_now
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 M = TypeVar("M", bound="PreTrainedModel")
+
+# whether transformers gathers the embeddings that it resizes
+_gathers: ContextVar[bool] = ContextVar("embeddings of an engine are resized", default=False)
 
 
 def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,34 +104,13 @@ def name_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_pretrained
 
 
-def _is_trained(weight: nn.Parameter) -> bool:
-    """Return whether an engine trains ``weight``, rather than merely holding its shards until
-    ``initialize``.
-    """
-    flat = owner_of(weight)
-    engine = flat.engine() if flat is not None else None
-    return engine is not None and not engine.shard_only
+def resize_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``PreTrainedModel.resize_token_embeddings``: gathers embeddings that an engine has in
+    shards, and has an engine that trains them continue with the new ones. Collective under an
+    engine.
 
-
-def _why_fixed(weights: Sequence[nn.Parameter]) -> str:
-    """Return the reason why embeddings of ``weights`` cannot be resized, or ""."""
-    cut = next((p for p in weights if "tensor" in sharding_of(p).axes), None)
-    if any(map(_is_trained, weights)):
-        return (
-            "of a model that an engine trains: its shards are laid out; resize before "
-            "hf_zero.initialize, accelerator.prepare or trainer.train"
-        )
-    if cut is not None:
-        return (
-            "of a model whose vocabulary is cut among tensor-parallel ranks: this one has a part; "
-            "resize the whole model before it is cut, or save it so and load that"
-        )
-    return ""
-
-
-def refuse_resize(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``PreTrainedModel.resize_token_embeddings``: raises PartitionError for embeddings that
-    an engine trains or that are cut among ranks.
+    Raises PartitionError for embeddings that tensor parallelism has cut, and those of
+    :meth:`hf_zero.Engine.replace`.
     """
 
     def resize_token_embeddings(
@@ -138,16 +122,31 @@ def refuse_resize(original: Callable[..., Any]) -> Callable[..., Any]:
         embeddings: Any = self.get_input_embeddings()
         ends = (embeddings, self.get_output_embeddings())
         weights = [p for each in ends if isinstance(each, nn.Module) for p in each.parameters()]
-        why = _why_fixed(weights)
-        if not why:
-            return original(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        owners = [flat.engine() for flat in map(owner_of, weights) if flat is not None]
         size = getattr(embeddings, "num_embeddings", None)
         wanted = size if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None and wanted is not None:
             wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
-        if wanted != size:
-            raise PartitionError(f"resize_token_embeddings({wanted}) {why}")
-        return embeddings
+        cut = any("tensor" in sharding_of(p).axes for p in weights)
+        if (owners or cut) and wanted == size:
+            return embeddings
+        if cut:
+            raise PartitionError(
+                f"resize_token_embeddings({wanted}) of a model whose vocabulary is cut among "
+                "tensor-parallel ranks: this one has a part; resize the whole model before it is "
+                "cut, or save it so and load that"
+            )
+        trains = next((engine for engine in owners if not engine.shard_only), None)
+        if trains is not None and trains.bound is not None:
+            refuse_now(trains, f"resize_token_embeddings({wanted})")
+        token = _gathers.set(bool(owners))
+        try:
+            answer = original(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        finally:
+            _gathers.reset(token)
+        if trains is not None:
+            trains.replace(self)
+        return answer
 
     return resize_token_embeddings
 
@@ -282,10 +281,12 @@ def mark_missing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def take_the_ordinary_path(original: Callable[[], bool]) -> Callable[[], bool]:
     """Wraps ``transformers.modeling_utils.is_deepspeed_zero3_enabled``: False while a model is
-    made.
+    made, True while the embeddings of an engine are resized.
     """
 
     def is_deepspeed_zero3_enabled() -> bool:
+        if _gathers.get():
+            return True
         return current_loading.get() is None and forced_config.get() is None and original()
 
     return is_deepspeed_zero3_enabled

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -21,10 +20,9 @@ from transformers import (
     Trainer,
 )
 
-from hf_zero.errors import CheckpointError, ConfigError, PartitionError
+from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations.transformers.trainer_route import refuse_full_eval
 from tests.helpers.cells import in_turn
-from tests.helpers.engines import start
 
 
 def bert() -> BertForMaskedLM:
@@ -47,15 +45,6 @@ def test_a_sharded_checkpoint_is_no_model_folder(tmp_path: Path, loader: Any) ->
     assert AutoTokenizer.from_pretrained(state).vocab_size == 1
     bert().save_pretrained(state)  # a Trainer's folder is both
     assert loader.from_pretrained(state).config.vocab_size == 20
-
-
-def test_embeddings_are_resized_before() -> None:
-    model = bert()
-    model.resize_token_embeddings(24)
-    engine = start(model, torch.optim.SGD(model.parameters(), 0.1), {"stage": 3})
-    with pytest.raises(PartitionError, match=r"resize_token_embeddings\(30\)"):
-        engine.resize_token_embeddings(30)
-    engine.destroy()
 
 
 def test_one_process_beside_other_devices_says_so_once(
