@@ -112,7 +112,7 @@ class EngineParts(AroundModel):
             on_rollback(_unguard)
 
     def assemble(self, plan: EnginePlan) -> None:
-        """Build the parts of ``plan``, in the constructor and in :meth:`rebuild` (collective)."""
+        """Build the parts of ``plan``, in the constructor and in a rebuild (collective)."""
         mesh = make_mesh(plan)
         try:
             with transaction(), ExitStack() as installed:

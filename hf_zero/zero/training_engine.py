@@ -4,7 +4,7 @@ optimizer state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -262,7 +262,7 @@ class TrainingEngine(EngineParts):
         if self.bound is not None and (names := unfrozen(self)):
             what = f"unfreezing {listed(names, 3)}"
             try:
-                self.rebuild(what, lambda: None)
+                rebuild(self, what, lambda: None)
             except BaseException:
                 if not self.destroyed:
                     self.flats[0].engine_flats.switched = True
@@ -276,7 +276,8 @@ class TrainingEngine(EngineParts):
         if not isinstance(params, torch.Tensor):
             params = list(params)
         optimizer, added = self.optimizer, {**group, "params": params}
-        self.rebuild(
+        rebuild(
+            self,
             "optimizer.add_param_group",
             lambda: type(optimizer).add_param_group(optimizer, dict(added)),
         )
@@ -299,13 +300,7 @@ class TrainingEngine(EngineParts):
                 and ``group`` is None, or a window of accumulation is open.
         """
         new = [changed] if isinstance(changed, torch.nn.Parameter) else list(changed.parameters())
-        self.rebuild("replace()", lambda: groups_over(self, new, group))
-
-    def rebuild(self, what: str, change: Callable[[], None]) -> None:
-        """Build the engine again after ``change`` of the groups of its optimizer; see
-        :func:`hf_zero.zero.rebuild.rebuild`. Collective.
-        """
-        rebuild(self, what, change)
+        rebuild(self, "replace()", lambda: groups_over(self, new, group))
 
     # ---- the step ----
 

@@ -16,6 +16,7 @@ from torch import nn
 import hf_zero
 from hf_zero.errors import PartitionError
 from hf_zero.optim import Lamb, Muon
+from hf_zero.zero.rebuild import rebuild
 from tests.helpers.cells import in_turn
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
@@ -204,7 +205,7 @@ def test_everything_else_is_bit_for_bit_what_it_was(
         before, place = momenta(engine), (engine.scaler.state_dict(), engine.get_lr())
         dtypes, seen = dict(engine.param_dtypes), engine.optimizer
         model[0].requires_grad_(True)
-        engine.rebuild("a test", lambda: None)
+        rebuild(engine, "a test", lambda: None)
         after = momenta_of_old = {
             name: each for name, each in momenta(engine).items() if name in before
         }

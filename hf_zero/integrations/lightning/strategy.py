@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.save_sharded import split
 from hf_zero.config.techniques import METRICS, PHASES
 from hf_zero.deepspeed.zero_init import Init
@@ -418,6 +419,8 @@ class StrategyMethods:
                     "saved, or read the weights with load_from_checkpoint and train from them"
                 )
             return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
+        if fitting:
+            self._add_saved_groups(Path(checkpoint_path))
         _, state = self.engine.load_checkpoint(
             str(checkpoint_path),
             load_module_strict=this.lightning_module.strict_loading,
@@ -426,6 +429,23 @@ class StrategyMethods:
             load_module_only=not fitting,
         )
         return state
+
+    def _add_saved_groups(self, folder: Path) -> None:
+        """Unfreeze the groups of parameters that a callback for finetuning had added to the
+        optimizer by the save in ``folder``, and add them again. Lightning restores its callbacks
+        later.
+        """
+        engine, trainer = self.engine, self.lightning_module.trainer  # type: ignore[attr-defined]
+        base = self._library("callbacks").BaseFinetuning
+        if engine is None or not any(isinstance(each, base) for each in trainer.callbacks):
+            return
+        saved = Manifest.read(folder / TAG / MANIFEST_NAME).optimizer
+        names = dict(engine.module.named_parameters())
+        for group in saved.groups[len(engine.optimizer.param_groups) :] if saved else ():
+            params = [names[name] for name in group.parameters if name in names]
+            for parameter in params:
+                parameter.requires_grad_(True)
+            engine.add_param_group({**group.hyperparameters, "params": params})
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if "state_dict" in checkpoint:  # from a file; a folder was read into the shards already

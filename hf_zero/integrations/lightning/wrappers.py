@@ -34,6 +34,7 @@ from hf_zero.integrations.lightning.strategy import (
 )
 from hf_zero.integrations.signal_saves import end, listen, stop_listening
 from hf_zero.logging import log_rank0
+from hf_zero.zero.layout.parameter import owner_of
 
 LAST = "_hf_zero_last"  # whether a connector was asked for the last checkpoint, not for a named one
 # saved by a job that is asked to end; a SLURM job resumes from it automatically
@@ -77,6 +78,64 @@ def choose_precision(original: Callable[..., Any]) -> Callable[..., Any]:
         return given or self.strategy.precision_class(self._precision_flag)
 
     return _check_and_init_precision
+
+
+def leave_out_by_identity(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``BaseFinetuning.filter_on_optimizer``: returns those parameters that the optimizer of
+    an engine does not have.
+    """
+
+    def filter_on_optimizer(optimizer: Any, params: Any) -> Any:
+        params = list(params)
+        flats = [flat for flat in map(owner_of, params) if flat is not None]
+        engine = flats[0].engine() if flats else None
+        if engine is None or engine.optimizer is not optimizer:
+            return original(optimizer, params)
+        known = {id(parameter) for group in engine.given for parameter in group}
+        return [parameter for parameter in params if id(parameter) not in known]
+
+    return filter_on_optimizer
+
+
+def store_names_of_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``BaseFinetuning._store``: stores the groups of an engine's optimizer with the model's
+    parameters, not with shards.
+    """
+
+    def _store(
+        self: Any, pl_module: Any, opt_idx: int, num_param_groups: int, current_param_groups: Any
+    ) -> None:
+        engine = engine_of(pl_module)
+        if engine is not None:
+            current_param_groups = [
+                {**group, "params": given}
+                for group, given in zip(current_param_groups, engine.given)
+            ]
+        original(self, pl_module, opt_idx, num_param_groups, current_param_groups)
+
+    return _store
+
+
+def add_groups_again(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``BaseFinetuning.on_fit_start``: gives the optimizer of an engine the groups that the
+    run had when it was saved.
+    """
+
+    def on_fit_start(self: Any, trainer: Any, pl_module: Any) -> None:
+        engine = engine_of(pl_module)
+        if engine is None or engine.optimizer is None or not self._restarting:
+            original(self, trainer, pl_module)
+            return
+        self._restarting = False
+        names, groups = dict(pl_module.named_parameters()), engine.optimizer.param_groups
+        saved = self._internal_optimizer_metadata.get(0, [])
+        for group, values in zip(groups, saved):
+            group.update({name: value for name, value in values.items() if name != "params"})
+        for values in saved[len(groups) :]:
+            params = [names[name] for name in values["params"]]
+            engine.add_param_group({**values, "params": params})
+
+    return on_fit_start
 
 
 def keep_engines_in_place(original: Callable[..., Any]) -> Callable[..., Any]:

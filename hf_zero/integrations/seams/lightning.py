@@ -30,6 +30,21 @@ SEAMS: tuple[Seam, ...] = (
                 "validate), its hooks removed; windows cross epochs",
             ),
             (
+                "callbacks.finetuning:BaseFinetuning.filter_on_optimizer",
+                "leave_out_by_identity",
+                "compares the values of parameters with those of an optimizer, which has shards",
+            ),
+            (
+                "callbacks.finetuning:BaseFinetuning._store",
+                "store_names_of_groups",
+                "looks for the parameters of an optimizer in the model, and it has shards",
+            ),
+            (
+                "callbacks.finetuning:BaseFinetuning.on_fit_start",
+                "add_groups_again",
+                "puts other groups in the place of those that an engine steps",
+            ),
+            (
                 "strategies.ddp:DDPStrategy.teardown",
                 "keep_engines_in_place",
                 "moves the module and the optimizer's state to the CPU, out of an engine that a "
