@@ -380,18 +380,15 @@ class _Load:
                 values |= {name: live[name] for name in SCHEDULED if name in live}
         bound.load_hyperparameters(settings)
         if self._has_stepped:
-            saved_apart = {
-                name: numbers for group in groups for name, numbers in group.apart.items()
+            numbers = {
+                name: group.apart.get(name, group.scalars) if group.apart.get(name, True) else None
+                for group in groups
+                for name in group.parameters
             }
-            stepped = {name for group in groups for name in group.parameters}
-            apart: list[dict[str, Any]] = [{} for _ in groups]
-            for name, group in bound.group_of.items():
-                held = self.match.held.get(name)
-                if held in saved_apart:
-                    apart[group][name] = saved_apart[held]
-                elif held not in stepped:  # frozen or missing at the save: begins unstepped
-                    apart[group][name] = {}
-            bound.load_scalars([group.scalars for group in groups], apart)
+            held = self.match.held  # one that is not held was frozen or missing at the save
+            bound.load_by_parameter(
+                {name: numbers.get(held[name]) for name in bound.group_of if name in held}
+            )
             bound.factors.load(
                 {
                     name: self.checkpoint.factors(self.match.held[name])

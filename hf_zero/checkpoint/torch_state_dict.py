@@ -242,16 +242,14 @@ class _Own:
 
     def numbers(self) -> dict[str, dict[str, float]]:
         """Return the numbers that the optimizer keeps for each trained parameter (collective)."""
-        bound, apart = self.engine.bound, dict[str, dict[str, float]]()
-        scalars, fresh = bound.scalars(), self.fresh()
-        for every in self.engine.mesh.all_gather_object(bound.apart(), "step counts"):
-            for numbers in every:
-                apart.update(numbers)
-        found = {}
-        for _, name, _ in self.trained():
-            group = bound.group_of[name]
-            found[name] = apart.get(name) or scalars[group] or fresh[group][0]
-        return found
+        bound, mesh, fresh = self.engine.bound, self.engine.mesh, self.fresh()
+        found = bound.by_parameter(
+            self.whole.own_of(bound.group_of),
+            lambda each: mesh.all_gather_object(each, "step counts"),
+        )
+        return {
+            name: found[name] or fresh[bound.group_of[name]][0] for _, name, _ in self.trained()
+        }
 
     def elements(self) -> dict[str, dict[str, torch.Tensor | float]]:
         """Return for each trained parameter the values [owned] of its flat buffer for each
@@ -356,17 +354,7 @@ class _Own:
                         out[start:stop] = fresh
                 bound.load_tensor(flat.optimizer_shard, key, out)
         bound.load_hyperparameters(groups)
-        of_groups: list[list[str]] = [[] for _ in groups]
-        for name in numbers:
-            of_groups[bound.group_of[name]].append(name)
-        common = [_most(numbers[name] for name in names) for names in of_groups]
-        bound.load_scalars(
-            common,
-            [
-                {name: numbers[name] for name in names if numbers[name] != shared}
-                for names, shared in zip(of_groups, common)
-            ],
-        )
+        bound.load_by_parameter(numbers)
 
     def _groups(self, given: Sequence[Mapping[str, Any]], strict: bool) -> list[dict[str, Any]]:
         """Return the settings for each group of the engine, from the group in ``given`` that has
@@ -403,11 +391,6 @@ def _source(flat: FlatBuffer) -> torch.Tensor:
     """Return the weights that a checkpoint keeps: the master weights where there are any."""
     master = flat.optimizer_shard.master
     return flat.shard if master is None else master
-
-
-def _most(values: Iterator[dict[str, float]] | Any) -> dict[str, float]:
-    found = Counter(tuple(sorted(each.items())) for each in values).most_common(1)
-    return dict(found[0][0]) if found else {}
 
 
 def _differs(what: str, of: str, missing: list[str], unexpected: list[str]) -> CheckpointError:

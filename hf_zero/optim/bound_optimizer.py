@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -31,6 +31,9 @@ from hf_zero.optim.sharded_tensors import OneRank, ShardedTensors, ShardRanks
 from hf_zero.optim.state import StateEntries
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.layout.flat_layout import Slot
+
+ParameterNumbers = dict[str, float] | None
+"""The numbers that an optimizer keeps for one parameter; None: it has made no step."""
 
 
 class BoundOptimizer:
@@ -383,6 +386,40 @@ class BoundOptimizer:
         self._same_groups(scalars, "step counts")
         self.numbers.load(scalars, apart)
 
+    def by_parameter(
+        self, names: Mapping[str, str], gather: Callable[[Any], list[Any]]
+    ) -> dict[str, ParameterNumbers]:
+        """Return the numbers of each parameter that a group has, as far as known on any rank.
+
+        ``names``: this rank's names -> those of the whole model. ``gather`` returns its argument of
+        every rank (collective).
+        """
+        own = {names[name]: each for group in self.apart() for name, each in group.items()}
+        apart: dict[str, dict[str, float]] = {}
+        for each in gather(own):
+            apart.update(each)
+        scalars = self.scalars()
+        return {
+            name: (apart[names[name]] or None) if names[name] in apart else scalars[group]
+            for name, group in self.group_of.items()
+        }
+
+    def load_by_parameter(self, numbers: Mapping[str, ParameterNumbers]) -> None:
+        """Load the numbers of each parameter that a group has; one that is missing in ``numbers``
+        begins without state.
+
+        Raises UnsupportedOptimizerError for a number that a group does not keep.
+        """
+        of_groups: list[dict[str, ParameterNumbers]] = [{} for _ in self.groups]
+        for name, group in self.group_of.items():
+            of_groups[group][name] = numbers.get(name)
+        shared = [_most_common(each.values()) for each in of_groups]
+        apart = [
+            {name: own or {} for name, own in each.items() if own != common}
+            for each, common in zip(of_groups, shared)
+        ]
+        self.load_scalars(shared, apart)
+
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return per group the settings that a checkpoint keeps, as JSON-able values (see
         :func:`hf_zero.optim.segment_table.plain_settings`).
@@ -460,6 +497,11 @@ class BoundOptimizer:
                 f"{type(self.optimizer).__name__} with {len(self.groups)}; build the "
                 "optimizer with the groups it was saved with, or load without optimizer states"
             )
+
+
+def _most_common(values: Iterable[ParameterNumbers]) -> dict[str, float]:
+    known = [tuple(sorted(each.items())) for each in values if each is not None]
+    return dict(Counter(known).most_common(1)[0][0]) if known else {}
 
 
 def _copy(into: Tensor, values: Tensor) -> None:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from hf_zero.zero.engine_parts import EngineParts
     from hf_zero.zero.layout.engine_plan import EnginePlan
 
-Numbers = dict[str, float]
-
 
 def refuse_now(engine: EngineParts, what: str) -> None:
     """Raise PartitionError if ``engine`` cannot be rebuilt at this moment, for ``what``."""
@@ -82,19 +80,16 @@ class CarriedState:
                 }
                 kept[own[slot.name]] = {key: tensor.dtype for key, tensor in tensors.items()}
         self.dtypes = {parameters[name]: dtype for name, dtype in engine.param_dtypes.items()}
-        apart, factors, keys = dict[str, Numbers](), dict[str, Any](), dict[str, Any]()
-        numbers = {own[name]: each for group in bound.apart() for name, each in group.items()}
         held = {own[name]: each for name, each in bound.factors.held(firsts=True).items()}
-        every = mesh.all_gather_object((numbers, held, kept), "the state of the optimizer")
-        for numbers, held, of_rank in every:
-            apart.update(numbers)
-            factors.update(held)
-            for name, dtypes in of_rank.items():
-                keys.setdefault(name, {}).update(dtypes)
-        self._scalars = bound.scalars()
+        factors, keys = dict[str, Any](), dict[str, Any]()
+        for of_rank, dtypes in mesh.all_gather_object((held, kept), "the state of the optimizer"):
+            factors.update(of_rank)
+            for name, each in dtypes.items():
+                keys.setdefault(name, {}).update(each)
+        numbers = bound.by_parameter(own, lambda each: mesh.all_gather_object(each, "step counts"))
+        self._numbers = {parameters[name]: each for name, each in numbers.items()}
         self._dtypes = {objects[name]: each for name, each in keys.items() if name in objects}
         self._factors = {objects[name]: each for name, each in factors.items() if name in objects}
-        self._apart = {objects[name]: each for name, each in apart.items() if name in objects}
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether ``parameter`` had master weights."""
@@ -103,7 +98,7 @@ class CarriedState:
     def forget(self, parameters: Sequence[nn.Parameter]) -> None:
         """Drop the state of ``parameters``."""
         for parameter in parameters:
-            for held in (self._elements, self._dtypes, self._factors, self._apart):
+            for held in (self._elements, self._dtypes, self._factors, self._numbers):
                 held.pop(parameter, None)
 
     @torch.no_grad()
@@ -114,15 +109,13 @@ class CarriedState:
             sharded.param_dtypes[name] = self.dtypes.get(parameter, sharded.param_dtypes[name])
         for flat in sharded.trainable:
             self._restore_elements(flat, bound)
-        apart: list[dict[str, Numbers]] = [{} for _ in bound.groups]
-        for name, group in bound.group_of.items():
-            parameter = sharded.parameters[name]
-            if parameter not in self._dtypes:  # it has made no step
-                apart[group][name] = {}
-            elif parameter in self._apart:
-                apart[group][name] = self._apart[parameter]
-        added = len(bound.groups) - len(self._scalars)
-        bound.load_scalars(self._scalars + [{}] * added, apart)
+        bound.load_by_parameter(
+            {
+                name: self._numbers[sharded.parameters[name]]
+                for name in bound.group_of
+                if sharded.parameters[name] in self._numbers
+            }
+        )
         held = {name: self._factors.get(p) for name, p in sharded.parameters.items()}
         bound.factors.load({name: each for name, each in held.items() if each})
         engine.refresh_params()  # type: ignore[attr-defined]

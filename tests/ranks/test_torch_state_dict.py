@@ -26,6 +26,7 @@ from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.parts import whole
+from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps
 from tests.helpers.training import adamw
 
@@ -277,3 +278,63 @@ def test_tied_names_and_extra_state(rank, model, stage):
     set_model_state_dict(model, given)
     assert model.note == "saved"
     assert torch.equal(full_weights(engine)["first.weight"], given["second.weight"])
+
+
+class Switched(nn.Module):
+    """Two layers, of which the second is used once ``both`` is true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = nn.Linear(8, 4), nn.Linear(8, 4), False
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.first(rows) + self.second(rows) if self.both else self.first(rows)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_without_a_step_begins_after_a_load(stage: int) -> None:
+    rows = [torch.randn(2 * RANKS, 8, generator=torch.Generator().manual_seed(s)) for s in range(5)]
+    models = [seeded(Switched) for _ in range(RANKS + 1)]
+
+    def steps(model: Any, update: Any, chosen: slice, numbers: range) -> None:
+        for step in numbers:
+            update(model(rows[step][chosen]).square().mean())
+
+    plain = models.pop()
+    optimizer = torch.optim.AdamW(plain.parameters(), 1e-2)
+
+    def by_hand(loss: torch.Tensor) -> None:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    steps(plain, by_hand, slice(None), range(3))
+    plain.both = True
+    steps(plain, by_hand, slice(None), range(3, 5))
+
+    def run(rank: int) -> dict[str, torch.Tensor]:
+        own = slice(2 * rank, 2 * rank + 2)
+
+        def begin(model: nn.Module) -> tuple[Any, Any]:
+            engine = start(model, torch.optim.AdamW(model.parameters(), 1e-2), config_of(stage))
+
+            def update(loss: torch.Tensor) -> None:
+                engine.backward(loss)
+                engine.step()
+
+            return engine, update
+
+        engine, update = begin(models[rank])
+        steps(engine, update, own, range(3))
+        weights, state = get_state_dict(models[rank], engine.optimizer)
+        assert float(state["state"]["second.weight"]["step"]) == 0.0
+        engine.destroy()
+        model = Switched()
+        engine, update = begin(model)
+        set_state_dict(model, engine.optimizer, model_state_dict=weights, optim_state_dict=state)
+        model.both = True
+        steps(engine, update, own, range(3, 5))
+        return full_weights(engine)
+
+    for got in run_ranks(RANKS, run):
+        compare_tensors("weights", got, dict(plain.named_parameters()))
