@@ -94,6 +94,13 @@ class ZeroSection:
         "keep the memory of gradients, and of their messages, between steps; otherwise it is "
         "freed after each step and allocated by the next backward",
     )
+    keep_parameter_shards: bool = key(
+        BOOLEAN,
+        False,
+        "at stage 3, keep parameter shards in 16 bits beside the master weights in fp32 on the "
+        "device; otherwise a gather casts the master weights, which takes 2 bytes less for each "
+        "parameter of this rank",
+    )
     release_frozen_state: bool = key(
         BOOLEAN,
         False,

@@ -176,6 +176,39 @@ class DeviceStorage:
         self._arrays.clear()
 
 
+class CastStorage(DeviceStorage):
+    """A parameter shard in ``dtype`` without memory of its own: a read casts the ``master`` weights
+    [owned] on the device. A write changes those that do not round to the written values already.
+    """
+
+    def __init__(self, master: torch.Tensor, dtype: torch.dtype):
+        super().__init__({SHARD: master})
+        self.master, self._dtype = master, dtype
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtype
+
+    def fetch(self, name: str) -> torch.Tensor:
+        return self._arrays[name].to(self._dtype)
+
+    def store(self, name: str, start: int, values: torch.Tensor) -> None:
+        own = self._arrays[name][start : start + values.numel()]
+        if values.dtype == self._dtype:
+            given = values.to(own.device)
+            same = given.view(torch.int16) == own.to(self._dtype).view(torch.int16)
+            values = torch.where(same, own, given.to(own.dtype))
+        super().store(name, start, values)
+
+    def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, Moment]:
+        return {SHARD: self.fetch(SHARD)}
+
+    def entry(self, name: str) -> torch.Tensor:
+        return self.fetch(name)
+
+    def nbytes(self) -> dict[str, int]:
+        return {"device": 0, "ram": 0, "disk": 0}
+
+
 class HostStorage:
     """Arrays in host memory: numbers as one array, quantised ones by sub-group."""
 

@@ -51,11 +51,11 @@ def held_bytes(engine: Any) -> Counter[tuple[str, str]]:
     for unit in engine.units:
         found["parameters", "device"] += unit.source.nbytes()
     for flat in engine.flats:
-        if flat.sharded and flat.is_away:
+        if flat.sharded:
             for tier, nbytes in flat.shard_bytes().items():
                 found["parameters", tier] += nbytes
         else:
-            add("parameters", "device", flat.shard if flat.sharded else flat.full)
+            add("parameters", "device", flat.full)
         for buffer in flat.computing.memory if flat.computing is not None else ():
             add("parameters", "device", buffer)
         if not flat.trainable:

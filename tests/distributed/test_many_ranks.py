@@ -69,7 +69,7 @@ def test_bytes_of_a_rank(seven_billion: nn.Module) -> None:
             for flat in flats
         ]
         held = {
-            "parameters": [flat.shard if flat.sharded else flat.full for flat in flats],
+            "parameters": [flat.full for flat in flats if flat.cast_master is None],
             "gradients": gradients,
             "optimizer": [flat.optimizer_shard.master for flat in flats],
         }

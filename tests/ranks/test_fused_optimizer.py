@@ -48,7 +48,8 @@ def test_against_the_oracle(stage, precision, launches):
     job, plan = Way("one block", short), Plan(ranks=2, steps=2, precision=precision, clip=1.0)
     got = train_on_threads(job, plan, engine_opener(stage))
     oracle.accept(got, job, plan, stage)
-    assert len(launches) == 4 and all(launches)
+    # at stage 3 a gather casts the master weights
+    assert len(launches) == 4 and all(launches) is (stage == 2)
 
 
 def groups(model):

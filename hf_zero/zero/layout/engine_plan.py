@@ -76,7 +76,7 @@ class FlatPlan:
     in the order of the layout. shard_tier: "device", "ram" or "disk", where its parameter shard is
     kept. sub_groups: the pieces of its offloaded optimizer state; None: the state stays on the
     device. gradient_dtype: of the gradient accumulator. sums_whole: the gradient accumulator is
-    unsharded (stages 0 and 1).
+    unsharded (stages 0 and 1). casts_master: its parameter shard has no memory of its own.
     """
 
     spec: FlatSpec
@@ -86,6 +86,7 @@ class FlatPlan:
     sub_groups: tuple[SubGroup, ...] | None
     gradient_dtype: torch.dtype
     sums_whole: bool
+    casts_master: bool
 
     @property
     def needs_master(self) -> bool:
@@ -109,6 +110,8 @@ class FlatPlan:
     def parameter_bytes(self) -> Counter[str]:
         """Return the bytes of its values between steps, by tier."""
         spec = self.spec
+        if self.casts_master:
+            return Counter()
         nbytes = (spec.owned_numel if spec.sharded else spec.layout.padded) * spec.dtype.itemsize
         return Counter({self.shard_tier: paged(nbytes) if self.shard_tier == "disk" else nbytes})
 
@@ -598,6 +601,20 @@ def _placed(
             return rules.gradient_dtype(own, COMPUTE[wire] if wire else own.dtype)
         return own.wide
 
+    def casts_master(own: ShardSpec, spec: FlatSpec) -> bool:
+        # messages in few bits are encoded from the shard, also where steps send differences
+        plain = spec.gather_codec is None and spec.momentum_blocks is None
+        return (
+            spec.sharded
+            and spec.trainable
+            and spec.dtype in SIXTEEN_BITS
+            and plain
+            and not spec.sends_differences
+            and own.key not in away
+            and tiers.get(own.key, "device") == "device"
+            and not settings.zero.keep_parameter_shards
+        )
+
     return tuple(
         FlatPlan(
             replace(spec, number=number),
@@ -609,6 +626,7 @@ def _placed(
             else None,
             gradient_dtype(own),
             not policy.shards_gradients,
+            casts_master(own, spec),
         )
         for number, (own, (unit, spec, parameters)) in enumerate(zip(specs, laid))
     )

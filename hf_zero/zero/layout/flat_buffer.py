@@ -39,7 +39,7 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
-from hf_zero.offload.storage import SHARD, DeviceStorage, Storage, numbers
+from hf_zero.offload.storage import SHARD, CastStorage, DeviceStorage, Storage, numbers
 from hf_zero.zero.layout.compute_copy import Change, Computing
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 from hf_zero.zero.layout.flat_spec import FlatSpec, reading
@@ -250,6 +250,13 @@ class FlatBuffer:
         """Return the bytes of the parameter shard by tier."""
         return self._storage.nbytes()
 
+    @property
+    def cast_master(self) -> torch.Tensor | None:
+        """The master weights that are cast wherever the parameter shard is read; None: it has
+        memory of its own.
+        """
+        return self._storage.master if isinstance(self._storage, CastStorage) else None
+
     def keep_shard_in(self, storage: Storage) -> None:
         """Keep the parameter shard in ``storage``, under the name ``SHARD``."""
         self._storage = storage
@@ -427,6 +434,8 @@ class FlatBuffer:
         Released ones stay released; another engine can take their values from the shards.
         """
         self.optimizer_shard.wait_for_update()
+        if self.cast_master is not None:
+            self._storage = DeviceStorage({SHARD: self.shard})
         self.retired = True
         self.gradient.free()
         self.optimizer_shard.free()

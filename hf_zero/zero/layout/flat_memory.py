@@ -9,7 +9,7 @@ import torch
 
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.offload.placement import Placement
-from hf_zero.offload.storage import MASTER, DeviceStorage
+from hf_zero.offload.storage import MASTER, CastStorage, DeviceStorage
 from hf_zero.zero.layout.engine_plan import EnginePlan, shard_spec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.training_state import gradient_memories
@@ -36,7 +36,7 @@ class FlatMemory:
         training = [each for each in plan.flats if each.spec.trainable]
         self._full = _arena([(f.layout.padded, f.dtype) for f in flats if not f.sharded], device)
         self._shard_of = placement.shards(
-            [shard_spec(f.spec) for f in flats if f.sharded],
+            [shard_spec(f.spec) for f in plan.flats if f.spec.sharded and not f.casts_master],
             {each.spec.key: each.shard_tier for each in plan.flats},
         )
         own_masters = [f for f in training if f.sub_groups is None and f.needs_master]
@@ -57,7 +57,9 @@ class FlatMemory:
 
     def place_shard(self, flat: FlatBuffer) -> None:
         """Set the storage of the parameter shard of ``flat``, if separate from the whole buffer."""
-        if flat.sharded:
+        if self._plans[flat].casts_master:
+            flat.keep_shard_in(CastStorage(next(self._masters), flat.dtype))
+        elif flat.sharded:
             flat.keep_shard_in(self._shard_of(shard_spec(flat.spec)))
 
     def place_training_state(self, flat: FlatBuffer, own: torch.Tensor) -> None:
@@ -74,8 +76,10 @@ class FlatMemory:
             flat.optimizer_shard.store_master(own)
             host = self._placement.take_pinned(flat.spec.owned_numel, dtype)
         else:
-            # an offloaded shard is copied by ``flat.shard``
-            master = next(self._masters).copy_(own) if needs else flat.shard
+            if flat.cast_master is not None:
+                master = flat.cast_master.copy_(own)
+            else:  # an offloaded shard is copied by ``flat.shard``
+                master = next(self._masters).copy_(own) if needs else flat.shard
             flat.optimizer_shard.keep_in(DeviceStorage({MASTER: master}), needs or flat.is_away)
         # 16-bit gradients are upcast once something is added
         upcasts = self._upcasts and dtype.itemsize == 2

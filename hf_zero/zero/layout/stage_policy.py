@@ -60,9 +60,11 @@ class Policy:
         precision: str = "bfloat16",
         moments: int = ADAM_MOMENTS,
         gradient: str | None = None,
+        keeps_shard: bool = False,
     ) -> dict[str, float]:
         """Return the bytes of state a rank holds per trainable parameter, between backward and
-        step.
+        step. ``keeps_shard``: sharded 16-bit parameters are kept beside the master weights, as in
+        the paper; otherwise a gather casts these.
 
         ``precision`` and ``gradient`` are dtype names ("float32", "bfloat16", "float16");
         ``gradient`` defaults to float32, in which gradients are accumulated. In fp32 the parameters
@@ -72,8 +74,10 @@ class Policy:
         cut = float(shards)
         master = 0 if precision == "float32" else 4
         grad = ITEM_BYTES[gradient or "float32"]
+        casts = self.shards_parameters and master > 0 and not keeps_shard
+        own = 0.0 if casts else float(ITEM_BYTES[precision])
         return {
-            "parameters": ITEM_BYTES[precision] / (cut if self.shards_parameters else 1.0),
+            "parameters": own / (cut if self.shards_parameters else 1.0),
             "gradients": grad / (cut if self.shards_gradients else 1.0),
             "optimizer": (master + 4 * moments) / (cut if self.shards_optimizer else 1.0),
         }
@@ -105,6 +109,8 @@ def bytes_per_parameter(
     precision: str = "bfloat16",
     moments: int = ADAM_MOMENTS,
     gradient: str | None = None,
+    keeps_shard: bool = False,
 ) -> float:
     """Return the total of :meth:`Policy.bytes_per_parameter` for ``stage``."""
-    return sum(POLICIES[stage].bytes_per_parameter(shards, precision, moments, gradient).values())
+    parts = POLICIES[stage].bytes_per_parameter(shards, precision, moments, gradient, keeps_shard)
+    return sum(parts.values())

@@ -252,6 +252,7 @@ class OptimizerStep:
             flat
             for flat in self.model.trainable
             if flat.optimizer_shard.has_own_master
+            and flat.cast_master is None
             and not flat.spec.momentum_blocks
             and not flat.spec.sends_differences
             and not flat.optimizer_shard.offloaded
