@@ -45,18 +45,19 @@ def top(
     """
     from rich.live import Live
 
-    from hf_zero.report.run import read_run
+    from hf_zero.report.run import RunReader
 
+    reader = RunReader(run)
     if as_json:
-        print_json(figures_of(read_run(run), steps))
+        print_json(figures_of(reader.read(), steps))
         return
     if not sys.stdout.isatty():
-        print_table(_table(read_run(run), steps))
+        print_table(_table(reader.read(), steps))
         return
-    with suppress(KeyboardInterrupt), Live(_table(read_run(run), steps), screen=False) as live:
+    with suppress(KeyboardInterrupt), Live(_table(reader.read(), steps), screen=False) as live:
         while True:
             time.sleep(interval)
-            live.update(_table(read_run(run), steps))
+            live.update(_table(reader.read(), steps))
 
 
 def figures_of(found: RecordedRun, steps: int | None) -> dict[str, Any]:

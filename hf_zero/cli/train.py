@@ -50,6 +50,7 @@ def train(
     from hf_zero.cli.launch import launch
     from hf_zero.config.training_file import read_training_file
     from hf_zero.integrations.datasets.training_data import refuse_unread_data
+    from hf_zero.integrations.transformers.training_names import refuse_unknown_names
     from hf_zero.launch.training_script import (
         RESUME,
         SCRIPT,
@@ -61,6 +62,9 @@ def train(
     if yes and not init:
         raise ConfigError("--yes answers the questions of --init; leave it out")
     if init:
+        for option, passed in (("--script", script), ("--resume", resume)):
+            if passed:
+                raise ConfigError(f"--init only writes the file; leave {option} out")
         _init(file, yes, as_json)
         return
     training = read_training_file(file)
@@ -73,6 +77,7 @@ def train(
         return
     _refuse_missing(training)
     _refuse_checkpoints(training.output_dir, resume)
+    refuse_unknown_names(training)
     refuse_unread_data(training)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -24,11 +24,12 @@ from hf_zero.errors import ConfigError
 from hf_zero.json_text import DuplicateKeyError, parse_json
 
 JSON, YAML = (".json", ".hjson"), (".yaml", ".yml")
+EXAMPLE = "zero_optimization: {stage: 3}"
 
 
-def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+def load_file(path: str | os.PathLike[str], example: str = EXAMPLE) -> dict[str, Any]:
     """Read the mapping in a JSON, Hjson or YAML file; the suffix decides, else the first
-    character.
+    character. ``example``: a mapping for the message about a file without one.
     """
     name = os.fspath(path)
     if not os.path.isfile(name):
@@ -53,7 +54,7 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     named = name.endswith(JSON + YAML)
     as_json = name.endswith(JSON) if named else text.lstrip()[:1] == "{"
     try:
-        return (load_json if as_json else load_yaml)(text, f"config file {name}")
+        return (load_json if as_json else load_yaml)(text, f"config file {name}", example)
     except ConfigError as error:
         if named:
             raise
@@ -94,11 +95,11 @@ def write_new(path: Path, text: str, option: str = "with -o") -> None:
         ) from error
 
 
-def load_json(text: str, label: str) -> dict[str, Any]:
+def load_json(text: str, label: str, example: str = EXAMPLE) -> dict[str, Any]:
     """Parse a mapping from JSON, or from Hjson if it is not valid JSON. Raises ConfigError."""
     with _named(label):
         if not text.strip():
-            return _mapping(None, label)
+            return _mapping(None, label, example)
         try:
             value = parse_json(text)
         except DuplicateKeyError as error:
@@ -112,7 +113,7 @@ def load_json(text: str, label: str) -> dict[str, Any]:
                     f"{label} is not valid JSON: {error.msg} in line {error.lineno}, column "
                     f"{error.colno}; nor Hjson: {other} in line {line}; fix that line"
                 ) from None
-        return _mapping(value, label)
+        return _mapping(value, label, example)
 
 
 MOST_VALUES = 100_000  # of a configuration; nested aliases of YAML make exponentially many
@@ -137,7 +138,7 @@ def _named(label: str) -> Iterator[None]:
         raise ConfigError(f"{label} has a value that cannot be read: {error}; fix it") from None
 
 
-def load_yaml(text: str, label: str) -> dict[str, Any]:
+def load_yaml(text: str, label: str, example: str = EXAMPLE) -> dict[str, Any]:
     """Parse a mapping from YAML. Raises ConfigError."""
     with _named(label):
         try:
@@ -148,7 +149,7 @@ def load_yaml(text: str, label: str) -> dict[str, Any]:
             said = getattr(error, "problem", None) or error
             what = "has" if isinstance(error, _ValueError) else "is not valid YAML:"
             raise ConfigError(f"{label} {what} {said}{where}; fix that line") from None
-        return _mapping(value, label)
+        return _mapping(value, label, example)
 
 
 def _extent(value: Any, known: dict[int, tuple[float, float]]) -> tuple[float, float]:
@@ -182,13 +183,10 @@ def load_text(text: str) -> dict[str, Any] | None:
     return load_json(decoded, "config string (base64)") if decoded.lstrip()[:1] == "{" else None
 
 
-def _mapping(value: Any, label: str) -> dict[str, Any]:
+def _mapping(value: Any, label: str, example: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         held = "is empty" if value is None else f"holds a {type(value).__name__}"
-        raise ConfigError(
-            f"{label} {held}, not keys and values; write a mapping such as "
-            "zero_optimization: {stage: 3}"
-        )
+        raise ConfigError(f"{label} {held}, not keys and values; write a mapping such as {example}")
     size, depth = _extent(value, {})
     if size > MOST_VALUES:
         raise ConfigError(

@@ -35,6 +35,7 @@ LORA, QLORA = "lora", "qlora"
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Formats of ``datasets.load_dataset`` by the suffix of a file."""
 COLUMNS = ("messages", "text", "prompt", "completion", "chosen", "rejected")
+EXAMPLE = "task: sft, or let `hf-zero train --init` write a file"
 STEPS_OR_SHARE = "in steps, or below 1 as a share of the run"
 
 
@@ -226,7 +227,7 @@ def read_training_file(path: str | os.PathLike[str]) -> TrainingFile:
     if not os.path.isfile(name):
         raise ConfigError(f"{name} is no file; `hf-zero train --init {name}` writes one to change")
     label, reading = f"config file {name}", ConfigReading()
-    written = {key: value for key, value in load_file(name).items() if value is not None}
+    written = {key: value for key, value in load_file(name, EXAMPLE).items() if value is not None}
     if {"distributed_type", "deepspeed_config", "zero_optimization"} & written.keys():
         raise ConfigError(
             f"{label} configures ZeRO, not a training: `hf-zero launch --config` takes it with a "

@@ -15,7 +15,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from hf_zero.logging import logger
 
 NAME = "metrics.jsonl"
 REPLACED = "metrics.replaced.jsonl"
+TAIL = 256  # bytes before the place to continue from, which tell the same file from another
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -51,9 +54,67 @@ def read_metrics(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 def read_rows(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the figures and the other records of the run in ``folder``, line by line."""
     for path in files_of(Path(folder)):
-        for line in path.read_text("utf-8", "replace").splitlines():
-            if (row := _parsed(line)) is not None:
-                yield row
+        yield from _rows(path.read_bytes())
+
+
+def _rows(content: bytes) -> Iterator[dict[str, Any]]:
+    for line in content.decode("utf-8", "replace").splitlines():
+        if (row := _parsed(line)) is not None:
+            yield row
+
+
+@dataclass
+class _ReadFile:
+    """The rows of a file's first ``end`` bytes, and the last bytes before that place."""
+
+    end: int = 0
+    tail: bytes = b""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+class MetricsReader:
+    """Reads the run in ``folder`` repeatedly, and parses each line once. A file that has become
+    shorter, or that another one has replaced, is read from its beginning.
+
+    ``check``: called with each new row.
+    """
+
+    def __init__(self, folder: Path, check: Callable[[Mapping[str, Any]], None] | None = None):
+        self.folder = folder
+        self._check = check
+        self._files: dict[int, _ReadFile] = {}  # by inode: a rotation renames a file
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the figures and the other records of the run so far, as :func:`read_rows`."""
+        known, self._files = self._files, {}
+        found: list[dict[str, Any]] = []
+        for path in files_of(self.folder):
+            with suppress(FileNotFoundError):  # renamed by a rotation: the next call reads it
+                found += self._read(path, known)
+        return found
+
+    def _read(self, path: Path, known: Mapping[int, _ReadFile]) -> list[dict[str, Any]]:
+        with open(path, "rb") as opened:
+            inode = os.fstat(opened.fileno()).st_ino
+            file = known.get(inode, _ReadFile())
+            opened.seek(file.end - len(file.tail))
+            if opened.read(len(file.tail)) != file.tail:
+                file = _ReadFile()
+                opened.seek(0)
+            content = opened.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        file.rows += self._checked(whole)
+        file.end += len(whole)
+        file.tail = (file.tail + whole)[-TAIL:]
+        self._files[inode] = file
+        return [*file.rows, *self._checked(content[len(whole) :])]
+
+    def _checked(self, content: bytes) -> list[dict[str, Any]]:
+        rows = list(_rows(content))
+        if self._check is not None:
+            for row in rows:
+                self._check(row)
+        return rows
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

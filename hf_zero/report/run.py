@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 from hf_zero.errors import ConfigError
-from hf_zero.measures.metrics_file import NAME, files_of, read_rows
+from hf_zero.measures.metrics_file import NAME, MetricsReader, files_of
 from hf_zero.report.rows import LEVELS, problem_of
 
 TRACES = "trace-steps-*.json.gz"
@@ -101,49 +101,67 @@ def read_run(folder: str | os.PathLike[str], trace: str | None = None) -> Record
     Raises ConfigError if the folder has no figures, a row of them is damaged, or ``trace`` does not
     exist.
     """
-    place = Path(folder)
-    if not place.is_dir():
-        problem = f"{place} is a file" if place.exists() else f"there is no folder {place}"
-        raise ConfigError(f"{problem}; name the folder of a run")
-    rows = list(read_rows(place))
-    for row in rows:
+    return RunReader(folder, trace).read()
+
+
+class RunReader:
+    """Reads the run in ``folder`` repeatedly while it runs; see :func:`read_run`."""
+
+    def __init__(self, folder: str | os.PathLike[str], trace: str | None = None):
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            missing = f"there is no folder {folder}"
+            problem = f"{folder} is a file" if self.folder.exists() else missing
+            raise ConfigError(f"{problem}; name the folder of a run")
+        if trace is not None and not os.path.isfile(trace):
+            raise ConfigError(f"there is no trace {trace}; engine.trace() writes one")
+        self._trace = None if trace is None else Path(trace)
+        self._metrics = MetricsReader(self.folder, self._refuse_damage)
+
+    def _refuse_damage(self, row: Mapping[str, Any]) -> None:
         if damage := problem_of(row):
             at = f"of step {row['step']}" if "step" in row else f"after step {row['after_step']}"
-            raise ConfigError(f"{place / NAME}: a row {at} is damaged: {damage}; remove the line")
-    traced = list(_traced(rows))
-    steps = [_without_speeds(row, traced) for row in rows if "step" in row]
-    if not steps:
-        if files_of(place):
+            file = self.folder / NAME
+            raise ConfigError(f"{file}: a row {at} is damaged: {damage}; remove the line")
+
+    def read(self) -> RecordedRun:
+        """Return the run as its files are now."""
+        rows = self._metrics.rows()
+        traced = list(_traced(rows))
+        steps = [_without_speeds(row, traced) for row in rows if "step" in row]
+        if not steps:
+            self._refuse_no_steps()
+        return RecordedRun(
+            self.folder.resolve().name,
+            self.folder,
+            steps,
+            [
+                RunStart(row["after_step"], row["repeated_steps"], row["run"])
+                for row in rows
+                if "run" in row
+            ],
+            list(_messages(rows)),
+            next((row["totals"] for row in reversed(rows) if "totals" in row), {}),
+            self._trace or _last_trace(self.folder, rows),
+            traced,
+        )
+
+    def _refuse_no_steps(self) -> NoReturn:
+        if files_of(self.folder):
             raise ConfigError(
-                f"{place / NAME} has no steps yet; call again when the run has taken one, or name "
-                "the folder of another run"
+                f"{self.folder / NAME} has no steps yet; call again when the run has taken one, or "
+                "name the folder of another run"
             )
         raise ConfigError(
-            f"{place} has no metrics.jsonl, which a report is made of: train with "
+            f"{self.folder} has no metrics.jsonl, which a report is made of: train with "
             '"metrics": {"enabled": true}, or name the folder that metrics.path names'
         )
-    if trace is not None and not os.path.isfile(trace):
-        raise ConfigError(f"there is no trace {trace}; engine.trace() writes one")
-    return RecordedRun(
-        place.resolve().name,
-        place,
-        steps,
-        [
-            RunStart(row["after_step"], row["repeated_steps"], row["run"])
-            for row in rows
-            if "run" in row
-        ],
-        list(_messages(rows)),
-        next((row["totals"] for row in reversed(rows) if "totals" in row), {}),
-        Path(trace) if trace is not None else _last_trace(place, rows),
-        traced,
-    )
 
 
 def _traced(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
     """Yield the first and the last step of each trace."""
     for row in rows:
-        found = TRACE_STEPS.fullmatch(Path(row.get("trace", "")).name)
+        found = TRACE_STEPS.fullmatch(Path(row["trace"]).name) if "trace" in row else None
         if found is not None:
             yield int(found[1]), int(found[2])
 

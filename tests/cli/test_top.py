@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,12 @@ from typing import Any
 import pytest
 
 from hf_zero.cli import top as command
+from hf_zero.errors import ConfigError
+from hf_zero.json_text import parse_json
 from hf_zero.logging import BARS, curve
+from hf_zero.measures import metrics_file
 from hf_zero.measures.run_record import BUFFERS
+from hf_zero.report.run import RunReader
 from tests.cli.invoked import invoke, refusal
 
 
@@ -84,6 +89,48 @@ def test_a_running_run_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(command, "time", type("Clock", (), {"sleep": staticmethod(sleep)}))
     command.top(str(run), interval=0.5)
     assert ["step 30," in seen[0], "step 33," in seen[1] or "step 32," in seen[1]] == [True, True]
+
+
+def test_lines_are_parsed_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look parses the lines since the last one, behind a rotation too; a file that has become
+    shorter, or another one, is read from its beginning.
+    """
+    parsed: list[str] = []
+    monkeypatch.setattr(
+        metrics_file, "parse_json", lambda line: parsed.append(line) or parse_json(line)
+    )
+    file, reader = run / "metrics.jsonl", RunReader(run)
+
+    def look(lines: int, steps: int, last: int) -> None:
+        parsed.clear()
+        found = reader.read()
+        assert (len(parsed), len(found.steps), found.steps[-1]["step"]) == (lines, steps, last)
+
+    look(lines=32, steps=30, last=30)
+    look(lines=1, steps=30, last=30)  # the line that is being written
+    with file.open("a") as opened:
+        opened.write('ss": 1}\n{"step": 32}\n')
+    look(lines=2, steps=32, last=32)
+    file.rename(run / "metrics.1.jsonl")
+    look(lines=0, steps=32, last=32)
+    file.write_text('{"step": 33}\n{"step": 34}\n')
+    look(lines=2, steps=34, last=34)
+    os.truncate(file, file.stat().st_size // 2)
+    look(lines=1, steps=33, last=33)
+    file.write_text('{"step": 41}\n{"step": 42}\n{"step": 43}\n')  # another, in the same inode
+    look(lines=3, steps=35, last=43)
+    (run / "metrics.draft").write_text('{"step": 1}\n')
+    (run / "metrics.draft").replace(file)
+    look(lines=1, steps=33, last=1)
+    file.unlink()
+    look(lines=0, steps=32, last=32)
+    file.write_text('{"step": 33, "loss": "low"}\n')
+    with pytest.raises(ConfigError, match="of step 33 is damaged"):
+        reader.read()
+    listed = metrics_file.files_of
+    monkeypatch.setattr(metrics_file, "files_of", lambda at: [*listed(at), at / "renamed"])
+    file.unlink()
+    look(lines=0, steps=32, last=32)  # a file that was renamed behind the listing
 
 
 def test_curves_and_folders_without_a_run(tmp_path: Path) -> None:

@@ -181,6 +181,42 @@ def test_a_file_that_cannot_train_is_refused(keys: dict[str, Any], said: str, wr
     assert said in refusal(f"train {write(**keys)}")
 
 
+NAMES: list[tuple[dict[str, Any], str]] = [
+    ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type: there is no 'cosin'; did you mean 'cosi"),
+    ({"lr_scheduler_type": "cosine_with_min_lr"}, "needs arguments that a training file does not"),
+    ({"lr_scheduler_type": "warmup_stable_decay"}, "write lr_scheduler_type: cosine, or add lr_s"),
+    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "follows the loss of evaluations, and there"),
+    ({"report_to": "wndb"}, "report_to: there is no tracker 'wndb'; did you mean 'wandb'?"),
+    (
+        {"report_to": ["none", "absent"]},
+        "report_to: absent is not installed (pip install absent); ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "said"), NAMES, ids=lambda value: str(value)[:60])
+def test_a_name_that_transformers_lacks_is_refused(
+    keys: dict[str, Any],
+    said: str,
+    write: Any,
+    launched: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the ranks start, which would end in a traceback of Transformers."""
+    from transformers.integrations import INTEGRATION_TO_CALLBACK
+
+    def absent() -> None:
+        raise RuntimeError("pip install absent.")
+
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "absent", absent)
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "present", object)
+    assert said in refusal(f"train {write(**keys)}")
+    assert not launched and not Path("runs").exists()
+    fitting = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_fraction": 0.1}
+    invoke(f"train {write(report_to=['all', 'present'], **fitting)}")
+    assert len(launched) == 1
+
+
 def test_a_key_without_a_value_is_absent(write: Any) -> None:
     file = Path(write(learning_rate=1e-4))
     text = file.read_text()
@@ -205,6 +241,12 @@ def test_all_mistakes_are_one_message(write: Any) -> None:
     said = refusal(f"train {write(lerning_rate=1, task='x')}")
     assert said.startswith("2 mistakes in the configuration:\n- config file train.yaml: ")
     assert "is no file; `hf-zero train --init nothing.yaml` writes" in refusal("train nothing.yaml")
+    for empty in ("empty.yaml", "empty.json"):
+        Path(empty).touch()
+        assert refusal(f"train {empty}").endswith(
+            f"config file {empty} is empty, not keys and values; write a mapping such as task: "
+            "sft, or let `hf-zero train --init` write a file"
+        )
 
 
 @pytest.fixture
@@ -301,6 +343,10 @@ def test_init_takes_the_defaults_and_overwrites_nothing(
         "train --init mine.yaml --yes"
     )
     assert "--yes answers the questions of --init" in refusal("train mine.yaml --yes")
+    for option in ("--script", "--resume"):
+        said = refusal(f"train new.yaml --init --yes {option}")
+        assert f"--init only writes the file; leave {option} out" in said
+        assert not Path("new.yaml").exists()
     monkeypatch.setattr(sys, "argv", ["hf-zero", "train", "other.yaml", "--init"])
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(SystemExit, match="2"):
