@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,7 @@ RECENT = 20  # steps whose median is a rate
 TIERS = {"device": "device_bytes", "ram": "ram_bytes", "disk": "disk_bytes"}
 
 Steps = Annotated[
-    int | None, typer.Option(min=1, help="Steps of the whole run, for the time that is left.")
+    int | None, typer.Option(min=1, help="Steps of the whole run; default: as recorded.")
 ]
 
 
@@ -36,10 +37,12 @@ def top(
 ) -> None:
     """Show a run in the terminal, running or finished: loss, gradient norm, learning rate, tokens
     per second, MFU where the peak of the device is known, communication that computation waited
-    for, and memory by tier beside the prediction. It refreshes until Ctrl-C; in a pipe it prints
-    once. All figures but the loss and the norm are those of rank 0.
+    for, memory by tier beside the prediction, the time that is left, and the states of all ranks
+    where rank 0 waits for others. It refreshes until Ctrl-C; in a pipe it prints once. All figures
+    but the loss and the norm are those of rank 0.
 
-    Training writes the figures with "metrics": {"enabled": true}.
+    Training writes the figures with "metrics": {"enabled": true}. The steps of the whole run are
+    those of the Trainer, or of the scheduler's total_num_steps; otherwise pass --steps.
 
     Example: hf-zero top runs/sft --steps 1000
     """
@@ -61,8 +64,8 @@ def top(
 
 
 def figures_of(found: RecordedRun, steps: int | None) -> dict[str, Any]:
-    """Return the figures of the last step, medians of the rates of recent steps, and what is left
-    of ``steps``.
+    """Return the figures of the last step, medians of the rates of recent steps, what is left of
+    ``steps``, and the states of the ranks.
     """
     from hf_zero.measures.run_record import BUFFERS
 
@@ -72,6 +75,7 @@ def figures_of(found: RecordedRun, steps: int | None) -> dict[str, Any]:
         values = [row[name] for row in recent if row.get(name) is not None]
         return median(values) if values else None
 
+    steps = steps or found.planned_steps
     step_ms = rate("step_ms")
     waits = [rate(name) or 0.0 for name in ("gather_wait_ms", "reduction_wait_ms")]
     left = None if steps is None or step_ms is None else max(0, steps - last["step"])
@@ -81,6 +85,7 @@ def figures_of(found: RecordedRun, steps: int | None) -> dict[str, Any]:
     return {
         "run": found.name,
         "step": last["step"],
+        "steps": steps,
         "loss": last.get("loss"),
         "grad_norm": last.get("grad_norm"),
         "learning_rate": last.get("learning_rate"),
@@ -94,6 +99,8 @@ def figures_of(found: RecordedRun, steps: int | None) -> dict[str, Any]:
             if last.get(name) or predicted.get(tier)
         },
         "seconds_left": None if left is None or step_ms is None else left * step_ms / 1000,
+        "ranks": [] if found.ranks is None else found.ranks.groups,
+        "seconds_since_update": max(0.0, datetime.now(UTC).timestamp() - found.updated),
         "restarts": len(found.restarts),
         "warnings": len(found.messages),
     }
@@ -101,7 +108,8 @@ def figures_of(found: RecordedRun, steps: int | None) -> dict[str, Any]:
 
 def _table(found: RecordedRun, steps: int | None) -> PrintableTable:
     figures, header = figures_of(found, steps), found.header
-    title = f"{found.name}: step {figures['step']}" + (f" of {steps}" if steps else "")
+    of = f" of {figures['steps']}" if figures["steps"] else ""
+    title = f"{found.name}: step {figures['step']}{of}"
     if header:
         title += f", {header.get('model')}, stage {header.get('stage')}, {header.get('precision')}"
         title += f", {header.get('ranks')} ranks"
@@ -117,8 +125,28 @@ def _table(found: RecordedRun, steps: int | None) -> PrintableTable:
         said = "" if held["predicted"] is None else f"{in_units(held['predicted'])} predicted"
         table.add_row(f"state, {tier}", in_units(held["bytes"] or 0), said)
     if figures["seconds_left"] is not None:
-        table.add_row("left", str(timedelta(seconds=round(figures["seconds_left"]))), "")
+        table.add_row("left", _duration(figures["seconds_left"]), "")
+    table.add_row("last written", f"{_duration(figures['seconds_since_update'])} ago", "")
+    for group in figures["ranks"]:
+        ranks, since = group["ranks"], f"since {found.ranks.time} UTC" if found.ranks else ""
+        said = group["state"] + (f": {group['what']}" if group["what"] else "")
+        table.add_row(f"rank{'s' * (len(ranks) > 1)} {in_ranges(ranks)}", said, since)
     if figures["restarts"] or figures["warnings"]:
         said = f"{figures['restarts']} restarts, {figures['warnings']} warnings"
         table.add_row("so far", said, "hf-zero report shows them")
     return table
+
+
+def in_ranges(ranks: Sequence[int]) -> str:
+    """Return ascending ``ranks`` as text, such as ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective, in_words
 from hf_zero.distributed.host_heartbeats import HostHeartbeats
+from hf_zero.distributed.rank_states import rank_states
 from hf_zero.errors import RankMismatchError
 
 StatusPost = dict[str, Any]
@@ -305,6 +306,15 @@ class RankStatus:
                 if rank not in self._ends:
                     self._store.append("ends", json.dumps([rank, DEAD, ""]) + "\n")
             self._last_posts[rank] = post
+
+    def states(self, pending: PendingCollective | None) -> list[dict[str, Any]]:
+        """Return the states of all ranks as of the last look, while this one waits for
+        ``pending``.
+        """
+        with self._lock:
+            posts = self._known()
+        own = json.loads(self._newest) if self._state in OVER else self.post(pending)
+        return rank_states({**posts, self.rank: own}, self.world, pending)
 
     @property
     def troubled(self) -> bool:

@@ -43,6 +43,7 @@ from hf_zero.logging import logger
 
 WARN_SECONDS = 60.0
 LOOK_SECONDS = 1.0  # a wait is examined after this time
+NOTED_SECONDS = 5.0  # a wait as long as that is noted, with the states of all ranks
 LOOKS_APART = 2.0  # and again each time as many of these have passed: all ranks share one store
 FOLLOWED = 64  # collectives of a communicator followed at once: the oldest and the newest
 SCRIPTS_COLLECTIVES = "torch.distributed.distributed_c10d"
@@ -91,6 +92,9 @@ class Watchdog:
         self._hinted: tuple[PendingCollective, float] | None = None
         self._script = threading.get_ident()
         self._script_waits = 0  # looks that found the script in its own collective
+        # records of runs, whose ``note`` gets the states of all ranks in long waits
+        self.records = weakref.WeakSet[Any]()
+        self._noted: list[dict[str, Any]] = []
         self.failed = False  # whether a look has failed, which is logged once
         if rank_status is not None:
             _watches.add(self)
@@ -256,10 +260,26 @@ class Watchdog:
             sever()
         if self.rank_status is not None:
             self.rank_status.publish("broken", cause)
+            self._note_states((self.current or self._oldest_followed() or (None,))[0])
             # All communicators, not only the current one: freeing a group with operations in flight
             # joins its thread.
             logs = list(self.rank_status.logs.values())
             abort_together({log.name: log.abort for log in logs if not log.closed})
+
+    def _note_states(self, pending: PendingCollective | None) -> None:
+        """Give the records the states of all ranks, if these have changed."""
+        if self.rank_status is None or not self.records:
+            return
+        states = self.rank_status.states(pending)
+        if states != self._noted:
+            self._noted = states
+            for record in list(self.records):
+                record.note("ranks", states)
+
+    def _note_end_of_wait(self) -> None:
+        if self._noted and not self.verdict:
+            self._note_states(None)
+            self._noted = []
 
     def end(self, verdict: str) -> None:
         """End this rank, and all its waits, for a reason found by another thread or rank."""
@@ -336,8 +356,10 @@ class Watchdog:
         if it can never end.
         """
         current = self.current or self._oldest_followed()
+        if current is not self._reported:
+            self._note_end_of_wait()
         if current is None:
-            self._looks = 0
+            self._reported, self._looks = None, 0
             return
         pending, now = current[0], time.monotonic()
         waited = now - current[1]
@@ -396,6 +418,8 @@ class Watchdog:
                 "the config"
             )
             verdict = HangDiagnosis(text, text)
+        if waited >= NOTED_SECONDS:
+            self._note_states(pending)
         if verdict is not None and (self.current or self._oldest_followed()) is current:
             self._conclude(*verdict)
 

@@ -1,7 +1,8 @@
 """``metrics.jsonl``: one line of figures for each optimizer step, in order and without repeats, and
 lines of other records between them: "run", the header of each start (``run_record.py``); "warning";
-"totals", collectives and bytes so far; "trace", a file. A record has the number of steps before it
-as "after_step".
+"totals", collectives and bytes so far; "trace", a file; "planned_steps", those of the whole run;
+"ranks", the states of all ranks in a wait of rank 0 (``distributed/rank_states.py``). A record has
+the number of steps before it as "after_step".
 
 A file that exceeds its size is renamed ``metrics.<number>.jsonl``, from 1 on, and another begins.
 A run that resumes from step N continues behind the line of step N: later lines, of steps that it
@@ -83,6 +84,7 @@ class MetricsReader:
         self.folder = folder
         self._check = check
         self._files: dict[int, _ReadFile] = {}  # by inode: a rotation renames a file
+        self.updated = 0.0  # when the files were last written, in seconds since 1970
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the figures and the other records of the run so far, as :func:`read_rows`."""
@@ -95,8 +97,8 @@ class MetricsReader:
 
     def _read(self, path: Path, known: Mapping[int, _ReadFile]) -> list[dict[str, Any]]:
         with open(path, "rb") as opened:
-            inode = os.fstat(opened.fileno()).st_ino
-            file = known.get(inode, _ReadFile())
+            found = os.fstat(opened.fileno())
+            file = known.get(found.st_ino, _ReadFile())
             opened.seek(file.end - len(file.tail))
             if opened.read(len(file.tail)) != file.tail:
                 file = _ReadFile()
@@ -106,7 +108,7 @@ class MetricsReader:
         file.rows += self._checked(whole)
         file.end += len(whole)
         file.tail = (file.tail + whole)[-TAIL:]
-        self._files[inode] = file
+        self._files[found.st_ino], self.updated = file, max(self.updated, found.st_mtime)
         return [*file.rows, *self._checked(content[len(whole) :])]
 
     def _checked(self, content: bytes) -> list[dict[str, Any]]:

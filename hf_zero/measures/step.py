@@ -92,6 +92,7 @@ class EngineMeasures(StepMeasures):
         if config.metrics.enabled and rank == 0 and steps:
             self.file = MetricsFile(config.metrics.rotate_bytes, header)
             self._warnings = WarningRecords(self.file)
+            engine.mesh.watchdog.records.add(self.file)
         folder = config.metrics.path or config.checkpoint.folder
         if config.metrics.enabled and folder is not None:
             with raise_on_all_ranks("make the folder of its metrics"):
@@ -213,6 +214,10 @@ class EngineMeasures(StepMeasures):
                 own,
             )
 
+    def plan_steps(self, steps: int) -> None:
+        if self.file is not None:
+            self.file.note("planned_steps", steps)
+
     def saving(self, engine: Any, folder: str) -> None:
         self.finish(engine)
         if self._figures is not None:
@@ -262,6 +267,7 @@ class EngineMeasures(StepMeasures):
             if self.file is not None and self._warnings is not None:
                 ending.callback(self._warnings.close)
                 ending.callback(_files.discard, self.file)
+                ending.callback(engine.mesh.watchdog.records.discard, self.file)
                 self._note_totals()
                 if self.file.lost_steps:
                     logger.warning(

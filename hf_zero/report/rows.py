@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hf_zero.distributed.rank_states import STATES
 from hf_zero.measures.run_record import BUFFERS
 from hf_zero.planning.needs import KINDS
 
@@ -38,6 +39,11 @@ RECORDS: Mapping[str, Any] = {
     "run": {"run": HEADER, "repeated_steps": COUNT},
     "totals": {"totals": {"collectives?": [COLLECTIVE], "state?": [STATE]}},
     "trace": {"trace": str},
+    "planned_steps": {"planned_steps": COUNT},
+    "ranks": {
+        "ranks": [{"ranks": [COUNT], "state": frozenset(STATES), "what": str}],
+        "time": TIME,
+    },
     **{level: {level: str, "time": TIME} for level in LEVELS},
 }
 EVENT = {"pid": COUNT, "ts": float, "dur": float, "cat": str, "name": str, "args?": {}}

@@ -34,6 +34,16 @@ class LoggedMessage:
 
 
 @dataclass(frozen=True)
+class RankStates:
+    """The states of all ranks while rank 0 waited at ``time``, as rows of
+    ``distributed/rank_states.py``.
+    """
+
+    time: str
+    groups: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
 class RunStart:
     """A start of the run, after step ``after``; ``repeated``: steps that it took again. ``header``:
     versions, hosts, configuration and so on (``measures/run_record.py``).
@@ -54,7 +64,9 @@ class RecordedRun:
     """The run in ``folder``. ``steps``: figures of each step. ``totals``: collectives and bytes of
     state when a checkpoint was last saved or the engine ended; empty if neither has happened.
     ``trace``: the file of its last trace. ``traced``: the first and the last step of each trace;
-    these steps have no figures of speed, which tracing slows.
+    these steps have no figures of speed, which tracing slows. ``planned_steps``: those of the whole
+    run, None if it has not recorded them. ``ranks``: since the last step; None if all have run.
+    ``updated``: when the file was last written, in seconds since 1970.
     """
 
     name: str
@@ -65,6 +77,9 @@ class RecordedRun:
     totals: Mapping[str, Any] = field(default_factory=dict)
     trace: Path | None = None
     traced: Sequence[tuple[int, int]] = ()
+    planned_steps: int | None = None
+    ranks: RankStates | None = None
+    updated: float = 0.0
 
     @property
     def header(self) -> Mapping[str, Any]:
@@ -144,6 +159,9 @@ class RunReader:
             next((row["totals"] for row in reversed(rows) if "totals" in row), {}),
             self._trace or _last_trace(self.folder, rows),
             traced,
+            _planned_steps(rows),
+            _rank_states(rows),
+            self._metrics.updated,
         )
 
     def _refuse_no_steps(self) -> NoReturn:
@@ -166,6 +184,34 @@ def _traced(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
             yield int(found[1]), int(found[2])
 
 
+def _planned_steps(rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the steps of the whole run that its last start has recorded or has in the
+    configuration of its scheduler.
+    """
+    for row in reversed(rows):
+        if "planned_steps" in row:
+            return int(row["planned_steps"])
+        if "run" in row:
+            values = {each["key"]: each["value"] for each in row["run"].get("config", ())}
+            steps = values.get("scheduler.params", {})
+            steps = steps.get("total_num_steps") if isinstance(steps, dict) else None
+            return steps if isinstance(steps, int) and steps > 0 else None
+    return None
+
+
+def _rank_states(rows: Sequence[Mapping[str, Any]]) -> RankStates | None:
+    for row in reversed(rows):
+        if "step" in row or "run" in row:  # all ranks have taken part
+            return None
+        if "ranks" in row:
+            return RankStates(_utc(row["time"]), row["ranks"])
+    return None
+
+
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds").removesuffix("+00:00")
+
+
 def _without_speeds(row: Mapping[str, Any], traced: Sequence[tuple[int, int]]) -> Mapping[str, Any]:
     if any(first <= row["step"] <= last for first, last in traced):
         return {**row, **{name: None for name in SPEEDS if name in row}}
@@ -176,8 +222,7 @@ def _messages(rows: Sequence[Mapping[str, Any]]) -> Iterator[LoggedMessage]:
     for row in rows:
         for level in LEVELS:
             if level in row:
-                at = datetime.fromtimestamp(row["time"], UTC).isoformat(" ", "seconds")
-                yield LoggedMessage(level, row[level], row["after_step"], at.removesuffix("+00:00"))
+                yield LoggedMessage(level, row[level], row["after_step"], _utc(row["time"]))
 
 
 def _last_trace(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:

@@ -60,6 +60,48 @@ def test_the_figures_of_a_run(run: Path) -> None:
         assert text in shown if text != BARS else BARS[0] in shown, text
 
 
+def test_the_steps_of_the_whole_run_are_recorded(run: Path) -> None:
+    """By the Trainer, or in the configuration of the scheduler; --steps precedes both."""
+    file = run / "metrics.jsonl"
+    whole = file.read_text().partition('{"step": 31')[0]
+    header, _, rest = whole.partition("\n")
+    total = {"key": "scheduler.params", "value": {"total_num_steps": 50}, "source": "a file"}
+    scheduled = json.loads(header)
+    scheduled["run"]["config"] = [total]
+    planned = json.dumps({"planned_steps": 40, "after_step": 0, "time": 1})
+    known = json.dumps(scheduled)
+    for lines, steps in (([planned, header], None), ([known], 50), ([known, planned], 40)):
+        file.write_text("\n".join([*lines, rest]))
+        found = json.loads(invoke(f"top {run} --json"))
+        assert found["steps"] == steps
+        assert found["seconds_left"] == (None if steps is None else (steps - 30) * 0.2)
+    assert json.loads(invoke(f"top {run} --steps 60 --json"))["seconds_left"] == 6
+    assert "step 30 of 40" in invoke(f"top {run}")
+
+
+def test_the_states_of_ranks_while_rank_0_waits(run: Path) -> None:
+    """Until the next step, in which all take part."""
+    file = run / "metrics.jsonl"
+    whole = file.read_text().partition('{"step": 31')[0]
+    groups = [
+        {"ranks": [0, 1, 2, 5], "state": "waits", "what": "all-gather of layers.1"},
+        {"ranks": [3], "state": "dead", "what": ""},
+    ]
+    states = json.dumps({"ranks": groups, "after_step": 30, "time": 1.7e9})
+    file.write_text(whole + states + "\n")
+    os.utime(file, (1.7e9, 1.7e9))
+    found = json.loads(invoke(f"top {run} --json"))
+    assert found["ranks"] == groups and found["seconds_since_update"] > 1e7
+    shown = invoke(f"top {run}")
+    for text in ("ranks 0-2, 5", "waits: all-gather of layers.1", "since 2023-11-14 22:13:20 UTC"):
+        assert text in shown, shown
+    assert "rank 3" in shown and "dead" in shown
+    file.write_text(whole + states + '\n{"step": 31, "loss": 0.5}\n')
+    assert json.loads(invoke(f"top {run} --json"))["ranks"] == []
+    file.write_text(whole + states.replace("dead", "asleep") + "\n")
+    assert "ranks[1].state is 'asleep', expected one of" in refusal(f"top {run}")
+
+
 def test_a_running_run_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal it refreshes until Ctrl-C."""
     seen: list[str] = []

@@ -313,3 +313,49 @@ def test_a_hang_names_units_in_words_and_is_told_once(heard: list[str]) -> None:
     assert heard == [str(error)] and "|" not in heard[0]
     assert str(error) not in module.uncaught.described(error, None)
     assert "see the error logged above" in module.uncaught.described(error, None)
+
+
+class Record:
+    """The record of a run, which gets the states of all ranks."""
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+
+    def note(self, kind: str, states: Any) -> None:
+        assert kind == "ranks"
+        self.states.append([(row["ranks"], row["state"], row["what"]) for row in states])
+
+
+def test_the_states_of_all_ranks_are_noted_in_a_long_wait(
+    clock: Clock, heard: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each change, and when the wait is over; a short one is none of a record's."""
+    watches, logs = two_ranks(monkeypatch)
+    record = Record()
+    watches[0].records.add(record)
+    status: Any = watches[1].rank_status
+    for log in logs:
+        pending = log.issue("all-gather of layer.0")
+    status.publish("waits", pending=pending)  # it has gone on since
+    with watches[0].watching(logs[0].issue("all-gather of layer.1")):
+        clock.run(watches[0], module.NOTED_SECONDS - 1)
+        assert record.states == []
+        clock.run(watches[0], 20)
+        waits = "all-gather of layer.1 (number 1 of gathers)"
+        assert record.states == [[([0], "waits", waits), ([1], "runs", "")]]
+        status.publish("waits", pending=logs[1].issue("all-gather of layer.1"))
+        clock.run(watches[0], 20)
+        assert record.states[1:] == [[([0, 1], "waits", waits)]]
+    clock.run(watches[0], 20)
+    assert record.states[2:] == [[([0, 1], "runs", "")]]
+    with watches[0].watching(logs[0].issue("all-gather of layer.2")):
+        status.publish("failed", "ValueError: bad batch")
+        clock.run(watches[0], 4)
+    assert record.states[3:] == [
+        [
+            ([0], "broken", "rank 1 has failed: ValueError: bad batch"),
+            ([1], "failed", "ValueError: bad batch"),
+        ]
+    ]
+    del record
+    assert not watches[0].records

@@ -24,6 +24,7 @@ from hf_zero.integrations.lightning import ZeroStrategy
 from hf_zero.measures.figures import tracked
 from hf_zero.measures.metrics_file import read_metrics, read_rows
 from hf_zero.measures.step import FORMER
+from hf_zero.report.run import read_run
 from tests.helpers.trainers import EVERY_STEP, ROWS_A_BATCH, model, options, rows, trainer
 from tests.integrations.accelerate.test_loop import accelerator_with
 from tests.integrations.lightning.test_strategy import QUIET, module_of
@@ -169,6 +170,9 @@ def test_each_route_has_the_same_measures(
     assert keys["metrics.enabled"] != "default" and header["stage"] == 3 and header["parameters"]
     assert [row["step"] for row in kept] == [*range(1, len(WINDOWS) + 1)]
     assert all(tracked(row).keys() == NAMES for row in kept), set(kept[0]) ^ NAMES
+    planned = [row["planned_steps"] for row in read_rows(folder) if "planned_steps" in row]
+    assert planned == ([len(WINDOWS)] if route == "trainer" else [])
+    assert read_run(folder).planned_steps == (len(WINDOWS) if planned else None)
     assert len(seen.tracker) == len(WINDOWS) and all(row.keys() >= NAMES for row in seen.tracker)
     own = NAMES - {"loss", "learning_rate", "grad_norm"}  # which the Trainer has itself
     assert [{name: row[name] for name in own} for row in seen.tracker] == [

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_zero.cli.app import app
+from hf_zero.distributed import watchdog
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.measures.metrics_file import read_metrics, read_rows
@@ -123,6 +125,29 @@ def test_a_page_has_the_figures_and_loads_nothing(
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
     assert escape('{"warmup_num_steps": 2}') in page
     assert "zero_optimization.stage" in page and "<!--" not in page.replace("<!doctype", "")
+
+
+def waited_for(rank: int, folder: str) -> None:
+    """A run whose second step rank 1 begins late."""
+    watchdog.NOTED_SECONDS = 0.0
+    model = ARCHITECTURES["llama"].build()
+    on = {"metrics": {"enabled": True, "path": folder}}
+    engine = start(model, adamw(model), config_of(3, **on))
+    for step in range(3):
+        time.sleep({1: 3.0 * rank, 2: 1.0}.get(step, 0.0))
+        steps(engine, rank, range(step, step + 1))
+    engine.destroy()
+
+
+def test_a_rank_that_comes_late_is_in_the_record(tmp_path: Path) -> None:
+    run_processes(2, waited_for, str(tmp_path))
+    rows = [row for row in read_rows(tmp_path) if "ranks" in row]
+    assert (rows[0]["after_step"], rows[-1]["after_step"]) == (1, 2)
+    first, last = rows[0]["ranks"], rows[-1]["ranks"]
+    assert [row["state"] for row in first] == ["waits", "runs"]
+    assert [row["ranks"] for row in first] == [[0], [1]] and "(number " in first[0]["what"]
+    assert last == [{"ranks": [0, 1], "state": "runs", "what": ""}]
+    assert read_run(tmp_path).ranks is None, "steps have followed"
 
 
 def test_memory_measured_is_memory_predicted(folders: Path) -> None:

@@ -151,6 +151,7 @@ def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
         keep_what_is_written(self.deepspeed)
         self.deepspeed.measures.keep_in(self.args.output_dir)
+        self.deepspeed.measures.plan_steps(max_steps)
         self.deepspeed.measures.shown_elsewhere()
         leave_to_trainer(self.accelerator)
         if self.deepspeed.config.checkpoint.save_on_signal or self.args.enable_jit_checkpoint:

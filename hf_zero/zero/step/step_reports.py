@@ -193,6 +193,9 @@ class StepMeasures:
     def keep_in(self, folder: str) -> None:
         """Write files to ``folder`` unless the configuration, or an earlier call, names one."""
 
+    def plan_steps(self, steps: int) -> None:
+        """Record the number of steps after which the run will end."""
+
     def saving(self, engine: Any, folder: str) -> None:
         """Write out all figures: a checkpoint is about to be saved in ``folder``."""
 
