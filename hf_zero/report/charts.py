@@ -309,15 +309,15 @@ def _curve(
 def _lines(
     runs: Sequence[RecordedRun], name: str, title: str, note: str, figures: Mapping[str, str]
 ) -> Iterator[Chart]:
-    """Yield one chart of several figures over steps."""
+    """Yield one chart of several figures over steps, with gaps as in :func:`_curve`."""
     rows = [
         {"step": step, "value": row[figure], "what": what, "run": run.name}
         for run in runs
         for step, row in _thinned(run.steps)
         for figure, what in figures.items()
-        if row.get(figure) is not None
+        if figure in row
     ]
-    if rows:
+    if any(row["value"] is not None for row in rows):
         colours = {what: f"var(--c{place})" for place, what in enumerate(figures.values(), 1)}
         spec = _drawn(runs, rows, "what", colours, ",~f", {"zero": True}, "linear")
         yield Chart(name, title, note, spec)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,15 @@ from hf_zero.report.timeline import Timeline, read_timeline
 NAME = "report.html"
 FOLDER = Path(__file__).parent
 EMBED = "window.vegaEmbed = vegaEmbed;"
+
+
+@dataclass(frozen=True)
+class PageContent:
+    """What a page shows: its title, its HTML, and the specifications of its charts by name."""
+
+    title: str
+    body: str
+    specs: Mapping[str, Any]
 
 
 def write_report(
@@ -41,11 +50,9 @@ def write_report(
         ConfigError: a folder has no figures, a file does not exist or cannot be written, the trace
             has no steps, or the package that draws is not installed.
     """
-    runs = [read_run(run, trace)] + ([] if against is None else [read_run(against)])
-    if len(runs) == 2 and runs[0].name == runs[1].name:
-        runs = [_renamed(each) for each in runs]
+    runs = distinct([read_run(run, trace)] + ([] if against is None else [read_run(against)]))
     to = Path(output) if output is not None else runs[0].folder / NAME
-    text = page(runs, [_timeline(each) for each in runs], javascript())
+    text = page(content(runs, [timeline(each) for each in runs]), javascript())
     if to.exists() and not to.is_file():  # a pipe would be waited for
         raise ConfigError(f"the page {to} cannot be written (no regular file); pass --output")
     try:
@@ -69,18 +76,23 @@ def javascript() -> str:
     return str(vl_convert.javascript_bundle(EMBED)).replace("</script", "<\\/script")
 
 
-def page(runs: Sequence[RecordedRun], timelines: Sequence[Timeline | None], script: str) -> str:
-    """Return the page of one or two ``runs`` with their ``timelines``."""
+def content(runs: Sequence[RecordedRun], timelines: Sequence[Timeline | None]) -> PageContent:
+    """Return what a page of one or two ``runs`` with their ``timelines`` shows."""
     drawn: list[Chart] = []
-    parts = list(_sections(runs, timelines, drawn))
-    specs = {chart.name: chart.spec for chart in drawn}
+    body = "\n".join(_sections(runs, timelines, drawn))
     title = " against ".join(each.name for each in runs)
+    return PageContent(title, body, {chart.name: chart.spec for chart in drawn})
+
+
+def page(shown: PageContent, script: str, attributes: str = "") -> str:
+    """Return the page that shows ``shown``; ``attributes``: those of its body."""
     text = (FOLDER / "page.html").read_text("utf-8")
     for name, value in {
-        "TITLE": escape(title),
+        "TITLE": escape(shown.title),
         "STYLE": (FOLDER / "page.css").read_text("utf-8"),
-        "BODY": "\n".join(parts),
-        "SPECS": json.dumps(specs, separators=(",", ":")).replace("<", "\\u003c"),
+        "ATTRIBUTES": attributes,
+        "BODY": shown.body,
+        "SPECS": json.dumps(shown.specs, separators=(",", ":")).replace("<", "\\u003c"),
         "DRAW": (FOLDER / "page.js").read_text("utf-8"),
         "LIBRARY": script,
     }.items():
@@ -346,13 +358,16 @@ def in_numbers(number: float) -> str:
     raise AssertionError
 
 
-def _renamed(run: RecordedRun) -> RecordedRun:
-    """Return ``run`` under the name of its folder and the one above."""
-    where = run.folder.resolve()
-    return replace(run, name=f"{where.parent.name}/{where.name}")
+def distinct(runs: list[RecordedRun]) -> list[RecordedRun]:
+    """Return ``runs``; two of one name under the names of their folders and the ones above."""
+    if len({run.name for run in runs}) == len(runs):
+        return runs
+    where = [run.folder.resolve() for run in runs]
+    return [replace(run, name=f"{at.parent.name}/{at.name}") for run, at in zip(runs, where)]
 
 
-def _timeline(run: RecordedRun) -> Timeline | None:
+def timeline(run: RecordedRun) -> Timeline | None:
+    """Return the timeline of the run's trace, None if it has none."""
     return None if run.trace is None else read_timeline(run.trace)
 
 

@@ -119,6 +119,9 @@ def test_a_page_has_the_figures_and_loads_nothing(
     assert rule[0]["step"] == 3 and (band[0]["first"], band[0]["last"]) == (1.5, 3.5)
     for name in specs:
         assert f'id="{name}"' in page
+    for name in ("step_time", "waits"):  # no outlier of the steps that were traced
+        drawn = {row["step"] for row in values(specs[name]) if row["value"] is not None}
+        assert drawn == {1, 4, 5, 6} and len({row["step"] for row in values(specs[name])}) == 6
     sent = sum(row["bytes"] for row in values(specs["wire0"]))
     assert sent == pytest.approx(sum(row["wire_bytes"] for row in rows), abs=3 * len(rows))
     assert "&lt;script&gt;alert(" in page and "<script>alert(" not in page
@@ -265,6 +268,51 @@ def test_a_browser_draws_every_chart(folders: Path, tmp_path: Path, scheme: str)
             drawn = [row for row in rows if row["value"] is not None]
             assert marks["mark-symbol"] == len(drawn) and marks["mark-line"] >= 1, (name, marks)
             assert marks["mark-rect"] == len(RUNS), "a band over the steps of each trace"
+
+
+FRAME = """<!doctype html><iframe width="{width}" height="20000" style="border: 0"></iframe>
+<script>
+const frame = document.querySelector("iframe");
+frame.srcdoc = {page};
+const look = () => {{
+  const inner = frame.contentDocument;
+  if (!inner.body?.dataset.drawn) return setTimeout(look, 50);
+  const all = (selector, of) => [...inner.querySelectorAll(selector)].map(of);
+  const edges = (element) => {{
+    const at = element.getBoundingClientRect();
+    return [at.left, at.right];
+  }};
+  document.body.dataset.found = JSON.stringify({{
+    scrolled: inner.documentElement.scrollWidth,
+    figures: all("figure", edges),
+    charts: all(".chart > svg", edges),
+    tiles: all(".tiles dd", (each) => each.scrollWidth - each.clientWidth),
+  }});
+}};
+look();
+</script>"""
+
+
+@pytest.mark.parametrize("width, columns", [(420, 1), (1400, 2)])
+def test_the_page_fits_a_telephone_and_a_wide_screen(
+    folders: Path, tmp_path: Path, width: int, columns: int
+) -> None:
+    """Charts fill their figures, and nothing is wider than the window."""
+    pytest.importorskip("vl_convert", reason="pip install 'hf-zero[report]'")
+    page, _ = write_report(folders / "three", output=tmp_path / "page.html")
+    frame = tmp_path / "frame.html"
+    whole = json.dumps(page.read_text()).replace("</", "<\\/")
+    frame.write_text(FRAME.format(width=width, page=whole))
+    document, said = draw(frame, tmp_path / "home", f"--window-size={width + 100},1000")
+    found = json.loads(Drawing(document).attributes["data-found"] or "")
+    assert not said and found["scrolled"] == width
+    assert len(found["charts"]) == len(found["figures"]) == len(specs_of(page.read_text())) > 9
+    for (left, right), (begin, end) in zip(found["figures"], found["charts"]):
+        assert 0 < left <= begin < end <= right < width, "a chart leaves its figure"
+        assert end - begin > 0.85 * (right - left), "a chart leaves its figure empty"
+    assert max(found["tiles"]) <= 0, "a number leaves its tile"
+    narrow = [left for left, right in found["figures"] if right - left < 0.6 * width]
+    assert len(set(narrow)) == (columns if columns > 1 else 0)
 
 
 def test_the_page_on_paper(folders: Path, tmp_path: Path) -> None:
