@@ -43,6 +43,7 @@ from hf_zero.checkpoint.manifest import (
     Export,
     FactorEntry,
     FileEntry,
+    FlatEntry,
     GroupEntry,
     Manifest,
     OptimizerEntry,
@@ -290,6 +291,17 @@ def manifest_head(
         objects=None,
         software=_software(),
     )
+
+
+def manifest_of_run(engine: TrainingEngine) -> Manifest:
+    """Return what rank 0 knows of the manifest of a save without a collective: the head, and the
+    flat buffers, without chunks, unless ranks hold different parts of the model.
+    """
+    head = manifest_head(engine, "", "", NonTensorState({}, None, {}), {})
+    parallel = {axis for axis, size in sizes_of_axes(engine).items() if size > 1}
+    flats = engine.flats if parallel <= {"sequence"} else ()
+    entries = (FlatEntry(each.key, each.trainable, each.dtype, each.layout, ()) for each in flats)
+    return replace(head, flats=tuple(entries))
 
 
 def _software() -> dict[str, str]:

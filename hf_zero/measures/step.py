@@ -197,8 +197,8 @@ class EngineMeasures(StepMeasures):
         return self._figures.last if self._figures is not None and self._shows else {}
 
     @property
-    def folder(self) -> str | None:  # type: ignore[override]
-        return None if self.file is None or not self.file.folder else str(self.file.folder)
+    def folder(self) -> Path | None:
+        return None if self.file is None else self.file.folder
 
     def keep_in(self, folder: str) -> None:
         if self.file is None or self.file.folder is not None:

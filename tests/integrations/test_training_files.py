@@ -75,6 +75,8 @@ def test_a_file_trains_as_its_script_without_an_engine(
     launched.output(["hf-zero", "train", str(file)], tmp_path, tmp_path / "log.txt", 400)
     figures = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     assert max(row.get("step", 0) for row in figures) == STEPS
+    # TRL writes its card with each checkpoint
+    assert f"| training loss, steps 1 to {STEPS} |" in (tmp_path / "run/README.md").read_text()
 
     whole = {"ranks": 1, "per_device_train_batch_size": 2 * RANKS, "output_dir": "plain"}
     plain.write_text(yaml.safe_dump(keys | whole))

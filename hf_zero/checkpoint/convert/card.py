@@ -174,7 +174,7 @@ def described(text: str, folder: AnyPath, manifest: Manifest) -> str:
         for path in (place / CARD for place in beside if not is_remote(place))
         if path.is_file() and _stays(path, path.parent)
     )  # the card of adapters, which PEFT writes, is nearer than the one that names the data
-    data = next(filter(None, map(datasets_of, map(_front, (text, *others)))), [])
+    data = next(filter(None, map(datasets_of, map(front_of, (text, *others)))), [])
     return carded(text, facts(manifest, record, found, data), found)
 
 
@@ -209,7 +209,7 @@ def _cell(text: str) -> str:
     return re.sub(r"([\\`*_~\[\]|])", r"\\\1", plain)
 
 
-def _front(text: str) -> ModelCard | None:
+def front_of(text: str) -> ModelCard | None:
     """Return the card ``text`` with its front matter read; None without one that can be read."""
     if not text.startswith("---"):
         return None
@@ -235,7 +235,7 @@ def _with_results(text: str, found: Logged) -> str:
     """Return the card ``text`` with the run's results instead of those that it has, which are of
     another run or of the base model; unchanged without front matter.
     """
-    card = _front(text)
+    card = front_of(text)
     if card is None:
         return text
     from huggingface_hub import EvalResult, ModelCardData

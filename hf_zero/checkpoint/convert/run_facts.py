@@ -7,7 +7,7 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -92,16 +92,18 @@ def facts(
     manifest: Manifest, record: RecordedSteps, found: Logged, data: Sequence[str]
 ) -> list[tuple[str, str]]:
     """Return rows (label, value) about the run: from the manifest, from ``record``, and from
-    ``found`` in the Trainer's log. ``data``: the names of its datasets.
+    ``found`` in the Trainer's log. ``data``: the names of its datasets. A manifest without flat
+    buffers has no row of their elements.
     """
     count = sum(flat.layout.numel for flat in manifest.flats)
     trained = sum(flat.layout.numel for flat in manifest.flats if flat.trainable)
+    elements = [("parameters (trained)", f"{count:,} ({trained:,})")] if count else []
     rows = [("data", listed(data))] if data else []
     rows += [
         ("steps", f"{manifest.counters.get('global_steps', 0):,}"),
         ("samples", f"{manifest.counters.get('global_samples', 0):,}"),
         *_tokens(record, found),
-        ("parameters (trained)", f"{count:,} ({trained:,})"),
+        *elements,
         (
             "ZeRO stage, ranks, precision",
             f"{manifest.stage}, {manifest.world['size']}, {manifest.precision}",
@@ -158,18 +160,21 @@ def logged(folders: Sequence[AnyPath]) -> dict[str, tuple[float, Any]]:
     """
     for folder in folders:
         try:
-            history = parse_json((folder / "trainer_state.json").read_text(encoding="utf-8"))[
-                "log_history"
-            ]
-            return {
-                key: (value, entry.get("step"))
-                for entry in history
-                for key, value in entry.items()
-                if isinstance(value, (int, float))
-            }
+            state = parse_json((folder / "trainer_state.json").read_text(encoding="utf-8"))
+            return last_numbers(state["log_history"])
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue  # no Trainer, or one of another version: the card has fewer rows
     return {}
+
+
+def last_numbers(history: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, Any]]:
+    """Return the last number of each name in ``history``, the Trainer's log, with its step."""
+    return {
+        key: (value, entry.get("step"))
+        for entry in history
+        for key, value in entry.items()
+        if isinstance(value, (int, float))
+    }
 
 
 def _shown(found: Logged) -> Iterator[tuple[str, str]]:

@@ -259,6 +259,12 @@ SEAMS: tuple[Seam, ...] = (
         why="asks an engine that does not exist yet when nothing was trained",
     ),
     Seam(
+        target="transformers.trainer:Trainer.create_model_card",
+        wrapper="hf_zero.integrations.transformers.run_card:add_run",
+        versions=TRANSFORMERS,
+        why="the card that is pushed says nothing of stage, ranks, tokens, losses and resumptions",
+    ),
+    Seam(
         target="transformers.trainer_jit_checkpoint:JITCheckpointCallback.set_trainer",
         wrapper="hf_zero.integrations.transformers.trainer_checkpoints:leave_signals_to_engine",
         versions=TRANSFORMERS,

@@ -8,6 +8,12 @@ TRL = ">=1.16,<1.17"
 
 SEAMS: tuple[Seam, ...] = (
     Seam(
+        target="trl.trainer.base_trainer:_BaseTrainer.create_model_card",
+        wrapper="hf_zero.integrations.transformers.run_card:add_run",
+        versions=TRL,
+        why="writes a card of its own, without calling that of the Trainer",
+    ),
+    Seam(
         target="trl.generation.vllm_generation:VLLMGeneration._iter_named_params",
         wrapper="hf_zero.integrations.trl.rollout_weights:iter_in_buckets",
         versions=TRL,

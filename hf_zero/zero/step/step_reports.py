@@ -14,6 +14,7 @@ import ctypes
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -183,6 +184,11 @@ class StepMeasures:
         unless asked for.
         """
         return {}
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of ``metrics.jsonl`` on the rank that writes it, once it is known."""
+        return None
 
     def shown_elsewhere(self) -> None:
         """Log no line of a step unless a key asks for it: a trainer shows its own."""

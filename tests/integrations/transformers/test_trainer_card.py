@@ -1,0 +1,94 @@
+"""The model card that the Trainer and TRL write: with the run, as that of a conversion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers
+from huggingface_hub import ModelCard
+from trl.trainer.base_trainer import _BaseTrainer
+
+from hf_zero.checkpoint import convert_checkpoint
+from hf_zero.logging import curve
+from tests.helpers.trainers import STEPS, options, routed, trainer
+
+BEGIN = "<!-- hf-zero: run -->"
+
+
+def table(folder: Path) -> str:
+    _, begin, rest = (folder / "README.md").read_text().partition(BEGIN)
+    assert begin
+    return rest
+
+
+def on(folder: Path) -> dict[str, Any]:
+    return {"metrics": {"enabled": True, "path": str(folder)}}
+
+
+@pytest.mark.parametrize("stage, path", [(1, "run"), (3, "figures")])
+def test_the_card_is_that_of_a_conversion(stage: int, path: str, tmp_path: Path) -> None:
+    """Rows and evaluations, with the figures in output_dir, or elsewhere."""
+    folder, figures = tmp_path / "run", tmp_path / path
+    saves = {
+        "save_strategy": "steps",
+        "save_steps": STEPS,
+        "eval_strategy": "steps",
+        "eval_steps": STEPS,
+    }
+    run = routed("stock", stage, folder, "llama", config=on(figures), **saves)
+    run.train()
+    losses = [row["loss"] for row in run.state.log_history if "loss" in row]
+    for _ in range(2):  # in place of the table of the first
+        run.create_model_card(dataset_tags="org/data", model_name="small")
+        shown = table(folder)
+        assert shown.count("| data | org/data |") == 1
+        assert f"| training loss, steps 1 to {STEPS} | {losses[0]:.4g} {curve(losses)} " in shown
+        assert "| parameters (trained) |" in shown and f"| {stage}, 1, fp32 |" in shown
+    card = ModelCard.load(folder / "README.md")
+    (result,) = card.data.eval_results
+    assert (result.dataset_name, result.metric_type) == ("org/data", "loss")
+    convert_checkpoint(folder / f"checkpoint-{STEPS}", tmp_path / "out")
+    if path == "run":  # a conversion looks beside the checkpoint
+        assert table(tmp_path / "out") == shown
+    run.deepspeed.destroy()
+
+
+def test_what_is_pushed_has_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[str] = []
+
+    def upload(folder_path: str, **others: Any) -> None:
+        pushed.append(table(Path(folder_path)))
+
+    hub = SimpleNamespace(
+        create_repo=lambda *_, **__: SimpleNamespace(repo_id="me/run"), upload_folder=upload
+    )
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
+    run = routed("stock", 2, tmp_path, "llama", config=on(tmp_path))
+    run.train()
+    run.push_to_hub(token="none")
+    assert len(pushed) == 1 and f"| steps | {STEPS} |" in pushed[0]
+    run.deepspeed.destroy()
+
+
+def test_no_card_has_a_run_without_an_engine(tmp_path: Path) -> None:
+    """Without ZeRO, before training, or where the Trainer has written no card."""
+    plain = trainer(transformers.TrainingArguments(**options(tmp_path / "plain")), "llama")
+    untrained = routed("stock", 2, tmp_path / "zero", "llama")
+    for run in (plain, untrained):
+        Path(run.args.output_dir).mkdir(exist_ok=True)
+        run.create_model_card()
+        assert BEGIN not in Path(run.args.output_dir, "README.md").read_text()
+
+
+def test_trl_has_a_card_of_its_own_which_is_wrapped(tmp_path: Path) -> None:
+    """It is written with each checkpoint."""
+    run = routed("stock", 2, tmp_path, "llama", config=on(tmp_path))
+    run.train()
+    run.hub_model_id, run._tag_names, run._name, run._paper = None, [], "SFT", {}
+    run._template_file = "lm_model_card.md"
+    _BaseTrainer.create_model_card(run, "small", "org/data")
+    assert "| data | org/data |" in table(tmp_path) and "Trained with SFT" not in table(tmp_path)
+    run.deepspeed.destroy()
