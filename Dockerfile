@@ -10,6 +10,13 @@ RUN bash scripts/image build /wheels
 
 FROM python:${PYTHON}-slim-bookworm
 ARG EXTRAS=""
+# --build-arg VERSION=$(cat VERSION) --build-arg REPOSITORY=$(python scripts/repository.py)
+ARG VERSION=""
+ARG REPOSITORY=""
+LABEL org.opencontainers.image.title="hf-zero" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.version="${VERSION}" \
+    org.opencontainers.image.source="${REPOSITORY}"
 COPY --from=build /wheels /wheels
 # Triton and torch.compile call a C compiler at run time.
 # hadolint ignore=DL3008

@@ -217,16 +217,32 @@ def absolute(text: str, source: str) -> str:
     return TARGET.sub(target, text)
 
 
-def readme() -> str:
-    """Return the README for a package index. Paths stay relative if ``[project.urls]`` of
-    pyproject.toml has no ``Source``.
+def repository() -> str:
+    """Return the public address of the repository, which scripts/repository.py reads, too."""
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
+    return str(project["tool"]["hf-zero"]["repository"]).rstrip("/")
+
+
+def links() -> dict[str, Any]:
+    """Return the README for a package index and the addresses beside it. Without an address of the
+    repository there are none, and paths stay relative.
     """
-    text = Path("README.md").read_text(encoding="utf-8")
-    urls = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls")
-    if not urls or "Source" not in urls:
-        print("pyproject.toml names no Source in [project.urls]: links of the README stay relative")
-        return text
-    return absolute(text, urls["Source"])
+    text, source = Path("README.md").read_text(encoding="utf-8"), repository()
+    if not source:
+        print(
+            "pyproject.toml: tool.hf-zero.repository is empty: the package has no project URLs, "
+            "and links of its README stay relative"
+        )
+        return {"long_description": text}
+    return {
+        "long_description": absolute(text, source),
+        "project_urls": {
+            "Source": source,
+            "Documentation": f"{source}/blob/HEAD/hf_zero/docs/index.md",
+            "Changelog": f"{source}/blob/HEAD/CHANGELOG.md",
+            "Issues": f"{source}/issues",
+        },
+    }
 
 
 commands: dict[str, Any] = {
@@ -237,7 +253,7 @@ commands: dict[str, Any] = {
 require_setuptools()
 setup(
     cmdclass=commands,
-    long_description=readme(),
+    **links(),
     long_description_content_type="text/markdown",
     ext_modules=[
         Extension(

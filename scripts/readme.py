@@ -173,6 +173,8 @@ def _gb(size: int) -> str:
 
 KEYS_HEAD = """# Configuration keys
 
+**Stability:** stable ([what stays](compatibility.md#what-stays)).
+
 This page lists every key of a configuration by section, with its type, effect and default.
 `hf-zero docs zero_optimization.stage` shows one key, and `hf-zero docs zero_optimization` shows a
 section. `hf-zero schema` prints the same as a JSON schema for editors. `scripts/readme.py`

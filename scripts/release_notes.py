@@ -9,6 +9,8 @@ import re
 import sys
 from pathlib import Path
 
+import repository
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -22,5 +24,8 @@ def notes(version: str, changelog: str) -> str:
 
 
 if __name__ == "__main__":
+    source = repository.address("link to the documentation in the notes")
     version = (ROOT / "VERSION").read_text().strip()
     print(notes(version, (ROOT / "CHANGELOG.md").read_text()), end="")
+    if source:
+        print(f"\nDocumentation: {source}/blob/v{version}/hf_zero/docs/index.md")

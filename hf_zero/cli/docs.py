@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.markdown import Markdown
 
+import hf_zero
 from hf_zero.cli.completion import beginning
 from hf_zero.cli.printing import AsJson, PrintableTable, print_json, print_table
 from hf_zero.config.keys import ALIASES, SECTIONS
@@ -109,7 +110,7 @@ def docs(
         if as_json:
             print_json(descriptions())
             return
-        table = PrintableTable("topic", "content")
+        table = PrintableTable("topic", "content", title=f"hf-zero {hf_zero.__version__}")
         for row in descriptions().items():
             table.add_row(*row)
         print_table(table)

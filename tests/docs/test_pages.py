@@ -423,6 +423,22 @@ def test_each_key_is_in_the_reference() -> None:
     assert listed == {*KEYS}
 
 
+def test_the_pages_that_are_marked_are_those_that_the_rule_names() -> None:
+    """Each page of reference and each experimental one says below its title what may change."""
+    mark = re.compile(
+        r"\A# .+\n\n\*\*Stability:\*\* (\w+) \(\[what stays\]\(comp.*#what-stays\)\)\.\n"
+    )
+    marked: dict[str, set[str]] = {"stable": set(), "experimental": set()}
+    for page, path in PAGES.items():
+        for found in mark.finditer(path.read_text()):
+            marked[found[1]].add(page)
+    rest = PAGES["compatibility"].read_text().partition("## What stays\n")[2]
+    rule = rest.partition("\n## ")[0]
+    stable, _, others = rule.partition("- **Experimental:**")
+    named = [{*re.findall(r"\]\(([a-z-]+)\.md\)", part)} for part in (stable, others)]
+    assert marked == {"stable": named[0], "experimental": named[1]}
+
+
 def test_each_feature_says_whether_it_works() -> None:
     """In the table of the README, which sums them up, and on the page of all features."""
     assert "hf_zero/docs/features.md" in links("README")
