@@ -21,6 +21,7 @@ from hf_zero.offload.placement import Placement
 from hf_zero.zero.backward import AccumulationWindow, Backward, Counters
 from hf_zero.zero.gather.model_patches import Override, Patches, Techniques, refuse_foreign_step
 from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_spec import reading
 from hf_zero.zero.layout.materialize import make_mesh, plan_on_this_rank
 from hf_zero.zero.reduce.losses import Fp16LossScaler
@@ -93,9 +94,6 @@ class EngineParts(AroundModel):
         self.save_log: Any = None
         # names of frozen parameters that whole state dicts keep even with exclude_frozen
         self.kept_when_frozen: frozenset[str] = frozenset()
-        # the form in which weights were last sent to another program, and the changes of each flat
-        # buffer then
-        self.sent_changes: tuple[tuple[Any, ...], tuple[int, ...]] | None = None
         self.counters = Counters()
         self.accumulation = AccumulationWindow(
             config.gradient_accumulation_steps or 1, config.managed_gradient_accumulation
@@ -113,6 +111,9 @@ class EngineParts(AroundModel):
 
     def assemble(self, plan: EnginePlan) -> None:
         """Build the parts of ``plan``, in the constructor and in a rebuild (collective)."""
+        # the form in which weights were last sent to another program, and the changes of each flat
+        # buffer then
+        self.sent_changes: tuple[tuple[Any, ...], Mapping[FlatBuffer, int]] | None = None
         mesh = make_mesh(plan)
         try:
             with transaction(), ExitStack() as installed:

@@ -20,7 +20,7 @@ from hf_zero.zero.rebuild import rebuild
 from tests.helpers.cells import in_turn
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
-from tests.ranks.test_whole_state import OPTIMIZERS, Make, Scaled, batch, settings
+from tests.ranks.test_whole_state import OPTIMIZERS, Make, Scaled, batch, settings, train
 
 RANKS = 2
 ROWS = 4
@@ -256,6 +256,34 @@ def test_what_is_frozen_keeps_its_state_unless_told_otherwise(stage: int, releas
     want = plainly(make, all_of, change)
     for got in run_ranks(RANKS, on_engine, make, all_of, change, config):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def half_frozen(stage: int, **config: Any) -> tuple[Any, Any]:
+    """A model whose first layer is frozen, and an engine whose optimizer has all parameters."""
+    model = Scaled()
+    optimizer = torch.optim.AdamW(all_of(model, None, 0), 1e-2)
+    config = settings(stage) | config
+    return model, hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_are_sent_anew(stage: int) -> None:
+    def run(rank: int) -> None:
+        model, engine = half_frozen(stage)
+
+        def sent() -> set[str]:
+            return {name for each in engine.iter_weights(changed_only=True) for name, _ in each}
+
+        train(engine, rank, range(1))
+        assert sent() == {*engine.state_dict()}
+        model[0].requires_grad_(True)
+        stream = engine.iter_weights()
+        train(engine, rank, range(1, 2))
+        refuse("written", lambda: next(iter(stream)))
+        assert sent() == {*engine.state_dict()} and not sent()
+        engine.destroy()
+
+    run_ranks(RANKS, run)
 
 
 # ---- modules that are replaced ----

@@ -105,10 +105,9 @@ class WeightStream:
         Raises ConfigError if other ranks have other arguments.
         """
         flats: Sequence[FlatBuffer] = self._engine.flats
-        form, last = self._engine.sent_changes or (None, ())
-        own = [True] * len(flats)
-        if asked["changed_only"] and form == self._form:
-            own = [now != then for now, then in zip(self._version.changes, last, strict=True)]
+        sent, own = self._engine.sent_changes, [True] * len(flats)
+        if asked["changed_only"] and sent is not None and sent[0] == self._form:
+            own = [sent[1].get(flat) != now for flat, now in self._version.changes.items()]
         every = self._engine.mesh.all_gather_object((asked, own), "arguments of iter_weights")
         for key, value in asked.items():
             given = [arguments[key] for arguments, _ in every]

@@ -98,7 +98,7 @@ class Version(NamedTuple):
     """
 
     step: int
-    changes: tuple[int, ...]
+    changes: Mapping[FlatBuffer, int]
 
 
 def version_of(engine: Any) -> Version:
@@ -108,7 +108,7 @@ def version_of(engine: Any) -> Version:
     Raises PartitionError if the engine was destroyed.
     """
     _settle(engine, engine.flats)
-    return Version(engine.global_steps, tuple(flat.changes for flat in engine.flats))
+    return Version(engine.global_steps, {flat: flat.changes for flat in engine.flats})
 
 
 def _settle(engine: Any, flats: Sequence[FlatBuffer]) -> None:
@@ -141,7 +141,6 @@ def whole_groups(
     those of a group before it is gathered and after it was yielded, all others at the end.
     """
     version = version or version_of(engine)
-    changes = dict(zip(engine.flats, version.changes, strict=True))
     names = WholeNames(engine.module)
     sizes = [
         sum(_nbytes(flat, dtype) for flat in group if not _is_view(flat, dtype)) for group in groups
@@ -152,7 +151,7 @@ def whole_groups(
     try:
         for place, group in enumerate(groups):
             near = chain.from_iterable(groups[max(place - 1 - ahead, 0) : place + 1])
-            _refuse_written([*near], version, changes, engine)
+            _refuse_written([*near], version, engine)
             if len(memory) < 1 + ahead:
                 memory.append(torch.empty(size, dtype=torch.uint8, device=engine.device))
             coming.append(_launch(group, dtype, memory[place % len(memory)]))
@@ -160,10 +159,10 @@ def whole_groups(
                 yield _finish(coming.popleft(), names)
         while coming:
             near = chain.from_iterable(groups[-2 - ahead :])
-            _refuse_written([*near], version, changes, engine)
+            _refuse_written([*near], version, engine)
             yield _finish(coming.popleft(), names)
         # groups may be views of the weights
-        _refuse_written(engine.flats, version, changes, engine)
+        _refuse_written(engine.flats, version, engine)
     finally:
         # of a loop that was left: its memory is used again after what is under way, and gloo's
         # connections do not survive a message that nobody waits for
@@ -172,14 +171,13 @@ def whole_groups(
                 _wait(gathering)
 
 
-def _refuse_written(
-    group: Sequence[FlatBuffer], version: Version, changes: Mapping[FlatBuffer, int], engine: Any
-) -> None:
-    """Raise PartitionError if weights of ``group`` have been written since ``version``, whose
-    ``changes`` are those of each flat buffer.
+def _refuse_written(group: Sequence[FlatBuffer], version: Version, engine: Any) -> None:
+    """Raise PartitionError if weights of ``group`` have been written since ``version``, or the
+    engine has other flat buffers.
     """
-    _settle(engine, group)
-    if engine.global_steps != version.step or any(flat.changes != changes[flat] for flat in group):
+    _settle(engine, [flat for flat in group if not flat.retired])
+    others = (flat.retired or flat.changes != version.changes.get(flat) for flat in group)
+    if engine.global_steps != version.step or any(others):
         raise PartitionError(
             f"weights were written while they are read: those before this are of step "
             f"{version.step}, and the engine is at step {engine.global_steps}; end the loop over "
