@@ -10,7 +10,7 @@ buffers give a rank other elements. A parameter without state begins as a new on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from hf_zero.offload.storage import MASTER
 from hf_zero.optim.elementwise import adopt
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.materialize import check_parameters
+from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.parameter_handles import forget
 from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.sharded_model import check_optimizer
@@ -173,9 +174,9 @@ def trainable_again(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 @torch.no_grad()
 def rebuild(engine: EngineParts, what: str, change: Callable[[], None]) -> None:
-    """Take ``engine`` apart, call ``change`` on its model and on its optimizer, whose groups hold
-    the model's parameters then, and build it again with the state that it has. ``what`` is the
-    caller in messages. Collective.
+    """Take ``engine`` apart, call ``change`` on its optimizer, whose groups hold the model's
+    parameters then, and build it again over the model with the state that it has. What the model
+    has lost leaves the groups, and is whole. ``what`` is the caller in messages. Collective.
 
     Raises PartitionError on all ranks in the middle of an accumulation window, and the errors of
     ``change`` and of the plan of the changed engine, which then goes on unchanged.
@@ -186,17 +187,27 @@ def rebuild(engine: EngineParts, what: str, change: Callable[[], None]) -> None:
     engine.optimizer_step.take_user_writes()
     engine.optimizer_step.complete_state()
     keeps = not engine.config.zero.release_frozen_state
+    former = [*engine.sharded_model.parameters.values()]
+    lost = dict.fromkeys(former)
+    for parameter in engine.module.parameters():
+        lost.pop(parameter, None)
+
+    def change_groups() -> None:
+        change()
+        for group in engine.optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if each not in lost]
+
     with raise_on_all_ranks(f"plan {what}"):
-        _try(engine, change, keeps)
+        _try(engine, change_groups, keeps)
     with engine.changes.change(what):
         state = CarriedState(engine)
-        former = [*engine.sharded_model.parameters.values()]
         kept = [parameter for parameter in former if state.trains(parameter)]
+        values = [_values(engine, parameter) for parameter in lost]
         before = engine.take_apart()
-        change()
-        lost = set(former).difference(engine.module.parameters())
-        for parameter in lost:
+        change_groups()
+        for parameter, value in zip(lost, values):
             forget(parameter)
+            parameter.data = value
         adopt(engine.optimizer)  # its class was given back
         if not keeps:
             state.forget([parameter for parameter in kept if not parameter.requires_grad])
@@ -205,6 +216,13 @@ def rebuild(engine: EngineParts, what: str, change: Callable[[], None]) -> None:
     with engine.changes.change(what):
         state.restore(engine)
         engine.restore_parts(before)
+
+
+def _values(engine: EngineParts, parameter: nn.Parameter) -> torch.Tensor:
+    """Return the whole values of ``parameter``, which the model has lost (collective)."""
+    flat = owner_of(parameter)
+    with engine.sharded_model.gathered(flat.unit) if flat.sharded else nullcontext():
+        return parameter.detach().clone()
 
 
 def _plan(engine: EngineParts) -> EnginePlan:
@@ -240,7 +258,7 @@ def _try(engine: EngineParts, change: Callable[[], None], keeps: bool) -> None:
 
 def groups_over(engine: EngineParts, new: Iterable[nn.Parameter], group: int | None) -> None:
     """Put the parameters ``new`` of the model into the groups of the optimizer of ``engine`` that
-    hold those in whose places they are, or into ``group``, and drop those that the model has lost.
+    hold those in whose places they are, or into ``group``.
 
     Raises PartitionError for a parameter that is not in the model, that is in no other's place, or
     if there is no such group.
@@ -272,8 +290,6 @@ def groups_over(engine: EngineParts, new: Iterable[nn.Parameter], group: int | N
         params = groups[index]["params"]
         at = next((i for i, each in enumerate(params) if each is former), len(params))
         params.insert(at, parameter)
-    for live in groups:
-        live["params"][:] = [p for p in live["params"] if p in names]
 
 
 def unfrozen(engine: EngineParts) -> list[str]:

@@ -16,6 +16,7 @@ from torch import nn
 import hf_zero
 from hf_zero.errors import PartitionError
 from hf_zero.optim import Lamb, Muon
+from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.rebuild import rebuild
 from tests.helpers.cells import in_turn
 from tests.helpers.offloads import offload
@@ -64,6 +65,12 @@ def on_engine(
     weights = [*engine.state_dict().values()]
     engine.destroy()
     return weights
+
+
+def engine_of(model: Any) -> Any:
+    """The engine of ``model``; None: it trains by torch alone."""
+    flat = owner_of(model[2].weight)
+    return None if flat is None else flat.engine()
 
 
 # ---- what begins to train ----
@@ -242,7 +249,7 @@ def in_turns(release: bool) -> Change:
         if step in (2, 4):
             model[0].requires_grad_(step == 2)  # type: ignore[index]
             model[4].requires_grad_(step == 4)  # type: ignore[index]
-        if release and step == 2 and not hasattr(optimizer.step, "supports_amp"):  # torch's
+        if release and step == 2 and engine_of(model) is None:
             for parameter in layers_of(model, 4):
                 del optimizer.state[parameter]
 
@@ -336,6 +343,38 @@ def test_a_module_takes_the_place_of_another(stage: int, outputs: int, group: in
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
+def heads_in_turn(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Put another head into the model, by a group of its own, and the former one back."""
+    if step not in (2, 4):
+        return
+    former = model[4]
+    values = {name: each.clone() for name, each in model.state_dict().items()}
+    model[4] = model.former if step == 4 else new_head()
+    model.__dict__["former"] = former
+    params, engine = [*model[4].parameters()], engine_of(model)
+    if engine is None:  # torch
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if {*former.parameters()}.isdisjoint([p])]
+        for parameter in former.parameters():
+            del optimizer.state[parameter]
+    if engine is None or step == 2:
+        optimizer.add_param_group({"params": params})
+    else:
+        engine.replace(model[4])
+    for name, parameter in former.named_parameters():
+        assert torch.equal(parameter, values[f"4.{name}"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_the_model_has_lost_leaves_the_groups_with_its_values(stage: int) -> None:
+    make, config = OPTIMIZERS["AdamW"], settings(stage)
+    want = plainly(make, lambda model, *_: [*model.parameters()], heads_in_turn)
+    for got in run_ranks(
+        RANKS, on_engine, make, lambda model, *_: [*model.parameters()], heads_in_turn, config
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
 # ---- refusals ----
 
 
@@ -349,9 +388,9 @@ def test_a_refused_change_leaves_everything_as_it_was(stage: int) -> None:
     want = plainly(OPTIMIZERS["AdamW"], all_of, lambda *_: None)
 
     def change(model: Any, optimizer: Any, step: int) -> None:
-        if step != 3 or not hasattr(optimizer.step, "supports_amp"):
+        if step != 3 or engine_of(model) is None:
             return
-        engine = model[2].weight._hf_zero_flat.engine()
+        engine = engine_of(model)
         add = optimizer.add_param_group
         foreign, first = nn.Parameter(torch.ones(3)), model[2].weight
         refuse("not in the model", lambda: add({"params": [foreign]}))
