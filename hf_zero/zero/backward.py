@@ -154,6 +154,7 @@ class Backward:
         self._counters = counters
         self._sanity = sanity
         self._removable = ExitStack()
+        self._removed = False
 
     def install(self, scaler: Fp16LossScaler) -> None:
         """Register the hooks on the model; in fp16 also one that scales unscaled losses."""
@@ -225,6 +226,11 @@ class Backward:
         """Prepare the reducer when a backward reaches the model: the factors in its gradients, and
         whether they are reduced and used.
         """
+        if self._removed:
+            raise PartitionError(
+                "a backward of a forward from before its engine was destroyed, or was built again "
+                "because what trains has changed; run the forward again after that"
+            )
         update, window = self._update, self._window
         closes = window.syncs and window.boundary is not False
         for each in update.extensions:
@@ -334,7 +340,13 @@ class Backward:
         self._sanity.on_step(counts_only)
         self.hooks.reset()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a forward or a backward of the model is under way."""
+        return self.hooks.forward_runs or self.tracker.under_way
+
     def remove(self) -> None:
         """Remove the hooks from the model and free the gradients."""
+        self._removed = True
         self._removable.close()
         self.reducer.close()

@@ -37,8 +37,14 @@ if TYPE_CHECKING:
 
 def refuse_now(engine: EngineParts, what: str) -> None:
     """Raise PartitionError if ``engine`` cannot be rebuilt at this moment, for ``what``."""
+    if engine.destroyed:
+        raise PartitionError(f"{what} of an engine that was destroyed; call it before destroy()")
     engine.changes.refuse(what)
     engine.changes.refuse_within(what)
+    if engine.backward_pass.under_way:
+        raise PartitionError(
+            f"{what} inside a forward or backward of the model; call it after the step"
+        )
     refuse_half_done(engine.updater, what)
     if engine.bound is None:
         raise PartitionError(f"{what} needs an engine with an optimizer; initialize it with one")

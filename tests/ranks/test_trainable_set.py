@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -429,7 +430,30 @@ def test_unfrozen_without_a_group_or_called_past_the_engine() -> None:
     run_ranks(RANKS, run)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_graphs_of_the_former_engine(stage: int) -> None:
+    def run(rank: int) -> None:
+        model, engine = half_frozen(stage)
+        replace = partial(engine.replace, model[4])
+        handle = model[2].register_forward_hook(
+            lambda *_: refuse("inside a forward or backward", replace)
+        )
+        train(engine, rank, range(1))
+        former = engine(batch(1)[:ROWS]).square().mean()
+        handle.remove()
+        model[0].requires_grad_(True)
+        loss = former + engine(batch(1)[:ROWS]).square().mean()
+        refuse("run the forward again", lambda: engine.backward(loss))
+        engine.restart_window()
+        train(engine, rank, range(1, 2))
+        assert engine.global_steps == 2
+        engine.destroy()
+
+    run_ranks(RANKS, run)
+
+
 def test_without_an_optimizer() -> None:
     engine = hf_zero.initialize(model=Scaled(), config=settings(0))[0]
     refuse("needs an engine with an optimizer", lambda: engine.replace(engine.module[4]))
     engine.destroy()
+    refuse("was destroyed", lambda: engine.replace(engine.module[4]))

@@ -205,6 +205,11 @@ class Hooks:
             handle.remove()
         self._removable = []
 
+    @property
+    def forward_runs(self) -> bool:
+        """Whether a forward is under way."""
+        return self._nested > 0
+
     def _pre_forward(
         self, unit: Unit | None, name: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
