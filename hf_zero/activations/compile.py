@@ -210,6 +210,8 @@ class CompiledBlocks:
             module for unit in units[1:] for module in unit.modules.values() if _is_block(module)
         ]
         self._on: dict[nn.Module, CompiledForward] = {}
+        # the arguments of each call of :meth:`compile`
+        self._calls: list[tuple[nn.Module | None, Any, bool | None, dict[str, Any]]] = []
         self._warned: set[str] = set()
         self._hooked = [module for module in model.modules() if _is_hooked(module)]
         for module in self._hooked:
@@ -231,6 +233,12 @@ class CompiledBlocks:
             **({"mode": section.mode} if section.mode != "default" else {}),
         )
 
+    def repeat(self, before: CompiledBlocks) -> None:
+        """Compile as ``before``, the blocks of the engine before it was built again."""
+        for module, backend, dynamic, options in before._calls:
+            if module is None or module in self._hooked:
+                self.compile(module, backend, dynamic, **options)
+
     def compile(
         self,
         module: nn.Module | None = None,
@@ -243,6 +251,7 @@ class CompiledBlocks:
         """
         import torch._dynamo.config as limits  # imported late: the import takes a second
 
+        self._calls.append((module, backend, dynamic, options))
         if not self._fixed:
             refuse_backend(backend, options.get("mode"), options.get("options"))
         limits.recompile_limit = max(limits.recompile_limit, GRAPHS)

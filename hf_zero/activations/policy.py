@@ -90,9 +90,12 @@ class ActivationPatches:
         self.activations = Activations(model, self._blocks, self._config, units, device, logs)
         self._installed.callback(self.activations.remove)
         # outside of checkpointing: one graph holds forward and recomputation
-        self.compiled = CompiledBlocks(model, units, self._fixed_addresses)
+        before, self.compiled = self.compiled, CompiledBlocks(model, units, self._fixed_addresses)
         self._installed.callback(self.compiled.remove)
-        self.compiled.install(self._config.compile)
+        if before is None:
+            self.compiled.install(self._config.compile)
+        else:
+            self.compiled.repeat(before)
         order = AttentionOrder(self._config.attention_backend, device)
         self._installed.callback(order.restore)
 

@@ -22,6 +22,7 @@ from hf_zero.zero.rebuild import rebuild
 from tests.helpers.cells import in_turn
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import run_steps, stack
 from tests.ranks.test_whole_state import OPTIMIZERS, Make, Scaled, batch, settings, train
 
 RANKS = 2
@@ -292,6 +293,25 @@ def test_weights_are_sent_anew(stage: int) -> None:
         engine.destroy()
 
     run_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("way", ["the engine", "a module"])
+def test_blocks_stay_compiled(way: str) -> None:
+    model, ran = stack(), list[int]()
+    model.enter.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=settings(3))[0]
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *args: (ran.append(1), graph.forward(*args))[1]
+
+    (engine if way == "the engine" else model.blocks[1]).compile(backend=backend)
+    run_steps(engine, 0, range(1))
+    once = len(ran)
+    model.enter.requires_grad_(True)
+    run_steps(engine, 0, range(1, 2))
+    assert once and len(ran) == 2 * once
+    engine.destroy()
 
 
 # ---- modules that are replaced ----
