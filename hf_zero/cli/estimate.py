@@ -159,6 +159,9 @@ Lengths = Annotated[
 SequenceParallel = Annotated[
     int | None, typer.Option("--sp", min=1, help="For --seq: ranks that share a sequence.")
 ]
+ContextParallel = Annotated[
+    int | None, typer.Option("--cp", min=1, help="For --seq: ranks of a ring.")
+]
 
 # the stage that a file names, and the file
 Own = tuple[int, str] | None
@@ -189,6 +192,7 @@ def estimate(
     pp: PipelineParallel = 1,
     seq: Lengths = None,
     sp: SequenceParallel = None,
+    cp: ContextParallel = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate the bytes of training state per rank at each ZeRO stage, without loading the model;
@@ -219,8 +223,9 @@ def estimate(
         "expert_parallel": ep,
     }
     wanted: Any = {"optimizer": optimizer, "stage": stage, "pipeline_parallel": pp}
+    shared = {"sequence_parallel": sp, "context_parallel": cp}
     if not seq:
-        _refuse({"--sp": sp}, "it is about sequences; add --seq")
+        _refuse({"--sp": sp, "--cp": cp}, "it is about sequences; add --seq")
     if fit:
         _refuse({"--link": link}, "it goes with the estimate; leave --fit out")
         _refuse(placed, "--fit chooses it; leave it out, or put it into --config")
@@ -231,7 +236,7 @@ def estimate(
             raise ConfigError(
                 f"--seq {seq}: --fit is for sequences of one length; name the longest"
             )
-        sequences: Any = {"sequence_length": seq[0] if seq else None, "sequence_parallel": sp}
+        sequences: Any = {"sequence_length": seq[0] if seq else None, **shared}
         with ranks_of_a_host(here):
             found = propose(chosen, ranks, free, **asked, **wanted, **sequences)
         _print_proposal(found, as_json, out)
@@ -248,7 +253,7 @@ def estimate(
         "offload_optimizer": section(offload_optimizer, moments),
         "offload_param": section(offload_param, None),
     }
-    sequences = {"sequence_lengths": seq or (), "sequence_parallel": sp}
+    sequences = {"sequence_lengths": seq or (), **shared}
     with ranks_of_a_host(here):
         result = compute(chosen, ranks, **asked, **wanted, **sections, **sequences)
     rates = link_rows(chosen, ranks, stage, link, **asked) if link else {}

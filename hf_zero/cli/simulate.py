@@ -48,6 +48,9 @@ Replicas = Annotated[
 SequenceParallel = Annotated[
     int | None, typer.Option("--sp", min=1, help="Ranks that share a sequence.")
 ]
+ContextParallel = Annotated[
+    int | None, typer.Option("--cp", min=1, help="Ranks of a ring that share a sequence.")
+]
 MicroBatch = Annotated[int | None, typer.Option(min=1, help="Sequences of a micro-batch.")]
 MicroBatches = Annotated[
     int | None, typer.Option(min=1, help="Micro-batches of a step: gradient accumulation.")
@@ -105,6 +108,7 @@ def simulate(
     replicas: Replicas = None,
     tp: TensorParallel = None,
     sp: SequenceParallel = None,
+    cp: ContextParallel = None,
     ep: ExpertParallel = None,
     pp: PipelineParallel = 1,
     micro_batch: MicroBatch = None,
@@ -165,6 +169,7 @@ def simulate(
         replicas=replicas,
         tensor_parallel=tp,
         sequence_parallel=sp,
+        context_parallel=cp,
         expert_parallel=ep,
         pipeline_parallel=pp,
         micro_batch=micro_batch,

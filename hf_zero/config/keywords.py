@@ -177,6 +177,10 @@ class Keywords(TypedDict, total=False):
     """number of neighbouring ranks that divide each sequence, and exchange tokens for heads in
     attention (Ulysses) [ranks]
     """
+    context_parallel_size: int | None
+    """number of ranks that divide each sequence, and pass keys and values around a ring in
+    attention; they multiply with sequence_parallel_size [ranks]
+    """
     pipeline: PipelineSection | Mapping[str, Any] | None
     """The section ``pipeline``."""
     expert_parallel: ExpertParallelSection | Mapping[str, Any] | None

@@ -29,7 +29,7 @@ ELASTICITY = "elasticity"
 NO_BATCH_SIZE = "default: no batch size is written"
 MICS = "zero_optimization.mics_shard_size"
 HPZ = "zero_optimization.zero_hpz_partition_size"
-SEQUENCE = "sequence_parallel_size"
+SEQUENCE, CONTEXT = "sequence_parallel_size", "context_parallel_size"
 NODE_LOCAL = "checkpoint.use_node_local_storage"
 STAGE = "zero_optimization.stage"
 BITS = "compressed_communication.bits"
@@ -84,11 +84,11 @@ def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, traini
 
 
 def _ranks_with_batches(reading: ConfigReading, ranks: int) -> int:
-    """Return the number of data-parallel ranks among ``ranks``: the ranks of one sequence-parallel
-    or tensor-parallel group share their batches.
+    """Return the number of data-parallel ranks among ``ranks``: the ranks of one group that
+    shares sequences or layers share their batches.
     """
     batches = ranks
-    for key in (SEQUENCE, TENSOR_SIZE):
+    for key in (SEQUENCE, CONTEXT, TENSOR_SIZE):
         size = reading.values.get(key) or 1
         if batches % size:
             with reading.mistakes.collect():
@@ -129,7 +129,7 @@ def _resolve_elasticity(reading: ConfigReading, ranks: int) -> None:
 
 
 def _equation(reading: ConfigReading) -> str:
-    over = [key for key in (SEQUENCE, TENSOR_SIZE) if (reading.values.get(key) or 1) > 1]
+    over = [key for key in (SEQUENCE, CONTEXT, TENSOR_SIZE) if (reading.values.get(key) or 1) > 1]
     return " / ".join([EQUATION, *over])
 
 

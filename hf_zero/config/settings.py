@@ -207,6 +207,13 @@ class Settings:
         "heads in attention (Ulysses)",
         unit="ranks",
     )
+    context_parallel_size: int = key(
+        integer(1),
+        1,
+        "number of ranks that divide each sequence, and pass keys and values around a ring in "
+        "attention; they multiply with sequence_parallel_size",
+        unit="ranks",
+    )
     pipeline: PipelineSection = section("pipeline", PipelineSection)
     expert_parallel: ExpertParallelSection = section(EXPERT_PARALLEL, ExpertParallelSection)
     replicate_size: int = key(

@@ -233,6 +233,11 @@ class ZeroConfig(Settings):
         """The dtype of forward and backward."""
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
 
+    @property
+    def ranks_of_a_sequence(self) -> int:
+        """Number of ranks that divide each sequence."""
+        return self.sequence_parallel_size * self.context_parallel_size
+
     @cached_property
     def has_batch_size(self) -> bool:
         """Whether the number of samples of a micro-batch is known."""

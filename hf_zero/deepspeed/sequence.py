@@ -20,11 +20,8 @@ from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence.attention import gather
 from hf_zero.parallel.sequence.batches import SequenceBatches, on_cpu, share_among_groups
-from hf_zero.parallel.sequence.sequence_parallel import (
-    AXIS,
-    SequenceParallel,
-    sequence_parallel,
-)
+from hf_zero.parallel.sequence.division import TOKENS
+from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel, sequence_parallel
 
 _MARK = "_hf_zero_sequence"
 
@@ -77,7 +74,7 @@ class UlyssesSPDataLoaderAdapter(SequenceBatches):
         device: Any = None,
     ):
         self._sequence = sequence_parallel()
-        super().__init__(dl, self._sequence.dim, device)
+        super().__init__(dl, self._sequence.dim, self._sequence.division, device)
         self._alike = share_among_groups(dl)
         if sp_world_size not in (None, self.dim.size):
             raise ConfigError(
@@ -115,9 +112,9 @@ def _gather_losses() -> None:
     def all_gather(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group", args[0] if args else None)
         groups = get_parallel()
-        if group is None or groups is None or group is not groups.group(AXIS):
+        if group is None or groups is None or group is not groups.group(TOKENS):
             return original(tensor, *args, **kwargs)
-        return gather(groups.along(AXIS), "losses", tensor)
+        return gather(groups.along(TOKENS), "losses", tensor)
 
     setattr(all_gather, _MARK, True)
     functional.all_gather = all_gather

@@ -450,19 +450,32 @@ class MeshDim:
         return works
 
     def all_to_all(
-        self, sent: torch.Tensor, sizes: Sequence[int], counts: Sequence[int], key: str
+        self,
+        sent: torch.Tensor,
+        sizes: Sequence[int],
+        counts: Sequence[int],
+        key: str,
+        operation: str = "all_to_all",
     ) -> tuple[Handle, torch.Tensor]:
         """Send ``sizes[peer]`` elements of ``sent``, 1-D, to each peer. Return a handle and the
         tensor that holds, after the wait, ``counts[peer]`` elements from each peer, in the order of
-        the peers.
+        the peers. ``operation``: its name in the figures.
         """
         came = sent.new_empty(sum(counts))
         pending = self.reductions.issue(f"all-to-all of {key}")
-        self.stats.record("all_to_all", key, sent.nbytes)
-        with _Starting(self._watchdog, pending, "all_to_all", key, sent.nbytes):
+        self.stats.record(operation, key, sent.nbytes)
+        with _Starting(self._watchdog, pending, operation, key, sent.nbytes):
             works = self._swap(sent, sizes, came, counts, pending)
         handle = self._handle(works, self._watchdog, pending, follows=self._follows)
         return handle, came
+
+    def send_to_next(self, sent: torch.Tensor, key: str) -> tuple[Handle, torch.Tensor]:
+        """Send ``sent``, 1-D, to the next rank of the dimension, and the last rank's to the first.
+        Return a handle and the tensor that holds, after the wait, as much of the rank before.
+        """
+        sizes, counts = ([0] * self.size for _ in range(2))
+        sizes[(self.rank + 1) % self.size] = counts[self.rank - 1] = sent.numel()
+        return self.all_to_all(sent, sizes, counts, key, "send_to_next")
 
     def _swap(
         self,

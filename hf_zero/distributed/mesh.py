@@ -35,7 +35,7 @@ from hf_zero.distributed.flat_mesh import (
 )
 from hf_zero.distributed.host_heartbeats import HostHeartbeats, learn_hosts
 from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.distributed.parallel_groups import AXES, ParallelGroups
+from hf_zero.distributed.parallel_groups import ParallelGroups
 from hf_zero.distributed.process_group import (
     abort_together,
     default_store,
@@ -288,10 +288,10 @@ class Mesh:
 
     @property
     def parallel_axes(self) -> list[MeshDim]:
-        """The dimensions of activations: tensor, sequence, expert and pipeline parallelism. Engines
-        of one job may share them.
+        """The dimensions of activations: tensor, sequence, context, expert and pipeline
+        parallelism. Engines of one job may share them.
         """
-        return [] if self._parallel is None else [self._parallel.along(axis) for axis in AXES]
+        return [] if self._parallel is None else [*self._parallel.axes.values()]
 
     def serve_until_nobody_asks(self) -> None:
         """Return when no other rank asks alone for this rank's shards, soon to be freed."""

@@ -1,9 +1,11 @@
 """The parallel dimensions of a job, the coordinates of each rank along them, and the check of a
 Megatron-style ``mpu`` that states them.
 
-Ranks are numbered with the pipeline slowest, then data, then sequence, and tensor fastest: the
-ranks of a tensor-parallel group are neighbours, so that they share a host. Experts are spread over
-the data-parallel ranks: ``data * sequence`` ranks are ``expert_data * expert``, expert the faster.
+Ranks are numbered with the pipeline slowest, then data, then context, then sequence, and tensor
+fastest: the ranks of a tensor-parallel group are neighbours, so that they share a host. The
+``context * sequence`` ranks that read parts of the same sequences are the axis ``tokens``.
+Experts are spread over the data-parallel ranks: ``data * tokens`` ranks are ``expert_data *
+expert``, expert the faster.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from typing import Any
 
 from hf_zero.errors import ConfigError, NotBuiltError
 
-AXES = ("pipeline", "data", "sequence", "tensor", "expert_data", "expert")
-# the two orders in which axes number all ranks
-_DENSE = ("pipeline", "data", "sequence", "tensor")
-_EXPERT = ("pipeline", "expert_data", "expert", "tensor")
+AXES = ("pipeline", "data", "context", "sequence", "tokens", "tensor", "expert_data", "expert")
+# the orders in which axes number all ranks
+_ORDERS = (
+    ("pipeline", "data", "context", "sequence", "tensor"),
+    ("pipeline", "data", "tokens", "tensor"),
+    ("pipeline", "expert_data", "expert", "tensor"),
+)
 
 
 def check_size(size: Any, asked: str) -> None:
@@ -35,8 +40,9 @@ class ParallelDims:
 
     ``data`` ranks hold the same part of the model and read different data; ``tensor`` ranks hold
     parts of each matrix and read the same data; ``sequence`` ranks read parts of the same
-    sequences; ``expert`` of the data and sequence ranks hold different experts; ``pipeline`` ranks
-    hold different layers.
+    sequences, and exchange tokens for heads in attention; so do ``context`` ranks, which pass keys
+    and values around a ring; ``expert`` of the data, context and sequence ranks hold different
+    experts; ``pipeline`` ranks hold different layers.
     """
 
     data: int = 1
@@ -44,49 +50,64 @@ class ParallelDims:
     sequence: int = 1
     expert: int = 1
     pipeline: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("data", "tensor", "sequence", "expert", "pipeline"):
+        for axis in ("data", "tensor", "sequence", "expert", "pipeline", "context"):
             if getattr(self, axis) < 1:
                 raise ConfigError(
                     f"a job cannot be {axis} parallel over {getattr(self, axis)} ranks; name 1 "
                     "rank or more"
                 )
-        if self.data * self.sequence % self.expert:
+        if self.batches % self.expert:
             raise ConfigError(
-                f"experts cannot be spread over {self.expert} of the {self.data * self.sequence} "
+                f"experts cannot be spread over {self.expert} of the {self.batches} "
                 "ranks that read different tokens; choose an expert-parallel size that divides "
                 "ranks / tensor-parallel size / pipeline stages"
             )
 
     @classmethod
     def over(
-        cls, world: int, *, tensor: int = 1, sequence: int = 1, expert: int = 1, pipeline: int = 1
+        cls,
+        world: int,
+        *,
+        tensor: int = 1,
+        sequence: int = 1,
+        expert: int = 1,
+        pipeline: int = 1,
+        context: int = 1,
     ) -> ParallelDims:
         """Return the dimensions of ``world`` ranks, with as many data-parallel ranks as remain.
 
         Raises ConfigError if the sizes do not divide the ranks.
         """
-        within = tensor * sequence * pipeline
+        within = tensor * sequence * context * pipeline
         if within < 1 or world % within:
+            rings = f"{context} context x " if context > 1 else ""
             raise ConfigError(
-                f"{world} ranks cannot be {tensor} tensor x {sequence} sequence x {pipeline} "
-                "pipeline parallel; choose sizes whose product divides the ranks (those of "
-                "engines that this process has had count, too, until it destroys the process group)"
+                f"{world} ranks cannot be {tensor} tensor x {sequence} sequence x {rings}"
+                f"{pipeline} pipeline parallel; choose sizes whose product divides the ranks "
+                "(those of engines that this process has had count, too, until it destroys the "
+                "process group)"
             )
-        return cls(world // within, tensor, sequence, expert, pipeline)
+        return cls(world // within, tensor, sequence, expert, pipeline, context)
 
     @cached_property
     def world(self) -> int:
         """Number of ranks of the job."""
-        return self.data * self.tensor * self.sequence * self.pipeline
+        return self.data * self.tensor * self.tokens * self.pipeline
+
+    @cached_property
+    def tokens(self) -> int:
+        """Number of ranks that read parts of the same sequences."""
+        return self.sequence * self.context
 
     @cached_property
     def batches(self) -> int:
         """Number of ranks of one pipeline stage that read different tokens: gradients are averaged
         over them.
         """
-        return self.data * self.sequence
+        return self.data * self.tokens
 
     @cached_property
     def in_a_stage(self) -> int:
@@ -104,7 +125,7 @@ class ParallelDims:
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Return the coordinate of ``rank`` along ``axis``."""
-        order = _DENSE if axis in _DENSE else _EXPERT
+        order = _order_of(axis)
         below = math.prod(self.size(each) for each in order[order.index(axis) + 1 :])
         return rank // below % self.size(axis)
 
@@ -121,7 +142,7 @@ class ParallelDims:
 
     def sets_along(self, axis: str) -> list[tuple[int, ...]]:
         """Return the sets of ranks that differ along ``axis`` only, by their first ranks."""
-        order = _DENSE if axis in _DENSE else _EXPERT
+        order = _order_of(axis)
         return self._agreeing(tuple(each for each in order if each != axis))
 
     def sets_sharing(self, axes: tuple[str, ...] = ()) -> list[tuple[int, ...]]:
@@ -143,6 +164,10 @@ class ParallelDims:
         return {}
 
 
+def _order_of(axis: str) -> tuple[str, ...]:
+    return next(order for order in _ORDERS if axis in order)
+
+
 # The ways to split a model or a sample among ranks: what hf-zero has for each, and every name that
 # Megatron and DeepSpeed have used for its size.
 _SPLITS = {
@@ -161,7 +186,7 @@ _SPLITS = {
         "configure sequence_parallel_size",
         "get_sequence_parallel_world_size",
     ),
-    "context parallelism": ("configure sequence_parallel_size", "get_context_parallel_world_size"),
+    "context parallelism": ("configure context_parallel_size", "get_context_parallel_world_size"),
     "expert parallelism": ("configure expert_parallel", "get_expert_model_parallel_world_size"),
 }
 _DATA = "get_data_parallel_world_size"

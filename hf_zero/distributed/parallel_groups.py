@@ -1,5 +1,5 @@
 """The parallel axes of a job other than ZeRO's, with the process groups along them, for tensor,
-expert, sequence and pipeline parallelism.
+expert, sequence, context and pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import ConfigError
 
 # without "data": the engine has its own groups over its data-parallel ranks
-AXES = ("tensor", "sequence", "expert", "pipeline")
+AXES = ("tensor", "sequence", "context", "tokens", "expert", "pipeline")
 
 
 class ParallelGroups:
@@ -56,6 +56,10 @@ class ParallelGroups:
             if same is not None:
                 self._axes[axis], self.stats[axis] = same.along(axis), same.stats[axis]
                 continue
+            if axis == "tokens" and 1 in (dims.sequence, dims.context):
+                same_ranks = "sequence" if dims.context == 1 else "context"
+                self._axes[axis], self.stats[axis] = self._axes[same_ranks], self.stats[same_ranks]
+                continue
             name = f"{axis} parallelism"
             # one communicator: the model's graph orders all messages along it
             made = self._axes[axis] = maker.make(sets, name, self.stats[axis], 1, shares=True)
@@ -67,20 +71,26 @@ class ParallelGroups:
         """Set the timeout of waits along each axis to ``seconds``: the ``timeout`` of an engine,
         whose configuration may be known only after the groups were made.
         """
-        for made in self._axes.values():
+        for made in self.axes.values():
             made.wait_at_most(seconds)
+
+    @property
+    def axes(self) -> dict[str, MeshDim]:
+        """The dimensions by axis, each of them once."""
+        first = {id(made): axis for axis, made in reversed(self._axes.items())}
+        return {axis: made for axis, made in self._axes.items() if first[id(made)] == axis}
 
     @property
     def logs(self) -> dict[str, CollectiveLog]:
         """The logs of the communicators, by purpose."""
-        axes = {axis: made for axis, made in self._axes.items() if made.size > 1}
+        axes = {axis: made for axis, made in self.axes.items() if made.size > 1}
         gathers = {f"gathers along {axis}": made.gathers for axis, made in axes.items()}
         return gathers | {f"reductions along {axis}": m.reductions for axis, m in axes.items()}
 
     def along(self, axis: str) -> MeshDim:
-        """Return the dimension "tensor", "sequence", "expert" or "pipeline": this rank's ranks
-        along it, and collectives over them, counted in :attr:`stats` and watched by the watchdog.
-        Of size 1 if the job is not parallel along it; its collectives then send nothing.
+        """Return the dimension along ``axis``, one of :data:`AXES`: this rank's ranks along it, and
+        collectives over them, counted in :attr:`stats` and watched by the watchdog. Of size 1 if
+        the job is not parallel along it; its collectives then send nothing.
         """
         return self._axes[axis]
 
@@ -144,11 +154,11 @@ def restorer() -> Callable[[], None]:
 
     def restore() -> None:
         made = _made()
-        kept = {id(each.along(axis)) for each in former for axis in AXES}
+        kept = {id(along) for each in former for along in each.axes.values()}
         for groups in [each for each in made if each not in former]:
-            for axis in AXES:
-                if id(groups.along(axis)) not in kept:
-                    groups.along(axis).close()
+            for along in groups.axes.values():
+                if id(along) not in kept:
+                    along.close()
         made[:] = former
 
     return restore

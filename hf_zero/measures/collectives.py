@@ -19,6 +19,7 @@ from hf_zero.measures.stopwatch import Stopwatch
 GATHERS = "all_gather"
 FIGURES = "figures of the step"  # sums of the measures themselves, which count no bytes of theirs
 MESSAGES = ("send_activations", "send_gradients")  # to one other stage of a pipeline
+TO_ONE_RANK = (*MESSAGES, "send_to_next")
 
 
 def wire_bytes(operation: str, size: int, ranks: int) -> float:
@@ -26,7 +27,7 @@ def wire_bytes(operation: str, size: int, ranks: int) -> float:
     as rings and direct exchanges do: (N - 1) / N of them, twice that in an all-reduce, and all of a
     message.
     """
-    if operation in MESSAGES:
+    if operation in TO_ONE_RANK:
         return size
     return (2 if operation == "all_reduce" else 1) * size * (ranks - 1) / ranks
 

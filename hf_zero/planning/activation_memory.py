@@ -2,7 +2,7 @@
 meta device, where operations compute shapes only, and every storage is counted while it is alive.
 
 The run uses the model's own code with the modifications of the configuration: checkpointed blocks,
-tiled MLPs, a fused loss without logits, sequence parallelism with exchanged heads. Attention keeps
+tiled MLPs, a fused loss without logits, sequences divided among ranks. Attention keeps
 what a kernel like flash attention keeps, never a matrix of tokens x tokens. Kernels are torch's;
 fused ones need less.
 """
@@ -30,7 +30,8 @@ from hf_zero.integrations.fused import sequence_attention
 from hf_zero.integrations.fused.attention_on_meta import without_memory
 from hf_zero.integrations.fused.deferred_heads import defer_head
 from hf_zero.ops.chunked_head import rows_of_a_chunk
-from hf_zero.parallel.sequence.attention import KEY as SEQUENCE
+from hf_zero.parallel.sequence.division import Division
+from hf_zero.parallel.sequence.sequence_parallel import division_of
 from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
 from hf_zero.planning.fit import ActivationWay
 from hf_zero.zero.layout.engine_plan import EnginePlan
@@ -101,21 +102,21 @@ class ActivationBytes:
 
 @dataclass(frozen=True)
 class Sequences:
-    """A micro-batch of ``rows`` sequences of ``length`` tokens, each shared by ``ranks`` ranks."""
+    """A micro-batch of ``rows`` sequences of ``length`` tokens, each divided by ``division``."""
 
     length: int
     rows: int = 1
-    ranks: int = 1
+    division: Division = field(default_factory=Division)
 
     def check(self, model: nn.Module) -> None:
         """Raise ConfigError if ``model`` cannot process such sequences."""
-        if self.length < 1 or self.length % self.ranks:
+        if self.length < 1 or self.length % self.division.multiple:
             raise ConfigError(
-                f"sequences of {self.length} tokens do not divide among {SEQUENCE} = {self.ranks} "
-                f"ranks; choose a multiple of {self.ranks}"
+                f"sequences of {self.length} tokens do not divide among the ranks of "
+                f"{self.division}; choose a multiple of {self.division.multiple}"
             )
-        if self.ranks > 1:
-            sequence_attention.check(model, self.ranks)
+        if self.division.ranks > 1:
+            sequence_attention.check(model, self.division)
 
 
 def activation_bytes(
@@ -138,10 +139,10 @@ def activation_bytes(
     copied = copy_on_meta(model, dtypes).train()
     saving = saving or Saving()
     inputs = torch.zeros(
-        sequences.rows, sequences.length // sequences.ranks, dtype=torch.int64, device=META
+        sequences.rows, sequences.length // sequences.division.ranks, dtype=torch.int64, device=META
     )
     with ExitStack() as stack:
-        stack.enter_context(without_memory(copied, sequences.length, sequences.ranks))
+        stack.enter_context(without_memory(copied, sequences.length, sequences.division))
         stack.callback(_save(copied, saving))
         for parameter in copied.parameters():
             if parameter.requires_grad:
@@ -169,14 +170,14 @@ def length_estimate(plan: EnginePlan, length: int) -> LengthEstimate:
 
     Raises ConfigError as :func:`activation_bytes` does.
     """
-    device, ranks = plan.device, plan.settings.sequence_parallel_size
+    device, division = plan.device, division_of(plan.settings)
     config = plan.settings.on_device(device.type)
-    sequences = Sequences(length, config.train_micro_batch_size_per_gpu or 1, ranks)
+    sequences = Sequences(length, config.train_micro_batch_size_per_gpu or 1, division)
     ways = []
     for name, saving, keys in Saving.of(config).and_more():
         found = activation_bytes(plan.model, sequences, plan.dtypes, saving, device)
         ways.append(ActivationWay(name, keys, found.kept, found.most))
-    return LengthEstimate(length, sequences.rows, length // ranks, tuple(ways))
+    return LengthEstimate(length, sequences.rows, length // division.ranks, tuple(ways))
 
 
 def copy_on_meta(

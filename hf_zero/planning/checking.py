@@ -221,8 +221,9 @@ def communicators(plan: EnginePlan) -> dict[str, int]:
     """
     dims, policy, shards_of_all = plan.dims, plan.policy, plan.shards
     found = {"all ranks": int(dims.world > 1)}
-    for axis in ("tensor", "sequence", "expert", "pipeline"):
+    for axis in ("tensor", "sequence", "context", "expert", "pipeline"):
         found[f"{axis} parallelism"] = int(dims.size(axis) > 1)
+    found["tokens of a sequence"] = int(min(dims.sequence, dims.context) > 1)
     found["messages between stages"] = int(dims.pipeline > 1)
     for axes in sorted(plan.axes):
         of = f" of {'- and '.join(axes)}-parallel parts" if axes else ""

@@ -27,7 +27,9 @@ from hf_zero.errors import ConfigError
 from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.one_bit import one_bit_of
 from hf_zero.parallel.planned_cuts import planned_cuts, planned_dims
-from hf_zero.parallel.sequence.attention import KEY as SEQUENCE
+from hf_zero.parallel.sequence.division import CONTEXT, Division
+from hf_zero.parallel.sequence.division import KEY as SEQUENCE
+from hf_zero.parallel.sequence.sequence_parallel import division_of
 from hf_zero.planning.activation_memory import LengthEstimate, length_estimate
 from hf_zero.planning.checking import communicators
 from hf_zero.planning.fit import ACTIVATIONS, BESIDE_ACTIVATIONS, ActivationWay, Fit, fit
@@ -219,6 +221,7 @@ def estimate(
     pipeline_parallel: int = 1,
     sequence_lengths: Sequence[int] = (),
     sequence_parallel: int | None = None,
+    context_parallel: int | None = None,
 ) -> MemoryEstimate:
     """Return the bytes of parameters, gradients and optimizer state per rank and tier, for every
     stage or for one; for a pipeline, those of the stage that needs most. With sequence lengths,
@@ -243,7 +246,8 @@ def estimate(
             ZeRO stages 0 and 1 then exist.
         sequence_lengths: tokens of the sequences whose activations are counted, for a language
             model; it runs without memory, once for each way of saving activations.
-        sequence_parallel: ranks that share a sequence; None: as in ``config``.
+        sequence_parallel, context_parallel: ranks that share a sequence, by heads and in a ring;
+            None: as in ``config``.
 
     Raises:
         ConfigError: an invalid model, precision, optimizer, stage or number of ranks; ranks, heads
@@ -258,6 +262,7 @@ def estimate(
         expert_parallel,
         pipeline_parallel,
         sequence_parallel,
+        context_parallel,
     )
     # Validated at stage 3, which allows every offload section; the rows of smaller stages do not
     # offload parameters.
@@ -337,6 +342,7 @@ def propose(
     pipeline_parallel: int = 1,
     sequence_length: int | None = None,
     sequence_parallel: int | None = None,
+    context_parallel: int | None = None,
 ) -> Proposal:
     """Return the fastest configuration whose state, and activations of sequences of
     ``sequence_length``, fit into ``free``, the bytes of one rank
@@ -356,6 +362,7 @@ def propose(
         expert_parallel,
         pipeline_parallel,
         sequence_parallel,
+        context_parallel,
         kinds.meant(gpu=not free.host_device),
     )
     settings = asked.settings
@@ -393,6 +400,7 @@ def asked_for(
     expert: int | None,
     pipeline: int = 1,
     sequence: int | None = None,
+    context: int | None = None,
     device: torch.device | None = None,
 ) -> Asked:
     """Return the settings that the arguments of :func:`estimate` describe, for a GPU unless
@@ -412,9 +420,11 @@ def asked_for(
             raise ConfigError(f"precision {precision!r} is unknown; choose one of fp32, bf16, fp16")
         exact = PRECISIONS[precision]
         settings = ZeroConfig(3, bf16=exact == "bf16", fp16=exact == "fp16")
-    if sequence is not None:
-        settings = settings.override({SEQUENCE: sequence}, "what was asked for")
-    if config is not None or sequence is not None:
+    given = {SEQUENCE: sequence, CONTEXT: context}
+    sizes = {key: size for key, size in given.items() if size is not None}
+    if sizes:
+        settings = settings.override(sizes, "what was asked for")
+    if config is not None or sizes:
         settings = settings.resolve(in_a_stage, training=False)
     for size, key in ((tensor, TENSOR_SIZE), (expert, AUTOEP_SIZE)):
         if size is not None:
@@ -424,18 +434,19 @@ def asked_for(
         tensor or settings.tensor_parallel.size,
         expert or settings.expert_parallel.size,
         pipeline,
-        settings.sequence_parallel_size,
+        division_of(settings),
     )
     device = device or kinds.meant(gpu=True)
     settings = settings.on_device(device.type)
     return Asked(settings, settings.optimizer or wanted, dims, device)
 
 
-def _dims(ranks: int, tensor: int, expert: int, pipeline: int, sequence: int) -> ParallelDims:
+def _dims(ranks: int, tensor: int, expert: int, pipeline: int, division: Division) -> ParallelDims:
     _refuse_experts(expert, pipeline)
     within = {"tensor": tensor, "expert": expert}
     ParallelDims.over(ranks // pipeline, **within)  # names the ranks of a stage in its error
-    return ParallelDims.over(ranks, sequence=sequence, pipeline=pipeline, **within)
+    sequences = {"sequence": division.sequence, "context": division.context}
+    return ParallelDims.over(ranks, pipeline=pipeline, **sequences, **within)
 
 
 def _refuse_experts(expert: int, pipeline: int) -> None:
@@ -627,8 +638,9 @@ def _written(config: Any, asked: Asked, found: Fit) -> dict[str, Any] | None:
             written[settings.precision] = {"enabled": True}
     if dims.tensor > 1 and dims.pipeline == 1:  # with a pipeline, `_cut` cuts the layers
         written["tensor_parallel"] = {"autotp_size": dims.tensor}
-    if settings.sequence_parallel_size > 1:
-        written[SEQUENCE] = settings.sequence_parallel_size
+    division = division_of(settings)
+    sizes = {SEQUENCE: division.sequence, CONTEXT: division.context}
+    written.update({key: size for key, size in sizes.items() if size > 1})
     if dims.expert > 1:
         written["expert_parallel"] = {"enabled": True, "autoep_size": dims.expert}
     kept = {

@@ -33,6 +33,7 @@ OPERATIONS = {
     "reduce_scatter": "var(--c2)",
     "all_reduce": "var(--c3)",
     "all_to_all": "var(--c4)",
+    "send_to_next": "var(--c5)",
     "send_activations": "var(--c5)",
     "send_gradients": "var(--c6)",
     "broadcast": "var(--c7)",

@@ -109,8 +109,8 @@ def resolve(request: SetupRequest[E], checkpoint: Resumed | None) -> Resolved[E]
         dims = dims_of(settings.tensor_parallel.size)
     dims = dims_with_experts(model, settings, dims)
     settings = sequence_parallel.with_sequence_size(settings, mpu, dims)
-    if settings.sequence_parallel_size > 1:
-        dims = sequence_parallel.sequence_dims(settings.sequence_parallel_size, dims)
+    if settings.ranks_of_a_sequence > 1:
+        dims = sequence_parallel.sequence_dims(sequence_parallel.division_of(settings), dims)
     elif mpu is not None and not isinstance(model, StagedModule):
         check_mpu(mpu, process_group.get_world_size())
     if settings.kernels == "auto":
@@ -128,7 +128,7 @@ def resolve(request: SetupRequest[E], checkpoint: Resumed | None) -> Resolved[E]
     ranks = dims.world if dims.pipeline == 1 else dims.world // dims.pipeline // dims.tensor
     if checkpoint is not None:
         checkpoint.check_sizes(settings, dims)
-        shared = settings.tensor_parallel.size * settings.sequence_parallel_size
+        shared = settings.tensor_parallel.size * settings.ranks_of_a_sequence
         settings = checkpoint.keep_batch(settings, max(1, ranks // shared))
     settings = settings.resolve(
         ranks,
@@ -146,7 +146,8 @@ def check_features(resolved: Resolved[Any]) -> None:
     if isinstance(model, StagedModule):
         one_bit = one_bit_of(settings, optimizer) is not None
         check_pipeline(settings, model, resolved.techniques.by_key, one_bit)
-    sequence_parallel.check_model(model, settings.sequence_parallel_size, resolved.dims)
+    division = sequence_parallel.division_of(settings)
+    sequence_parallel.check_model(model, division, resolved.dims)
     check_linears(model, settings)
     sparse = sparse_section(settings)
     if sparse is not None:

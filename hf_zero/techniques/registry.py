@@ -69,8 +69,8 @@ def _refuse_lengths(made: Mapping[str, Technique | None]) -> None:
     for key in (LEGACY, TOKEN_DROP, *((PHASES,) if lengths else ())):
         if made[key] is not None:
             raise ConfigError(
-                f"{key} shortens sequences, but under sequence_parallel_size each rank has only a "
-                "part of each; leave one of them out"
+                f"{key} shortens sequences, but under sequence_parallel_size or "
+                "context_parallel_size each rank has only a part of each; leave one of them out"
             )
 
 
@@ -85,7 +85,7 @@ class TrainingTechniques:
         self.by_key = {key: each for key, each in made.items() if each is not None}
         self.by_key |= others or {}
         phases = made[PHASES]
-        if config.sequence_parallel_size > 1:
+        if config.ranks_of_a_sequence > 1:
             _refuse_lengths(made)
         if (
             SAMPLING in self.by_key

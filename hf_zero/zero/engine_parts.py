@@ -266,7 +266,7 @@ class EngineParts(AroundModel):
         sequence-parallel group read the same, and a pipeline stage has that many.
         """
         tensor = max(self.mesh.dims.tensor, self.config.tensor_parallel.size)
-        sequence = max(self.mesh.dims.sequence, self.config.sequence_parallel_size)
+        sequence = max(self.mesh.dims.tokens, self.config.ranks_of_a_sequence)
         return self.world_size // (tensor * sequence)
 
     @property

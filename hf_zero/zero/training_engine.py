@@ -217,7 +217,7 @@ class TrainingEngine(EngineParts):
             "train_batch_size": micro * steps * self.data_ranks,
         }
         # ``resolve`` divides the ranks by the sizes of these keys
-        shared = config.tensor_parallel.size * config.sequence_parallel_size
+        shared = config.tensor_parallel.size * config.ranks_of_a_sequence
         return config.override(sizes, "set by the script").resolve(self.data_ranks * shared)
 
     # ---- parameters ----

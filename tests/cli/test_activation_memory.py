@@ -16,6 +16,7 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence.division import Division
 from hf_zero.planning.activation_memory import Saving, Sequences, activation_bytes
 from scripts.bench.activation_bytes import peak_of
 from tests.cli.invoked import invoke, refusal
@@ -77,10 +78,15 @@ def test_what_is_foreseen_is_what_a_pass_adds(place: int) -> None:
     assert second == pytest.approx(first, rel=0.05)
 
 
-def test_parts_of_sequences_are_those_of_shorter_ones_and_what_is_exchanged() -> None:
-    model = seeded(llama)
-    half, part = (activation_bytes(model, each) for each in (Sequences(512), Sequences(1024, 1, 2)))
-    assert half.most < part.most < 1.15 * half.most
+@in_one_item([Division(2), Division(context=2), Division(2, 2)])
+def test_parts_of_sequences_are_those_of_shorter_ones_and_what_is_exchanged(
+    division: Division,
+) -> None:
+    model, length = seeded(llama), 512 * division.ranks
+    lengths = (Sequences(512), Sequences(length, 1, division))
+    half, part = (activation_bytes(model, each) for each in lengths)
+    heads = division.sequence > 1  # more memory than the largest of the others
+    assert half.most + heads <= part.most < 1.3 * half.most
     assert model.config._attn_implementation == "sdpa"
     assert all("forward" not in module.__dict__ for module in model.modules())
 
@@ -100,6 +106,7 @@ TENSOR = {"tensor_parallel": {"autotp_size": 2}}
 @in_one_item(
     [
         (LLAMA, {"sequence_parallel": 3}, "sequence_parallel_size = 3 .* does not divide 8 ranks"),
+        (LLAMA, {"context_parallel": 2, "sequence_lengths": [514]}, "choose a multiple of 4"),
         (LLAMA, {"sequence_parallel": 8}, "sequence_parallel_size = 8 does not divide 4 attention"),
         (LLAMA, {"sequence_parallel": 2, "sequence_lengths": [511]}, "511 tokens do not divide"),
         (LLAMA, {"config": TENSOR}, "beside tensor, .* not known; leave"),
@@ -136,4 +143,6 @@ def test_the_command(tmp_path: Path) -> None:
     command = f"estimate {tmp_path} --ranks 2 --stage 1 --seq 256"
     shown = invoke(command, "--sp 2")
     assert "each shared by 2 ranks" in shown and "as configured" in shown and "128" in shown
+    assert "each shared by 2 ranks" in invoke(command, "--cp 2")
+    assert "--cp = 2: it is about sequences" in refusal(f"estimate {tmp_path} --ranks 2 --cp 2")
     assert "--fit is for sequences of one length" in refusal(f"{command} --seq 512 --fit")

@@ -130,25 +130,28 @@ class SequenceJob(Job):
 
 @dataclass(frozen=True)
 class Ranks:
-    """``sequence`` ranks read each sequence, and ``data`` groups of them different ones; each of
-    them is ``tensor`` ranks that share the layers.
+    """``sequence`` x ``context`` ranks read each sequence, and ``data`` groups of them different
+    ones; each of them is ``tensor`` ranks that share the layers.
     """
 
     sequence: int
     data: int = 1
     tensor: int = 1
+    context: int = 1
 
     @property
     def world(self) -> int:
-        return self.sequence * self.data * self.tensor
+        return self.alike * self.data
 
     @property
     def alike(self) -> int:
         """Ranks that train on one batch."""
-        return self.sequence * self.tensor
+        return self.sequence * self.context * self.tensor
 
     def __str__(self) -> str:
-        return f"sp{self.sequence}xdp{self.data}" + f"xtp{self.tensor}" * (self.tensor > 1)
+        others = {"tp": self.tensor, "cp": self.context}
+        more = "".join(f"x{name}{size}" for name, size in others.items() if size > 1)
+        return f"sp{self.sequence}xdp{self.data}{more}"
 
 
 def on_rank(
@@ -165,7 +168,7 @@ def on_rank(
         engine = start(model, job.optimizer(model), config)
         sequence = hf_zero.sequence_parallel()
     else:
-        sequence = hf_zero.sequence_parallel(ranks.sequence)
+        sequence = hf_zero.sequence_parallel(ranks.sequence, context_parallel_size=ranks.context)
         engine = start(model, job.optimizer(model), config, mpu=sequence)
     boxes = boxes_of(model)
     session = opens(engine, plan)
@@ -185,7 +188,7 @@ def train_on_threads(
     models = [job.build() for _ in range(ranks.world)]
     if ranks.tensor > 1:
         more["tensor_parallel"] = {"autotp_size": ranks.tensor}
-        more["sequence_parallel_size"] = ranks.sequence
+        more |= {"sequence_parallel_size": ranks.sequence, "context_parallel_size": ranks.context}
     config = config_of(stage, plan, **more)
     results = run_ranks(ranks.world, on_rank, models, job, plan, ranks, config, opens)
     return merge(joined(results, ranks.tensor)), [stats for _, stats, _ in results]

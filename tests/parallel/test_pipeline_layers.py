@@ -165,6 +165,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "progressive_layer_drop": lambda: engine_of(progressive_layer_drop={"enabled": True}),
     "autotp_size is 2": lambda: engine_of(tensor_parallel={"autotp_size": 2}),
     "sequence_parallel_size is 2": lambda: engine_of(sequence_parallel_size=2),
+    "context_parallel_size is 2": lambda: engine_of(context_parallel_size=2),
     "spread over 2 ranks": lambda: engine_of(expert_parallel=EXPERTS),
     "interleaved_1f1b": lambda: engine_of(pipeline={"schedule": "interleaved_1f1b"}),
     "momentum in one bit": lambda: hf_zero.initialize(

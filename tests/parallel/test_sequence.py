@@ -23,7 +23,9 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations import fused
 from hf_zero.integrations.transformers.trainer_phases import counting_whole_batches
 from hf_zero.parallel.sequence import attention, batches
-from hf_zero.parallel.sequence.attention import DistributedAttention, Documents
+from hf_zero.parallel.sequence.attention import DistributedAttention
+from hf_zero.parallel.sequence.division import Division
+from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
 from tests.helpers import oracle
 from tests.helpers.causal_zoo import tiny
@@ -286,17 +288,19 @@ class Loader(list[Any]):
 
 def test_the_place_leaves_out_batches_that_were_not_yielded():
     loader = Loader([{"input_ids": torch.arange(16).view(2, 8)}])
-    shared = batches.SequenceBatches(loader, Repeats())
+    shared = batches.SequenceBatches(loader, Repeats(), Division(4))
     assert [shared.place["samples"] for _ in shared] == [2, 4, 6, 8]
 
 
 def test_documents_of_a_part_are_known_without_its_values():
     """Positions on the meta device cannot be read; a part that was modified is unknown."""
     ids = torch.zeros(2, 16, dtype=torch.int64, device="meta")
-    positions = batches.cut({"input_ids": ids}, 1, 2)["position_ids"]
+    positions = batches.cut({"input_ids": ids}, 1, Division(2))["position_ids"]
     assert batches.documents_of(positions) == Documents.one_a_row(16)
     places = torch.cat([torch.arange(length) for length in (5, 4, 7)]).expand(2, -1)
-    packed = batches.cut({"input_ids": places, "position_ids": places}, 1, 2)["position_ids"]
+    packed = batches.cut({"input_ids": places, "position_ids": places}, 1, Division(2))[
+        "position_ids"
+    ]
     assert batches.documents_of(packed) == Documents.of(0, places)
     assert batches.documents_of(packed[:1]) is None
     packed += 1
@@ -450,7 +454,7 @@ def test_tokens_of_whole_batches_are_counted_once():
     ids, mask = torch.ones(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)
     mask[1, 5:] = 0
     labels = ids.where(mask > 0, -100)
-    part = batches.cut({"input_ids": ids, "attention_mask": mask, "labels": labels}, 1, 2)
+    part = batches.cut({"input_ids": ids, "attention_mask": mask, "labels": labels}, 1, Division(2))
     trainer: Any = SimpleNamespace(
         accelerator=SimpleNamespace(device="cpu", gather=lambda own: own.repeat(4)),
         get_tp_size=lambda: 1,

@@ -18,6 +18,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, NotBuiltError, RankMismatchError
 from hf_zero.parallel.alike import due
 from hf_zero.parallel.sequence.batches import cut
+from hf_zero.parallel.sequence.division import Division
 from hf_zero.techniques.registry import TrainingTechniques
 from tests.helpers.caches import cache_argument
 from tests.helpers.causal_zoo import tiny
@@ -25,16 +26,15 @@ from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import HEADS, HIDDEN, LAYERS, Stack, bert, seeded, t5
 from tests.helpers.ranks import RankFailed, run_ranks
-from tests.helpers.sequences import ROWS, TOKENS, Ranks, gpt2, llama, plain, qwen3
+from tests.helpers.sequences import ROWS, TOKENS, Ranks, gpt2, llama, plain
 from tests.helpers.training import At, sgd
 
 ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "bidirectional": (bert, 2, "attends in both directions"),
     "two sequences": (t5, 2, "it attends across two sequences"),
-    "sliding layers": (partial(qwen3, **SLIDING), 2, "layers of sliding_attention"),
-    "soft-capping": (partial(tiny, "gemma2"), 2, "attn_logit_softcapping|sliding_window"),
+    "chunks": (partial(tiny, "llama4_text"), 2, "layers of chunked_attention"),
+    "soft-capping": (partial(tiny, "gemma2"), 2, "attn_logit_softcapping"),
     "state": (partial(tiny, "mamba"), 2, "layers of linear_attention"),
     "dynamic mask": (
         partial(tiny, "doge", sliding_window=None),
@@ -95,14 +95,14 @@ BATCHES: list[tuple[Any, int, str]] = [
 def test_batches_that_cannot_be_cut(row):
     batch, parts, match = row
     with pytest.raises(ConfigError, match=match):
-        cut(batch, 0, parts)
+        cut(batch, 0, Division(parts))
 
 
 def test_a_batch_is_cut_after_its_labels_are_shifted():
     """Beside a mask positions are ``mask.cumsum(1) - 1``, with any value for padding."""
     labels = BATCH["labels"].masked_fill(PADDED == 0, -100)
     batch = BATCH | {"attention_mask": PADDED, "labels": labels, "count": 3}
-    parts = [cut(batch, part, 2) for part in (0, 1)]
+    parts = [cut(batch, part, Division(2)) for part in (0, 1)]
     whole = {
         name: torch.cat([part[name] for part in parts], 1) for name in parts[0] if name != "count"
     }
@@ -112,7 +112,7 @@ def test_a_batch_is_cut_after_its_labels_are_shifted():
     assert torch.equal(whole["position_ids"], torch.arange(TOKENS).expand(ROWS, -1))
     assert "attention_mask" not in whole and parts[1]["count"] == 3
     positions = torch.where(PADDED == 0, 1, PADDED.cumsum(1) - 1)
-    part = cut(batch | {"position_ids": positions}, 1, 2)
+    part = cut(batch | {"position_ids": positions}, 1, Division(2))
     assert part["position_ids"].tolist() == positions[:, TOKENS // 2 :].tolist()
 
 
@@ -272,7 +272,12 @@ SIZES: list[tuple[int, int, Callable[[Any], Any], str]] = [
     (2, 4, sized(3), "sequence_parallel_size = 3 does not divide 2 ranks"),
     (2, 4, sized(None), "called without a size"),
     (2, 4, sized(2, 1), "are sequence parallel in groups of 2"),
-    (2, 4, contradicting, "sequence_parallel_size = 4 .* contradicts the mpu of 2"),
+    (
+        2,
+        4,
+        contradicting,
+        "sequence_parallel_size = 4 .* contradicts the mpu of sequence_parallel_size = 2",
+    ),
     (4, 4, both(4), "sequence_parallel_size = 4 does not divide 2 ranks"),
     (4, 2, both(2), "sequence_parallel_size = 2 does not divide 1 attention heads"),
     (4, 4, shared_before, "has moved the ranks that share a sequence"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -331,4 +332,20 @@ def test_sequence_parallel_ranks_exchange_heads() -> None:
     }  # fmt: skip
     whole = hf_zero.simulate(small(), 4, 2, sequence_length=16)
     assert found.phases[0].phase == whole.phases[0].phase == "forward"
+    assert found.phases[0].device < whole.phases[0].device
+
+
+@in_one_item([{"context_parallel": 2}, {"context_parallel": 2, "sequence_parallel": 2}])
+def test_keys_and_values_go_around_a_ring(sizes: dict[str, int]) -> None:
+    """Once a forward; in a backward once more, with their gradients in fp32."""
+    found = hf_zero.simulate(small(), 4, 2, sequence_length=16, **sizes)
+    whole = hf_zero.simulate(small(), 4, 2, sequence_length=16)
+    sent = [each for each in found.collectives if each.operation == "send_to_next"]
+    assert [each.phase for each in sent] == ["forward", "backward", "backward"]
+    assert {each.ranks for each in sent} == {2}
+    forward, again, gradients = (each.nbytes for each in sent)
+    assert forward == again == gradients / 2 and all(
+        each.wire_bytes == each.nbytes for each in sent
+    )
+    assert found.flops == whole.flops / math.prod(sizes.values())
     assert found.phases[0].device < whole.phases[0].device

@@ -3,12 +3,14 @@
 
 An attention function and a mask function are registered under that name, as transformers provides
 for. In a forward over parts of sequences the mask is a list of the documents in them
-(:class:`hf_zero.parallel.sequence.attention.Documents`), which also identifies the model of the
+(:class:`hf_zero.parallel.sequence.documents.Documents`), which also identifies the model of the
 forward. Every other forward (evaluation, a copy of the model, another model with the same
 configuration) gets the masks of the core, which then computes alone.
 
-Computation across tokens outside this interface cannot be split, and is refused: layers with a
-state or a convolution along the sequence, windows, biases by position, bidirectional attention.
+The core computes whole sequences if there is no ring; :func:`ring_attention` computes rings,
+windows and attention sinks. Computation across tokens outside this interface cannot be split, and
+is refused: layers with a state or a convolution along the sequence, biases by position,
+bidirectional attention.
 """
 
 from __future__ import annotations
@@ -26,15 +28,10 @@ from hf_zero.integrations.fused import sparse_attention as sparse
 from hf_zero.integrations.fused.replacement import Replacement
 from hf_zero.logging import log_rank0
 from hf_zero.ops.sparse_attention.layouts import HeadsOf
-from hf_zero.parallel.sequence.attention import (
-    KEY,
-    Documents,
-    all_gather,
-    attend,
-    check_heads,
-    knows_positions,
-)
+from hf_zero.parallel.sequence.attention import all_gather, attend, check_heads
 from hf_zero.parallel.sequence.batches import are_counted, is_part
+from hf_zero.parallel.sequence.division import Division
+from hf_zero.parallel.sequence.documents import Documents, knows_positions
 from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel
 from hf_zero.zero.gather.model_patches import Attached, outside_graphs
 
@@ -43,37 +40,37 @@ DEFAULT = "sdpa"
 _REFUSED = {
     "softcap": "soft-capped scores",
     "position_bias": "a bias by relative position",
-    "s_aux": "attention sinks",
     "cache": "a paged cache",
 }
+_LAYERS = {"full_attention", "sliding_attention"}
 _ROPES = ("dynamic", "longrope")  # their angles depend on the length that a rank sees
 _under_way = threading.local()  # .documents: of this thread's current forward
 
 
-def check(model: nn.Module, ranks: int, tensor: int = 1) -> None:
-    """Raise ConfigError for a model whose attention cannot be split among ``ranks``
-    sequence-parallel ranks and ``tensor`` tensor-parallel ranks, which share its heads.
+def check(model: nn.Module, division: Division, tensor: int = 1) -> None:
+    """Raise ConfigError for a model whose attention cannot be split by ``division`` and among
+    ``tensor`` tensor-parallel ranks, which share its heads.
     """
-    _check(_inside(model)[0], ranks, tensor)
+    _check(_inside(model, division.key)[0], division, tensor)
 
 
-def _inside(model: nn.Module) -> list[Any]:
+def _inside(model: nn.Module, key: str) -> list[Any]:
     from transformers import PreTrainedModel
 
     inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not inside:
         raise ConfigError(
-            f"{KEY} needs a model of transformers, whose attention can be exchanged, not "
-            f"{type(model).__name__}; set {KEY} to 1"
+            f"{key} needs a model of transformers, whose attention can be exchanged, not "
+            f"{type(model).__name__}; set {key} to 1"
         )
     return inside
 
 
 def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
-    """Make the attention of ``model``, which :func:`check` has accepted, exchange tokens for heads
-    along ``sequence``; the returned replacement undoes it.
+    """Make the attention of ``model``, which :func:`check` has accepted, read the tokens of all
+    ranks of ``sequence``; the returned replacement undoes it.
     """
-    inside = _inside(model)
+    inside = _inside(model, sequence.division.key)
     owner = inside[0]
     before = {id(each.config): (each.config, each.config._attn_implementation) for each in inside}
     core = _core(owner, sequence)
@@ -111,43 +108,42 @@ def _counts(model: nn.Module) -> Any:
 
 
 def _core(model: Any, sequence: SequenceParallel) -> str:
-    own = model.config._attn_implementation.removeprefix(PREFIX)
+    own, key = model.config._attn_implementation.removeprefix(PREFIX), sequence.division.key
     if own == sparse.NAME:
+        if sequence.division.context > 1:
+            raise ConfigError(
+                f"{key} cannot split sparse_attention, whose blocks are of whole sequences; remove "
+                f"that section, or write sequence_parallel_size in place of {key}"
+            )
         return own
     core = sequence.attention or own
     if core == "eager" or core is None:
         log_rank0(
-            f"{KEY}: attention is computed by {DEFAULT}, for eager attention has no interface"
+            f"{key}: attention is computed by {DEFAULT}, for eager attention has no interface"
         )
         core = DEFAULT
     if core == "flex_attention":
         raise ConfigError(
-            f"{KEY} cannot split flex_attention, whose masks are of whole sequences; load the "
+            f"{key} cannot split flex_attention, whose masks are of whole sequences; load the "
             f"model with attn_implementation={DEFAULT!r}, or name it as sp_attn_implementation"
         )
     return str(core)
 
 
-def _check(model: Any, ranks: int, tensor: int) -> None:
+def _check(model: Any, division: Division, tensor: int) -> None:
     name, config = type(model).__name__, model.config.get_text_config()
 
     def refuse(what: str, remedy: str) -> None:
-        raise ConfigError(f"{KEY} = {ranks} cannot split {name}: {what}; {remedy}")
+        raise ConfigError(f"{division} cannot split {name}: {what}; {remedy}")
 
-    alone = f"set {KEY} to 1"
+    alone = f"set {division.key} to 1"
     if config.is_encoder_decoder:
         refuse("it attends across two sequences", alone)
-    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
+    kinds = {*(getattr(config, "layer_types", None) or ())} - _LAYERS
     if kinds:
         refuse(
             f"it has layers of {', '.join(sorted(kinds))}",
-            "use a model of full attention (for a sliding window: use_sliding_window=False, or "
-            f"sliding_window=None), or {alone}",
-        )
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        refuse(
-            f"its attention has a window of {config.sliding_window}",
-            "set config.sliding_window to None where no sequence is longer, or " + alone,
+            f"use a model of full or sliding attention, or {alone}",
         )
     if getattr(config, "attn_logit_softcapping", None):
         refuse("it soft-caps its scores", f"set attn_logit_softcapping to None, or {alone}")
@@ -179,7 +175,7 @@ def _check(model: Any, ranks: int, tensor: int) -> None:
     heads = getattr(config, "num_attention_heads", None)
     if heads is not None:
         shared = getattr(config, "num_key_value_heads", None) or heads
-        check_heads(heads // tensor, max(1, shared // tensor), ranks, tensor)
+        check_heads(heads // tensor, max(1, shared // tensor), division.sequence, tensor)
 
 
 class _Forward:
@@ -189,6 +185,7 @@ class _Forward:
 
     def __init__(self, sequence: SequenceParallel, name: str, counts: Any):
         self._sequence, self._name, self._counts = sequence, name, counts
+        self._key = sequence.division.key
         self._depth = threading.local()
 
     def begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,11 +193,11 @@ class _Forward:
         self._depth.value = depth + 1
         if depth:
             return None
-        name, sequence = type(module).__name__, self._sequence
+        name, sequence, key = type(module).__name__, self._sequence, self._key
         if not (module.training or sequence.in_evaluation):
             if is_part(kwargs):
                 raise ConfigError(
-                    f"{name} in eval() was given a part of a batch under {KEY}, where it evaluates "
+                    f"{name} in eval() was given a part of a batch under {key}, where it evaluates "
                     "whole sequences and would attend only within the part; give it the whole "
                     "batch (in Accelerate prepare its loader in a call without the model), or pass "
                     "in_evaluation=True to hf_zero.sequence_parallel"
@@ -210,24 +207,24 @@ class _Forward:
             raise ConfigError(
                 f"the attention of {name} was {self._name} at initialize and is "
                 f"{module.config._attn_implementation} now, which leaves each rank with its own "
-                f"tokens; leave it, or destroy() the engine and set {KEY} to 1"
+                f"tokens; leave it, or destroy() the engine and set {key} to 1"
             )
         if kwargs.get("attention_mask") is not None:
             raise ConfigError(
-                f"{name} was given an attention_mask in training under {KEY}, where masks are "
+                f"{name} was given an attention_mask in training under {key}, where masks are "
                 "dropped; cut the batch with hf_zero.sequence_parallel().shard(batch), which looks "
                 "at it and leaves it out"
             )
         positions = kwargs.get("position_ids")
         if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
             raise ConfigError(
-                f"{name} was called in training under {KEY} without position_ids of [rows, "
+                f"{name} was called in training under {key} without position_ids of [rows, "
                 "tokens], and would count each rank's tokens from 0; pass those of the whole "
                 "sequence, as hf_zero.sequence_parallel().shard(batch) makes them, and call "
                 "model.eval() for whole sequences"
             )
         inputs = _named(args, kwargs)
-        documents = sequence.agreement.compare(sequence.dim, positions, inputs)
+        documents = sequence.agreement.compare(sequence.dim, sequence.division, positions, inputs)
         if sequence.length not in (None, documents.length):
             raise ConfigError(
                 f"{name} was given sequences of {documents.length} tokens, and sp_seq_length is "
@@ -247,11 +244,11 @@ class _Forward:
         tokens = inputs.get("input_ids")
         if tokens is None:
             return positions + padding + 1
-        dim = self._sequence.dim
-        own = tokens.ne(padding).sum(1, keepdim=True)
-        before = all_gather(dim, "tokens of rows", own)[: dim.rank].sum(0)
-        made: torch.Tensor = embeddings.create_position_ids_from_input_ids(tokens, padding, before)
-        return made
+        dim, division = self._sequence.dim, self._sequence.division
+        parts = all_gather(dim, "padding of rows", tokens.ne(padding).to(torch.uint8))
+        whole = division.whole(parts.unbind()) + padding  # as tokens: padding, and others
+        made: torch.Tensor = embeddings.create_position_ids_from_input_ids(whole, padding)
+        return division.part(made, dim.rank).contiguous()
 
     def end(self, module: Any, args: Any, output: Any) -> None:
         self._depth.value -= 1
@@ -261,7 +258,7 @@ class _Forward:
         if not _under_way.read and output is not None:
             raise ConfigError(
                 f"{type(module).__name__} has attended without {self._name}: each rank saw only "
-                f"its own tokens; set {KEY} to 1 for this model"
+                f"its own tokens; set {self._key} to 1 for this model"
             )
 
 
@@ -287,7 +284,7 @@ def _mask(core: str, *args: Any, **kwargs: Any) -> Any:
         if not knows_positions():  # one process would not separate documents here either
             spans = Documents.one_a_row(documents.length).spans
             documents = replace(documents, spans=spans)
-        return documents.as_mask()
+        return replace(documents, window=kwargs.get("local_size") or 0).as_mask()
     return ALL_MASK_ATTENTION_FUNCTIONS[core](*args, **kwargs)
 
 
@@ -309,11 +306,13 @@ def _attend(
     if documents is None:
         out: tuple[torch.Tensor, Any] = compute(module, query, key, value, attention_mask, **kwargs)
         return out
+    sequence = SequenceParallel.numbered(documents.number)
+    division, sinks = sequence.division, kwargs.get("s_aux")
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise ConfigError(
                 f"{type(module).__name__} asks for {what} ({name}), which cannot be had under "
-                f"{KEY}; set {KEY} to 1 for this model"
+                f"{division.key}; set {division.key} to 1 for this model"
             )
     if documents.packed and core == sparse.NAME:
         raise KernelError(
@@ -321,16 +320,37 @@ def _attend(
             "row); use dense attention for them, or one sequence a row"
         )
     _under_way.read = True
-    dim = SequenceParallel.numbered(documents.number).dim
+    scale = kwargs.get("scaling")
+    if division.context > 1 or documents.windowed or sinks is not None:
+        _check_ring(module, division.key, **kwargs)
+        whole = attend(sequence.axes, None, query, key, value, documents, scale, sinks)
+        return whole, None
     # position_ids cover whole sequences, or this rank's tokens: they are not needed any more
     passed = {name: each for name, each in kwargs.items() if name != "position_ids"}
 
     def of_a_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        here: Any = _WithHeads(module, q.shape[1], k.shape[1], dim.rank)
+        here: Any = _WithHeads(module, q.shape[1], k.shape[1], sequence.axes.heads.rank)
         found: torch.Tensor = compute(here, q, k, v, None, **passed)[0]
         return found
 
-    return attend(dim, of_a_document, query, key, value, documents), None
+    return attend(sequence.axes, of_a_document, query, key, value, documents), None
+
+
+def _check_ring(
+    module: nn.Module, key: str, dropout: float = 0.0, is_causal: bool | None = None, **kwargs: Any
+) -> None:
+    """Raise ConfigError for arguments of attention that :func:`ring_attention` lacks."""
+    name = type(module).__name__
+    if dropout:
+        raise ConfigError(
+            f"{name} drops out {dropout} of its attention, which rings, windows and attention "
+            f"sinks under {key} lack; set attention_dropout (attn_pdrop) of the model to 0"
+        )
+    if is_causal is False:
+        raise ConfigError(
+            f"{name} asks for attention in both directions (is_causal), which cannot be had under "
+            f"{key}; set {key} to 1 for this model"
+        )
 
 
 class _WithHeads:

@@ -18,7 +18,7 @@ import torch
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.parallel.sequence.attention import note_positions
+from hf_zero.parallel.sequence.documents import note_positions
 
 KNOWN = "_hf_zero_pads"  # attribute of a mask: (whether it masks anything, its _version then)
 

@@ -25,7 +25,7 @@ from hf_zero.parallel.expert.moe_layer import MOELayer
 from hf_zero.parallel.pipeline.rank_stages import PipelineRun, Stage
 from hf_zero.parallel.pipeline.staged import StagedModule, TiedParameters, mark_tied
 from hf_zero.parallel.pipeline.topology import PipelineParallelGrid
-from hf_zero.parallel.sequence.attention import KEY
+from hf_zero.parallel.sequence.division import CONTEXT, KEY
 from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.tree import map_tensors
 from hf_zero.zero.training_engine import TrainingEngine
@@ -421,13 +421,17 @@ def check_uncut(config: ZeroConfig, module: StagedModule) -> None:
             "the model is a pipeline; leave each expert whole in its stage (ep_size=1, without "
             "the section), or train the whole model without stages"
         )
-    readers = max(config.sequence_parallel_size, dims.sequence)
-    if readers > 1:
-        raise ConfigError(
-            f"{KEY} is {readers}, and the model is a pipeline, whose stages read whole sequences; "
-            "remove it and hf_zero.sequence_parallel, or train the whole model without stages, at "
-            "ZeRO stage 3"
-        )
+    sizes = {
+        KEY: max(config.sequence_parallel_size, dims.sequence),
+        CONTEXT: max(config.context_parallel_size, dims.context),
+    }
+    for key, readers in sizes.items():
+        if readers > 1:
+            raise ConfigError(
+                f"{key} is {readers}, and the model is a pipeline, whose stages read whole "
+                "sequences; remove it and hf_zero.sequence_parallel, or train the whole model "
+                "without stages, at ZeRO stage 3"
+            )
 
 
 def check_pipeline(

@@ -155,7 +155,7 @@ def _make_parallel(topology: ProcessTopology) -> None:
     # Stages may be added to tensor parallelism: its ranks are neighbours with and without stages.
     if held is None or held.dims in (dims, ParallelDims.over(dims.world, tensor=tensor)):
         init_parallel(dims)
-    elif max(held.dims.sequence, held.dims.expert) > 1:
+    elif max(held.dims.tokens, held.dims.expert) > 1:
         raise ConfigError(
             f"the job is parallel as {held.dims}: sequences in parts and experts on several ranks "
             "are not built beside the stages of a pipeline; leave hf_zero.sequence_parallel and "

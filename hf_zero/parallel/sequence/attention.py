@@ -1,27 +1,16 @@
 """Attention over sequences that are split among ranks: each rank computes some of the heads over
-all tokens, and the outputs return to the ranks of their tokens.
+all tokens, or over those of a ring, and the outputs return to the ranks of their tokens.
 
 [Note: exchange]
 All-to-alls between sequence-parallel ranks change the split dimension: tokens, or heads (Ulysses,
 arXiv 2309.14509). They are differentiable; the backward is the inverse exchange.
 ``DistributedAttention`` does so around a model's own attention.
-
-[Note: documents]
-Packed sequences lie one behind another and are told apart by their position_ids, which restart in
-each. :class:`Documents` travel through a model in place of its attention mask, as a small CPU
-tensor that is an argument of every block, so that a recomputation in the backward has those of its
-own forward. An attention mask of transformers is boolean or additive; one of 4 dimensions in int32
-is ours.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import threading
-import zlib
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,41 +23,64 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.distributed.process_group import get_world_size
 from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence.division import AXIS, CONTEXT, KEY, Division
+from hf_zero.parallel.sequence.documents import Documents
+from hf_zero.parallel.sequence.ring import ring_attention
 
-KEY = "sequence_parallel_size"
-AXIS = "sequence"
 # computes [B, S, H, D] from q [B, H, S, D], k and v [B, Hkv, S, D]
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-ALL_ROWS = -1
-_of_thread = threading.local()  # .has_positions: for the mask requested last
+
+@dataclass(frozen=True)
+class Axes:
+    """The dimensions of the ranks that share a sequence: those that exchange tokens for ``heads``,
+    and those of the ``ring``.
+    """
+
+    heads: MeshDim
+    ring: MeshDim
+
+    @property
+    def division(self) -> Division:
+        return Division(self.heads.size, self.ring.size)
 
 
 def attend(
-    dim: MeshDim,
-    core: Core,
+    axes: Axes,
+    core: Core | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     documents: Documents,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run ``core`` over the tokens of all ranks, on this rank's share of the heads.
+    """Return the attention of this rank's tokens to those of all ranks along ``axes``.
 
     Shapes: query [B, H, s, D], key and value [B, Hkv, s, D] of this rank's s tokens, to [B, s, H,
-    D]. Key and value heads that do not divide among the ranks, or are fewer, are repeated before
-    the exchange. ``core`` computes one document at a time; those of equal length form a batch.
-    Raises ConfigError for heads or tokens that do not divide.
+    D]. Each rank computes its share of the heads, over the tokens of all ranks if there is no ring.
+    Key and value heads that do not divide among the ranks along ``axes.heads``, or are fewer, are
+    repeated before the exchange. ``core`` computes one document at a time; those of equal length
+    form a batch. None, and documents with a window: :func:`ring_attention` computes them, with
+    ``scale`` and ``sinks`` [H]. Raises ConfigError for heads or tokens that do not divide.
     """
-    if query.shape[2] * dim.size != documents.length or key.shape[2] != query.shape[2]:
+    division = axes.division
+    if query.shape[2] * division.ranks != documents.length or key.shape[2] != query.shape[2]:
         raise ConfigError(
             f"attention was given {query.shape[2]} queries and {key.shape[2]} keys of this rank, "
-            f"and position_ids are of {documents.length} tokens over {dim.size} ranks; under {KEY} "
-            "every tensor of a batch holds this rank's part of it, and no cache is used: cut it "
-            "with hf_zero.sequence_parallel().shard(batch), and generate after model.eval()"
+            f"and position_ids are of {documents.length} tokens over {division.ranks} ranks; under "
+            f"{division} every tensor of a batch holds this rank's part of it, and no cache is "
+            "used: cut it with hf_zero.sequence_parallel().shard(batch), and generate after "
+            "model.eval()"
         )
-    query, key, value = spread_heads(dim, query, key, value)
-    out = _by_document(core, query, key, value, documents)
-    return gather_heads(dim, "attention", out.transpose(1, 2)).transpose(1, 2)
+    query, key, value = spread_heads(axes.heads, query, key, value)
+    if core is None:
+        if sinks is not None:
+            sinks = sinks.chunk(axes.heads.size)[axes.heads.rank]
+        out = ring_attention(axes.ring, documents, query, key, value, scale, sinks)
+    else:
+        out = _by_document(core, query, key, value, documents)
+    return gather_heads(axes.heads, "attention", out.transpose(1, 2)).transpose(1, 2)
 
 
 def spread_heads(
@@ -144,6 +156,8 @@ def scatter_heads(dim: MeshDim, key: str, *tensors: torch.Tensor) -> tuple[torch
     """Exchange ``tensors`` [B, H, tokens of this rank, D], of one dtype, for this rank's share of
     the heads with the tokens of all ranks: [B, H / ranks, tokens, D]. One message to each rank.
     """
+    if dim.size == 1:
+        return tensors
     return _ScatterHeads.apply(dim, key, *tensors)  # type: ignore[no-any-return]
 
 
@@ -151,6 +165,8 @@ def gather_heads(dim: MeshDim, key: str, tensor: torch.Tensor) -> torch.Tensor:
     """Inverse of :func:`scatter_heads`: [B, H / ranks, tokens, D] to [B, H, tokens of this rank,
     D], laid out in memory as [B, tokens, H, D].
     """
+    if dim.size == 1:
+        return tensor
     return _GatherHeads.apply(dim, key, tensor)  # type: ignore[no-any-return]
 
 
@@ -238,83 +254,6 @@ def _swap(dim: MeshDim, key: str, rows: Sequence[torch.Tensor]) -> list[tuple[to
     ]
 
 
-def note_positions(given: bool) -> None:
-    """Note that a model of this thread makes a mask; ``given``: whether it passed positions."""
-    _of_thread.has_positions = given
-
-
-def knows_positions() -> bool:
-    """Whether the model that creates a mask in this thread passes its position_ids, by which
-    transformers tells packed sequences apart. Some read them only in their embeddings.
-    """
-    return getattr(_of_thread, "has_positions", True)
-
-
-@dataclass(frozen=True)
-class Documents:
-    """The documents of a batch of ``length`` tokens a row. ``spans``: (row, first token, last token
-    + 1) of each; the row :data:`ALL_ROWS` means every row. ``number``: that of the sequence
-    parallelism the batch belongs to.
-    """
-
-    number: int
-    length: int
-    spans: tuple[tuple[int, int, int], ...]
-
-    @classmethod
-    def one_a_row(cls, length: int) -> Documents:
-        """Return one document of ``length`` tokens per row, for a batch without a number so far."""
-        return cls(0, length, ((ALL_ROWS, 0, length),))
-
-    @property
-    def code(self) -> int:
-        """A 32-bit hash of length and spans; never 0."""
-        return zlib.crc32(repr((self.length, self.spans)).encode()) or 1
-
-    @classmethod
-    def of(cls, number: int, positions: torch.Tensor) -> Documents:
-        """Find the documents in ``positions`` [rows, tokens] of whole sequences. The host waits."""
-        positions = positions.cpu()
-        rows, length = positions.shape
-        begins = torch.ones(rows, length, dtype=torch.bool)
-        begins[:, 1:] = positions[:, 1:] - positions[:, :-1] != 1
-        if bool((begins == begins[0]).all()):
-            rows, begins = 1, begins[:1]
-        spans = []
-        for row in range(rows):
-            starts = [*begins[row].nonzero().flatten().tolist(), length]
-            place = ALL_ROWS if rows == 1 else row
-            spans += [(place, start, end) for start, end in itertools.pairwise(starts)]
-        return cls(number, length, tuple(spans))
-
-    @property
-    def packed(self) -> bool:
-        """Whether a row holds more than one document."""
-        return any(end - start < self.length for _, start, end in self.spans)
-
-    def by_length(self, rows: int) -> dict[int, list[int]]:
-        """Return the first token of each document, row x length + token, by document length."""
-        found = defaultdict(list)
-        for row, start, end in self.spans:
-            for each in range(rows) if row == ALL_ROWS else (row,):
-                found[end - start].append(each * self.length + start)
-        return found
-
-    def as_mask(self) -> torch.Tensor:
-        """Encode the documents as a tensor that takes the place of an attention mask."""
-        head = (self.number, self.length, len(self.spans))
-        return torch.tensor([head, *self.spans], dtype=torch.int32)[None, None]
-
-    @classmethod
-    def from_mask(cls, mask: torch.Tensor | None) -> Documents | None:
-        """Decode the result of :meth:`as_mask`; None for any other mask, or None."""
-        if mask is None or mask.dtype != torch.int32 or mask.dim() != 4:
-            return None
-        (number, length, count), *spans = mask[0, 0].tolist()
-        assert count == len(spans)
-        return cls(number, length, tuple(map(tuple, spans)))  # type: ignore[arg-type]
-
-
 class DistributedAttention(nn.Module):
     """Run ``local_attention`` over the tokens of all sequence-parallel ranks, on this rank's share
     of the heads (Ulysses, arXiv 2309.14509). Its forward is collective over these ranks.
@@ -330,7 +269,7 @@ class DistributedAttention(nn.Module):
         sp_stream: accepted; collectives have streams of their own.
 
     Raises:
-        ConfigError: another group.
+        ConfigError: another group, or a job whose ranks form rings.
     """
 
     def __init__(
@@ -345,6 +284,12 @@ class DistributedAttention(nn.Module):
         self.local_attn = local_attention
         self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
         groups = get_parallel()
+        if groups is not None and groups.dims.context > 1:
+            raise ConfigError(
+                f"DistributedAttention needs the tokens of whole sequences, and with {CONTEXT} = "
+                f"{groups.dims.context} they stay on the ranks of a ring; use a model of "
+                f"transformers, or {KEY} alone"
+            )
         own = None if groups is None else groups.group(AXIS)
         if sequence_process_group not in (None, own) and get_world_size(sequence_process_group) > 1:
             raise ConfigError(

@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from hf_zero.device.pinned import upload
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.sequence.attention import KEY, Documents, all_gather
+from hf_zero.parallel.sequence.attention import all_gather
+from hf_zero.parallel.sequence.division import Division
+from hf_zero.parallel.sequence.documents import Documents
 
 # attribute of loaders: a function that returns one distributed over groups; True on the result
 SHARE = "_hf_zero_share"
@@ -37,9 +39,9 @@ _DROPPED = (
 )
 
 
-def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
-    """Return ``batch``, a mapping of tensors [rows, tokens, ...], with only the tokens of
-    ``part``.
+def cut(batch: Any, rank: int, division: Division) -> dict[str, Any]:
+    """Return ``batch``, a mapping of tensors [rows, tokens, ...], with only the tokens that
+    ``division`` gives ``rank``.
 
     ``labels`` are shifted by one first, so that the label of each token is the next one, across the
     cut; they are returned as ``labels`` and as ``shift_labels``. Missing ``position_ids`` are
@@ -50,7 +52,7 @@ def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(
-            f"{KEY} cuts batches that are mappings of names to tensors, not a "
+            f"{division.key} cuts batches that are mappings of names to tensors, not a "
             f"{type(batch).__name__}; let the collate_fn return a dict with input_ids, labels and "
             "position_ids"
         )
@@ -60,17 +62,18 @@ def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
     )
     if whole is None:
         raise ConfigError(
-            f"{KEY} cannot tell how long the sequences of a batch of {sorted(batch)} are; name "
-            "their tokens input_ids, or inputs_embeds"
+            f"{division.key} cannot tell how long the sequences of a batch of {sorted(batch)} are; "
+            "name their tokens input_ids, or inputs_embeds"
         )
     rows, length = whole.shape[:2]
-    if length % parts:
+    if length % division.multiple:
         raise ConfigError(
-            f"sequences of {length} tokens do not divide among {KEY} = {parts} ranks; pad them "
-            f"to a multiple of {parts}, as with pad_to_multiple_of={parts} of the data collator"
+            f"sequences of {length} tokens do not divide among the ranks of {division}; pad them "
+            f"to a multiple of {division.multiple}, as with "
+            f"pad_to_multiple_of={division.multiple} of the data collator"
         )
     mask = batch.get("attention_mask")
-    _check_mask(mask)
+    _check_mask(mask, division.key)
     for name in _DROPPED:
         batch.pop(name, None)
     positions = batch.get("position_ids")
@@ -81,12 +84,12 @@ def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
     if positions.dim() != 2 or positions.shape[1] != length:
         raise ConfigError(
             f"position_ids of shape {list(positions.shape)} beside {length} tokens cannot be cut "
-            f"for {KEY}; pass [rows, {length}]"
+            f"for {division.key}; pass [rows, {length}]"
         )
     if documents is None:
         documents = Documents.of(0, positions)
         if mask is not None:
-            _check_packing(mask, positions)
+            _check_packing(mask, positions, division.key)
     batch["position_ids"] = positions.expand(rows, -1)
     if batch.get("shift_labels") is None and batch.get("labels") is not None:
         batch["shift_labels"] = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
@@ -95,11 +98,11 @@ def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
         if mask is not None and bool(((mask == 0) & (batch["labels"] != IGNORED)).any()):
             raise ConfigError(
                 "a batch has labels for the tokens that follow masked ones, which under "
-                f"{KEY} would attend to each other, as masks are dropped; set them to {IGNORED} "
-                f"(labels[attention_mask == 0] = {IGNORED}), as data collators do"
+                f"{division.key} would attend to each other, as masks are dropped; set them to "
+                f"{IGNORED} (labels[attention_mask == 0] = {IGNORED}), as data collators do"
             )
     cuts = {
-        name: value.chunk(parts, dim=1)[part].contiguous()
+        name: division.part(value, rank).contiguous()
         if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
         else value
         for name, value in batch.items()
@@ -147,23 +150,23 @@ def _marked(
     return part
 
 
-def _check_mask(mask: Any) -> None:
+def _check_mask(mask: Any, key: str) -> None:
     if mask is None:
         return
     if mask.dim() != 2:
         raise ConfigError(
-            f"an attention_mask of shape {list(mask.shape)} cannot be had under {KEY}, where "
+            f"an attention_mask of shape {list(mask.shape)} cannot be had under {key}, where "
             "attention is causal within the documents that position_ids tell apart; leave it out"
         )
     if bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise ConfigError(
             f"the attention_mask of a batch has padding on the left, or between tokens, and under "
-            f"{KEY} masks are dropped: pad on the right (tokenizer.padding_side = 'right'), where "
+            f"{key} masks are dropped: pad on the right (tokenizer.padding_side = 'right'), where "
             "causal attention does not read it"
         )
 
 
-def _check_packing(mask: torch.Tensor, positions: torch.Tensor) -> None:
+def _check_packing(mask: torch.Tensor, positions: torch.Tensor, key: str) -> None:
     """Raise ConfigError for packed sequences beside a mask: transformers looks for packed sequences
     only in batches without a mask; with one, tokens attend to all before them in their row.
     """
@@ -172,7 +175,7 @@ def _check_packing(mask: torch.Tensor, positions: torch.Tensor) -> None:
         token = int(begins.any(dim=0).nonzero()[0]) + 1
         raise ConfigError(
             f"a batch has position_ids that restart or skip some at token {token}, and an "
-            f"attention_mask: one process attends across that token, and under {KEY} what stands "
+            f"attention_mask: one process attends across that token, and under {key} what stands "
             "before it is another sequence; leave attention_mask out where sequences are packed, "
             "or position_ids where each row is one"
         )
@@ -183,9 +186,9 @@ class SequenceBatches:
     cut for this rank. Iterating is collective; all ranks end when the first loader ends.
     """
 
-    def __init__(self, loader: Any, dim: MeshDim, device: Any = None):
+    def __init__(self, loader: Any, dim: MeshDim, division: Division, device: Any = None):
         """``device``: device to move the parts to; None: they stay on the CPU."""
-        self.loader, self.dim, self.device = loader, dim, device
+        self.loader, self.dim, self.division, self.device = loader, dim, division, device
         self._skip = 0
         self._left = 0  # batches of the current turns that have not been yielded
 
@@ -236,7 +239,7 @@ class SequenceBatches:
                 if last is not None:
                     # Accelerate ends an accumulation window with the last batch of a loader
                     self.loader.end_of_dataloader = last and place + 1 == len(batches)
-                yield self._placed(cut(each, self.dim.rank, self.dim.size))
+                yield self._placed(cut(each, self.dim.rank, self.division))
 
     def _placed(self, batch: dict[str, Any]) -> dict[str, Any]:
         if self.device is None:

@@ -23,13 +23,15 @@ from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.init import init_distributed
-from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.distributed.parallel_groups import dims_in_effect, get_parallel, init_parallel
 from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.logging import log_rank0
 from hf_zero.parallel.alike import due, hash_of
-from hf_zero.parallel.sequence.attention import AXIS, KEY, Documents, all_gather
+from hf_zero.parallel.sequence.attention import Axes, all_gather
 from hf_zero.parallel.sequence.batches import IGNORED, SequenceBatches, cut, documents_of
+from hf_zero.parallel.sequence.division import AXIS, CONTEXT, KEY, RING, TOKENS, Division
+from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.registered import registered
 from hf_zero.zero.gather.model_patches import Stateless
 
@@ -47,18 +49,22 @@ MICRO = "train_micro_batch_size_per_gpu"
 def sequence_parallel(
     size: int | None = None,
     *,
+    context_parallel_size: int | None = None,
     attention: str | None = None,
     in_evaluation: bool = False,
 ) -> SequenceParallel:
-    """Create groups of ``size`` neighbouring ranks that divide each sequence (Ulysses). The first
-    call with a size is collective over all ranks.
+    """Create groups of ranks that divide each sequence. The first call with a size is collective
+    over all ranks.
 
-    Pass the result to ``hf_zero.initialize(mpu=...)``, or set ``sequence_parallel_size`` in the
-    configuration and call this afterwards without a size.
+    Pass the result to ``hf_zero.initialize(mpu=...)``, or set ``sequence_parallel_size`` and
+    ``context_parallel_size`` in the configuration and call this afterwards without a size.
 
     Args:
-        size: number of ranks in a group; it must divide the number of ranks and the attention
-            heads. None uses the current size of the job.
+        size: number of neighbouring ranks that exchange tokens for heads in attention (Ulysses); it
+            must divide the number of ranks and the attention heads. None is 1 beside
+            ``context_parallel_size``; without either, the current sizes of the job are used.
+        context_parallel_size: number of ranks that pass keys and values around a ring in attention;
+            a group has ``size`` times as many ranks. None is 1 beside ``size``.
         attention: the implementation of transformers that computes attention within a rank. None
             uses that of the model, or sdpa if the model has eager attention.
         in_evaluation: True makes a model in ``eval()`` read parts of sequences, too. With False
@@ -70,47 +76,60 @@ def sequence_parallel(
     if not process_group.is_initialized():
         init_distributed()
     held = get_parallel()
-    if size is None:
-        if held is None or held.dims.sequence == 1:
+    if size is None and context_parallel_size is None:
+        if held is None or held.dims.tokens == 1:
             raise ConfigError(
                 f"hf_zero.sequence_parallel() was called without a size, and this job is not "
-                f"sequence parallel; pass the number of ranks, or write {KEY} in the configuration "
-                "and call it after initialize"
+                f"sequence parallel; pass the number of ranks, or write {KEY} or {CONTEXT} in the "
+                "configuration and call it after initialize"
             )
-        size = held.dims.sequence
-    dims = sequence_dims(size, dims_in_effect())
+        size, context_parallel_size = held.dims.sequence, held.dims.context
+    division = Division(_one_of(size, KEY), _one_of(context_parallel_size, CONTEXT))
+    dims = sequence_dims(division, dims_in_effect())
     return SequenceParallel(init_parallel(dims), attention, in_evaluation)
 
 
-def sequence_dims(size: int, dims: ParallelDims) -> ParallelDims:
-    """Return ``dims``, those of the job, with sequences split among ``size`` of the ranks that
-    tensor and pipeline parallelism leave. Raises ConfigError for a size that does not divide them,
-    and for a second size in a job.
+def _one_of(size: int | None, key: str) -> int:
+    if size is None:
+        return 1
+    check_size(size, key)
+    return size
+
+
+def sequence_dims(division: Division, dims: ParallelDims) -> ParallelDims:
+    """Return ``dims``, those of the job, with sequences split by ``division`` among the ranks that
+    tensor and pipeline parallelism leave. Raises ConfigError for sizes that do not divide them, and
+    for a second division in a job.
     """
     split = dims.tensor * dims.pipeline
     readers = dims.world // split
-    if size < 1 or readers % size:
+    if readers % division.ranks:
         of = f" ({dims.world} / {split} that split the model)" if split > 1 else ""
         raise ConfigError(
-            f"{KEY} = {size} does not divide {readers} ranks{of}; choose a divisor of {readers}"
+            f"{division} does not divide {readers} ranks{of}; choose a divisor of {readers}"
         )
-    if dims.sequence not in (1, size):
+    held = Division(dims.sequence, dims.context)
+    if held not in (Division(), division):
         raise ConfigError(
-            f"{KEY} = {size} was asked for in a job whose ranks are sequence parallel in groups of "
-            f"{dims.sequence}; the size stays for the life of the processes, after "
+            f"{division} was asked for in a job whose ranks are sequence parallel in groups of "
+            f"{held.ranks} ({held}); the size stays for the life of the processes, after "
             "engine.destroy() too: start new ones for another"
         )
     others = {axis: dims.size(axis) for axis in _OTHERS}
-    return ParallelDims.over(dims.world, sequence=size, **others)
+    return ParallelDims.over(
+        dims.world, sequence=division.sequence, context=division.context, **others
+    )
 
 
 class SequenceParallel:
     """The sequence-parallel ranks of one job; the ``mpu`` of an ``initialize``."""
 
     def __init__(self, groups: Any, attention: str | None, in_evaluation: bool):
-        self.dim = groups.along(AXIS)
-        self.group = groups.group(AXIS)
-        self.stats = groups.stats[AXIS]
+        self.dim = groups.along(TOKENS)
+        self.group = groups.group(TOKENS)
+        self.axes = Axes(groups.along(AXIS), groups.along(RING))
+        self.division = self.axes.division
+        self.stats = groups.stats[TOKENS]
         self.size, self.rank = self.dim.size, self.dim.rank
         self.attention, self.in_evaluation = attention, in_evaluation
         self.length: int | None = None  # tokens of every sequence, if known
@@ -128,7 +147,7 @@ class SequenceParallel:
         all ranks of the group; see :func:`hf_zero.parallel.sequence.batches.cut`. Not collective; a
         forward over parts of batches that differ raises RankMismatchError.
         """
-        part = cut(batch, self.rank, self.size)
+        part = cut(batch, self.rank, self.division)
         self.agreement.remember(batch, part)
         return part
 
@@ -136,7 +155,7 @@ class SequenceParallel:
         """Return an iterable over this rank's parts of the batches of ``loader`` and of those of
         the other ranks of the group, in turn. Iterating it is collective.
         """
-        return SequenceBatches(loader, self.dim, process_group.default_device())
+        return SequenceBatches(loader, self.dim, self.division, process_group.default_device())
 
     def mean_loss(
         self, loss: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED
@@ -220,7 +239,11 @@ class SameBatches:
             self._known.popitem(last=False)
 
     def compare(
-        self, dim: MeshDim, positions: torch.Tensor, inputs: Mapping[str, Any]
+        self,
+        dim: MeshDim,
+        division: Division,
+        positions: torch.Tensor,
+        inputs: Mapping[str, Any],
     ) -> Documents:
         """Return the documents of the batch of which a forward over ``inputs`` with ``positions``
         [rows, tokens] reads a part. Collective along ``dim``; all its ranks raise RankMismatchError
@@ -240,7 +263,7 @@ class SameBatches:
         ranks, count = dim.ranks, dim.size
         these = (
             f"ranks {', '.join(map(str, ranks))}, which share sequences "
-            f"({KEY} = {count}), were given parts of"
+            f"({division}), were given parts of"
         )
         if any(shape != shapes[0] for shape in shapes):
             raise RankMismatchError(
@@ -257,7 +280,7 @@ class SameBatches:
             )
         if documents is None or _UNKNOWN in codes:
             parts = all_gather(dim, "position_ids", positions)
-            return Documents.of(0, parts.transpose(0, 1).flatten(1))
+            return Documents.of(0, division.whole(parts.unbind()))
         return documents
 
 
@@ -272,30 +295,33 @@ def _hash_of_part(part: Mapping[str, Any]) -> int | None:
 
 
 def with_sequence_size(config: ZeroConfig, mpu: Any, dims: ParallelDims) -> ZeroConfig:
-    """Return ``config`` with the sequence-parallel size of it or of ``mpu``. ``dims``: sizes of the
+    """Return ``config`` with the division of sequences of it or of ``mpu``. ``dims``: sizes of the
     other axes.
 
     A train batch size beside an ``mpu`` is computed anew: Accelerate computes it from the sizes of
     its own ParallelismConfig, which may not match the number of ranks. Raises ConfigError if the
     two contradict each other.
     """
-    written = config.sequence_parallel_size
     if not isinstance(mpu, SequenceParallel):
         return config
-    if written not in (1, mpu.size):
-        raise ConfigError(
-            f"{KEY} = {written} ({config.sources[KEY]}) contradicts the mpu of {mpu.size} ranks "
-            "that initialize was given; remove one of them"
-        )
-    _refuse_former_groups(mpu, sequence_dims(mpu.size, dims))
-    config = config.override({KEY: mpu.size}, "the mpu of initialize")
+    own = {KEY: mpu.division.sequence, CONTEXT: mpu.division.context}
+    written = {KEY: config.sequence_parallel_size, CONTEXT: config.context_parallel_size}
+    for key, size in written.items():
+        if size not in (1, own[key]):
+            raise ConfigError(
+                f"{key} = {size} ({config.sources[key]}) contradicts the mpu of {mpu.division} "
+                "that initialize was given; remove one of them"
+            )
+    _refuse_former_groups(mpu, sequence_dims(mpu.division, dims))
+    config = config.override(own, "the mpu of initialize")
     micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     if config.train_batch_size is not None and micro is not None and steps is not None:
         total = micro * steps * (process_group.get_world_size() // mpu.size)
         if total != config.train_batch_size:
             log_rank0(
                 f"{TOTAL} = {config.train_batch_size} ({config.sources[TOTAL]}) is taken for "
-                f"{total}: {MICRO} x gradient_accumulation_steps x (ranks / {KEY})",
+                f"{total}: {MICRO} x gradient_accumulation_steps x (ranks / {mpu.size} that share "
+                "sequences)",
                 logging.WARNING,
             )
             config = config.without(TOTAL)
@@ -304,16 +330,23 @@ def with_sequence_size(config: ZeroConfig, mpu: Any, dims: ParallelDims) -> Zero
 
 def sequence_of(config: ZeroConfig, mpu: Any) -> SequenceParallel | None:
     """Return the ranks of :func:`with_sequence_size`, None for size 1. Collective."""
-    if config.sequence_parallel_size == 1:
+    if config.ranks_of_a_sequence == 1:
         return None
     if isinstance(mpu, SequenceParallel):
         return mpu
-    return sequence_parallel(config.sequence_parallel_size)
+    return sequence_parallel(
+        config.sequence_parallel_size, context_parallel_size=config.context_parallel_size
+    )
+
+
+def division_of(config: ZeroConfig) -> Division:
+    """Return the division of sequences that ``config`` asks for."""
+    return Division(config.sequence_parallel_size, config.context_parallel_size)
 
 
 def _refuse_former_groups(mpu: SequenceParallel, dims: ParallelDims) -> None:
     """Raise ConfigError if other parallelism, set up after ``mpu``, changes its groups' ranks."""
-    if dims.ranks_along(process_group.get_rank(), AXIS) != tuple(mpu.dim.ranks):
+    if dims.ranks_along(process_group.get_rank(), TOKENS) != tuple(mpu.dim.ranks):
         raise ConfigError(
             "hf_zero.sequence_parallel was called before this job became tensor or "
             "pipeline parallel, which has moved the ranks that share a sequence; call it "
@@ -321,12 +354,12 @@ def _refuse_former_groups(mpu: SequenceParallel, dims: ParallelDims) -> None:
         )
 
 
-def check_model(model: nn.Module, size: int, dims: ParallelDims) -> None:
-    """Raise ConfigError for a model whose attention cannot be split among ``size`` ranks of a job
-    of ``dims``.
+def check_model(model: nn.Module, division: Division, dims: ParallelDims) -> None:
+    """Raise ConfigError for a model whose attention cannot be split by ``division`` in a job of
+    ``dims``.
     """
-    if size > 1:
-        registered("sequence_attention")().check(model, size, dims.tensor)
+    if division.ranks > 1:
+        registered("sequence_attention")().check(model, division, dims.tensor)
 
 
 def on_model(sequence: SequenceParallel | None) -> dict[str, OnModel]:

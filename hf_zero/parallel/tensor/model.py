@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.parallelism import AUTOEP_SIZE, TENSOR_SIZE, VERIFY
-from hf_zero.config.resolving import SEQUENCE
+from hf_zero.config.resolving import CONTEXT, SEQUENCE
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
@@ -333,7 +333,11 @@ def with_tensor_size(model: nn.Module, config: ZeroConfig) -> ZeroConfig:
 
 def _check_alone(config: ZeroConfig) -> None:
     """Raise ConfigError if a rank would not compute, on its batch, the same as one process."""
-    others = {AUTOEP_SIZE: config.expert_parallel.size, SEQUENCE: config.sequence_parallel_size}
+    others = {
+        AUTOEP_SIZE: config.expert_parallel.size,
+        SEQUENCE: config.sequence_parallel_size,
+        CONTEXT: config.context_parallel_size,
+    }
     for key, size in others.items():
         if size > 1:
             raise ConfigError(

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.errors import ConfigError
-from hf_zero.measures.collectives import MESSAGES, wire_bytes
+from hf_zero.measures.collectives import MESSAGES, TO_ONE_RANK, wire_bytes
 from hf_zero.planning.simulation.recording import (
     FORWARD,
     Arrival,
@@ -105,7 +105,8 @@ class Machine:
         """Return the seconds of ``message`` on a free link."""
         ranks = len(message.group.ranks)
         sent = wire_bytes(message.operation, message.nbytes, ranks)
-        return self.latency * math.ceil(math.log2(ranks)) + sent / self.bandwidth(message.group)
+        hops = 1 if message.operation in TO_ONE_RANK else math.ceil(math.log2(ranks))
+        return self.latency * hops + sent / self.bandwidth(message.group)
 
 
 @dataclass(frozen=True)

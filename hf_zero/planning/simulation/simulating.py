@@ -21,7 +21,7 @@ from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, Zero
 from hf_zero.device import kinds
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.fake_world import META, fake_world
-from hf_zero.distributed.parallel_groups import AXES, get_parallel, init_parallel
+from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.fused.attention_on_meta import without_memory
@@ -37,6 +37,8 @@ from hf_zero.parallel.pipeline.engine import (
     pipelined,
 )
 from hf_zero.parallel.pipeline.staged import StagedModule, set_tied
+from hf_zero.parallel.sequence.attention import Axes
+from hf_zero.parallel.sequence.division import AXIS, RING, Division
 from hf_zero.parallel.tensor import tensor_parallel
 from hf_zero.planning.activation_memory import Sequences, copy_on_meta
 from hf_zero.planning.estimate import (
@@ -166,6 +168,7 @@ class PlanOptions(TypedDict, total=False):
     replicas: int | None
     tensor_parallel: int | None
     sequence_parallel: int | None
+    context_parallel: int | None
     expert_parallel: int | None
     pipeline_parallel: int
     micro_batch: int | None
@@ -203,9 +206,9 @@ def simulate(
         params: number of parameters of a decoder to simulate instead of a model.
         config, offload_optimizer, offload_param: as for :func:`hf_zero.estimate`.
         replicas: copies of the shards; None: as in ``config``, else 1.
-        tensor_parallel, sequence_parallel, expert_parallel: ranks that share each layer, a
-            sequence, and a set of experts; None: as in ``config``. Every expert is taken to get as
-            many tokens as the others.
+        tensor_parallel, sequence_parallel, context_parallel, expert_parallel: ranks that share each
+            layer, a sequence by heads, a sequence in a ring, and a set of experts; None: as in
+            ``config``. Every expert is taken to get as many tokens as the others.
         pipeline_parallel: stages into which ``hf_zero.pipeline_stages`` cuts the model, with the
             schedule of ``config``; only ZeRO stages 0 and 1 then exist. A rank of each is recorded.
         micro_batch: sequences of a micro-batch; None: as in ``config``, else 1.
@@ -325,7 +328,7 @@ def plans_of_stages(
     config = options.get("config")
     asked = asked_for(
         ranks, precision, optimizer, config, options.get("tensor_parallel"), experts, pipeline,
-        options.get("sequence_parallel"), options.get("device"),
+        options.get("sequence_parallel"), options.get("context_parallel"), options.get("device"),
     )  # fmt: skip
     if not 0 <= rank < ranks:
         raise ConfigError(f"rank {rank} is none of {ranks} ranks; choose 0 to {ranks - 1}")
@@ -412,11 +415,12 @@ def _record(
             settings, gradient_accumulation_steps=min(micro_batches, RECORDED)
         )
     rows = settings.train_micro_batch_size_per_gpu or 1
-    Sequences(length, rows, dims.sequence).check(own.model)
+    division = Division(dims.sequence, dims.context)
+    Sequences(length, rows, division).check(own.model)
     copied = _copy(own).train()
     if dims.pipeline == 1 and "loss" in settings.kernels and not isinstance(settings.kernels, str):
         defer_head(copied)
-    inputs = dict((batch or _tokens)(rows, length // dims.sequence))
+    inputs = dict((batch or _tokens)(rows, length // division.ranks))
     if batch is None and dims.pipeline == 1:
         inputs["return_dict"] = False
     backend = "gloo" if kinds.is_host(own.device) else "nccl"
@@ -426,9 +430,8 @@ def _record(
         assert groups is not None
         recorder = recorder_of(engine, announced=announced)
         try:
-            with without_memory(
-                copied, length, count=recorder.add_flops, axis=groups.along("sequence")
-            ):
+            axes = Axes(groups.along(AXIS), groups.along(RING))
+            with without_memory(copied, length, count=recorder.add_flops, axes=axes):
                 if isinstance(recorder, StageRecorder):
                     window = [inputs] * micro_batches
                     return record_stage(recorder, window), recorder.announcements
@@ -500,7 +503,7 @@ def _staged(own: EnginePlan, copied: nn.Module) -> StagedModule:
 def dims_of(engine: TrainingEngine) -> list[MeshDim]:
     """Return the dimensions over which the ranks of ``engine`` exchange messages."""
     groups = get_parallel()
-    parallel = [] if groups is None else [groups.along(axis) for axis in AXES]
+    parallel = [] if groups is None else [*groups.axes.values()]
     return [*engine.mesh.axes, *parallel]
 
 

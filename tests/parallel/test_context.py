@@ -1,0 +1,251 @@
+"""Sequences whose tokens stay on the ranks of a ring, against one process."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence.attention import DistributedAttention
+from hf_zero.parallel.sequence.division import Division
+from tests.helpers import oracle
+from tests.helpers.causal_zoo import tiny
+from tests.helpers.cells import in_one_item
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import seeded
+from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.sequences import (
+    Ranks,
+    SequenceJob,
+    gpt2,
+    half_labelled,
+    llama,
+    mixtral,
+    packed,
+    padded,
+    plain,
+    qwen3,
+    train_on_threads,
+)
+from tests.helpers.training import At, Plan
+from tests.parallel.expert_cases import OnSpreadExperts, keys
+
+CP2, CP4 = Ranks(1, context=2), Ranks(1, context=4)
+DATA, HEADS, TENSOR = Ranks(1, 2, context=2), Ranks(2, context=2), Ranks(1, 1, 2, context=2)
+SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+uncached = partial(llama, use_cache=False)
+windows = partial(qwen3, use_cache=False, **SLIDING)
+
+JOBS = {
+    "llama": SequenceJob(llama),
+    "one head of keys": SequenceJob(partial(llama, kv_heads=1)),
+    "packed": SequenceJob(uncached, packed),
+    "padding, learned positions": SequenceJob(gpt2, padded),
+    "labels of half": SequenceJob(llama, half_labelled),
+    "windows": SequenceJob(windows),
+    "packed windows": SequenceJob(windows, packed),
+    "roberta": SequenceJob(partial(tiny, "roberta", pad_token_id=1), padded),
+}
+# name, ranks, stage, accumulation
+CELLS = [
+    ("llama", DATA, 2, 2),
+    ("llama", TENSOR, 3, 1),
+    ("one head of keys", CP4, 3, 1),
+    ("packed", HEADS, 3, 1),
+    ("padding, learned positions", CP2, 1, 1),
+    ("labels of half", CP2, 3, 1),
+    ("windows", HEADS, 0, 1),
+    ("packed windows", CP4, 2, 1),
+    ("packed windows", Ranks(2), 3, 1),
+    ("roberta", CP2, 1, 1),
+]
+
+
+def check(job, ranks, stage, accumulation=1, **config):
+    plan = Plan(ranks=ranks.data, steps=2, accumulation=accumulation)
+    found, stats = train_on_threads(job, plan, ranks, stage, **config)
+    oracle.compare(found, oracle.run(job, plan))
+    return stats
+
+
+@in_one_item(CELLS)
+def test_as_in_one_process(cell):
+    name, *rest = cell
+    check(JOBS[name], *rest)
+
+
+def test_bytes_of_a_step():
+    """Keys and values go once around in the forward, and again in the backward, with gradients.
+    With two axes, each rank exchanges tokens for heads with a neighbour, before and after.
+    """
+    rows, layers, heads, shared, width, tokens, steps = 2, 2, 4, 2, 8, 16, 2
+    element = rows * width * 4
+    (found,) = {
+        (each.counts["send_to_next"], each.bytes["send_to_next"])
+        for each in check(JOBS["llama"], CP4, 3)
+    }
+    assert found == (
+        steps * layers * 3 * 3,
+        steps * layers * 9 * element * 2 * shared * tokens // 4,
+    )
+    groups = {}
+
+    def both(rank):
+        sequence = hf_zero.sequence_parallel(2, context_parallel_size=2)
+        engine = start(models[rank], None, config_of(1), mpu=sequence)
+        part = sequence.shard(plain(At(0, 0, 0)))
+        loss = sequence.mean_loss(engine(**part).loss, part["labels"])
+        engine.backward(loss)
+        groups[rank] = get_parallel().stats
+        assert sequence.size == 4 and sequence.rank == rank
+        engine.destroy()
+
+    models = [seeded(llama) for _ in range(4)]
+    run_ranks(4, both)
+    for stats in groups.values():
+        assert stats["sequence"].bytes["all_to_all"] == (
+            layers * 2 * element * (2 * heads + 2 * shared) * tokens // 4
+        )
+        assert stats["context"].bytes["send_to_next"] == (
+            layers * 3 * element * shared // 2 * 2 * tokens // 2
+        )
+        assert set(stats["tokens"].counts) == {"all_gather"}
+
+
+def reentrant():
+    model = llama(use_cache=False)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    return model
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+FEATURES = {
+    "recomputed windows": (
+        windows,
+        packed,
+        {"activation_checkpointing": {"blocks": True, "cpu_checkpointing": True}},
+    ),
+    "recomputed, reentrant": (reentrant, plain, {}),
+    "all kernels, no logits": (
+        qwen3,
+        half_labelled,
+        {"kernels": ["loss", "norms", "rotary", "qkv", "activations"]},
+    ),
+    "tiled MLPs, offload": (
+        llama,
+        padded,
+        {"tiled_mlp": {"enabled": True, "shards": 3}, "zero_optimization": {"stage": 3, **OFFLOAD}},
+    ),
+}
+
+
+@in_one_item(FEATURES)
+def test_features_as_in_one_process(name):
+    make, batch, config = FEATURES[name]
+    check(SequenceJob(make, batch), HEADS if "kernels" in name else CP2, 3, **config)
+
+
+def test_experts_on_the_ranks_of_a_ring():
+    job, plan = SequenceJob(mixtral), Plan(ranks=2, steps=2)
+    found, _ = train_on_threads(job, plan, DATA, 3, OnSpreadExperts, **keys(2))
+    oracle.compare(found, oracle.run(job, plan))
+
+
+def test_windows_in_16_bits():
+    plan = Plan(ranks=1, steps=2, precision="bf16")
+    found, _ = train_on_threads(JOBS["windows"], plan, CP2, 2)
+    exact = oracle.run(JOBS["windows"], Plan(ranks=1, steps=2))
+    assert found.losses == pytest.approx(exact.losses, rel=2e-2)
+
+
+# ---- refusals ----
+
+
+def started(rank, models, **config):
+    start(models[rank], None, config_of(1, **config))
+
+
+def trained(rank, models, batch, **config):
+    engine = start(models[rank], None, config_of(1, **config))
+    engine.train()
+    engine(**hf_zero.sequence_parallel().shard(batch))
+
+
+BATCH = plain(At(0, 0, 0))
+dropping = partial(gpt2, attn_pdrop=0.1)
+BOTH_WAYS = partial(tiny, "roberta", pad_token_id=1, is_decoder=False)
+CONTEXT = {"context_parallel_size": 2}
+SPARSE = {"sparse_attention": {"mode": "fixed", "block": 16, "attention": "unidirectional"}}
+REFUSED = {
+    "divide": (llama, {"context_parallel_size": 3}, "context_parallel_size = 3 .*divide 2 ranks"),
+    "both sizes": (
+        llama,
+        {**CONTEXT, "sequence_parallel_size": 2},
+        "sequence_parallel_size = 2 and context_parallel_size = 2 does not divide 2 ranks",
+    ),
+    "soft caps": (partial(tiny, "gemma2"), CONTEXT, "soft-caps its scores; .*softcapping to None"),
+    "state": (partial(tiny, "mamba"), CONTEXT, "layers of linear_attention; .*to 1"),
+    "directions": (BOTH_WAYS, CONTEXT, "in both directions"),
+    "sparse": (partial(llama, max_position_embeddings=256), {**CONTEXT, **SPARSE},
+               "cannot split sparse_attention"),
+    "curriculum": (llama, {**CONTEXT, "training_phases": {"phases": [
+        {"steps": 4, "sequence_length": 8}]}}, "shortens sequences"),
+}  # fmt: skip
+
+
+def refused(match, function, *args, **more):
+    with pytest.raises(RankFailed, match=match) as raised:
+        run_ranks(2, partial(function, **more), *args)
+    assert isinstance(raised.value.__cause__, ConfigError)
+
+
+@in_one_item(REFUSED)
+def test_what_is_refused(name):
+    make, config, match = REFUSED[name]
+    refused(match, started, [seeded(make) for _ in range(2)], **config)
+
+
+def test_what_a_forward_refuses():
+    refused(
+        "GPT2Attention drops out 0.1 of its attention, .*attn_pdrop",
+        trained, [seeded(dropping) for _ in range(2)], BATCH, **CONTEXT,
+    )  # fmt: skip
+    short = {name: each[:, :14] for name, each in BATCH.items()}
+    refused(
+        "14 tokens do not divide .* context_parallel_size = 2; .*multiple of 4",
+        trained, [seeded(llama) for _ in range(2)], short, **CONTEXT,
+    )  # fmt: skip
+
+
+def test_a_job_has_one_division():
+    def twice(rank):
+        hf_zero.sequence_parallel(context_parallel_size=2)
+        assert hf_zero.sequence_parallel().division == Division(1, 2)
+        with pytest.raises(ConfigError, match=r"groups of 2 \(context_parallel_size = 2"):
+            hf_zero.sequence_parallel(2)
+        with pytest.raises(ConfigError, match="context_parallel_size = 0 is not a number"):
+            hf_zero.sequence_parallel(context_parallel_size=0)
+        with pytest.raises(ConfigError, match="whole sequences, and with context_parallel_size"):
+            DistributedAttention(torch.nn.Identity())
+
+    run_ranks(2, twice)
+
+
+def test_a_loader_of_each_rank():
+    """The ranks of a ring train on the batches of all of them in turn."""
+
+    def read(rank):
+        sequence = hf_zero.sequence_parallel(context_parallel_size=2)
+        return [
+            part["input_ids"].tolist()
+            for part in sequence.batches([{"input_ids": BATCH["input_ids"] + rank}])
+        ]
+
+    first, second = run_ranks(2, read)
+    for rank, parts in enumerate(zip(first, second)):
+        joined = Division(context=2).whole([torch.tensor(part) for part in parts])
+        assert torch.equal(joined, BATCH["input_ids"] + rank)

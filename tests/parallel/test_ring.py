@@ -1,0 +1,211 @@
+"""Ring attention, its blocks and the division of sequences, against attention with a mask."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import init_parallel
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence.block_kernels import KERNELS, kernels_on
+from hf_zero.parallel.sequence.blocks import Pattern, blocks_of
+from hf_zero.parallel.sequence.division import Division
+from hf_zero.parallel.sequence.documents import Documents
+from hf_zero.parallel.sequence.ring import ring_attention
+from tests.helpers.cells import in_one_item
+from tests.helpers.ranks import run_ranks
+
+ROWS, TOKENS = 2, 24
+
+
+def documents_of(lengths, window=0):
+    """Documents of these lengths in each row; one row stands for all rows."""
+    rows = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
+    return dataclasses.replace(Documents.of(0, torch.stack(rows)), window=window)
+
+
+WHOLE, PACKED = [[TOKENS]], [[5, 1, 7, 8, 3], [9, 15]]
+ALIKE = [[10, 14]]
+
+
+def allowed(documents):
+    """Which keys each token of each row attends to."""
+    first, tokens = documents.first_keys(ROWS), torch.arange(TOKENS)
+    return (tokens >= first[..., None]) & (tokens <= tokens[:, None])
+
+
+@in_one_item([
+    (lengths, window, ranks)
+    for lengths, window, ranks in itertools.product(
+        (WHOLE, PACKED, ALIKE), (0, 1, 2, 5, 9, 40), (1, 2, 3, 4)
+    )
+])  # fmt: skip
+def test_blocks_hold_every_pair_once(case):
+    """Each query of a block attends to keys of its row, and each query is in it once."""
+    lengths, window, ranks = case
+    documents, division = documents_of(lengths, window), Division(context=ranks)
+    found = torch.zeros(ROWS, TOKENS, TOKENS, dtype=torch.int64)
+    tokens = torch.arange(TOKENS).expand(ROWS, -1)
+    rows = torch.arange(ROWS)[:, None]
+    for rank in range(ranks):
+        own = [division.part(each, rank) for each in (tokens, rows.expand(-1, TOKENS))]
+        for source, blocks in enumerate(
+            blocks_of(documents, ROWS, rank, ranks, torch.device("cpu"))
+        ):
+            theirs = [division.part(each, source) for each in (tokens, rows.expand(-1, TOKENS))]
+            for block in blocks:
+                (query, row), (key, row_of_key) = (
+                    [at.take(each) for each in both]
+                    for at, both in ((block.queries, own), (block.keys, theirs))
+                )
+                assert bool((row[:, :1] == row_of_key).all())
+                pairs = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool)
+                pairs = {
+                    Pattern.FULL: pairs,
+                    Pattern.CAUSAL: pairs.tril(),
+                    Pattern.REVERSED: pairs.triu(),
+                }[block.pattern]
+                for places in zip(row, query, key):
+                    at, of_query, of_key = places
+                    found[at[0], of_query[:, None], of_key] += pairs
+    assert torch.equal(found, allowed(documents).expand(ROWS, -1, -1).to(found.dtype))
+
+
+def plain(documents, scale, sinks, query, key, value):
+    """Attention of [B, H, S, D] with a mask, and a key with a value of zero for the sinks."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    scores = query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
+    scores = scores.masked_fill(~allowed(documents)[:, None], float("-inf"))
+    if sinks is not None:
+        of_sinks = sinks[:, None, None].expand(*scores.shape[:2], TOKENS, 1)
+        scores = torch.cat([scores, of_sinks], -1)
+        value = F.pad(value, (0, 0, 0, 1))
+    return scores.softmax(-1) @ value
+
+
+def computed(attention, tensors):
+    """The output [B, H, s, D], and the gradients of the ``tensors`` before the last."""
+    *given, grad = tensors
+    given = [None if each is None else each.detach().requires_grad_() for each in given]
+    out = attention(*given)
+    out.backward(grad)
+    return [out.detach(), *(None if each is None else each.grad for each in given)]
+
+
+# lengths, window, heads of keys and values, width of values, sinks, scale
+CASES = {
+    "causal": (WHOLE, 0, 4, 8, False, None),
+    "grouped heads, a narrow value, a scale": (WHOLE, 0, 2, 5, False, 0.3),
+    "packed": (PACKED, 0, 1, 8, False, None),
+    "packed alike": (ALIKE, 0, 2, 8, False, None),
+    "window": (WHOLE, 5, 2, 8, False, None),
+    "window of one": (WHOLE, 1, 2, 8, False, None),
+    "packed, window, sinks": (PACKED, 6, 2, 8, True, None),
+    "sinks": (WHOLE, 0, 4, 8, True, 0.5),
+}
+
+
+@in_one_item([(name, ranks) for name in CASES for ranks in (1, 2, 4)])
+def test_as_in_one_process(case):
+    name, ranks = case
+    lengths, window, shared, width, has_sinks, scale = CASES[name]
+    documents, division = documents_of(lengths, window), Division(context=ranks)
+    draw = torch.Generator().manual_seed(3)
+    sizes = ((4, 8), (shared, 8), (shared, width), (4, width))
+    query, key, value, grad = (
+        torch.randn(ROWS, heads, TOKENS, size, generator=draw) for heads, size in sizes
+    )
+    sinks = torch.randn(4, generator=draw) if has_sinks else None
+
+    def on_rank(rank):
+        groups = init_parallel(ParallelDims.over(ranks, context=ranks))
+        own = [division.part(each, rank, 2) for each in (query, key, value, grad)]
+        found = computed(
+            lambda sinks, *given: ring_attention(
+                groups.along("context"), documents, *given, scale, sinks
+            ).transpose(1, 2),
+            [sinks, *own],
+        )
+        return found, dict(groups.stats["context"].bytes)
+
+    want = computed(
+        lambda sinks, *given: plain(documents, scale, sinks, *given),
+        [sinks, query, key, value, grad],
+    )
+    results = run_ranks(ranks, on_rank)
+    for at, whole in enumerate(want):
+        parts = [found[at] for found, _ in results]
+        if at == 1:  # each rank has the gradient of the sinks from its own tokens
+            assert whole is None or torch.allclose(sum(parts), whole, rtol=1e-5, atol=1e-5)
+        else:
+            torch.testing.assert_close(division.whole(parts, 2), whole, rtol=1e-5, atol=2e-6)
+    # keys and values go to all ranks, twice; their gradients as far
+    message = ROWS * shared * TOKENS // ranks * (8 + width) * 4
+    sent = 3 * (ranks - 1) * message
+    assert all(found.get("send_to_next", 0) == sent for _, found in results)
+
+
+def test_in_16_bits():
+    """Sums over blocks are in fp32: the difference is that of the kernel on whole sequences."""
+    documents, division = documents_of(WHOLE), Division(context=4)
+    draw = torch.Generator().manual_seed(3)
+    exact = [torch.randn(ROWS, 4, TOKENS, 8, generator=draw) for _ in range(4)]
+    half = [each.bfloat16() for each in exact]
+
+    def on_rank(rank):
+        dim = init_parallel(ParallelDims.over(4, context=4)).along("context")
+        own = [division.part(each, rank, 2) for each in half]
+        return computed(lambda *given: ring_attention(dim, documents, *given).transpose(1, 2), own)
+
+    want = computed(lambda *given: plain(documents, None, None, *given), [x.float() for x in half])
+    for at, parts in enumerate(zip(*run_ranks(4, on_rank))):
+        whole = division.whole(parts, 2)
+        assert whole.dtype == torch.bfloat16
+        torch.testing.assert_close(whole.float(), want[at], rtol=2e-2, atol=2e-2)
+
+
+def test_a_division_joins_what_it_cuts():
+    whole = torch.arange(48).view(2, 24)
+    for sequence, context in ((1, 1), (2, 1), (1, 2), (1, 3), (2, 2), (3, 4)):
+        division = Division(sequence, context)
+        assert 24 % division.multiple == 0
+        parts = [division.part(whole, rank) for rank in range(division.ranks)]
+        assert torch.equal(division.whole(parts), whole)
+        assert {part.shape[1] for part in parts} == {24 // division.ranks}
+    assert Division(2, 2).part(whole, 0)[0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert Division(2, 2).part(whole, 1)[0].tolist() == [18, 19, 20, 21, 22, 23]
+    assert Division(1, 4).part(whole, 1)[0].tolist() == [3, 4, 5, 18, 19, 20]
+
+
+def test_documents_survive_as_a_mask():
+    for lengths, window in ((WHOLE, 0), (PACKED, 3)):
+        documents = documents_of(lengths, window)
+        assert Documents.from_mask(documents.as_mask()) == documents
+    assert documents_of(WHOLE, 5).windowed and not documents_of(PACKED, 15).windowed
+
+
+def test_devices_without_kernels():
+    with pytest.raises(ConfigError, match="none for xla; write sequence_parallel_size"):
+        kernels_on(torch.device("xla"))
+
+
+@in_one_item([torch.float32, torch.bfloat16])
+def test_shapes_of_the_kernels_on_gpus(dtype):
+    """Without a GPU torch knows the arguments of its kernels, and the shapes of what they return."""
+    kernels = KERNELS["cuda"]
+    query, key, value, grad = (
+        torch.empty(ROWS, 24, heads, width, dtype=dtype, device="meta")
+        for heads, width in ((4, 12), (2, 12), (2, 5), (4, 5))
+    )
+    for pattern in Pattern:
+        out, sums = kernels.attend(pattern, query, key, value, scale=0.5)
+        assert out.shape == grad.shape and sums.shape == query.shape[:3]
+        tensors = grad, query, key, value, out, sums
+        grads = kernels.gradients(pattern, *tensors, scale=0.5)
+        assert [each.shape for each in grads] == [each.shape for each in (query, key, value)]
