@@ -44,6 +44,7 @@ PASSED_ON = (
     "activation_offload",
     "tiled_mlp",
     "sequence_parallel_size",
+    "context_parallel_size",
     "seq_parallel_communication_data_type",
     "curriculum_learning",
     "data_efficiency",
@@ -67,9 +68,11 @@ def _launch(path: str, kind: Kind, note: str = _LAUNCHER) -> Key:
     return Key(path, kind, Status.ACTIVE, note)
 
 
-_SEQUENCE = "parallelism_config_sp_size"
+_SEQUENCES = {
+    "parallelism_config_sp_size": "sequence_parallel_size",
+    "parallelism_config_cp_size": "context_parallel_size",
+}
 _INSTEAD = {
-    "parallelism_config_cp_size": f"write {_SEQUENCE}, which splits sequences without a ring",
     "parallelism_config_tp_size": "write tensor_parallel.autotp_size in the ZeRO configuration",
 }
 _THEIR_OWN = (
@@ -176,20 +179,28 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
             )
             mistakes.append(NotBuiltError(said))
     parallel = mapping.get("parallelism_config") or {}
-    sequence = parallel.get(_SEQUENCE, 1)
+    sizes = {name: parallel.get(name) or 1 for name in _SEQUENCES}
+    if min(sizes.values()) > 1:
+        mistakes.append(
+            ConfigError(
+                f"{label}: parallelism_config has both {' and '.join(sizes)}, and Accelerate takes "
+                "one of them; write the other as "
+                f"{_SECTION}.{' or '.join(_SEQUENCES.values())}"
+            )
+        )
     for name, size in parallel.items():
         is_size = str(name).endswith("_size") and isinstance(size, int) and size > 1
-        if is_size and name != _SEQUENCE:
-            if name.endswith(("dp_shard_size", "dp_replicate_size")) and sequence > 1:
+        if is_size and name not in _SEQUENCES:
+            if name.endswith(("dp_shard_size", "dp_replicate_size")) and max(sizes.values()) > 1:
                 continue  # the values that Accelerate derives from them are recomputed
             said = (
                 f"{label}: parallelism_config.{name} = {size} asks for a parallelism that "
                 f"hf-zero does not provide; {_INSTEAD.get(name, 'write 1 or remove it')}"
             )
             mistakes.append(NotBuiltError(said))
-    if sequence > 1:
-        path = "sequence_parallel_size"
-        reading.put(path, sequence, f"parallelism_config.{_SEQUENCE}", label)
+    for name, path in _SEQUENCES.items():
+        if sizes[name] > 1:
+            reading.put(path, sizes[name], f"parallelism_config.{name}", label)
 
     for name, value in mapping.items():
         if name == "mixed_precision" and value is False:  # YAML parses a bare no as false

@@ -345,10 +345,7 @@ def translate_parallelism(
             add_translated(
                 {"tensor_parallel": {"autotp_size": value}}, key, value, section, findings
             )
-        elif name == "cp_size":
-            note = f"write {prefix}sp_size: {value}, which splits sequences by heads"
-            findings.append(KeyFinding(key, value, "left out", note))
-        elif of_size == "sp_size" and values.get("sp_size") not in (None, 1):
+        elif of_size in ("sp_size", "cp_size") and values.get(of_size) not in (None, 1):
             kept[str(full)] = value
             findings.append(KeyFinding(key, value, "taken"))
         else:

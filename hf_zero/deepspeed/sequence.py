@@ -20,8 +20,10 @@ from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence.attention import gather
 from hf_zero.parallel.sequence.batches import SequenceBatches, on_cpu, share_among_groups
-from hf_zero.parallel.sequence.division import TOKENS
+from hf_zero.parallel.sequence.division import TOKENS, Division
 from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel, sequence_parallel
+from hf_zero.registered import registered
+from hf_zero.setup import providers as providers
 
 _MARK = "_hf_zero_sequence"
 
@@ -41,15 +43,20 @@ class UlyssesSPAttentionHF:
         disable_in_eval: bool = False,
     ) -> SequenceParallel | None:
         """Return the ``mpu`` for ``initialize``, which changes the attention of its model; None for
-        a size of 1. Collective over all ranks.
+        a size of 1. Collective over all ranks. Of the ranks that Accelerate counts some may form a
+        ring.
 
         Batches are checked for a fixed ``seq_length``. Raises ConfigError for sizes that do not
         divide.
         """
         if sequence_parallel_size == 1:
             return None
+        division = registered("accelerate_division")()
+        if division is None or division.ranks != sequence_parallel_size:
+            division = Division(sequence_parallel_size)
         made = sequence_parallel(
-            sequence_parallel_size,
+            division.sequence,
+            context_parallel_size=division.context,
             attention=core_attn_implementation,
             in_evaluation=not disable_in_eval,
         )

@@ -4,6 +4,7 @@ the libraries of Hugging Face are not imported for models that do without them.
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -31,5 +32,14 @@ def described_adapters(*args: Any) -> Any:
     return described(*args)
 
 
-for function in (sequence_attention, adapter_names, described_adapters):
+def accelerate_division() -> Any:
+    """Return the division of sequences that Accelerate is configured for; None without one."""
+    if "accelerate" not in sys.modules:
+        return None
+    from hf_zero.integrations.accelerate.state import division_in_effect
+
+    return division_in_effect()
+
+
+for function in (accelerate_division, sequence_attention, adapter_names, described_adapters):
     register(function.__name__, function)

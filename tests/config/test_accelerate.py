@@ -84,6 +84,11 @@ def test_what_a_few_keys_mean() -> None:
     config = accelerate(None, parallelism_config=sizes)
     assert config.sequence_parallel_size == 2
     assert "parallelism_config_sp_size" in config.sources["sequence_parallel_size"]
+    config = accelerate(None, parallelism_config={"parallelism_config_cp_size": 4})
+    assert (config.sequence_parallel_size, config.context_parallel_size) == (1, 4)
+    both = {"sequence_parallel_size": 2}
+    config = accelerate(both, parallelism_config={"parallelism_config_cp_size": 2})
+    assert (config.sequence_parallel_size, config.context_parallel_size) == (2, 2)
     off = {"parallelism_config_cp_size": 1, "parallelism_config_sp_size": 2}
     empty = {"fsdp_config": {}, "fp8_config": None, "gpu_ids": "all"}
     assert accelerate(None, **empty, parallelism_config=off).stage == 2

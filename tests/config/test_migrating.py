@@ -314,13 +314,12 @@ def test_sizes_of_a_mesh_are_translated() -> None:
         "tensor_parallel": {"autotp_size": 2},
         "gradient_clipping": 0.0,
     }
-    assert "parallelism_config" not in migration.after
-    for size in (1, 2):  # settings beside a size of sequences stay with it
-        named = {"parallelism_config_sp_size": size, "parallelism_config_sp_backend": "deepspeed"}
+    assert migration.after["parallelism_config"] == {"parallelism_config_cp_size": 4}
+    for kind, size in (("sp", 1), ("sp", 2), ("cp", 2)):  # settings beside a size stay with it
+        prefix = f"parallelism_config_{kind}"
+        named = {f"{prefix}_size": size, f"{prefix}_backend": "deepspeed"}
         after = migrate(FSDP | {"parallelism_config": named}).after
         assert after.get("parallelism_config") == (named if size == 2 else None)
-    found = outcomes(migration.findings)["parallelism_config.parallelism_config_cp_size"]
-    assert found[0] == "left out" and "write parallelism_config_sp_size: 4" in found[1]
 
 
 def test_each_key_of_accelerates_compilation_is_translated() -> None:

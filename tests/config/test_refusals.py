@@ -144,8 +144,9 @@ REFUSED = """
 ! {deepspeed_config: {}, fsdp_config: {fsdp_version: 2}} => fsdp_config asks for FSDP
 ! {deepspeed_config: {}, megatron_lm_config: {x: 2}} => megatron_lm_config asks for Megatron-LM
 ! {deepspeed_config: {}, fp8_config: {backend: TE}} => remove the section fp8_config
-! {deepspeed_config: {}, parallelism_config: {parallelism_config_cp_size: 2}}
-    => parallelism_config.parallelism_config_cp_size = 2 ~ write parallelism_config_sp_size
+{deepspeed_config: {}, parallelism_config: {parallelism_config_cp_size: 2,
+    parallelism_config_sp_size: 2}}
+    => parallelism_config has both ~ write the other as
 """
 ROWS = re.split(r"\n(?=[^\s])", re.sub(r"(?m)^(#.*)?\n", "", REFUSED).strip())
 

@@ -11,10 +11,10 @@ from tests.helpers.launched import beside, torchrun
 SCRIPT = Path(__file__).parent / "scripts" / "sequence_cases.py"
 
 
-def check(folder, *cases):
-    """The reports of the ranks."""
+def check(folder, *cases, flags=()):
+    """The reports of the ranks, started with ``flags``."""
     with beside(SCRIPT, folder / "plain", "--cases", *cases) as plain:
-        found = torchrun(SCRIPT, folder / "split", "--cases", *cases, "--stage", "3")
+        found = torchrun(SCRIPT, folder / "split", "--cases", *cases, "--stage", "3", *flags)
         expected = plain()
     for report in found:
         for case in cases:
@@ -23,9 +23,10 @@ def check(folder, *cases):
     return found
 
 
-def test_the_trainer(tmp_path):
+@pytest.mark.parametrize("flags", [(), ("--ring",)])
+def test_the_trainer(flags, tmp_path):
     plain = tmp_path / "plain" / "weights-0.pt"
-    for rank, report in enumerate(check(tmp_path, "trainer")):
+    for rank, report in enumerate(check(tmp_path, "trainer", flags=flags)):
         found = report["trainer"]
         assert (found["stage"], found["batch"], found["total"]) == (3, 4, 4)
         weights = torch.load(tmp_path / "split" / f"weights-{rank}.pt")
@@ -36,3 +37,9 @@ def test_the_trainer(tmp_path):
 def test_supervised_fine_tuning_by_trl(tmp_path):
     """Plain rows, and packed ones, whose documents do not see each other."""
     check(tmp_path, "sft", "packed")
+
+
+@pytest.mark.long
+def test_supervised_fine_tuning_by_trl_in_a_ring(tmp_path):
+    """TRL refuses to pack beside ``cp_size``."""
+    check(tmp_path, "sft", flags=("--ring",))

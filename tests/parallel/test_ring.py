@@ -197,7 +197,7 @@ def test_devices_without_kernels():
 
 @in_one_item([torch.float32, torch.bfloat16])
 def test_shapes_of_the_kernels_on_gpus(dtype):
-    """Without a GPU torch knows the arguments of its kernels, and the shapes of what they return."""
+    """Torch knows the arguments of its kernels, and the shapes of their results, without a GPU."""
     kernels = KERNELS["cuda"]
     query, key, value, grad = (
         torch.empty(ROWS, 24, heads, width, dtype=dtype, device="meta")

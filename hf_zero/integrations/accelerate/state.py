@@ -1,21 +1,33 @@
 """Wrappers of Accelerate's process state.
 
 Accelerate assumes that DEEPSPEED implies GPUs: on CPU ranks it finds no backend, and in a plain
-process it makes no process group. Imported while ``import accelerate`` runs: everything of
+process it makes no process group.
+
+[Note: shared sequences]
+Accelerate and the Trainer cut a batch twice for rings (``cp_size``): by torch's own rings, which
+they start with FSDP. Under ZeRO the state therefore counts all ranks that share a sequence as its
+``sp_size``, whether they exchange heads or form a ring, and keeps the division for the adapters
+that Accelerate asks for. The keys of the ZeRO configuration count like its own sizes.
+
+Imported while ``import accelerate`` runs: everything of
 Accelerate is imported inside the functions.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 from hf_zero.config.parallelism import TENSOR_SIZE
-from hf_zero.errors import ConfigError, NotBuiltError, RankMismatchError
+from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.launch import cpu_forced, launched, zero_asked_for
+from hf_zero.parallel.sequence.division import CONTEXT, KEY, Division
+
+_DIVISION = "_hf_zero_division"  # attribute of a ParallelismConfig
 
 
 def answer_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,6 +67,10 @@ def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         from accelerate.state import PartialState
 
+        first = _from_accelerator and type(self)._shared_state == {}
+        starts = first and zero_asked_for() and finder.chosen()
+        if starts:
+            parallelism_config = _with_shared_sequences(parallelism_config, deepspeed_plugin)
         plugins = (
             dynamo_plugin,
             deepspeed_plugin,
@@ -63,8 +79,7 @@ def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
             megatron_lm_plugin,
             parallelism_config,
         )
-        first = _from_accelerator and type(self)._shared_state == {}
-        if not (first and zero_asked_for() and finder.chosen()):
+        if not starts:
             original(self, mixed_precision, cpu, *plugins, _from_accelerator, **kwargs)
             return
         _refuse_other_parallelism(parallelism_config)
@@ -114,12 +129,6 @@ def _start_on_cpu(**kwargs: Any) -> None:
 def _refuse_other_parallelism(parallelism: Any) -> None:
     if parallelism is None:
         return
-    if parallelism.cp_size > 1:
-        raise NotBuiltError(
-            f"ParallelismConfig(cp_size={parallelism.cp_size}) asks for ring attention, which is "
-            "not built: each rank would train only on its own tokens; write "
-            f"sp_size={parallelism.cp_size}, sp_backend='deepspeed'"
-        )
     if parallelism.tp_size > 1:
         raise ConfigError(
             f"ParallelismConfig(tp_size={parallelism.tp_size}) is Accelerate's tensor parallelism "
@@ -127,6 +136,45 @@ def _refuse_other_parallelism(parallelism: Any) -> None:
             f"it out, load the model whole, and write {TENSOR_SIZE} = {parallelism.tp_size} in the "
             "ZeRO configuration"
         )
+
+
+def division_in_effect() -> Division | None:
+    """Return the division of sequences that the current AcceleratorState has; None without one."""
+    from accelerate.state import AcceleratorState
+
+    parallelism = AcceleratorState._shared_state.get("parallelism_config")
+    return getattr(parallelism, _DIVISION, None)
+
+
+def _with_shared_sequences(parallelism: Any, plugin: Any) -> Any:
+    """Return ``parallelism`` with an ``sp_size`` of all ranks that share a sequence, by its own
+    sizes or by the keys in the configuration of ``plugin``; see [Note: shared sequences].
+    """
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    if parallelism is None:
+        return None
+    written = getattr(plugin, "deepspeed_config", None) or {}
+    sizes = []
+    for key, size in ((KEY, parallelism.sp_size), (CONTEXT, parallelism.cp_size)):
+        named = written.get(key) or 1
+        if size > 1 and named not in (1, size):
+            raise ConfigError(
+                f"{key} is {named} in the ZeRO configuration and {size} in the ParallelismConfig; "
+                "write it in one of them"
+            )
+        sizes.append(max(size, named))
+    division = Division(*sizes)
+    if division.ranks == parallelism.sp_size:
+        return parallelism
+    counted = copy.copy(parallelism)
+    counted._sizes = dict(parallelism._sizes)
+    counted._set_size("cp", 1)
+    counted._set_size("sp", division.ranks)
+    counted.cp_handler = None
+    counted.sp_handler = counted.sp_handler or DeepSpeedSequenceParallelConfig()
+    setattr(counted, _DIVISION, division)
+    return counted
 
 
 def _join_group(state: Any, timeout: Any) -> None:

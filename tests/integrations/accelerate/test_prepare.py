@@ -19,14 +19,16 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import LlamaConfig, LlamaModel
 
 from hf_zero.distributed import process_group
-from hf_zero.errors import ConfigError, NotBuiltError, PartitionError, RankMismatchError
+from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.accelerator import (
     _counting_data_parallel_ranks,
     refuse_optimizer_apart,
 )
 from hf_zero.integrations.accelerate.loaders import count_batches_once
+from hf_zero.integrations.accelerate.state import division_in_effect
 from hf_zero.launch.hosts import free_port
+from hf_zero.parallel.sequence.division import Division
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.cells import in_turn
 from tests.helpers.models import features
@@ -119,17 +121,47 @@ def test_forcing_the_cpu_keeps_zero(how: str, monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parallelism of Accelerate's own, and peers that it cannot see."""
     refused = {
-        r"cp_size=2.*write sp_size=2": ({"cp_size": 2}, NotBuiltError),
         r"tp_size=2.*write tensor_parallel\.autotp_size = 2": ({"tp_size": 2}, ConfigError),
     }
     for said, (sizes, error) in refused.items():
         with pytest.raises(error, match=said):
             Accelerator(deepspeed_plugin=plugin(), parallelism_config=ParallelismConfig(**sizes))
         forget()
+    named = DeepSpeedPlugin(hf_ds_config=ZERO3 | {"context_parallel_size": 4})
+    with pytest.raises(ConfigError, match=r"context_parallel_size is 4 .* 2 in the Par"):
+        Accelerator(deepspeed_plugin=named, parallelism_config=ParallelismConfig(cp_size=2))
+    forget()
     monkeypatch.setattr(process_group, "get_world_size", lambda: 2)
     counts = r"counts 1 process\(es\) and the process group 2.*LOCAL_RANK"
     with pytest.raises(RankMismatchError, match=counts):
         Accelerator(deepspeed_plugin=plugin())
+
+
+RINGS: dict[str, tuple[dict[str, int], dict[str, int], Division]] = {
+    "a ring": ({"cp_size": 2}, {}, Division(1, 2)),
+    "heads and a ring": ({"cp_size": 2}, {"sequence_parallel_size": 2}, Division(2, 2)),
+    "keys": ({}, {"sequence_parallel_size": 2, "context_parallel_size": 3}, Division(2, 3)),
+}
+
+
+@in_turn("case", RINGS)
+def test_the_ranks_of_a_ring_are_counted_as_sequence_parallel(case: str) -> None:
+    """So neither Accelerate nor the Trainer cuts batches for torch's rings, too."""
+    sizes, keys, division = RINGS[case]
+    forget()
+    parallelism = ParallelismConfig(**sizes)  # type: ignore[arg-type]
+    found = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ZERO3 | keys), parallelism_config=parallelism
+    )
+    assert is_sharded(found)
+    counted = found.parallelism_config
+    assert (counted.sp_size, counted.cp_size) == (division.ranks, 1)
+    assert counted.sp_enabled and not counted.cp_enabled and counted.sp_handler is not None
+    assert division_in_effect() == division
+    assert (parallelism.sp_size, parallelism.cp_size) == (1, sizes.get("cp_size", 1))
+    forget()
+    Accelerator(deepspeed_plugin=plugin())
+    assert division_in_effect() is None
 
 
 def test_models_made_with_zero_init_disabled_stay_whole() -> None:

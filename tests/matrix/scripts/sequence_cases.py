@@ -1,4 +1,6 @@
-"""A stock Trainer, and TRL's on rows and packed rows; at a ``--stage`` ranks share sequences."""
+"""A stock Trainer, and TRL's on rows and packed rows; at a ``--stage`` ranks share sequences, by
+heads or in a ``--ring``.
+"""
 
 import torch
 import transformers
@@ -17,9 +19,10 @@ LENGTHS = {"sft": [LONGEST, LONGEST - 3] * 8, "packed": [32, 16, 16, 32, 8, 24, 
 
 
 def arguments(out, stage, **changes):
+    sizes = {"cp_size": 2} if args.ring else {"sp_size": 2, "sp_backend": "deepspeed"}
     parallel = {
         "deepspeed": {"zero_optimization": {"stage": stage}},
-        "parallelism_config": ParallelismConfig(sp_size=2, sp_backend="deepspeed"),
+        "parallelism_config": ParallelismConfig(**sizes),
     }
     chosen = {"use_cpu": stage < 0, "per_device_train_batch_size": 2, "adam_epsilon": 1e-4}
     return options(out, **chosen, **changes, **(parallel if stage >= 0 else {}))
@@ -67,7 +70,7 @@ def tuned(case, out, stage):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB, (16, LONGEST), generator=generator).tolist()
     rows = [row[:length] for row, length in zip(ids, LENGTHS[case])]
-    chosen = {"max_length": LONGEST, "pad_to_multiple_of": 2, "packing": case == "packed"}
+    chosen = {"max_length": LONGEST, "pad_to_multiple_of": 4, "packing": case == "packed"}
     args = SFTConfig(**arguments(out, stage, max_steps=3, bf16=False, **chosen))
     data = Dataset.from_dict({"input_ids": rows})
     run = SFTTrainer(seeded(llama), args, train_dataset=data, processing_class=tokenizer)
@@ -77,7 +80,7 @@ def tuned(case, out, stage):
     return {"log": [{key: entry[key] for key in kept} for entry in history]}
 
 
-args = given(cases=["trainer"], stage=-1)
+args = given("ring", cases=["trainer"], stage=-1)
 report(
     args.out,
     {
