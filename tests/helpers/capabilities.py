@@ -303,7 +303,7 @@ class InParts(WithoutGradients):
 
     def __init__(self, engine: Any, plan: Any) -> None:
         super().__init__(engine, plan)
-        if engine.config.sequence_parallel_size > 1:
+        if engine.config.ranks_of_a_sequence > 1:
             self.memory["sequence"] = hf_zero.sequence_parallel()
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -311,10 +311,11 @@ class InParts(WithoutGradients):
         return {name: whole[name] for name, _ in self.module.named_parameters()}
 
 
+@dataclass
 class SequenceJob(sequences.SequenceJob):
     """Named, as rows are."""
 
-    name = "sequence parallel"
+    name: str = "sequence parallel"
 
 
 def _replicated(**keys: Any) -> Row:
@@ -365,6 +366,14 @@ PARALLELISM: dict[str, Row] = {
     "sequence parallel": Row(
         SequenceJob(sequences.llama),
         always(sequence_parallel_size=2),
+        readers=1,
+        elsewhere=2,
+        session=InParts,
+        columns=("oracle", "resume", "overflow"),
+    ),
+    "context parallel": Row(
+        replace(SequenceJob(sequences.llama), name="context parallel"),
+        always(context_parallel_size=2),
         readers=1,
         elsewhere=2,
         session=InParts,

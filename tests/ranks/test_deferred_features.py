@@ -40,12 +40,13 @@ def adapted() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"trained whole": llama, "LoRA on the head": adapted}
-RANKS = ("data parallel", "sequence parallel")
+RANKS = ("data parallel", "sequence parallel", "context parallel")
 Cell = tuple[int, str, str, str, str]
 # each value of each feature at some stage, and pairs of features
 FEW: list[Cell] = [
     (0, "on the device", "on the host", "LoRA on the head", "sequence parallel"),
     (1, "on the host", "recomputed", "trained whole", "sequence parallel"),
+    (3, "on the host", "recomputed", "trained whole", "context parallel"),
     (2, "on the host", "on the host", "LoRA on the head", "data parallel"),
     (3, "on the host", "recomputed", "LoRA on the head", "data parallel"),
 ]
@@ -76,9 +77,10 @@ def check(cell: Cell) -> None:
         patch.setattr(
             DeferredOutput, "materialize", lambda one: computed.append(one) or materialize(one)
         )
-        if kind == "sequence parallel":
+        if kind != "data parallel":
             plan = Plan(ranks=1, steps=2, accumulation=2)
-            found, _ = train_on_threads(job, plan, Ranks(sequence=2), stage, **keys)
+            ranks = Ranks(2) if kind == "sequence parallel" else Ranks(1, context=2)
+            found, _ = train_on_threads(job, plan, ranks, stage, **keys)
         else:
             plan = Plan(ranks=2, steps=2, accumulation=2)
             found = on_data_ranks(job, plan, engine_opener(stage, **keys))

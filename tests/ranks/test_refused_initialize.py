@@ -113,6 +113,7 @@ FEATURES = {
     ),
     "recomputation": Feature(keys={"activation_checkpointing": {"blocks": True}}, stage=3),
     "sequence parallel": Feature(long_llama, {"sequence_parallel_size": 2}, ranks=2, stage=2),
+    "context parallel": Feature(long_llama, {"context_parallel_size": 2}, ranks=2, stage=2),
 }
 
 
@@ -188,7 +189,7 @@ def step(engine: Any, feature: Feature, number: int) -> None:
     ids = tokens(number, 0, 0)[:, :8].contiguous()
     if feature.build is from_meta:
         loss = engine(ids.float()).pow(2).mean()
-    elif "sequence_parallel_size" in feature.keys:
+    elif {"sequence_parallel_size", "context_parallel_size"} & feature.keys.keys():
         batch = hf_zero.sequence_parallel().shard({"input_ids": ids, "labels": ids.clone()})
         loss = engine(**batch).loss
     else:
