@@ -143,7 +143,8 @@ class Engine(TrainingEngine):
         super().restore_parts(before)
         if self.training_dataloader is not None:
             self.window_start.note(self)
-        self.measures.loaded(self, True, before["folder"])
+        folder = before["folder"]
+        self.measures.loaded(self, True, None if folder is None else str(folder))
         if self.memory is not None and before["memory"] is not None:
             self.memory.continue_from(before["memory"])
 

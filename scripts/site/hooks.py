@@ -11,7 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def on_config(config: Any) -> Any:
     """Add to ``config`` what the pages take from VERSION and pyproject.toml."""
-    sys.path.insert(0, str(ROOT / "scripts"))  # MkDocs restores the path after it has imported this file
+    sys.path.insert(
+        0, str(ROOT / "scripts")
+    )  # MkDocs restores the path after it has imported this file
     import repository
 
     version = (ROOT / "VERSION").read_text().strip()

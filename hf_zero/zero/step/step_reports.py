@@ -149,8 +149,6 @@ class StepMeasures:
     """
 
     counts_samples = False
-    folder: str | None = None
-    """The folder of its files, if there are any."""
 
     def forward(self, engine: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
         """Return a context for a forward with these arguments."""
