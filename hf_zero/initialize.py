@@ -4,8 +4,10 @@ model and a configuration.
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -152,12 +154,26 @@ def start(request: SetupRequest[E]) -> tuple[E, Any, DataLoader[Any] | None, Any
     Collective.
     """
     groups = [group for group in request.model_parameters or () if isinstance(group, dict)]
-    with transaction():
+    with _without_collections(), transaction():
         restore_on_rollback(*groups)  # an optimizer writes its defaults into them
         setup = apply(plan(request, join(request)))
     if setup.settings.offload_optimizer.on or setup.settings.offload_param.on:
         release_freed()  # the parameters' former memory, which the transaction has kept
     return setup.engine, setup.optimizer, setup.loader, setup.scheduler
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Context without Python's cyclic garbage collection: hundreds of objects a parameter are made,
+    nearly all of which stay, and collections that find nothing take half of the time.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def join(request: SetupRequest[Any]) -> Resumed | None:
