@@ -47,6 +47,22 @@ def _small_blocks(rows: Rows) -> Cells:
     return [1e3 * best("hfz3"), None, 1e3 * best("fsdp2"), 1e3 * best("ddp")]
 
 
+def memory(column: str) -> Callable[[Rows], Cells]:
+    """Return MiB of the largest of two ranks in the better round."""
+
+    def measured(rows: Rows) -> Cells:
+        def of(contender: str) -> float:
+            rounds: dict[int, float] = {}
+            for row in rows:
+                if (row["contender"], row["ranks"]) == (contender, 2):
+                    rounds[row["round"]] = max(rounds.get(row["round"], 0.0), row[column])
+            return min(rounds.values())
+
+        return [of("hf-zero 3"), None, of("fsdp2"), None]
+
+    return measured
+
+
 def offload(contenders: Sequence[str], column: str) -> Callable[[Rows], Cells]:
     """Return a figure of ``contenders``: of several values, their median."""
 
@@ -93,7 +109,7 @@ def _adam(rows: Rows) -> Cells:
 
 STEPS, OFFLOAD = "cpu_ranks-2026-11-20", "offload-2026-11-20"
 LOADING, CONVERTING = "loading-2026-11-20", "convert-2026-11-21"
-ADAM = "cpu_optimizers-2026-11-20"
+ADAM, MEMORY = "cpu_optimizers-2026-11-20", "memory-2026-11-27-cast"
 OPTIMIZER_AWAY, ALL_AWAY = ("cpu", "ds cpu"), ("all cpu", "ds all cpu", "fsdp cpu")
 COMPARISONS = (
     Comparison(
@@ -108,6 +124,13 @@ COMPARISONS = (
         "small_blocks-2026-11-21",
         _small_blocks,
     ),
+    Comparison(
+        "memory kept between steps, 50M parameters, bf16, two ranks: stage 3",
+        "{:,.0f} MiB",
+        MEMORY,
+        memory("kept_mb"),
+    ),
+    Comparison("... peak of a step", "{:,.0f} MiB", MEMORY, memory("peak_mb")),
     Comparison(
         "optimizer in host memory, seconds a step",
         "{:.3f}",
