@@ -228,8 +228,8 @@ class Backward:
         """
         if self._removed:
             raise PartitionError(
-                "a backward of a forward from before its engine was destroyed, or was built again "
-                "because what trains has changed; run the forward again after that"
+                "a backward under an engine that was destroyed, or of a forward from before it was "
+                "built again because what trains has changed; run the forward again after that"
             )
         update, window = self._update, self._window
         closes = window.syncs and window.boundary is not False

@@ -23,7 +23,7 @@ from hf_zero.logging import listed
 from hf_zero.offload.storage import MASTER
 from hf_zero.optim.elementwise import adopt
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.materialize import check_parameters
+from hf_zero.zero.layout.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.parameter_handles import forget
 from hf_zero.zero.layout.sharding import WholeNames
@@ -204,7 +204,8 @@ def rebuild(engine: EngineParts, what: str, change: Callable[[], None]) -> None:
             group["params"] = [each for each in group["params"] if each not in lost]
 
     with raise_on_all_ranks(f"plan {what}"):
-        _try(engine, change_groups, keeps)
+        plan = _try(engine, change_groups, keeps)
+    check_alike(plan, engine.mesh)
     with engine.changes.change(what):
         state = CarriedState(engine)
         kept = [parameter for parameter in former if state.trains(parameter)]
@@ -235,8 +236,10 @@ def _plan(engine: EngineParts) -> EnginePlan:
     return type(engine).plan(engine.module, engine.config, engine.optimizer, engine.extensions_of)
 
 
-def _try(engine: EngineParts, change: Callable[[], None], keeps: bool) -> None:
-    """Run ``change`` and plan the engine, and undo the change. Raises the errors of either."""
+def _try(engine: EngineParts, change: Callable[[], None], keeps: bool) -> EnginePlan:
+    """Run ``change``, return the plan of the engine, and undo the change. Raises the errors of
+    either.
+    """
     optimizer = engine.optimizer
     before = [(group, {**group, "params": [*group["params"]]}) for group in optimizer.param_groups]
     kept = [parameter for flat in engine.sharded_model.trainable for parameter, _ in flat.items]
@@ -254,7 +257,10 @@ def _try(engine: EngineParts, change: Callable[[], None], keeps: bool) -> None:
             for unit in plan.units
         ]
         check_parameters(units, plan.device)
+        check_statistics(plan, plan.device)
         check_optimizer(plan)
+        engine.patches.check(engine.module, not plan.policy.shards_parameters)
+        return plan
     finally:
         optimizer.param_groups[:] = [group for group, _ in before]
         for group, content in before:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.errors import PartitionError
+from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.optim import Lamb, Muon
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.rebuild import rebuild
@@ -421,6 +421,10 @@ def test_a_refused_change_leaves_everything_as_it_was(stage: int) -> None:
         model.extra = nn.Parameter(torch.ones(2))
         refuse("takes the place of no parameter", lambda: engine.replace(model.extra))
         del model.extra
+        former, model[4] = model[4], nn.Linear(16, 1 + engine.global_rank)
+        replace = partial(engine.replace, model[4])
+        refuse("hold different models: shape of 4.bias", replace, RankMismatchError)
+        model[4] = former
         with hf_zero.GatheredParameters(model.parameters()):
             if stage == 3:
                 refuse("inside GatheredParameters", lambda: engine.replace(model[4]))
@@ -432,6 +436,18 @@ def test_a_refused_change_leaves_everything_as_it_was(stage: int) -> None:
     make = OPTIMIZERS["AdamW"]
     for got in run_ranks(RANKS, on_engine, make, all_of, change, settings(stage)):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_statistics_in_another_dtype() -> None:
+    model, engine = half_frozen(2, bf16={"enabled": True})
+    run = partial(engine, batch(0).bfloat16())
+    run()
+    model[3] = nn.BatchNorm1d(16)
+    refuse("running statistics", lambda: engine.replace(model[3], 0), ConfigError)
+    model[3] = nn.Tanh()
+    engine.backward(run().mean())
+    engine.step()
+    engine.destroy()
 
 
 def test_unfrozen_without_a_group_or_called_past_the_engine() -> None:

@@ -122,7 +122,7 @@ def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit
     Raises RankMismatchError if ranks hold different models or one of them has no room on its disk,
     and DiskSpaceError on that rank; the model is then unchanged.
     """
-    _check_alike(plan, mesh)
+    check_alike(plan, mesh)
     device, engine_flats = mesh.device, EngineFlats(mesh)
     flats_of: dict[int, list[FlatBuffer]] = {}
     for planned in plan.flats:
@@ -245,7 +245,7 @@ def check_statistics(plan: EnginePlan, device: torch.device) -> None:
         )
 
 
-def _check_alike(plan: EnginePlan, mesh: Mesh) -> None:
+def check_alike(plan: EnginePlan, mesh: Mesh) -> None:
     """Raise RankMismatchError unless all ranks hold the same names, shapes, dtypes and groups, at
     the same stage: else their messages would not fit.
     """
