@@ -131,19 +131,22 @@ class Engine(TrainingEngine):
         measures, self.measures = self.measures, StepMeasures()
         measures.close(self)
 
+    def settle(self, what: str) -> None:
+        self.wait_for_checkpoint(what)
+        super().settle(what)
+
     def take_apart(self) -> dict[str, Any]:
         memory, folder = self.memory, self.measures.folder
         self.async_saves.close()
         self.save_log.close()
         if memory is not None:
             memory.close()
-        return {**super().take_apart(), "memory": memory, "folder": folder}
+        kept = {"memory": memory, "folder": folder, "window_start": self.window_start}
+        return super().take_apart() | kept
 
     def restore_parts(self, before: Mapping[str, Any]) -> None:
         super().restore_parts(before)
-        if self.training_dataloader is not None:
-            self.window_start.note(self)
-        folder = before["folder"]
+        self.window_start, folder = before["window_start"], before["folder"]
         self.measures.loaded(self, True, None if folder is None else str(folder))
         if self.memory is not None and before["memory"] is not None:
             self.memory.continue_from(before["memory"])

@@ -33,6 +33,8 @@ from hf_zero.zero.step.preemption import StopRequests
 from hf_zero.zero.step.step_reports import SanityChecks, StepMeasures
 from hf_zero.zero.transaction import on_rollback, restore_on_rollback, transaction
 
+# attributes of an OptimizerStep that a rebuild keeps
+KEPT_OF_STEP = ("max_norm", "lr_scale", "norm", "applied")
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 
 
@@ -205,6 +207,15 @@ class EngineParts(AroundModel):
         """Return the loss scaler for the start of training."""
         return Fp16LossScaler.from_config(self.config)
 
+    def settle(self, what: str) -> None:
+        """End what is under way before a rebuild for ``what`` (collective). Raises OffloadError
+        after a failed write of offloaded state.
+        """
+        self.optimizer_step.refuse_failed_writes()
+        self.updater.finish()
+        self.optimizer_step.take_user_writes()
+        self.optimizer_step.complete_state()
+
     def take_apart(self) -> dict[str, Any]:
         """Remove all parts for :meth:`assemble`; return what :meth:`restore_parts` needs
         (collective).
@@ -212,8 +223,7 @@ class EngineParts(AroundModel):
         before = {
             "scaler": self.scaler.state_dict(),
             "techniques": self.techniques.state_dict(),
-            "max_norm": self.max_norm,
-            "lr_scale": self.optimizer_step.lr_scale,
+            "step": {name: getattr(self.optimizer_step, name) for name in KEPT_OF_STEP},
             "stop_requests": self.stop_requests,
         }
         # its handlers stay, so that no signal is lost
@@ -225,8 +235,8 @@ class EngineParts(AroundModel):
         """Continue after :meth:`assemble` with what :meth:`take_apart` has returned."""
         self.scaler.load_state_dict(before["scaler"])
         self.techniques.load_state_dict(before["techniques"])
-        self.optimizer_step.max_norm = before["max_norm"]
-        self.optimizer_step.lr_scale = before["lr_scale"]
+        for name, value in before["step"].items():
+            setattr(self.optimizer_step, name, value)
         self.stop_requests = before["stop_requests"]
         self.stop_requests.move(self.mesh, self.schedule.shards)
         self.publish_scale()

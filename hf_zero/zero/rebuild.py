@@ -184,14 +184,13 @@ def rebuild(engine: EngineParts, what: str, change: Callable[[], None]) -> None:
     parameters then, and build it again over the model with the state that it has. What the model
     has lost leaves the groups, and is whole. ``what`` is the caller in messages. Collective.
 
-    Raises PartitionError on all ranks in the middle of an accumulation window, and the errors of
-    ``change`` and of the plan of the changed engine, which then goes on unchanged.
+    Raises PartitionError on all ranks in the middle of an accumulation window, the errors of a
+    checkpoint or of offloaded state whose write has failed, and those of ``change`` and of the plan
+    of the changed engine, which then goes on unchanged.
     """
     with raise_on_all_ranks(f"begin {what}"):
         refuse_now(engine, what)
-    engine.updater.finish()
-    engine.optimizer_step.take_user_writes()
-    engine.optimizer_step.complete_state()
+    engine.settle(what)
     keeps = not engine.config.zero.release_frozen_state
     former = [*engine.sharded_model.parameters.values()]
     lost = dict.fromkeys(former)

@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError, HfZeroError, OffloadError, PartitionError
+from hf_zero.errors import ConfigError, HfZeroError, PartitionError
 from hf_zero.logging import listed, logger
 from hf_zero.zero.access.consolidate import consolidated, whole_state_dict
 from hf_zero.zero.engine_parts import EngineParts
@@ -382,13 +382,7 @@ class TrainingEngine(EngineParts):
             refuse_half_done(
                 self.updater, "gradient clipping that was switched on after the backward"
             )
-        failed = self.optimizer_step.failed_writes()
-        if failed:
-            raise OffloadError(
-                f"a write of offloaded state has failed: {failed}. The last step is complete, what "
-                "could not be written is in memory: save a checkpoint now, free disk space or fix "
-                "the path, and resume"
-            )
+        self.optimizer_step.refuse_failed_writes()
 
     def _end_update(self, overflow: bool, scaler: Fp16LossScaler) -> None:
         """Count the update, publish its outcome and the new loss scale of ``scaler``, and log a

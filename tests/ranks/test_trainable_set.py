@@ -15,15 +15,17 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
+from hf_zero.errors import (
+    PartitionError,
+    RankMismatchError,
+)
 from hf_zero.optim import Lamb, Muon
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.rebuild import rebuild
 from tests.helpers.cells import in_turn
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import run_steps, stack
-from tests.ranks.test_whole_state import OPTIMIZERS, Make, Scaled, batch, settings, train
+from tests.ranks.test_whole_state import OPTIMIZERS, Make, Scaled, batch, settings
 
 RANKS = 2
 ROWS = 4
@@ -211,7 +213,13 @@ def test_everything_else_is_bit_for_bit_what_it_was(
         for number in range(3):
             step(number)
         engine.stop_on()
-        before, place = momenta(engine), (engine.scaler.state_dict(), engine.get_lr())
+        engine.request_stop()
+
+        def place() -> tuple[Any, ...]:
+            norm = engine.get_global_grad_norm()
+            return engine.scaler.state_dict(), engine.get_lr(), norm, engine.was_step_applied()
+
+        before, earlier = momenta(engine), place()
         dtypes, seen = dict(engine.param_dtypes), engine.optimizer
         model[0].requires_grad_(True)
         rebuild(engine, "a test", lambda: None)
@@ -222,10 +230,9 @@ def test_everything_else_is_bit_for_bit_what_it_was(
         for name in before:
             for one, other in zip(before[name], momenta_of_old[name]):
                 assert torch.equal(one.view(torch.int32), other.view(torch.int32)), name
-        assert (engine.scaler.state_dict(), engine.get_lr()) == place
+        assert place() == earlier and earlier[2] > 0.0
         assert dtypes == engine.param_dtypes and engine.optimizer is seen
         assert engine.global_steps == 3
-        engine.request_stop()
         step(3)
         assert engine.stop_requested
         engine.save_checkpoint(str(tmp_path / "run"))
@@ -265,53 +272,6 @@ def test_what_is_frozen_keeps_its_state_unless_told_otherwise(stage: int, releas
     want = plainly(make, all_of, change)
     for got in run_ranks(RANKS, on_engine, make, all_of, change, config):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
-
-
-def half_frozen(stage: int, **config: Any) -> tuple[Any, Any]:
-    """A model whose first layer is frozen, and an engine whose optimizer has all parameters."""
-    model = Scaled()
-    optimizer = torch.optim.AdamW(all_of(model, None, 0), 1e-2)
-    config = settings(stage) | config
-    return model, hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_weights_are_sent_anew(stage: int) -> None:
-    def run(rank: int) -> None:
-        model, engine = half_frozen(stage)
-
-        def sent() -> set[str]:
-            return {name for each in engine.iter_weights(changed_only=True) for name, _ in each}
-
-        train(engine, rank, range(1))
-        assert sent() == {*engine.state_dict()}
-        model[0].requires_grad_(True)
-        stream = engine.iter_weights()
-        train(engine, rank, range(1, 2))
-        refuse("written", lambda: next(iter(stream)))
-        assert sent() == {*engine.state_dict()} and not sent()
-        engine.destroy()
-
-    run_ranks(RANKS, run)
-
-
-@pytest.mark.parametrize("way", ["the engine", "a module"])
-def test_blocks_stay_compiled(way: str) -> None:
-    model, ran = stack(), list[int]()
-    model.enter.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=settings(3))[0]
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        return lambda *args: (ran.append(1), graph.forward(*args))[1]
-
-    (engine if way == "the engine" else model.blocks[1]).compile(backend=backend)
-    run_steps(engine, 0, range(1))
-    once = len(ran)
-    model.enter.requires_grad_(True)
-    run_steps(engine, 0, range(1, 2))
-    assert once and len(ran) == 2 * once
-    engine.destroy()
 
 
 # ---- modules that are replaced ----
@@ -438,18 +398,6 @@ def test_a_refused_change_leaves_everything_as_it_was(stage: int) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
-def test_statistics_in_another_dtype() -> None:
-    model, engine = half_frozen(2, bf16={"enabled": True})
-    run = partial(engine, batch(0).bfloat16())
-    run()
-    model[3] = nn.BatchNorm1d(16)
-    refuse("running statistics", lambda: engine.replace(model[3], 0), ConfigError)
-    model[3] = nn.Tanh()
-    engine.backward(run().mean())
-    engine.step()
-    engine.destroy()
-
-
 def test_unfrozen_without_a_group_or_called_past_the_engine() -> None:
     def run(rank: int) -> None:
         model = Scaled()
@@ -461,28 +409,6 @@ def test_unfrozen_without_a_group_or_called_past_the_engine() -> None:
         model[0].requires_grad_(True)
         loss = engine(batch(0)[:ROWS]).square().mean()
         refuse("give it to optimizer.add_param_group", lambda: engine.backward(loss))
-        engine.destroy()
-
-    run_ranks(RANKS, run)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_graphs_of_the_former_engine(stage: int) -> None:
-    def run(rank: int) -> None:
-        model, engine = half_frozen(stage)
-        replace = partial(engine.replace, model[4])
-        handle = model[2].register_forward_hook(
-            lambda *_: refuse("inside a forward or backward", replace)
-        )
-        train(engine, rank, range(1))
-        former = engine(batch(1)[:ROWS]).square().mean()
-        handle.remove()
-        model[0].requires_grad_(True)
-        loss = former + engine(batch(1)[:ROWS]).square().mean()
-        refuse("run the forward again", lambda: engine.backward(loss))
-        engine.restart_window()
-        train(engine, rank, range(1, 2))
-        assert engine.global_steps == 2
         engine.destroy()
 
     run_ranks(RANKS, run)

@@ -15,7 +15,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.device.spans import NOTHING, span
 from hf_zero.distributed.recovery import PassTracker
-from hf_zero.errors import PartitionError
+from hf_zero.errors import OffloadError, PartitionError
 from hf_zero.logging import logger
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.placement import ShardSpec, room_beside_a_step
@@ -100,6 +100,16 @@ class OptimizerStep:
             return ""
         errors = model.mesh.all_gather_object("" if own is None else str(own), "writes that failed")
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
+
+    def refuse_failed_writes(self) -> None:
+        """Raise OffloadError if a write of offloaded state has failed (collective)."""
+        failed = self.failed_writes()
+        if failed:
+            raise OffloadError(
+                f"a write of offloaded state has failed: {failed}. The last step is complete, what "
+                "could not be written is in memory: save a checkpoint now, free disk space or fix "
+                "the path, and resume"
+            )
 
     def update_early(self, unit: Unit, steps: int) -> None:
         """Begin the update of ``unit`` within the backward, after ``steps`` steps.

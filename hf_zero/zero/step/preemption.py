@@ -46,10 +46,14 @@ class StopRequests:
         loader_workers.keep(signals)
 
     def move(self, mesh: Mesh, shards: SharedShards) -> None:
-        """Continue with the parts of an engine that was built again."""
+        """Continue with the parts of an engine that was built again, and repeat a request that the
+        ranks have not agreed on.
+        """
         self._mesh, self._shards = mesh, shards
         if self._listens:
             shards.serve()
+        if self.asked and not self.agreed:
+            self.request()
 
     @property
     def received(self) -> list[int]:
