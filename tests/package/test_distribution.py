@@ -5,6 +5,7 @@ are missing, and a wheel with the native core.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import runpy
@@ -307,3 +308,65 @@ def test_constraints_pin_all_that_the_tests_and_the_recipes_install() -> None:
                 with suppress(metadata.PackageNotFoundError):
                     wanted += [(each, own) for each in metadata.requires(name) or ()]
     assert {name for name, _ in seen} - pinned - {"setuptools"} == set(), "pin these"
+
+
+@pytest.fixture
+def locked(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    yield importlib.import_module("locked")
+    sys.modules.pop("locked")
+
+
+def test_the_lock_has_the_pins_of_the_constraints(locked: Any) -> None:
+    """With the hashes of files for x86-64 and arm64, and of all that the package requires."""
+    pins = locked.read_lock((ROOT / "requirements.lock").read_text())
+    constraints = locked.read_lock((ROOT / "constraints.txt").read_text())
+    shared = pins.keys() & constraints.keys()
+    for name in shared:
+        assert {pin.version for pin in pins[name]} == {pin.version for pin in constraints[name]}
+    assert all(pin.hashes for each in pins.values() for pin in each)
+    assert all(
+        re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", h) for p in pins["torch"] for h in p.hashes
+    )
+    extras = PROJECT["project"]["optional-dependencies"]
+    named = [extra for extra in extras if extra not in ("docs", "dev", "test", "lint")]
+    head = (ROOT / "requirements.lock").read_text().partition("\naccelerate")[0]
+    assert {*re.findall(r"--extra (\w+)", head)} == {*named}
+    requirements = [*PROJECT["project"]["dependencies"], *(r for e in named for r in extras[e])]
+    least = {Requirement(each).name for each in requirements} - {"hf-zero"}
+    assert {canonicalize_name(name) for name in least} <= pins.keys()
+
+
+def test_only_files_of_the_lock_are_installed(
+    locked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = tmp_path / "requirements.lock"
+    lines = [
+        *("# head", "a-b==1 ; python_version < '3.12' \\", "    --hash=sha256:1 \\"),
+        *("    --hash=sha256:2", "a-b==2 --hash=sha256:3", "torch==2 --hash=sha256:4"),
+    ]
+    lock.write_text("\n".join(lines))
+    resolved = {"A_b": "2", "torch": "2+cpu", "hf-zero": "0.2.0"}
+    ran: list[list[str]] = []
+    files: list[str] = []
+
+    def pip(command: Any, check: bool) -> None:
+        words = [str(word) for word in command]
+        ran.append(words)
+        if "--report" in words:
+            rows = [{"metadata": {"name": n, "version": v}} for n, v in resolved.items()]
+            Path(words[words.index("--report") + 1]).write_text(json.dumps({"install": rows}))
+            pins = Path(words[words.index("--constraint") + 1]).read_text()
+            assert pins.splitlines() == ["a-b==1 ; python_version < '3.12'", "a-b==2", "torch==2"]
+        if "-r" in words:
+            files.append(Path(words[words.index("-r") + 1]).read_text())
+
+    monkeypatch.setattr(locked.subprocess, "run", pip)
+    locked.main("hf_zero-0.2.0-py3-none-any.whl", str(lock), "trl")
+    assert files == ["a-b==2 --hash=sha256:3\n"]
+    assert "--require-hashes" in ran[1] and "--no-deps" in ran[1]
+    assert ran[2][-3:] == ["--no-deps", "torch==2+cpu", "hf_zero-0.2.0-py3-none-any.whl"]
+    assert "torch==2+cpu: not of the package index, installed without" in capsys.readouterr().out
+    resolved |= {"other": "1", "a.b": "7"}
+    with pytest.raises(SystemExit, match=r"other==1, a-b==7: not in requirements\.lock; update it"):
+        locked.main("hf_zero.whl", str(lock))
