@@ -12,6 +12,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import chdir
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,11 @@ def check_yaml(block: Block, tmp_path: Path) -> None:
     documents = list(yaml.safe_load_all(block.text))
     if "task" in documents[0]:
         (tmp_path / "train.yaml").write_text(block.text)
-        read_training_file(tmp_path / "train.yaml")
+        with chdir(tmp_path):  # where the tutorials that have it make these
+            for name, made in (("model", Path.mkdir), ("dataset", Path.touch)):
+                if re.search(r"^\./|\.jsonl$", documents[0][name]):
+                    made(Path(documents[0][name]))
+            read_training_file("train.yaml")
         return
     if "distributed_type" not in documents[0]:
         kinds = ["kind" in document for document in documents]

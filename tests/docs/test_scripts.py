@@ -1,4 +1,6 @@
-"""The whole scripts of the pages, started on two CPU ranks by the commands below them."""
+"""The whole scripts of pages that are no tutorials, started on two CPU ranks by the commands below
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,11 @@ import pytest
 
 from tests.docs.documents import blocks, of_kind
 from tests.docs.test_pages import commands_in
+from tests.docs.test_tutorials import TUTORIALS
 from tests.helpers.commands import completed
 from tests.helpers.launched import environment
 
-ROUTES = sorted({block.page for block in of_kind("python") if block.title})
+ROUTES = sorted({block.page for block in of_kind("python") if block.title} - {*TUTORIALS})
 
 
 def commands(page: str) -> list[str]:
@@ -24,7 +27,7 @@ def commands(page: str) -> list[str]:
 
 
 def test_each_route_has_a_script_and_a_command() -> None:
-    assert len(ROUTES) == 6
+    assert len(ROUTES) == 5
     assert all(commands(page) for page in ROUTES)
 
 
