@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from tests.helpers import oracle
+from tests.helpers.cells import fast
 from tests.helpers.launched import beside, torchrun
 
 SCRIPT = Path(__file__).parent / "scripts" / "sequence_cases.py"
 
 
-def check(folder, *cases, flags=()):
+def check(folder, *cases, flags=(), ranks=2):
     """The reports of the ranks, started with ``flags``."""
     with beside(SCRIPT, folder / "plain", "--cases", *cases) as plain:
-        found = torchrun(SCRIPT, folder / "split", "--cases", *cases, "--stage", "3", *flags)
+        found = torchrun(
+            SCRIPT, folder / "split", "--cases", *cases, "--stage", "3", *flags, ranks=ranks
+        )
         expected = plain()
     for report in found:
         for case in cases:
@@ -23,10 +26,17 @@ def check(folder, *cases, flags=()):
     return found
 
 
-@pytest.mark.parametrize("flags", [(), ("--ring",)])
-def test_the_trainer(flags, tmp_path):
-    plain = tmp_path / "plain" / "weights-0.pt"
-    for rank, report in enumerate(check(tmp_path, "trainer", flags=flags)):
+WAYS = {
+    "heads": ((), 2),
+    "a ring": (("--ring",), 2),
+    "rings of ranks that exchange heads": (("--ring", "--heads", "2"), 4),
+}
+
+
+@pytest.mark.parametrize("way", fast(WAYS, lambda way: way != "rings of ranks that exchange heads"))
+def test_the_trainer(way, tmp_path):
+    (flags, ranks), plain = WAYS[way], tmp_path / "plain" / "weights-0.pt"
+    for rank, report in enumerate(check(tmp_path, "trainer", flags=flags, ranks=ranks)):
         found = report["trainer"]
         assert (found["stage"], found["batch"], found["total"]) == (3, 4, 4)
         weights = torch.load(tmp_path / "split" / f"weights-{rank}.pt")

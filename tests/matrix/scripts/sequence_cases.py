@@ -1,5 +1,5 @@
 """A stock Trainer, and TRL's on rows and packed rows; at a ``--stage`` ranks share sequences, by
-heads or in a ``--ring``.
+heads or in a ``--ring``, or in rings of ranks that exchange ``--heads``.
 """
 
 import torch
@@ -21,7 +21,7 @@ LENGTHS = {"sft": [LONGEST, LONGEST - 3] * 8, "packed": [32, 16, 16, 32, 8, 24, 
 def arguments(out, stage, **changes):
     sizes = {"cp_size": 2} if args.ring else {"sp_size": 2, "sp_backend": "deepspeed"}
     parallel = {
-        "deepspeed": {"zero_optimization": {"stage": stage}},
+        "deepspeed": {"zero_optimization": {"stage": stage}, "sequence_parallel_size": args.heads},
         "parallelism_config": ParallelismConfig(**sizes),
     }
     chosen = {"use_cpu": stage < 0, "per_device_train_batch_size": 2, "adam_epsilon": 1e-4}
@@ -80,7 +80,7 @@ def tuned(case, out, stage):
     return {"log": [{key: entry[key] for key in kept} for entry in history]}
 
 
-args = given("ring", cases=["trainer"], stage=-1)
+args = given("ring", cases=["trainer"], stage=-1, heads=1)
 report(
     args.out,
     {
