@@ -47,9 +47,7 @@ pytest_generate_tests = by_model_type(SOON, without=UNKNOWN)
 
 
 def shared(model, batch, division):
-    """The losses of the ranks, and the gradients as the engine averages them, on ranks that share
-    ``batch``.
-    """
+    """The losses of ranks that share ``batch``, and the gradients as the engine averages them."""
     copies = [copy.deepcopy(model) for _ in range(division.ranks)]
 
     def on_rank(rank):

@@ -43,56 +43,70 @@ def kernels_on(device: torch.device) -> Kernels:
     return KERNELS[device.type]
 
 
-def _attend(
-    pattern: Pattern, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    width, causal = value.shape[-1], pattern is not Pattern.FULL
-    query, key, value = _to_kernel(pattern, query, key, value)
-    if query.device.type == "cpu":
-        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(
+def _on_cpu(*tensors: torch.Tensor, causal: bool, scale: float) -> Any:
+    return aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal, scale=scale)
+
+
+def _on_cpu_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> Any:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *tensors, 0.0, causal, scale=scale
+    )
+
+
+def _on_gpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> Any:
+    if query.dtype != torch.float32:
+        return aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, scale=scale
-        )
-    elif query.dtype == torch.float32:
-        key, value = _repeated(query, key, value)
-        out, sums, *_ = aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, causal, scale=scale
-        )
-        sums = sums[..., : query.shape[2]]
-    else:
-        out, sums, *_ = aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, causal, scale=scale
-        )
-    return _from_kernel(pattern, out)[..., :width], _from_kernel(pattern, sums)
+        )[:2]
+    out, sums, *_ = aten._scaled_dot_product_efficient_attention(
+        query, *_repeated(query, key, value), None, True, 0.0, causal, scale=scale
+    )
+    return out, sums[..., : query.shape[2]]
 
 
-def _gradients(pattern: Pattern, *tensors: torch.Tensor, scale: float) -> list[torch.Tensor]:
-    _, *inputs, _, _ = tensors
-    widths, heads = [each.shape[-1] for each in inputs], inputs[1].shape[2]
-    causal = pattern is not Pattern.FULL
-    grad, query, key, value, out, sums = _to_kernel(pattern, *tensors)
-    if query.device.type == "cpu":
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, sums, 0.0, causal, scale=scale
+def _on_gpu_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> Any:
+    grad, query, key, value, out, sums = tensors
+    if query.dtype != torch.float32:
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout of 0
+        return aten._scaled_dot_product_flash_attention_backward(
+            *tensors, None, None, query.shape[2], key.shape[2], 0.0, causal, seed, seed, scale=scale
         )
-    elif query.dtype == torch.float32:
-        repeated = _repeated(query, key, value)
-        sums = F.pad(sums, (0, -sums.shape[-1] % _ALIGNED))
-        seed = torch.zeros((), dtype=torch.int64)  # of a dropout of 0, as is the offset
-        *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad, query, *repeated, None, out, sums, seed, seed, 0.0,
-            [True, True, True, False], causal, scale=scale,
-        )  # fmt: skip
-        grads[1:] = (each.unflatten(1, (heads, -1)).sum(2) for each in grads[1:])
-    else:
-        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        grads = aten._scaled_dot_product_flash_attention_backward(
-            grad, query, key, value, out, sums, None, None, query.shape[2], key.shape[2], 0.0,
-            causal, seed, seed, scale=scale,
-        )  # fmt: skip
-    return [_from_kernel(pattern, each)[..., :width] for each, width in zip(grads, widths)]
+    seed = torch.zeros((), dtype=torch.int64)
+    *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad, query, *_repeated(query, key, value), None, out,
+        F.pad(sums, (0, -sums.shape[-1] % _ALIGNED)), seed, seed, 0.0,
+        [True, True, True, False], causal, scale=scale,
+    )  # fmt: skip
+    grads[1:] = (each.unflatten(1, (key.shape[1], -1)).sum(2) for each in grads[1:])
+    return grads
 
 
-KERNELS = dict.fromkeys(("cpu", "cuda"), Kernels(_attend, _gradients))
+def _on_blocks(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernels:
+    """Return kernels that call ``forward`` and ``backward`` on [blocks, heads, tokens(, D)]."""
+
+    def attend(
+        pattern: Pattern, *tensors: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        width, causal = tensors[-1].shape[-1], pattern is not Pattern.FULL
+        out, sums = forward(*_to_kernel(pattern, *tensors), causal=causal, scale=scale)
+        return _from_kernel(pattern, out)[..., :width], _from_kernel(pattern, sums)
+
+    def gradients(pattern: Pattern, *tensors: torch.Tensor, scale: float) -> list[torch.Tensor]:
+        causal = pattern is not Pattern.FULL
+        found = backward(*_to_kernel(pattern, *tensors), causal=causal, scale=scale)
+        widths = (each.shape[-1] for each in tensors[1:4])
+        return [_from_kernel(pattern, each)[..., :width] for each, width in zip(found, widths)]
+
+    return Kernels(attend, gradients)
+
+
+# by type of device
+KERNELS = {
+    "cpu": _on_blocks(_on_cpu, _on_cpu_backward),
+    "cuda": _on_blocks(_on_gpu, _on_gpu_backward),
+}
 
 
 def _to_kernel(pattern: Pattern, *tensors: torch.Tensor) -> list[torch.Tensor]:
