@@ -35,6 +35,7 @@ SPARSE = {
 }
 TENSOR = {"tensor_parallel": {"autotp_size": 2}}
 SEQUENCE = {"sequence_parallel_size": 2, "split": True}
+RING = {"context_parallel_size": 2, "split": True}
 TILED = {"tiled_mlp": {"enabled": True, "shards": 2}}
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 SHARDED = {"stage3_prefetch_bucket_size": 40_000, "stage3_param_persistence_threshold": 0}
@@ -81,6 +82,10 @@ PARALLEL: dict[str, dict[str, Case]] = {
     "parts of sequences": {
         "stage 2, parts of sequences, packed": (2, {}, SEQUENCE | {"documents": (5, 4, 7)}),
         "all on the host, parts of sequences": (3, BOTH, SEQUENCE | TILED),
+    },
+    "rings": {
+        "stage 2, rings, packed": (2, {}, RING | {"documents": (5, 4, 7)}),
+        "all on the host, rings, checkpointed": (3, BOTH, RING | AGAIN),
     },
     "experts": {
         "stage 3, experts, checkpointed": (3, {}, EXPERTS | AGAIN),
@@ -159,7 +164,9 @@ def train(family: str, case: Case, steps: int, rank: int, folder: str) -> list[f
     import torch
 
     import hf_zero
+    from hf_zero.parallel.sequence.block_kernels import KERNELS
 
+    KERNELS["cuda"] = KERNELS["cpu"]  # the simulated device has those of CPUs
     stage, zero, more = case[0], case[1], dict(case[2])
     checkpointed, saved = more.pop("checkpointed", False), more.pop("saved", False)
     made, length = more.pop("made", None), more.pop("length", LENGTH)
