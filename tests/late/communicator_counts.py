@@ -22,7 +22,7 @@ from hf_zero.planning.checking import communicators  # isort: skip
 from hf_zero.zero.layout.engine_plan import plan  # isort: skip
 
 EXPERTS = families.EXPERTS
-SEQUENCE = {"sequence_parallel_size": 2}
+SEQUENCE, RING = {"sequence_parallel_size": 2}, {"context_parallel_size": 2}
 # stage, keys of zero_optimization, other keys
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 0": (0, {}, {}),
@@ -33,6 +33,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 3, parts of matrices": (3, {}, families.TENSOR),
     "stage 1, parts of matrices": (1, {}, families.TENSOR),
     "stage 3, parts of sequences": (3, {}, SEQUENCE),
+    "stage 3, rings": (3, {}, RING),
     "stage 3, experts": (3, {}, EXPERTS),
 }
 OVER_HOSTS = {"stage 3, in two hops": (3, training.HOPS, {})}  # of two ranks each
@@ -66,6 +67,7 @@ def pipeline() -> None:
 def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
     device.begin("random")
+    families.use_kernels_of_cpus()
     chosen = CASES | (OVER_HOSTS if world == 4 else {})
     asked = sys.argv[1:] or [*chosen, *(["pipeline"] if world == 2 else [])]
     if "pipeline" in asked:
@@ -82,7 +84,7 @@ def main() -> None:
         engine, *_ = hf_zero.initialize(model=model, config=config)
         batch = {"input_ids": torch.arange(64, device=engine.device).view(4, 16)}
         batch["labels"] = batch["input_ids"]
-        if more is SEQUENCE:
+        if more in (SEQUENCE, RING):
             batch = hf_zero.sequence_parallel().shard(batch)
         engine.backward(engine(**batch).loss)
         engine.step()

@@ -160,13 +160,19 @@ def pretrained(plain: Any, config: dict[str, Any], folder: Path) -> Any:
     return hf_zero.from_pretrained(type(plain), folder, config, **more).train()
 
 
+def use_kernels_of_cpus() -> None:
+    """Have rings use the kernels that the simulated device has."""
+    from hf_zero.parallel.sequence.block_kernels import KERNELS
+
+    KERNELS["cuda"] = KERNELS["cpu"]
+
+
 def train(family: str, case: Case, steps: int, rank: int, folder: str) -> list[float]:
     import torch
 
     import hf_zero
-    from hf_zero.parallel.sequence.block_kernels import KERNELS
 
-    KERNELS["cuda"] = KERNELS["cpu"]  # the simulated device has those of CPUs
+    use_kernels_of_cpus()
     stage, zero, more = case[0], case[1], dict(case[2])
     checkpointed, saved = more.pop("checkpointed", False), more.pop("saved", False)
     made, length = more.pop("made", None), more.pop("length", LENGTH)

@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "tokens dropped": {"stage": 3, **token_drop.section([1, 2])},
     },
     "sequence": {"packed sequences": {"stage": 3, **SEQUENCE}},
+    "ring": {"packed in a ring": {"stage": 3, "context_parallel_size": 2, "documents": True}},
     "expert": {"experts": {"stage": 3, "family": "mixtral", **EXPERTS}},
 }
 
@@ -45,6 +46,7 @@ def last_step(case: dict[str, Any]) -> dict[str, int]:
     import hf_zero
     from tests.helpers.host_syncs import HostSyncs
 
+    families.use_kernels_of_cpus()
     more = dict(case)
     family, documents = more.pop("family", "llama"), more.pop("documents", False)
     stage = more.pop("stage")
