@@ -249,3 +249,39 @@ def test_a_loader_of_each_rank():
     for rank, parts in enumerate(zip(first, second)):
         joined = Division(context=2).whole([torch.tensor(part) for part in parts])
         assert torch.equal(joined, BATCH["input_ids"] + rank)
+
+
+def test_a_checkpoint_does_not_depend_on_the_ring(tmp_path):
+    """Saved by a ring of two ranks at stage 3, resumed by rings of four and of two at stage 2."""
+    job, plan = JOBS["llama"], Plan(ranks=1, steps=2)
+    expected = oracle.run(job, plan)
+
+    def step(engine, sequence, number):
+        part = sequence.shard(job.batch(At(number, 0, 0)))
+        loss = sequence.mean_loss(engine(**part).loss, part["labels"])
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    def save(rank, models):
+        sequence = hf_zero.sequence_parallel(context_parallel_size=2)
+        engine = start(models[rank], job.optimizer(models[rank]), config_of(3, plan), mpu=sequence)
+        loss = step(engine, sequence, 0)
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+        return loss
+
+    def resume(rank, models, sizes):
+        config = config_of(2, plan, **sizes)
+        engine = start(models[rank], job.optimizer(models[rank]), config, resume=str(tmp_path))
+        loss = step(engine, hf_zero.sequence_parallel(), 1)
+        engine.destroy()
+        return loss
+
+    def close(losses, number):
+        assert losses == pytest.approx([expected.losses[number]] * len(losses), rel=1e-5)
+
+    close(run_ranks(2, save, [job.build() for _ in range(2)]), 0)
+    for sizes in ({"context_parallel_size": 4}, {"context_parallel_size": 2}):
+        ranks = sizes["context_parallel_size"]
+        close(run_ranks(ranks, resume, [job.build() for _ in range(ranks)], sizes), 1)
