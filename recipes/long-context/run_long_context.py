@@ -1,9 +1,10 @@
 """Train a Llama on sequences that grow, and measure the memory of a rank: with whole ones on each
-rank, or with parts of the same ones on all ranks (ParallelismConfig's sp_size). Plot the peak of a
-forward and backward over the length.
+rank, or with parts of the same ones on all ranks (ParallelismConfig's sp_size, or cp_size for a
+ring). Plot the peak of a forward and backward over the length.
 
     accelerate launch --config_file whole.yaml run_long_context.py
     accelerate launch --config_file split.yaml run_long_context.py
+    accelerate launch --config_file ring.yaml run_long_context.py
     accelerate launch --config_file split.yaml run_long_context.py --model NAME --text rows.txt \\
         --lengths 32768 65536
 """
@@ -117,7 +118,9 @@ def peak_of(run: Callable[[], Any]) -> int:
 def train(accelerator: Accelerator, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each length."""
     parallel = accelerator.parallelism_config
-    size = parallel.sp_size if parallel is not None else 1
+    size = parallel.sp_size if parallel is not None else 1  # of a ring, too
+    ring = os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1") != "1"
+    parts = f"{'a ring of' if ring else 'parts of sequences on'} {size} ranks"
     stream, model = stream_of(args), model_of(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     # one row for each rank in each step
@@ -152,7 +155,7 @@ def train(accelerator: Accelerator, args: argparse.Namespace) -> Iterator[dict[s
             optimizer.step()
             optimizer.zero_grad()
         yield {
-            "config": f"parts of sequences on {size} ranks" if size > 1 else "whole sequences",
+            "config": parts if size > 1 else "whole sequences",
             "length": length,
             "peak_mib": peak / 2**20,
             "loss": accelerator.reduce(torch.stack(losses).mean(), "mean").item(),

@@ -1,6 +1,7 @@
 """Memory of one forward and backward on a rank, beside the figure of `hf-zero estimate --seq`.
 
-    torchrun --nproc-per-node 2 scripts/bench/activation_bytes.py --sp 2 [--stage 3] [--out FILE]
+    torchrun --nproc-per-node 2 scripts/bench/activation_bytes.py --sp 2 [--cp 2] [--stage 3]
+        [--out FILE]
 
 Bytes of tensors, from torch's profiler, on CPU ranks, for each length and each way in which the
 estimate counts activations. The second of two steps counts: the first allocates the state that
@@ -63,12 +64,13 @@ def measured(args: argparse.Namespace, length: int, keys: Any) -> int:
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": args.stage},
         "sequence_parallel_size": args.sp,
+        "context_parallel_size": args.cp,
         **keys,
     }
     engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
     ids = torch.randint(args.vocabulary, (1, length), generator=torch.Generator().manual_seed(1))
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    parts = hf_zero.sequence_parallel() if args.sp > 1 else None
+    parts = hf_zero.sequence_parallel() if args.sp * args.cp > 1 else None
     if parts is not None:
         batch = parts.shard(batch)
 
@@ -91,6 +93,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sp", type=int, default=1)
+    parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048])
     parser.add_argument("--hidden_size", type=int, default=256)
@@ -105,9 +108,10 @@ def main() -> None:
         stage = hf_zero.estimate(model_of(args), ranks, "fp32", "AdamW", 3).at(3)
         gathered = stage.tiers.device - stage.state - stage.gradient_buffers
     for length in args.lengths:
-        config = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": args.sp}
-        settings = ZeroConfig.from_dict(config)
-        own = plan(model_of(args), settings, ParallelDims.over(ranks, sequence=args.sp))
+        sizes = {"sequence_parallel_size": args.sp, "context_parallel_size": args.cp}
+        settings = ZeroConfig.from_dict({"train_micro_batch_size_per_gpu": 1, **sizes})
+        dims = ParallelDims.over(ranks, sequence=args.sp, context=args.cp)
+        own = plan(model_of(args), settings, dims)
         for way in length_estimate(own, length).ways:
             row = {
                 "bench": "activation_bytes",
@@ -120,6 +124,7 @@ def main() -> None:
                 "vocabulary": args.vocabulary,
                 "stage": args.stage,
                 "sp": args.sp,
+                "cp": args.cp,
                 "length": length,
                 "way": way.name or "as it is",
                 "foreseen": way.most,
@@ -128,7 +133,7 @@ def main() -> None:
             }
             if rank == 0:
                 print(
-                    f"sp {args.sp} stage {args.stage} {length:6} {row['way']:55}"
+                    f"sp {args.sp} cp {args.cp} stage {args.stage} {length:6} {row['way']:55}"
                     f"{way.most / 2**20:8.1f} + {gathered / 2**20:.1f} MiB foreseen"
                     f"{row['measured'] / 2**20:8.1f} measured",
                     flush=True,

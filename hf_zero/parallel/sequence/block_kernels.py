@@ -114,11 +114,12 @@ def _to_kernel(pattern: Pattern, *tensors: torch.Tensor) -> list[torch.Tensor]:
     multiple of eight, and the tokens backwards in ``REVERSED`` blocks.
     """
     width = max(each.shape[-1] for each in tensors if each.dim() == 4)
+    width = -(-width // 8) * 8
     given = []
     for each in tensors:
         each = each.transpose(1, 2)
-        if each.dim() == 4:
-            each = F.pad(each, (0, -(-width // 8) * 8 - each.shape[-1]))
+        if each.dim() == 4 and each.shape[-1] < width:
+            each = F.pad(each, (0, width - each.shape[-1]))
         given.append(each.flip(2) if pattern is Pattern.REVERSED else each)
     return given
 

@@ -162,5 +162,5 @@ def _merge(
     largest = torch.maximum(sums, more_sums)  # finite: a query attends to every key of its block
     old, new = ((each - largest).exp() for each in (sums, more_sums))
     total = old + new
-    merged = out * (old / total).unsqueeze(-1) + more * (new / total).unsqueeze(-1)
+    merged = (out * (old / total).unsqueeze(-1)).add_(more * (new / total).unsqueeze(-1))
     return merged, largest + total.log()
