@@ -59,6 +59,7 @@ from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, progres
 from hf_zero.checkpoint.tensorfile import FileHashes, hash_of
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import in_units, logger
+from hf_zero.optim.segment_table import numbers_of_ranks
 from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
@@ -355,22 +356,9 @@ def _optimizer(
 ) -> OptimizerEntry:
     groups = []
     for index, group in enumerate(head.groups):
-        # Groups that are empty on a rank have no scalars there. Scalars are equal across ranks,
-        # except where a parameter was unused in some steps; those ranks report per parameter.
-        even = [
-            report.scalars[index]
-            for report in reports
-            if report.scalars[index] and not report.apart[index]
-        ]
-        own = {name: numbers for report in reports for name, numbers in report.apart[index].items()}
-        scalars = (
-            even[0]
-            if even
-            else max(own.values(), key=lambda numbers: numbers.get("step", 0.0), default={})
+        scalars, apart = numbers_of_ranks(
+            [(report.scalars[index], report.apart[index]) for report in reports]
         )
-        apart = {
-            name: numbers for name, numbers in own.items() if numbers != scalars or not numbers
-        }
         groups.append(replace(group, scalars=scalars, parameters=names[index], apart=apart))
     factors = {
         parameter: FactorEntry(file, shapes)

@@ -23,6 +23,7 @@ from hf_zero.optim.segment_table import (
     TensorFactors,
     current_settings,
     load_settings,
+    numbers_of_ranks,
     plain_settings,
     scaled_rates,
 )
@@ -394,15 +395,16 @@ class BoundOptimizer:
         ``names``: this rank's names -> those of the whole model. ``gather`` returns its argument of
         every rank (collective).
         """
-        own = {names[name]: each for group in self.apart() for name, each in group.items()}
-        apart: dict[str, dict[str, float]] = {}
-        for each in gather(own):
-            apart.update(each)
-        scalars = self.scalars()
-        return {
-            name: (apart[names[name]] or None) if names[name] in apart else scalars[group]
-            for name, group in self.group_of.items()
-        }
+        own = [
+            (scalars, {names[name]: each for name, each in apart.items()})
+            for scalars, apart in zip(self.scalars(), self.apart())
+        ]
+        merged = [numbers_of_ranks(reports) for reports in zip(*gather(own))]
+        found: dict[str, ParameterNumbers] = {}
+        for name, group in self.group_of.items():
+            scalars, apart = merged[group]
+            found[name] = (apart[names[name]] or None) if names[name] in apart else scalars
+        return found
 
     def load_by_parameter(self, numbers: Mapping[str, ParameterNumbers]) -> None:
         """Load the numbers of each parameter that a group has; one that is missing in ``numbers``

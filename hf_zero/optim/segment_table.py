@@ -194,6 +194,22 @@ class SegmentTable:
         return left_out
 
 
+def numbers_of_ranks(
+    reports: Sequence[tuple[dict[str, float], Mapping[str, dict[str, float]]]],
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Return the numbers of a group, and by name those of its parameters that differ, from its
+    (scalars, apart) on each rank.
+    """
+    # Groups that are empty on a rank have no scalars there. Scalars are equal across ranks, except
+    # where a parameter was unused in some steps; those ranks report per parameter.
+    even = [scalars for scalars, apart in reports if scalars and not apart]
+    own = {name: numbers for _, apart in reports for name, numbers in apart.items()}
+    most = max(own.values(), key=lambda numbers: numbers.get("step", 0.0), default={})
+    scalars = even[0] if even else most
+    apart = {name: each for name, each in own.items() if each != scalars or not each}
+    return scalars, apart
+
+
 class GroupNumbers:
     """The shared numbers of the groups of one optimizer."""
 

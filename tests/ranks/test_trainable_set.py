@@ -274,6 +274,23 @@ def test_what_is_frozen_keeps_its_state_unless_told_otherwise(stage: int, releas
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
+def freeze_then_unfreeze(model: Any, optimizer: torch.optim.Optimizer, step: int) -> Any:
+    """Freeze the scale, which rank 0 has, and unfreeze a layer: others then move to rank 0."""
+    model.scale.requires_grad_(step < 1)
+    model[2].requires_grad_(step > 2)
+    return model.parameters()
+
+
+@in_turn("ranks, stage", [(2, 1), (2, 3), (4, 2), (4, 3)])
+def test_step_counts_that_only_some_ranks_have(ranks: int, stage: int) -> None:
+    config, make = settings(stage), OPTIMIZERS["AdamW"]
+    config["train_micro_batch_size_per_gpu"] = 2 * ROWS // ranks
+    change = freeze_then_unfreeze
+    want = plainly(make, change, change)
+    for got in run_ranks(ranks, on_engine, make, change, change, config):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
 # ---- modules that are replaced ----
 
 
