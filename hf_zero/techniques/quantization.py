@@ -186,7 +186,7 @@ class WeightsInBits:
             self._engine.schedule.computed.change(self._flats, None)
         if self._stretched is not None:
             self._stretched.remove()
-        self._began = False
+        self._falls, self._flats, self._began = {}, [], False
 
 
 def quantize_training(config: ZeroConfig) -> WeightsInBits | None:

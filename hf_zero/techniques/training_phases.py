@@ -181,10 +181,11 @@ class TrainingPhases:
     def install(self, engine: Any) -> None:
         if engine.optimizer is None:
             return
-        self._engine = weakref.ref(engine)
+        known, self._engine = self._engine, weakref.ref(engine)
         self._counters = engine.counters
-        self.resize(engine.train_batch_size(), engine.train_micro_batch_size_per_gpu())
-        self._check(engine)
+        if known is None or known() is not engine:  # its present sizes may be those of a phase
+            self.resize(engine.train_batch_size(), engine.train_micro_batch_size_per_gpu())
+            self._check(engine)
         if self.sequences is not None:
             self.sequences.install(engine.module)
         self._begin(engine)

@@ -151,3 +151,37 @@ def test_statistics_in_another_dtype() -> None:
     engine.backward(run().mean())
     engine.step()
     engine.destroy()
+
+
+PHASES = {"phases": [{"steps": 3, "train_batch_size": 12}, {}], "lr_scaling_method": "sqrt"}
+BITS = {
+    "enabled": True,
+    "quantize_bits": {"start_bits": 16, "target_bits": 4},
+    "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
+    "quantize_groups": 1,
+}
+TECHNIQUES = {
+    "training_phases": {"training_phases": PHASES, "gradient_accumulation_steps": 2},
+    "quantize_training": {"quantize_training": BITS},
+}
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_techniques_go_on(technique: str) -> None:
+    """An engine that is built again without any change trains bit for bit as one that is not."""
+    found = []
+    for changes in ((), (2, 4)):
+        model = stack()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        config = settings(1, train_micro_batch_size_per_gpu=3) | TECHNIQUES[technique]
+        engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+        seen = []
+        for step in range(6):
+            if step in changes:
+                engine.replace(model.head)
+            run_steps(engine, 0, [step], engine.gradient_accumulation_steps())
+            seen.append((engine.train_batch_size(), engine.get_lr()))
+        found.append((seen, [*engine.state_dict().values()]))
+        engine.destroy()
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
