@@ -246,11 +246,11 @@ def generated() -> dict[Path, str]:
     docs = ROOT / "hf_zero/docs"
     published = published_configurations.table(published_configurations.read(RESULTS))
     migrated = (docs / "from-deepspeed.md", docs / "from-fsdp.md")
-    limits = docs / "limits.md"
+    measured = docs / "benchmarks.md"
     return {
         **keys(),
         **cards.generated(),
-        limits: filled(limits.read_text(), "comparison", comparison.table()),
+        measured: filled(measured.read_text(), "comparison", comparison.table()),
         docs / "stages.md": filled((docs / "stages.md").read_text(), "stages", stages()),
         **{path: filled(path.read_text(), "published", published) for path in migrated},
         **{docs / "drawings" / f"stages-{scheme}.svg": drawing(scheme) for scheme in COLORS},
