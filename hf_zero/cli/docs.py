@@ -26,7 +26,9 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs"
 WIDEST = 100  # columns of a page
 FENCE = re.compile(r"^(```.*?^```)$", re.M | re.S)
 HEADING = re.compile(r"^(#+) (.+)$", re.M)
-DOCSTRING = re.compile(r"^::: (\S+)$", re.M)  # a directive of mkdocstrings
+DOCSTRING = re.compile(
+    r"^::: (\S+)$(?:\n    .+)*", re.M
+)  # a directive of mkdocstrings, its options
 PICTURE = re.compile(r"^<picture>.*?^</picture>\n", re.M | re.S)
 KEY = re.compile(r"^- \*\*`([^`]+)`\*\*: (.*(?:\n  .*)*)", re.M)  # a row of the reference
 WHOLE_ROWS = 4  # keys shown whole at most, for a name that ends several

@@ -37,6 +37,7 @@ from hf_zero.parallel.pipeline.engine import PipelineTraining
 from tests.docs.documents import (
     ALL,
     DOCUMENTS,
+    INLINE,
     PAGES,
     ROOT,
     Block,
@@ -415,6 +416,19 @@ def test_each_public_name_is_in_the_reference() -> None:
     for name, directive in re.findall(r"^### (\w+)\n\n::: (\S+)$", text, re.M):
         module, _, attribute = directive.rpartition(".")
         assert getattr(importlib.import_module(module), attribute) is getattr(hf_zero, name)
+
+
+def test_the_pages_use_members_of_engines_that_are_stable() -> None:
+    text = PAGES["api"].read_text().partition("### Engine\n")[2].partition("\n### ")[0]
+    attributes, _, listed = text.partition("::: hf_zero.engine.Engine\n")
+    members = {*re.findall(r"\w+", listed.partition("[")[2])}
+    assert members <= {*dir(Engine)} and len(members) > 30
+    stable = members | {*INLINE.findall(attributes)} | {*dir(PipelineTraining)} - {*dir(Engine)}
+    assert all(name in ON_ENGINES for name in INLINE.findall(attributes))
+    for page in {*PAGES} - {"architecture", "decisions", "errors", "deepspeed-scripts"}:
+        code = [*inline_code(page), *(block.text for block in blocks(page))]
+        used = {name for each in code for name in re.findall(r"\bengine\.([a-z]\w*)", each)}
+        assert used - stable - {"py"} == set(), page
 
 
 def test_each_key_is_in_the_reference() -> None:
