@@ -92,6 +92,13 @@ class ParallelDims:
             )
         return cls(world // within, tensor, sequence, expert, pipeline, context)
 
+    def resized(self, **sizes: int) -> ParallelDims:
+        """Return the dimensions of as many ranks with other ``sizes`` of axes, and as many
+        data-parallel ranks as remain. Raises ConfigError if the sizes do not divide the ranks.
+        """
+        axes = ("tensor", "sequence", "expert", "pipeline", "context")
+        return ParallelDims.over(self.world, **{axis: self.size(axis) for axis in axes} | sizes)
+
     @cached_property
     def world(self) -> int:
         """Number of ranks of the job."""

@@ -111,7 +111,8 @@ class LayerDrop(DrawsForBlocks):
 
     def install(self, engine: Any) -> None:
         """Raises ConfigError if ranks that compute a block together would draw differently."""
-        sizes = {axis: engine.mesh.dims.size(axis) for axis in ("tensor", "sequence", "expert")}
+        axes = ("tensor", "sequence", "context", "expert")
+        sizes = {axis: engine.mesh.dims.size(axis) for axis in axes}
         shared = [axis for axis, size in sizes.items() if size > 1]
         if self._section.per_rank and shared:
             raise ConfigError(

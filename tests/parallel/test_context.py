@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_zero
+from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence.attention import DistributedAttention
@@ -192,6 +193,11 @@ REFUSED = {
     "directions": (BOTH_WAYS, CONTEXT, "in both directions"),
     "sparse": (partial(llama, max_position_embeddings=256), {**CONTEXT, **SPARSE},
                "cannot split sparse_attention"),
+    "blocks left out by each rank": (
+        llama,
+        {**CONTEXT, "progressive_layer_drop": {"enabled": True, "per_rank": True}},
+        "the context parallel ranks compute each block together",
+    ),
     "curriculum": (llama, {**CONTEXT, "training_phases": {"phases": [
         {"steps": 4, "sequence_length": 8}]}}, "shortens sequences"),
 }  # fmt: skip
@@ -233,6 +239,20 @@ def test_a_job_has_one_division():
             DistributedAttention(torch.nn.Identity())
 
     run_ranks(2, twice)
+
+
+def test_dimensions_of_a_job():
+    """Of 16 ranks, with tensor parallelism the fastest; other sizes leave the ring as it is."""
+    dims = ParallelDims.over(16, tensor=2, sequence=2, context=2)
+    assert (dims.data, dims.tokens, dims.batches) == (2, 4, 8)
+    assert dims.ranks_along(1, "sequence") == (1, 3)
+    assert dims.ranks_along(1, "context") == (1, 5)
+    assert dims.ranks_along(1, "tokens") == (1, 3, 5, 7)
+    assert dims.ranks_along(1, "data") == (1, 9)
+    assert [dims.coordinate(13, axis) for axis in ("data", "context", "sequence")] == [1, 1, 0]
+    assert dims.resized(tensor=1) == ParallelDims.over(16, sequence=2, context=2)
+    with pytest.raises(ConfigError, match="2 sequence x 3 context x 1 pipeline"):
+        dims.resized(context=3)
 
 
 def test_a_loader_of_each_rank():

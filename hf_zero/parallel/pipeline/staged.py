@@ -112,12 +112,10 @@ def make_parallel_for(model: nn.Module) -> None:
         if held.dims.pipeline != model.num_stages:
             _make_parallel(model.topology)
     elif max(held.dims.pipeline, held.dims.tensor) > 1:
-        sizes = {axis: held.dims.size(axis) for axis in ("tensor", "sequence", "expert")}
         marks = map(sharding_of, model.parameters())
         # the tensor-parallel size determines the ranks of the experts
-        if held.dims.expert == 1 and not any(mark.axes or mark.partial for mark in marks):
-            sizes["tensor"] = 1
-        init_parallel(ParallelDims.over(held.dims.world, **sizes))
+        whole = held.dims.expert == 1 and not any(mark.axes or mark.partial for mark in marks)
+        init_parallel(held.dims.resized(pipeline=1, tensor=1 if whole else held.dims.tensor))
 
 
 def _topology_of(num_stages: int, world: int) -> ProcessTopology:

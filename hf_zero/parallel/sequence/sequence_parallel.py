@@ -35,7 +35,6 @@ from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.registered import registered
 from hf_zero.zero.gather.model_patches import Stateless
 
-_OTHERS = ("tensor", "expert", "pipeline")
 _numbers = itertools.count(1)
 _by_number: weakref.WeakValueDictionary[int, SequenceParallel] = weakref.WeakValueDictionary()
 
@@ -115,10 +114,7 @@ def sequence_dims(division: Division, dims: ParallelDims) -> ParallelDims:
             f"{held.ranks} ({held}); the size stays for the life of the processes, after "
             "engine.destroy() too: start new ones for another"
         )
-    others = {axis: dims.size(axis) for axis in _OTHERS}
-    return ParallelDims.over(
-        dims.world, sequence=division.sequence, context=division.context, **others
-    )
+    return dims.resized(sequence=division.sequence, context=division.context)
 
 
 class SequenceParallel:

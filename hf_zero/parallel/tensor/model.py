@@ -168,9 +168,9 @@ def _check_same_size(record: TensorParallel | None, size: int) -> None:
 
 def dims_of(size: int) -> ParallelDims:
     """Return the mesh dimensions of the job with tensor-parallel groups of ``size``."""
-    world, held = process_group.get_world_size(), get_parallel()
+    held = get_parallel()
     if held is None:
-        return ParallelDims.over(world, tensor=size)
+        return ParallelDims.over(process_group.get_world_size(), tensor=size)
     if held.dims.expert > 1 and held.dims.tensor != size:
         raise ConfigError(
             f"tensor_parallel.autotp_size = {size} in a job whose experts are spread over "
@@ -178,8 +178,7 @@ def dims_of(size: int) -> ParallelDims:
             "hf_zero.tensor_parallel before hf_zero.expert_parallel, or write both sections into "
             "the configuration"
         )
-    others = {axis: held.dims.size(axis) for axis in ("sequence", "expert", "pipeline")}
-    return ParallelDims.over(world, tensor=size, **others)
+    return held.dims.resized(tensor=size)
 
 
 def _multiplies_itself(model: nn.Module) -> bool:
