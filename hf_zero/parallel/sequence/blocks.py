@@ -76,7 +76,7 @@ class AttentionBlocks:
     keys: Tokens
 
 
-@functools.lru_cache(maxsize=32)  # called by every layer of a forward, for each kind of layer
+@functools.lru_cache(maxsize=8)  # called by every layer of a forward, for each kind of layer
 def blocks_of(
     documents: Documents, rows: int, place: int, ranks: int, device: torch.device
 ) -> tuple[tuple[AttentionBlocks, ...], ...]:
