@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -161,6 +162,32 @@ def test_windows_in_16_bits():
     found, _ = train_on_threads(JOBS["windows"], plan, CP2, 2)
     exact = oracle.run(JOBS["windows"], Plan(ranks=1, steps=2))
     assert found.losses == pytest.approx(exact.losses, rel=2e-2)
+
+
+def test_a_model_that_has_eager_attention_alone():
+    """Its kernels have no attention sinks; they compute whole sequences in an evaluation."""
+    make = partial(tiny, "gpt_oss")
+    models, whole = [make() for _ in range(2)], make()
+    check(SequenceJob(make), HEADS, 3)
+
+    def on_rank(rank):
+        model = models[rank]
+        engine = start(model, None, config_of(1, context_parallel_size=2))
+        with torch.no_grad():
+            loss = engine.eval()(**BATCH).loss
+            with pytest.raises(ConfigError, match="computes parts alone; call the model in eval"):
+                copy.deepcopy(model)(**BATCH)
+            part = hf_zero.sequence_parallel().shard(BATCH)
+            trained = hf_zero.sequence_parallel().mean_loss(
+                engine.train()(**part).loss, part["labels"]
+            )
+        engine.destroy()
+        assert model.config._attn_implementation == "eager"
+        return float(loss), float(trained)
+
+    expected = float(whole(**BATCH).loss.detach())
+    for losses in run_ranks(2, on_rank):
+        assert losses == pytest.approx([expected, expected], rel=1e-5)
 
 
 # ---- refusals ----

@@ -26,9 +26,10 @@ _REASONS = {
     "recurrent_gemma zaya",
     "attends in both directions": "bart bigbird_pegasus blenderbot blenderbot-small marian mbart "
     "pegasus plbart whisper",
-    "outside transformers' AttentionInterface": "big_bird bloom cpmant falcon flint gpt_neo "
-    "gpt_neox_japanese gpt_oss granite_swa granitemoe_swa megatron-bert mimo_v2_flash mvp "
-    "openai-gpt prophetnet rembert roformer rwkv trocr xglm xlm xlnet xlstm",
+    "outside transformers' AttentionInterface": "big_bird bloom cpmant falcon gpt_neo "
+    "gpt_neox_japanese megatron-bert mvp openai-gpt prophetnet rembert roformer rwkv trocr xglm "
+    "xlm xlnet",
+    "it has eager attention alone, or none": "xlstm",
     "it soft-caps its scores": "gemma2 vaultgemma",
     "computes a mask of its own": "doge",
 }
@@ -37,9 +38,9 @@ REFUSED = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds.
 UNKNOWN = ("reformer", "zamba", "zamba2")
 DIVISIONS = (Division(context=2), Division(context=4), Division(2, 2), Division(2))
 # A mechanism each: windows beside whole layers, shared keys, latent attention, positions that
-# embeddings count, a bias of keys; and a reason each.
+# embeddings count, a bias of keys, attention sinks; and a reason each.
 SOON = {
-    *("gemma3_text", "gemma3n_text", "deepseek_v3", "roberta", "gpt2"),
+    *("gemma3_text", "gemma3n_text", "deepseek_v3", "roberta", "gpt2", "gpt_oss"),
     *("mamba", "bart", "bloom", "gemma2", "doge"),
 }
 

@@ -8,9 +8,10 @@ forward. Every other forward (evaluation, a copy of the model, another model wit
 configuration) gets the masks of the core, which then computes alone.
 
 The core computes whole sequences if there is no ring; :func:`ring_attention` computes rings,
-windows and attention sinks. Computation across tokens outside this interface cannot be split, and
-is refused: layers with a state or a convolution along the sequence, biases by position,
-bidirectional attention.
+windows and attention sinks, and all parts of a model that has no core but its own eager attention,
+such as gpt-oss, which then computes whole sequences. Computation across tokens outside this
+interface cannot be split, and is refused: layers with a state or a convolution along the sequence,
+biases by position, bidirectional attention.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel
 from hf_zero.zero.gather.model_patches import Attached, outside_graphs
 
 PREFIX = "hf_zero_sequence_"
-DEFAULT = "sdpa"
+DEFAULT, EAGER = "sdpa", "eager"
 _REFUSED = {
     "softcap": "soft-capped scores",
     "position_bias": "a bias by relative position",
@@ -78,7 +79,8 @@ def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
         owner.set_attn_implementation(core)
     _register(core)
     owner.set_attn_implementation(PREFIX + core)
-    forward = _Forward(sequence, PREFIX + core, _counts(model))
+    configs = [config for config, _ in before.values()]
+    forward = _Forward(sequence, core, _counts(model), configs)
     handles = [
         hook
         for each in inside
@@ -117,11 +119,10 @@ def _core(model: Any, sequence: SequenceParallel) -> str:
             )
         return own
     core = sequence.attention or own
-    if core == "eager" or core is None:
-        log_rank0(
-            f"{key}: attention is computed by {DEFAULT}, for eager attention has no interface"
-        )
-        core = DEFAULT
+    if core in (EAGER, None):
+        core = DEFAULT if model._supports_sdpa else EAGER
+        by = DEFAULT if model._supports_sdpa else "torch's flash kernels"
+        log_rank0(f"{key}: attention is computed by {by}, for eager attention has no interface")
     if core == "flex_attention":
         raise ConfigError(
             f"{key} cannot split flex_attention, whose masks are of whole sequences; load the "
@@ -167,8 +168,7 @@ def _check(model: Any, division: Division, tensor: int) -> None:
     masks = next(own, None)
     if masks is not None:
         refuse(f"{masks} computes a mask of its own from the values of all tokens", alone)
-    eager = model.config._attn_implementation in (None, "eager")  # replaced by sdpa
-    if not model._can_set_attn_implementation() or (eager and not model._supports_sdpa):
+    if not model._can_set_attn_implementation():
         refuse("it computes attention outside transformers' AttentionInterface", alone)
     if not (model._supports_sdpa or model._supports_flash_attn):
         refuse("it has eager attention alone, or none", alone)
@@ -183,8 +183,10 @@ class _Forward:
     sequences.
     """
 
-    def __init__(self, sequence: SequenceParallel, name: str, counts: Any):
-        self._sequence, self._name, self._counts = sequence, name, counts
+    def __init__(self, sequence: SequenceParallel, core: str, counts: Any, configs: list[Any]):
+        self._sequence, self._name, self._counts = sequence, PREFIX + core, counts
+        self._configs = configs if core == EAGER else []
+        self._lent: list[Any] = []  # configurations that have eager attention for one forward
         self._key = sequence.division.key
         self._depth = threading.local()
 
@@ -202,6 +204,9 @@ class _Forward:
                     "batch (in Accelerate prepare its loader in a call without the model), or pass "
                     "in_evaluation=True to hf_zero.sequence_parallel"
                 )
+            self._lent = [each for each in self._configs if each._attn_implementation == self._name]
+            for config in self._lent:
+                config._attn_implementation_internal = EAGER
             return None
         if module.config._attn_implementation != self._name:
             raise ConfigError(
@@ -252,6 +257,10 @@ class _Forward:
 
     def end(self, module: Any, args: Any, output: Any) -> None:
         self._depth.value -= 1
+        if not self._depth.value:
+            for config in self._lent:
+                config._attn_implementation_internal = self._name
+            self._lent = []
         if self._depth.value or getattr(_under_way, "documents", None) is None:
             return
         _under_way.documents = None
@@ -301,8 +310,14 @@ def _attend(
     """Attention function for transformers' AttentionInterface: [B, H, s, D] to [B, s, H, D]."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    compute: Any = ALL_ATTENTION_FUNCTIONS[core]
     documents = Documents.from_mask(attention_mask)
+    if documents is None and core == EAGER:
+        raise ConfigError(
+            f"{type(module).__name__} attends to a whole sequence by {PREFIX}{core}, which "
+            "computes parts alone; call the model in eval(), and another model or a copy after "
+            "set_attn_implementation('eager')"
+        )
+    compute: Any = None if core == EAGER else ALL_ATTENTION_FUNCTIONS[core]
     if documents is None:
         out: tuple[torch.Tensor, Any] = compute(module, query, key, value, attention_mask, **kwargs)
         return out
@@ -321,7 +336,7 @@ def _attend(
         )
     _under_way.read = True
     scale = kwargs.get("scaling")
-    if division.context > 1 or documents.windowed or sinks is not None:
+    if compute is None or division.context > 1 or documents.windowed or sinks is not None:
         _check_ring(module, division.key, **kwargs)
         whole = attend(sequence.axes, None, query, key, value, documents, scale, sinks)
         return whole, None
