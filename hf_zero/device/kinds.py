@@ -16,6 +16,7 @@ import torch
 IN_HOST_MEMORY = frozenset({"cpu", "meta"})
 COPIES = frozenset({"cpu", "cuda", "xpu"})  # tensor methods that copy to a kind of device
 TRITON = frozenset({"cuda"})  # kinds supported by kernels/gpu
+FLASH = frozenset({"cuda"})  # kinds with torch's flash and memory-efficient attention
 
 
 @functools.cache

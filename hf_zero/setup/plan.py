@@ -46,6 +46,8 @@ from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_bytes import held_bytes
 from hf_zero.zero.transaction import restore_on_rollback, restore_parameters_on_rollback, trial
 
+OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
+
 
 @dataclass(frozen=True, eq=False)
 class Resolved(Generic[E]):
@@ -226,12 +228,19 @@ def plan_of_engine(planned: Planned[Any], optimizer: torch.optim.Optimizer | Non
 def _description(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[Any, ...]:
-    """Return what a plan of an engine reads: objects, classes and kinds of modules, parameters and
-    groups.
+    """Return what a plan of an engine reads: modules with the attributes that their own class or a
+    step has set, parameters, buffers and groups.
     """
     groups = [] if optimizer is None else optimizer.param_groups
     return (
-        [(id(module), type(module)) for module in model.modules()],
+        [
+            (
+                id(module),
+                type(module),
+                [(k, id(v)) for k, v in vars(module).items() if k not in OF_TORCH],
+            )
+            for module in model.modules()
+        ],
         [
             (id(p), type(p), p.shape, p.dtype, p.requires_grad, sharding_of(p))
             for p in model.parameters()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence.blocks import Pattern
 from hf_zero.parallel.sequence.division import CONTEXT, KEY
@@ -105,7 +106,7 @@ def _on_blocks(forward: Callable[..., Any], backward: Callable[..., Any]) -> Ker
 # by type of device
 KERNELS = {
     "cpu": _on_blocks(_on_cpu, _on_cpu_backward),
-    "cuda": _on_blocks(_on_gpu, _on_gpu_backward),
+    **dict.fromkeys(kinds.FLASH, _on_blocks(_on_gpu, _on_gpu_backward)),
 }
 
 
