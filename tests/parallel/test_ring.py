@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +14,13 @@ import torch.nn.functional as F
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence import block_kernels
 from hf_zero.parallel.sequence.block_kernels import KERNELS, kernels_on
 from hf_zero.parallel.sequence.blocks import Pattern, blocks_of
 from hf_zero.parallel.sequence.division import Division
 from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.parallel.sequence.ring import ring_attention
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.ranks import run_ranks
 
 ROWS, TOKENS = 2, 24
@@ -209,3 +212,51 @@ def test_shapes_of_the_kernels_on_gpus(dtype):
         tensors = grad, query, key, value, out, sums
         grads = kernels.gradients(pattern, *tensors, scale=0.5)
         assert [each.shape for each in grads] == [each.shape for each in (query, key, value)]
+
+
+def flash_for_gpus(grad, *tensors, scale):
+    """Torch's flash backward for GPUs, which takes log-sum-exps for contiguous."""
+    *given, out, sums, _, _, _, _, dropout, causal, _, _ = tensors
+    sums = sums.as_strided(sums.shape, torch.empty(sums.shape).stride())
+    return on_cpu_backward(grad, *given, out, sums, dropout, causal, scale=scale)
+
+
+def efficient_for_gpus(grad, *tensors, scale):
+    """Torch's memory-efficient backward for GPUs: it takes the last stride of log-sum-exps for 1,
+    that of tokens of the output for heads x width, and infinity for what the forward pads with.
+    """
+    *given, _, out, sums, _, _, dropout, _, causal = tensors
+    assert out.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in sums.stride()[:2])
+    _, heads, tokens, width = out.shape
+    out = out.as_strided(out.shape, (out.stride(0), out.stride(1), heads * width, 1))
+    sums = sums.as_strided(sums.shape, (*sums.stride()[:2], 1))
+    assert bool((sums[..., tokens:] == math.inf).all()) and sums.shape[2] % 32 == 0
+    sums = sums[..., :tokens]
+    return *on_cpu_backward(grad, *given, out, sums, dropout, causal, scale=scale), None
+
+
+on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@in_turn("dtype, tokens, width, pattern", [
+    *itertools.product((torch.float32, torch.bfloat16), (24, 32), (8, 5), Pattern)
+])  # fmt: skip
+def test_kernels_on_gpus_read_what_they_are_given(monkeypatch, dtype, tokens, width, pattern):
+    """The kernels ignore strides of outputs and log-sum-exps, here of a part of a sequence."""
+    backward = "_scaled_dot_product_{}_attention_backward"
+    of_gpus = {"flash": flash_for_gpus, "efficient": efficient_for_gpus}
+    aten = SimpleNamespace(**{backward.format(name): each for name, each in of_gpus.items()})
+    draw = torch.Generator().manual_seed(3)
+    query, key, value, grad = (
+        torch.randn(ROWS, tokens + 8, heads, size, generator=draw).to(dtype)[:, 8:]
+        for heads, size in ((4, 8), (2, 8), (2, width), (4, width))
+    )
+    out, sums = KERNELS["cpu"].attend(pattern, query, key, value, scale=0.5)
+    out, sums = (torch.cat([each, each], 1)[:, :tokens] for each in (out, sums))
+    tensors = grad, query, key, value, out, sums
+    want = KERNELS["cpu"].gradients(pattern, *tensors, scale=0.5)
+    with monkeypatch.context() as patched:
+        patched.setattr(block_kernels, "aten", aten)
+        found = KERNELS["cuda"].gradients(pattern, *tensors, scale=0.5)
+    for own, each in zip(found, want):
+        torch.testing.assert_close(own, each)

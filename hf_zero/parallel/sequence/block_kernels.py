@@ -7,6 +7,7 @@ the softmax over all keys, with which the kernels compute the block's share of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ def _on_gpu_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> Any:
     seed = torch.zeros((), dtype=torch.int64)
     *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad, query, *_repeated(query, key, value), None, out,
-        F.pad(sums, (0, -sums.shape[-1] % _ALIGNED)), seed, seed, 0.0,
+        F.pad(sums, (0, -sums.shape[-1] % _ALIGNED), value=math.inf), seed, seed, 0.0,
         [True, True, True, False], causal, scale=scale,
     )  # fmt: skip
     grads[1:] = (each.unflatten(1, (key.shape[1], -1)).sum(2) for each in grads[1:])
@@ -113,15 +114,18 @@ KERNELS = {
 def _to_kernel(pattern: Pattern, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Convert [blocks, tokens, heads(, D)] to [blocks, heads, tokens(, D)], with one D for all, a
     multiple of eight, and the tokens backwards in ``REVERSED`` blocks.
+
+    In memory, the heads of a token stay side by side, and log-sum-exps are contiguous: the kernels
+    for GPUs read outputs and log-sum-exps as they write them, whatever their strides.
     """
     width = max(each.shape[-1] for each in tensors if each.dim() == 4)
     width = -(-width // 8) * 8
     given = []
     for each in tensors:
-        each = each.transpose(1, 2)
         if each.dim() == 4 and each.shape[-1] < width:
             each = F.pad(each, (0, width - each.shape[-1]))
-        given.append(each.flip(2) if pattern is Pattern.REVERSED else each)
+        each = (each.flip(1) if pattern is Pattern.REVERSED else each).transpose(1, 2)
+        given.append(each.contiguous() if each.dim() == 3 else each)
     return given
 
 
