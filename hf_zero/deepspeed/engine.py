@@ -242,8 +242,10 @@ class DeepSpeedEngine(ReportingEngine):
         """Move training state from the device to host memory until :meth:`reload_states`.
 
         ``include``: states to move, as :class:`OffloadStateTypeEnum` or its values; None: all.
-        Training, saving and access to parameters need it back. Does nothing if the device is the
-        host. Raises ConfigError for a device other than the CPU.
+        Master weights that gathers cast (``keep_parameter_shards`` is false) are ``lp_params``,
+        too, and stay unless both are named. Training, saving and access to parameters need it
+        back. Does nothing if the device is the host. Raises ConfigError for a device other than
+        the CPU.
         """
         wanted = checked(include, device)
         if not kinds.is_host(self.device):
@@ -403,7 +405,8 @@ def _state_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for flat in engine.flats:
         kept = flat.optimizer_shard
         gradients = [flat.gradient.shard, flat.gradient.accumulated_grad]
-        found = {"lp_params": [flat.full, flat.shard], "lp_grads": gradients}
+        shard = flat.shard if flat.cast_master is None else flat.cast_master
+        found = {"lp_params": [flat.full, shard], "lp_grads": gradients}
         if kept.has_own_master:
             found["hp_params"] = [kept.master]
         if kept.has_master and engine.bound is not None:
