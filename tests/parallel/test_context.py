@@ -137,6 +137,7 @@ FEATURES = {
         half_labelled,
         {"kernels": ["loss", "norms", "rotary", "qkv", "activations"]},
     ),
+    "compiled blocks": (uncached, packed, {"compile": {"blocks": True, "backend": "eager"}}),
     "tiled MLPs, offload": (
         llama,
         padded,
@@ -145,7 +146,7 @@ FEATURES = {
 }
 
 
-@in_one_item(FEATURES)
+@in_one_item([each for each in FEATURES if each != "compiled blocks"], long=["compiled blocks"])
 def test_features_as_in_one_process(name):
     make, batch, config = FEATURES[name]
     check(SequenceJob(make, batch), HEADS if "kernels" in name else CP2, 3, **config)

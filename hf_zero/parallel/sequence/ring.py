@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.parallel.sequence.block_kernels import kernels_on
 from hf_zero.parallel.sequence.blocks import blocks_of
 from hf_zero.parallel.sequence.documents import Documents
+from hf_zero.zero.gather.model_patches import outside_graphs
 
 _NAME = "keys and values"
 
 
+@partial(outside_graphs, callees=False)  # its blocks have too many shapes
 def ring_attention(
     dim: MeshDim,
     documents: Documents,

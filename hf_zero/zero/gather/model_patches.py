@@ -36,7 +36,7 @@ class Attached(partial):  # type: ignore[type-arg]
     """
 
     def __new__(cls, function: Callable[..., Any], /, *first: Any) -> Attached:
-        outside_graphs(getattr(function, "__func__", function), _FrameAction.SKIP)
+        outside_graphs(getattr(function, "__func__", function), callees=False)
         return super().__new__(cls, function, *first)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
@@ -46,11 +46,12 @@ class Attached(partial):  # type: ignore[type-arg]
         return Attached, (_nothing,)
 
 
-def outside_graphs(function: Any, calls: _FrameAction = _FrameAction.DEFAULT) -> Any:
-    """Exclude ``function`` from the graphs that torch.compile traces, and return it; ``calls`` is
-    the action for its callees.
+def outside_graphs(function: Any, callees: bool = True) -> Any:
+    """Exclude ``function`` from the graphs that torch.compile traces, and return it; ``callees``:
+    whether it may compile the functions that this one calls.
     """
     function._torchdynamo_disable = True
+    calls = _FrameAction.DEFAULT if callees else _FrameAction.SKIP
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, calls))
     return function
 
