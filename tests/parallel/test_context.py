@@ -94,6 +94,12 @@ def test_bytes_of_a_step():
         steps * layers * 3 * 3,
         steps * layers * 9 * element * 2 * shared * tokens // 4,
     )
+    planned = hf_zero.simulate(
+        seeded(llama), 4, 3, "fp32", context_parallel=4, sequence_length=tokens, micro_batch=rows
+    )
+    foreseen = [each for each in planned.collectives if each.operation == "send_to_next"]
+    assert steps * sum(each.nbytes for each in foreseen) == found[1]
+    assert steps * sum(each.count for each in foreseen) == found[0]
     groups = {}
 
     def both(rank):
