@@ -310,8 +310,16 @@ class DeepSpeedEngine(ReportingEngine):
         if not kinds.is_host(self.device):
             kinds.module_of(self.device).empty_cache()
 
+    def settle(self, what: str) -> None:
+        self._states_away.refuse(what)
+        super().settle(what)
+
     def destroy(self, gather: bool = False) -> None:
-        """Run :meth:`hf_zero.Engine.destroy`."""
+        """Run :meth:`hf_zero.Engine.destroy`, with the state of :meth:`offload_states` brought
+        back: shards stay for another engine.
+        """
+        if not self.destroyed:
+            self.reload_states()
         if self.optimizer is not None:
             self.optimizer.__dict__.pop("optimizer", None)  # the cycle would keep it alive
         super().destroy(gather)

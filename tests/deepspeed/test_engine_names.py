@@ -175,6 +175,19 @@ def test_weights_stay_readable_where_gathers_cast_masters() -> None:
     on_ranks(RANKS, run)
 
 
+def test_an_engine_ends_with_its_states() -> None:
+    def run(rank: int, model: Any) -> None:
+        engine = made(model, 3, Plan(precision="bf16"))
+        before = engine.module_state_dict()
+        engine._states_away.send(engine, KINDS, False, False)
+        with pytest.raises(PartitionError, match=r"replace\(\) while offload_states"):
+            engine.replace(model.head)
+        engine.destroy(gather=True)
+        torch.testing.assert_close(dict(model.named_parameters()), before, rtol=0, atol=0)
+
+    on_ranks(RANKS, run)
+
+
 def test_states_that_cannot_go_are_named() -> None:
     engine = start(stack(), 1)
     engine.offload_states(include=["optim_states"])  # the device is the host
