@@ -142,7 +142,7 @@ class CarriedState:
                 parameter = flat.parameters[slot.name]
                 if key in self._dtypes.get(parameter, {}):
                     first, start, stop = flat.spec.own_range(slot.name)
-                    whole = self._whole(flat, parameter, key, out)
+                    whole = self._whole(flat, parameter, key, out.dtype)
                     out[start:stop] = whole[first : first + stop - start]
             if key == MASTER:
                 shard.store_master(out)
@@ -150,12 +150,14 @@ class CarriedState:
                 bound.load_tensor(shard, key, out)
 
     def _whole(
-        self, flat: FlatBuffer, parameter: nn.Parameter, key: str, like: torch.Tensor
+        self, flat: FlatBuffer, parameter: nn.Parameter, key: str, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the state ``key`` of ``parameter``, [numel], from the parts of all ranks."""
-        first, own = self._elements[parameter].get(key, (0, like.new_empty(0)))
-        whole = torch.zeros(parameter.numel(), dtype=like.dtype, device=like.device)
-        whole[first : first + len(own)] = own.to(like.device)
+        """Return the state ``key`` of ``parameter``, [numel], from the parts of all ranks: on the
+        device, whose process groups take no tensors in host memory.
+        """
+        whole = torch.zeros(parameter.numel(), dtype=dtype, device=flat.full.device)
+        first, own = self._elements[parameter].get(key, (0, whole[:0]))
+        whole[first : first + len(own)] = own
         if flat.layout.shards > 1:
             # bytes, because a sum of floats would lose the sign of a zero
             flat.axis.all_reduce(whole.view(torch.uint8), f"the state of {flat.key}").wait()

@@ -19,6 +19,7 @@ FAST = (
     "stage 1, momenta in 1 bit after a step",
     "interleaved_1f1b",
     "stage 3, branches on two streams in a unit",
+    "stage 3, all on the host, built again between steps",
 )
 # Again where streams are handed out twice: what has collectives in several threads or on several
 # communicators.

@@ -26,6 +26,7 @@ from hf_zero.distributed import world_group
 from hf_zero.optim import Adafactor
 from hf_zero.optim.muon import Muon, muon_groups
 from hf_zero.zero.layout import wrap
+from hf_zero.zero.rebuild import rebuild
 from tests.parallel import pipelines
 
 wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit
@@ -109,11 +110,19 @@ def reads_shards(engine: Any) -> None:
             flat.store_shard(before)
 
 
+def builds_again(engine: Any) -> None:
+    """The engine is rebuilt, as after a change of what trains."""
+    rebuild(engine, "a rebuild", lambda: None)
+
+
 COLLECTIVE, SHARDS = {"between": broadcasts}, {"between": reads_shards}
+AGAIN = {"between": builds_again}
 # What a job does after each step.
 BETWEEN_STEPS: Jobs = {
     "stage 2, optimizer on the host, a collective between steps": (2, OPTIMIZER, COLLECTIVE),
     "stage 3, all on the host, shards read between steps": (3, BOTH, SHARDS),
+    "stage 3, built again between steps": (3, {}, AGAIN),
+    "stage 3, all on the host, built again between steps": (3, BOTH, AGAIN),
 }
 # Collectives in few bits: losses are not those of a plain loop to the last places.
 FOUR = {"compressed_communication": {"bits": 4}, **SGD}
