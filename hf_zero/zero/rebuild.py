@@ -87,7 +87,11 @@ class CarriedState:
                 }
                 kept[own[slot.name]] = {key: tensor.dtype for key, tensor in tensors.items()}
         self.dtypes = {parameters[name]: dtype for name, dtype in engine.param_dtypes.items()}
-        held = {own[name]: each for name, each in bound.factors.held(firsts=True).items()}
+        # in host memory: a pickled tensor returns to its own device, in every process
+        held = {
+            own[name]: {key: tensor.cpu() for key, tensor in each.items()}
+            for name, each in bound.factors.held(firsts=True).items()
+        }
         factors, keys = dict[str, Any](), dict[str, Any]()
         for of_rank, dtypes in mesh.all_gather_object((held, kept), "the state of the optimizer"):
             factors.update(of_rank)

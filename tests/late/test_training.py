@@ -20,6 +20,7 @@ FAST = (
     "interleaved_1f1b",
     "stage 3, branches on two streams in a unit",
     "stage 3, all on the host, built again between steps",
+    "stage 2, Adafactor, built again between steps",
 )
 # Again where streams are handed out twice: what has collectives in several threads or on several
 # communicators.

@@ -122,6 +122,7 @@ BETWEEN_STEPS: Jobs = {
     "stage 2, optimizer on the host, a collective between steps": (2, OPTIMIZER, COLLECTIVE),
     "stage 3, all on the host, shards read between steps": (3, BOTH, SHARDS),
     "stage 3, built again between steps": (3, {}, AGAIN),
+    "stage 2, Adafactor, built again between steps": (2, {}, ADAFACTOR | AGAIN),
     "stage 3, all on the host, built again between steps": (3, BOTH, AGAIN),
 }
 # Collectives in few bits: losses are not those of a plain loop to the last places.
