@@ -44,7 +44,8 @@ def described(checkpoint: Path, model: Path) -> dict[str, Any]:
         "steps": run["completed_steps"],
         "loss": [losses[0], losses[-1]],
         "rank_bytes": [rank["state"] for rank in run["memory"]],
-        "predicted_bytes": sharded.state + sharded.gradient_buffers,
+        # Accelerate's backward includes the step, after which gradients have no memory
+        "predicted_bytes": sharded.parameters + sharded.optimizer,
         "state_bytes": sharded.state,
         "whole_bytes": whole.state,
         "tokens_per_second": run["tokens_per_second"],

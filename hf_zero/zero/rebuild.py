@@ -138,10 +138,10 @@ class CarriedState:
             dtypes |= self._dtypes.get(flat.parameters[slot.name], {})
         live = bound.tensors(shard)
         for key in sorted(dtypes):
-            held = live.get(key)
-            out = live[MASTER].new_zeros(0) if held is None else held.detach().clone()
-            if held is None:
-                out = torch.zeros(len(live[MASTER]), dtype=dtypes[key], device=live[MASTER].device)
+            if key in live:
+                out = live[key].detach().clone()
+            else:
+                out = torch.zeros_like(live[MASTER], dtype=dtypes[key])
             for slot in flat.layout.slots:
                 parameter = flat.parameters[slot.name]
                 if key in self._dtypes.get(parameter, {}):
