@@ -147,7 +147,7 @@ PIECES = "stage 2, optimizer on the host, small pieces"
 ALL = "stage 3, all on the host"
 ALL_ONCE = "stage 3, all on the host, one micro-batch"
 ACTIVATIONS = "stage 3, activations on the host"
-BETWEEN, READ = training.BETWEEN_STEPS
+BETWEEN, READ, *_ = training.BETWEEN_STEPS
 TWO_STREAMS = "stage 2, branches on two streams"
 IN_MEMORY, *_ = training.IN_MEMORY
 # The job, what puts the fault, and the kinds of which one must be reported.
