@@ -295,8 +295,12 @@ def test_step_counts_that_only_some_ranks_have(ranks: int, stage: int) -> None:
 
 
 def new_head(outputs: int = 1) -> nn.Linear:
-    torch.manual_seed(5)
-    return nn.Linear(16, outputs)
+    """Weights of a generator of its own: ranks are threads, and share torch's."""
+    generator, head = torch.Generator().manual_seed(5), nn.Linear(16, outputs)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    return head
 
 
 def plain_with_new_head(outputs: int) -> list[torch.Tensor]:
