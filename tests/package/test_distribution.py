@@ -319,7 +319,7 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_lock_has_the_pins_of_the_constraints(locked: Any) -> None:
     """With the hashes of files for x86-64 and arm64, and of all that the package requires."""
-    pins = locked.read_lock((ROOT / "requirements.lock").read_text())
+    pins = locked.read_lock((ROOT / "scripts" / "requirements.lock").read_text())
     constraints = locked.read_lock((ROOT / "constraints.txt").read_text())
     shared = pins.keys() & constraints.keys()
     for name in shared:
@@ -330,7 +330,7 @@ def test_the_lock_has_the_pins_of_the_constraints(locked: Any) -> None:
     )
     extras = PROJECT["project"]["optional-dependencies"]
     named = [extra for extra in extras if extra not in ("docs", "dev", "test", "lint")]
-    head = (ROOT / "requirements.lock").read_text().partition("\naccelerate")[0]
+    head = (ROOT / "scripts" / "requirements.lock").read_text().partition("\naccelerate")[0]
     assert {*re.findall(r"--extra (\w+)", head)} == {*named}
     requirements = [*PROJECT["project"]["dependencies"], *(r for e in named for r in extras[e])]
     least = {Requirement(each).name for each in requirements} - {"hf-zero"}
