@@ -22,6 +22,7 @@ from hf_zero.errors import PartitionError
 from hf_zero.logging import listed
 from hf_zero.offload.storage import MASTER
 from hf_zero.optim.elementwise import adopt
+from hf_zero.zero.access.full import join_parts
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.layout.parameter import owner_of
@@ -146,26 +147,13 @@ class CarriedState:
                 parameter = flat.parameters[slot.name]
                 if key in self._dtypes.get(parameter, {}):
                     first, start, stop = flat.spec.own_range(slot.name)
-                    whole = self._whole(flat, parameter, key, out.dtype)
+                    begin, part = self._elements[parameter].get(key, (0, out[:0]))
+                    whole = join_parts(flat, parameter, begin, part, out.dtype).reshape(-1)
                     out[start:stop] = whole[first : first + stop - start]
             if key == MASTER:
                 shard.store_master(out)
             else:
                 bound.load_tensor(shard, key, out)
-
-    def _whole(
-        self, flat: FlatBuffer, parameter: nn.Parameter, key: str, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return the state ``key`` of ``parameter``, [numel], from the parts of all ranks: on the
-        device, whose process groups take no tensors in host memory.
-        """
-        whole = torch.zeros(parameter.numel(), dtype=dtype, device=flat.full.device)
-        first, own = self._elements[parameter].get(key, (0, whole[:0]))
-        whole[first : first + len(own)] = own
-        if flat.layout.shards > 1:
-            # bytes, because a sum of floats would lose the sign of a zero
-            flat.axis.all_reduce(whole.view(torch.uint8), f"the state of {flat.key}").wait()
-        return whole
 
 
 # ---- the change ----

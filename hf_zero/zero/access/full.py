@@ -250,11 +250,21 @@ def whole_of(flat: FlatBuffer, parameter: torch.Tensor, own: torch.Tensor) -> to
     """Return the whole per-element tensor, in the parameter's shape, from each rank's ``own``
     [owned] (collective).
     """
-    whole = torch.zeros(parameter.numel(), dtype=own.dtype, device=flat.full.device)
     first, start, stop = flat.spec.own_range(name_of(parameter))
-    whole[first : first + stop - start] = own[start:stop]
+    return join_parts(flat, parameter, first, own[start:stop], own.dtype)
+
+
+def join_parts(
+    flat: FlatBuffer, parameter: torch.Tensor, first: int, part: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a whole tensor of ``dtype`` on the device, in the parameter's shape, from the ``part``
+    of each rank, 1-D, which begins at its element ``first`` (collective).
+    """
+    whole = torch.zeros(parameter.numel(), dtype=dtype, device=flat.full.device)
+    whole[first : first + len(part)] = part
     if flat.layout.shards > 1:
-        flat.axis.all_reduce(whole, f"whole {name_of(parameter)}").wait()
+        # bytes, because a sum of floats would lose the sign of a zero
+        flat.axis.all_reduce(whole.view(torch.uint8), f"whole {name_of(parameter)}").wait()
     return whole.view(parameter.shape)
 
 
