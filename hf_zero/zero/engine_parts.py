@@ -28,7 +28,7 @@ from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, retire_flats, take_native_threads
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
 from hf_zero.zero.step.optimizer_patch import patch_optimizer, restore_optimizer
-from hf_zero.zero.step.optimizer_step import OptimizerStep, StateChanges
+from hf_zero.zero.step.optimizer_step import OptimizerStep, StateChanges, failed_write
 from hf_zero.zero.step.preemption import StopRequests
 from hf_zero.zero.step.step_reports import SanityChecks, StepMeasures
 from hf_zero.zero.transaction import on_rollback, restore_on_rollback, transaction
@@ -211,7 +211,8 @@ class EngineParts(AroundModel):
         """End what is under way before a rebuild for ``what`` (collective). Raises OffloadError
         after a failed write of offloaded state.
         """
-        self.optimizer_step.refuse_failed_writes()
+        if failed := self.optimizer_step.failed_writes():
+            raise failed_write(failed)
         self.updater.finish()
         self.optimizer_step.take_user_writes()
         self.optimizer_step.complete_state()

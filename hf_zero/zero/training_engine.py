@@ -23,7 +23,7 @@ from hf_zero.zero.layout.tree import map_tensors, tensors_in
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.rebuild import groups_over, rebuild, unfrozen
 from hf_zero.zero.reduce.losses import Fp16LossScaler
-from hf_zero.zero.step.optimizer_step import refuse_half_done
+from hf_zero.zero.step.optimizer_step import failed_write, refuse_half_done
 
 # names of dtypes in torch's messages
 TORCH_NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
@@ -382,7 +382,8 @@ class TrainingEngine(EngineParts):
             refuse_half_done(
                 self.updater, "gradient clipping that was switched on after the backward"
             )
-        self.optimizer_step.refuse_failed_writes()
+        if failed := self.optimizer_step.failed_writes():
+            raise failed_write(failed)
 
     def _end_update(self, overflow: bool, scaler: Fp16LossScaler) -> None:
         """Count the update, publish its outcome and the new loss scale of ``scaler``, and log a

@@ -101,16 +101,6 @@ class OptimizerStep:
         errors = model.mesh.all_gather_object("" if own is None else str(own), "writes that failed")
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
 
-    def refuse_failed_writes(self) -> None:
-        """Raise OffloadError if a write of offloaded state has failed (collective)."""
-        failed = self.failed_writes() if self.model.placement.in_files else ""
-        if failed:
-            raise OffloadError(
-                f"a write of offloaded state has failed: {failed}. The last step is complete, what "
-                "could not be written is in memory: save a checkpoint now, free disk space or fix "
-                "the path, and resume"
-            )
-
     def update_early(self, unit: Unit, steps: int) -> None:
         """Begin the update of ``unit`` within the backward, after ``steps`` steps.
 
@@ -317,6 +307,15 @@ class OptimizerStep:
         self.bound, self.extensions = None, ()
         if failure is not None:  # the values in the model are not those of the last step
             raise failure
+
+
+def failed_write(failed: str) -> OffloadError:
+    """Return the error for writes of offloaded state that have ``failed``."""
+    return OffloadError(
+        f"a write of offloaded state has failed: {failed}. The last step is complete, what could "
+        "not be written is in memory: save a checkpoint now, free disk space or fix the path, and "
+        "resume"
+    )
 
 
 class StateChanges:
