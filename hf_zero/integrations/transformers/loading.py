@@ -137,7 +137,7 @@ def resize_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
                 "cut, or save it so and load that"
             )
         trains = next((engine for engine in owners if not engine.shard_only), None)
-        if trains is not None and trains.bound is not None:
+        if trains is not None:
             refuse_now(trains, f"resize_token_embeddings({wanted})")
         token = _gathers.set(bool(owners))
         try:

@@ -143,6 +143,15 @@ def test_it_trains_as_in_one_process(folder: Path) -> None:
                 torch.testing.assert_close(got[name], value, **near)
 
 
+def test_an_engine_that_trains_nothing_keeps_its_vocabulary(folder: Path) -> None:
+    engine = hf_zero.initialize(model=read(folder), config=settings(0))[0]
+    with pytest.raises(PartitionError, match=r"needs an engine with an optimizer"):
+        engine.module.resize_token_embeddings(MORE)
+    assert engine.module.config.vocab_size == WORDS
+    assert engine.module.get_input_embeddings().num_embeddings == WORDS
+    engine.destroy()
+
+
 def test_in_an_open_window_nothing_is_changed(folder: Path) -> None:
     models = [read(folder) for _ in range(RANKS)]
 
