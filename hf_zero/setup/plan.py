@@ -38,15 +38,12 @@ from hf_zero.techniques.registry import TrainingTechniques
 from hf_zero.techniques.training_loader import check_data
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.materialize import check_parameters, check_statistics
-from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
 from hf_zero.zero.layout.stage_policy import POLICIES
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_bytes import held_bytes
 from hf_zero.zero.transaction import restore_on_rollback, restore_parameters_on_rollback, trial
-
-OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,14 +71,11 @@ class Resolved(Generic[E]):
 class Planned(Generic[E]):
     """A resolved call whose checks have passed, with the report of the memory check. ``is_final``:
     whether the parameters have their shapes and values, so that the optimizer's state fits them.
-    ``engine_plan``: that of the engine, on the model ``planned_for`` describes.
     """
 
     resolved: Resolved[E]
     report: PreflightReport
     is_final: bool
-    engine_plan: EnginePlan
-    planned_for: tuple[Any, ...]
 
 
 def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
@@ -99,9 +93,8 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
         # apart: the plan of a model in stages is collective, which a refusal before must not meet
         with raise_on_all_ranks("plan its engine"):
             engine_plan, is_final, ending = _plan_engine(resolved)
-            planned_for = _description(model, resolved.optimizer)
         report = check_on_all_ranks(engine_plan, _freed(ending))
-    return Planned(resolved, report, is_final, engine_plan, planned_for)
+    return Planned(resolved, report, is_final)
 
 
 def resolve(request: SetupRequest[E], checkpoint: Resumed | None) -> Resolved[E]:
@@ -212,39 +205,7 @@ def _freed(ending: list[Engine]) -> tuple[int, int]:
     return device, ram
 
 
-def plan_of_engine(planned: Planned[Any], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
-    """Return the plan of the engine of the model as it is now: the one that was checked, unless a
-    step since has changed what it depends on.
-    """
-    resolved, checked = planned.resolved, planned.engine_plan
+def plan_of_engine(resolved: Resolved[Any], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
+    """Return the plan of the engine of the model as it is now."""
     settings, model = resolved.settings, resolved.request.model
-    same = not isinstance(model, StagedModule) and planned.is_final
-    same = same and checked.optimizer is optimizer and checked.dims == dims_in_effect()
-    if same and planned.planned_for == _description(model, optimizer):
-        return checked
     return resolved.engine_class.plan(model, settings, optimizer, extensions_of)
-
-
-def _description(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-) -> tuple[Any, ...]:
-    """Return what a plan of an engine reads: modules with the attributes that their own class or a
-    step has set, parameters, buffers and groups.
-    """
-    groups = [] if optimizer is None else optimizer.param_groups
-    return (
-        [
-            (
-                id(module),
-                type(module),
-                [(k, id(v)) for k, v in vars(module).items() if k not in OF_TORCH],
-            )
-            for module in model.modules()
-        ],
-        [
-            (id(p), type(p), p.shape, p.dtype, p.requires_grad, sharding_of(p))
-            for p in model.parameters()
-        ],
-        [(id(buffer), buffer.dtype) for buffer in model.buffers()],
-        [list(map(id, group["params"])) for group in groups],
-    )
