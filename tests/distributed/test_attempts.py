@@ -59,6 +59,7 @@ def test_an_attempt_that_ended_before_all_had_come(connect):
     stale = dist.PrefixStore(attempts.PREFIX, connect())
     stale.set("token", "old")
     stale.set("old/1", "")
+    stale.wait(["old/1"], LIMIT)  # a set returns before the server has read it
     begin = threading.Event()
     threading.Timer(0.2, begin.set).start()
     assert meet(connect, range(3), 3, begin) != {"old"}
@@ -66,7 +67,8 @@ def test_an_attempt_that_ended_before_all_had_come(connect):
 
 def test_a_token_confirmed_at_the_timeout(connect, monkeypatch):
     """Another rank was late: the confirmation comes before the last look."""
-    shared = dist.PrefixStore(attempts.PREFIX, connect())
+    store = connect()  # one connection, which keeps the order of writes and looks
+    shared = dist.PrefixStore(attempts.PREFIX, store)
     shared.set("token", "new")
 
     def looks(seconds, world):
@@ -75,7 +77,7 @@ def test_a_token_confirmed_at_the_timeout(connect, monkeypatch):
         yield True
 
     monkeypatch.setattr(attempts, "_looks", looks)
-    store_of_attempt(connect(), 1, 3, LIMIT).set("key", "value")
+    store_of_attempt(store, 1, 3, LIMIT).set("key", "value")
     assert shared.get("new/key") == b"value"
 
 
