@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
+from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
+from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError, UnsupportedOptimizerError
 from hf_zero.offload.placement import Placement
@@ -35,6 +37,9 @@ from hf_zero.zero.layout.wrap import packed_elements
 from hf_zero.zero.reduce.reductions import packs
 
 _unit = attrgetter("unit")
+# Whether steps on the host, too, return before the gathers of updated parameters are done: gloo's
+# threads would compete with the computation for its cores.
+OVERLAPS_ON_HOST = False
 
 
 class ShardedModel:
@@ -79,6 +84,10 @@ class ShardedModel:
         self.schedule = Schedule(
             self.units, mesh, int(zero.prefetch_bucket_size) * itemsize, placement.reads_ahead
         )
+        # whether a step returns before the gathers of updated parameters are done
+        self.overlaps = OVERLAPS_ON_HOST or not kinds.is_host(mesh.device)
+        if self.overlaps:
+            self.schedule.on_use = Unit.wait_for_update
         self.guards = ModuleGuards(plan.model, self.units, self.schedule)
 
     def attach(self, engine: Callable[[], Any]) -> None:
@@ -104,18 +113,18 @@ class ShardedModel:
         stale: Sequence[FlatBuffer],
         chosen: Sequence[FlatBuffer],
         written: frozenset[str] = frozenset(),
-        differences: bool = False,
+        after_step: bool = False,
     ) -> None:
         """Cast the master weights of ``stale`` into their shards, then gather the whole ones of
         these flat buffers, and the units of ``chosen`` that are pinned (collective).
 
-        The shards of flat buffers with keys in ``written`` are up to date already. ``differences``:
-        all ranks have the values of the step before, so flat buffers that send differences may do
-        so.
+        The shards of flat buffers with keys in ``written`` are up to date already.
+        ``after_step``: all ranks have the values of the step before, so flat buffers that send
+        differences may do so; on a GPU the next reader of a whole parameter waits for its gather.
         """
         sends, rest, whole = list[FlatBuffer](), list[FlatBuffer](), list[FlatBuffer]()
         for flat in stale:
-            if differences and flat.spec.sends_differences:
+            if after_step and flat.spec.sends_differences:
                 sends.append(flat)
                 continue
             rest.append(flat)
@@ -139,7 +148,11 @@ class ShardedModel:
             pairs = [(flat.full, flat.shard) for flat in several]
             last = f"..{several[-1].key}" if len(several) > 1 else ""
             key = f"updated {several[0].key}{last}"
-            handles.append(several[0].axis.all_gather_packed(pairs, key))
+            handle = several[0].axis.all_gather_packed(pairs, key)
+            if after_step and self.overlaps and not any(flat.spec.persistent for flat in several):
+                UpdatedGather(handle, key, several)
+            else:
+                handles.append(handle)
         with span("wait_all_gather", "updated parameters"):
             for handle in handles:
                 handle.wait()
@@ -194,6 +207,31 @@ class ShardedModel:
             self.placement.moments,
             MeshRanks(self.mesh),
         )
+
+
+class UpdatedGather:
+    """The all-gather ``handle`` of the updated parameters of ``flats``, named ``key`` in traces.
+    The first use of one of them waits for it: a forward that reaches the unit, or any other read
+    (:class:`hf_zero.zero.layout.parameter.UpdatingParameter`).
+    """
+
+    def __init__(self, handle: Handle, key: str, flats: Sequence[FlatBuffer]):
+        self._handle, self._key, self._flats = handle, key, list(flats)
+        self._device = flats[0].full.device
+        self._stream = streams.current_stream(self._device)
+        for flat in self._flats:
+            flat.begin_update(self._finish, None)
+
+    def _finish(self) -> None:
+        here = streams.current_stream(self._device)
+        with torch.inference_mode(False), torch.no_grad(), span("wait_all_gather", self._key):
+            self._handle.wait()
+        if here != self._stream:
+            # a script orders its streams after the one of the step
+            self._stream.wait_stream(here)
+        for flat in self._flats:
+            flat.unit.gathered_on(here)
+            flat.end_update(None)
 
 
 class MeshRanks:

@@ -196,10 +196,9 @@ def computed(ran: list[Ran], forward: bool | None = None) -> list[Ran]:
     return [task for task in own if forward is None or (" forward" in task.site) == forward]
 
 
-def gathers(prefetch: int, rank: int, world: int) -> dict[str, Any]:
-    """Stage 3: the part of the gathers' time during which the computation waits."""
-    zero = {"stage3_prefetch_bucket_size": prefetch}
-    ran = train("stage 3, one micro-batch", zero, rank, world)[-1]
+def gathers(job: str, prefetch: int, rank: int, world: int) -> dict[str, Any]:
+    """The part of the gathers' time during which the computation waits."""
+    ran = train(job, {"stage3_prefetch_bucket_size": prefetch}, rank, world)[-1]
     found = [task for task in ran if task.what == "all_gather"]
     exposed = total(found) - beside(found, computed(ran))
     return {"gathers": len(found), "seconds": total(found), "exposed": exposed}
@@ -218,12 +217,14 @@ def updates(job: str, waits: bool, rank: int, world: int) -> dict[str, Any]:
     }
 
 
+GATHERED = "stage 3, one micro-batch"
 CLIPPED = "stage 2, optimizer on the host"
 AT_ONCE = "stage 3, all on the host, updated in the backward"
 # of a rank and the number of ranks
 CASES: dict[str, Callable[[int, int], dict[str, Any]]] = {
-    "gathers, prefetched": lambda *of: gathers(40_000, *of),
-    "gathers, not prefetched": lambda *of: gathers(0, *of),
+    "gathers, prefetched": lambda *of: gathers(GATHERED, 40_000, *of),
+    "gathers, not prefetched": lambda *of: gathers(GATHERED, 0, *of),
+    "gathers of updated parameters": lambda *of: gathers("stage 2", 0, *of),
     "updates beside the next forward": lambda *of: updates(CLIPPED, False, *of),
     "updates beside the backward": lambda *of: updates(AT_ONCE, False, *of),
     "updates that a step waits for": lambda *of: updates(CLIPPED, True, *of),

@@ -185,6 +185,9 @@ def test_gathers_and_updates_run_beside_the_computation() -> None:
     assert prefetched["gathers"] == plain["gathers"] >= 12
     assert plain["exposed"] > 0.9 * plain["seconds"], "the measure sees exposed gathers"
     assert prefetched["exposed"] < 0.01 * prefetched["seconds"]
+    # of the parameters that a step has updated: that of the first block alone
+    updated = found["gathers of updated parameters"]
+    assert updated["gathers"] == 7 and updated["exposed"] < 0.2 * updated["seconds"]
     waited = found["updates that a step waits for"]
     assert waited["seconds"] > 0 and waited["beside forward"] == waited["beside backward"] == 0, (
         "the measure sees none"

@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 import hf_zero
 from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.errors import PartitionError
-from hf_zero.zero.layout.parameter import UpdatingParameter
+from hf_zero.zero import sharded_model
+from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
 from tests.helpers import offloads
 from tests.helpers.cells import in_turn
 from tests.helpers.models import features
@@ -115,6 +117,38 @@ def test_readers_see_the_step(rank, model, held_up, stage, tmp_path):
             got, want, rtol=1e-5, atol=1e-7, msg=lambda text, what=what: f"{what}: {text}"
         )
     engine.destroy()
+
+
+@pytest.fixture
+def overlapped(monkeypatch):
+    """Steps return before the gathers of updated parameters are done, as on a GPU."""
+    monkeypatch.setattr(sharded_model, "OVERLAPS_ON_HOST", True)
+
+
+@on_each_rank(2)
+def test_readers_see_the_gather_of_updated_parameters(rank, model, overlapped, tmp_path):
+    """Without offload: a step returns before the parameters of other ranks have come."""
+    # small units share a message, whose values are copied when something waits for it
+    engine = opened(model, {"stage": 2, "stage3_module_granularity_threshold": 10_000})
+    readers = WHOLE | {what: ALWAYS[what] for what in ("state_dict", "consolidated", "gathered")}
+    for step, (what, read) in enumerate(readers.items()):
+        train(engine, rank, range(step, step + 1))
+        assert type(weight(engine)) is UpdatingParameter and weight(engine).requires_grad
+        whole = weight(engine)._hf_zero_flat.full
+        stale = whole.clone()
+        got = read(engine, tmp_path)
+        assert type(weight(engine)) is OwnedParameter, what
+        want = hf_zero.safe_get_full_fp32_param(weight(engine))
+        assert float((whole - stale).abs().max()) > 1e-5, what
+        torch.testing.assert_close(
+            got, want, rtol=1e-5, atol=1e-7, msg=lambda text, what=what: f"{what}: {text}"
+        )
+    train(engine, rank, range(20, 21))
+    parameter = weight(engine)
+    engine.destroy()
+    total = parameter.detach().clone()
+    dist.all_reduce(total)
+    assert type(parameter) is torch.nn.Parameter and torch.equal(total, 2 * parameter)
 
 
 def halved(engine):

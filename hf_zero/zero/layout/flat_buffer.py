@@ -202,10 +202,10 @@ class FlatBuffer:
             self._storage.prefetch(0)
 
     def begin_update(
-        self, finish: Callable[[], None], update: Future[streams.Event | None]
+        self, finish: Callable[[], None], update: Future[streams.Event | None] | None
     ) -> None:
-        """Register an update of the offloaded state, as :meth:`OptimizerShard.begin_update`; until
-        its end every use of a whole parameter waits for it.
+        """Register an update, as :meth:`OptimizerShard.begin_update`; until its end every use of a
+        whole parameter waits for it.
         """
         self.optimizer_shard.begin_update(finish, update)
         if not self.sharded:

@@ -132,9 +132,11 @@ class ParameterHandles:
 
     def turn(self, before: type[OwnedParameter], after: type[OwnedParameter]) -> None:
         """Change the class of parameters in state ``before`` to state ``after``."""
-        for parameter in self.members:
-            if type(parameter) is owned_class(before, given_class(parameter)):
-                become(parameter, after)
+        for parameter, old, new in zip(
+            self.members, self._classes_of(before), self._classes_of(after)
+        ):
+            if type(parameter) is old:
+                parameter.__class__ = new
 
     def switch(self, name: str) -> None:
         """Record that requires_grad of ``name`` was switched."""

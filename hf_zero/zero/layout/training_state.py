@@ -489,10 +489,11 @@ class OptimizerShard:
         return self._update is not None and not self._update.done()
 
     def begin_update(
-        self, finish: Callable[[], None], update: Future[streams.Event | None]
+        self, finish: Callable[[], None], update: Future[streams.Event | None] | None
     ) -> None:
         """Register an update: ``finish`` waits for it and calls :meth:`end_update`; ``update``
-        returns the event of its last copy to the device.
+        returns the event of its last copy to the device. None: the shard itself is up to date, and
+        only whole parameters are still to come.
         """
         self.finish_update, self._update = finish, update
 

@@ -259,6 +259,11 @@ class Unit:
         if self._gathered_on is not None and here != self._gathered_on:
             here.wait_stream(self._gathered_on)
 
+    def gathered_on(self, stream: streams.Stream) -> None:
+        """Record that ``stream`` has waited for the last gather: others wait for it."""
+        if self.device_of_streams is not None:
+            self._gathered_on = stream
+
     @cached_property
     def device_of_streams(self) -> torch.device | None:
         """The device whose streams read its gathered values and accumulate its gradients; None if

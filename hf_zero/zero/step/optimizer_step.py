@@ -189,7 +189,7 @@ class OptimizerStep:
                 flat.user_writes.mark_updated()
             if not flat.optimizer_shard.offloaded and flat not in resting:
                 behind.append(flat)
-        model.refresh(behind, model.flats, frozenset(written), differences=True)
+        model.refresh(behind, model.flats, frozenset(written), after_step=True)
         return False
 
     @contextmanager
@@ -240,6 +240,8 @@ class OptimizerStep:
             if unit in updated_early:
                 for name in (name for flat in unit.trainable for name in flat.user_writes.names()):
                     refuse_half_done(self.updater, f"a write to {name}")
+            elif self.model.overlaps:
+                unit.wait_for_update()  # no forward has used it since the last step
             unit.take_user_writes()
 
     def _shards_to_write(self) -> dict[str, torch.Tensor]:
