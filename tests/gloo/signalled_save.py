@@ -15,6 +15,8 @@ import torch
 
 import hf_zero
 
+# a shell's background jobs ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 FOLDER, WHAT, SECONDS = sys.argv[1], sys.argv[2], float(sys.argv[3])
 RANK, WIDTH, AT = int(os.environ["RANK"]), 256, 3
 torch.set_num_threads(1)

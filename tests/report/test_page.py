@@ -136,15 +136,29 @@ def waited_for(rank: int, folder: str) -> None:
     model = ARCHITECTURES["llama"].build()
     on = {"metrics": {"enabled": True, "path": folder}}
     engine = start(model, adamw(model), config_of(3, **on))
-    for step in range(3):
-        time.sleep({1: 3.0 * rank, 2: 1.0}.get(step, 0.0))
-        steps(engine, rank, range(step, step + 1))
+    steps(engine, rank, range(1))
+    noted(folder, 1 if rank else 0)  # rank 0 goes on, and waits
+    steps(engine, rank, range(1, 2))
+    noted(folder, 2)
+    steps(engine, rank, range(2, 3))
     engine.destroy()
+
+
+def noted(folder: str, step: int) -> None:
+    """Return once rank 0 has noted states of ranks after ``step`` steps."""
+    end = time.monotonic() + 120
+    while step and not any(row.get("after_step") == step for row in states(folder)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def states(folder: str | Path) -> list[dict[str, Any]]:
+    return [row for row in read_rows(folder) if "ranks" in row]
 
 
 def test_a_rank_that_comes_late_is_in_the_record(tmp_path: Path) -> None:
     run_processes(2, waited_for, str(tmp_path))
-    rows = [row for row in read_rows(tmp_path) if "ranks" in row]
+    rows = states(tmp_path)
     assert (rows[0]["after_step"], rows[-1]["after_step"]) == (1, 2)
     first, last = rows[0]["ranks"], rows[-1]["ranks"]
     assert [row["state"] for row in first] == ["waits", "runs"]
