@@ -19,6 +19,7 @@ from hf_zero.planning.simulation.machine import RATES, OffloadTimes, offload_tim
 from hf_zero.planning.simulation.recording import (
     BACKWARD,
     FORWARD,
+    STEP,
     Group,
     Message,
     Recording,
@@ -59,6 +60,24 @@ def test_messages_of_a_link_follow_each_other() -> None:
     assert (found.step, found.exposed) == (2, 0.5)
     # one that nobody waits for ends the step
     assert seconds(Recording(1, [gather(40)]), SLOW).step == 2
+
+
+def test_gathers_of_updated_parameters_run_beside_the_next_forward() -> None:
+    """On a device: a step begins with them, and each unit waits for its own."""
+    names = ("one", "two")
+    blocks = [Work(StepPlace(FORWARD, name, 0), 30) for name in names]
+    step = StepPlace(STEP, "", 0)
+    sent = [Message(step, "all_gather", f"updated {name}|trainable", PAIR, 40) for name in names]
+    events = [*blocks, *sent, *(Wait(step, each) for each in sent)]
+    found = seconds(Recording(1, [*events]), SLOW)
+    # two seconds each: the first block waits for its own, the second one for none
+    assert (found.step, found.compute, found.messages, found.exposed) == (8, 6, 4, 2)
+    assert found.phases[FORWARD] == 8
+    on_host = dataclasses.replace(SLOW, asynchronous=False)
+    assert seconds(Recording(1, [*events]), on_host).exposed == 4
+    whole = dataclasses.replace(sent[0], unit=f"{sent[0].unit}|whole")
+    kept = Recording(1, [*blocks, whole, Wait(step, whole)])
+    assert seconds(kept, SLOW).exposed == 2 and seconds(kept, SLOW).phases[STEP] == 2
 
 
 def test_what_processors_move_takes_their_time() -> None:

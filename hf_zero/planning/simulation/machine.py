@@ -12,6 +12,9 @@ share its network: a group with some of them has that part of it.
 The stages of a pipeline run beside each other. A message from one to the next, or one over several
 stages, begins when the last of its ranks has launched it; an arrival takes the sender's link.
 
+A device leaves the gathers of updated parameters to the next step: a step begins with those of the
+one before, and each unit is used once its own is over.
+
 Offloaded state is updated on the host, unit by unit, while the next step runs: a step begins with
 the updates of the one before, and each unit is used once its own is over. Copies between device and
 host follow each other.
@@ -30,6 +33,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.measures.collectives import MESSAGES, TO_ONE_RANK, wire_bytes
 from hf_zero.planning.simulation.recording import (
     FORWARD,
+    STEP,
     Arrival,
     Group,
     Message,
@@ -38,6 +42,9 @@ from hf_zero.planning.simulation.recording import (
 )
 from hf_zero.zero.layout.engine_plan import EnginePlan
 
+# parts of the names of messages: of gathers of updated parameters, and of flat buffers that stay
+# whole at stage 3
+UPDATED, PERSISTENT = "updated ", "|whole"
 RATES = (
     "flops", "memory", "node", "network", "ranks_per_host", "host_link", "host_memory", "disk",
 )  # fmt: skip
@@ -176,6 +183,10 @@ class _Meetings:
         self._launched[rank, *kind] += 1
         return *kind, number
 
+    def alone(self, message: Message) -> bool:
+        """Return whether one rank alone of those that are simulated launches ``message``."""
+        return len(self._ranks.intersection(message.group.ranks)) == 1
+
     def join(
         self, key: _Key, begins: float, took: float, links: dict[str, float], link: str
     ) -> None:
@@ -216,7 +227,10 @@ class _Timeline:
     def run(self, recording: Recording) -> Iterator[None]:
         """Run a step; yield where it waits for a message that other ranks have yet to launch."""
         phase = FORWARD
+        overlapped = self._gather_updated(recording) if self._machine.asynchronous else ()
         for event in recording.step():
+            if not isinstance(event, Work) and getattr(event, "message", event) in overlapped:
+                continue
             before, phase = self.now, event.place.phase
             if isinstance(event, Work):
                 self._work(event)
@@ -231,6 +245,26 @@ class _Timeline:
         before = self.now
         self._wait(max([self.now, *self._free.values(), *self._updated.values()]))
         self._phases[phase] += self.now - before
+
+    def _gather_updated(self, recording: Recording) -> frozenset[Message]:
+        """Begin with the gathers of parameters that the step before has updated, and return those
+        of ``recording``, which belong to the next step.
+        """
+        gathers = [
+            event
+            for event in recording.events
+            if isinstance(event, Message)
+            and event.place.phase == STEP
+            and event.unit.startswith(UPDATED)
+            and PERSISTENT not in event.unit
+            and self._meetings.alone(event)
+        ]
+        for message in gathers:
+            self._launch(message)
+            unit = message.unit_name.removeprefix(UPDATED)
+            self._updated[unit] = self._meetings.ends[self._keys[message]]
+        self._phases[FORWARD] += self.now
+        return frozenset(gathers)
 
     def _work(self, work: Work) -> None:
         if self._updated and work.place.phase == FORWARD:
