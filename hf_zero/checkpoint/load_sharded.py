@@ -292,6 +292,9 @@ class _Load:
             else:
                 values = flat.shard.detach().clone()
                 self.checkpoint.fill(values, found, tick=self.tick)
+                for name in flat.layout.by_name.keys() & self.match.buffers.keys():
+                    first, start, stop = flat.spec.own_range(name)
+                    self.checkpoint.read(self.match.buffers[name], first, values[start:stop])
                 flat.store_shard(values)
             if self.optimizer and flat.trainable:
                 self._load_states(flat, found, states)
@@ -318,6 +321,8 @@ class _Load:
         buffers = persistent_buffers(self.engine.module)
         changed, kept = {}, []
         for name, held in self.match.buffers.items():
+            if name not in buffers:
+                continue  # scales that are in a flat buffer now
             saved = self.checkpoint.buffer(held)
             value = saved.to(buffers[name].dtype)
             if not (saved.is_floating_point() and value.is_floating_point()) and not _same_bits(

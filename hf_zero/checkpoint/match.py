@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class NameMatch:
     """Names in the engine -> names in the checkpoint: ``held`` for the parameters that can be
-    loaded, ``buffers`` for buffers.
+    loaded, ``buffers`` for buffers, and for scales of quantised weights that were saved as such.
     """
 
     held: dict[str, str]
@@ -49,9 +49,16 @@ def match_names(engine: TrainingEngine, manifest: Manifest, where: str, strict: 
     # Some programs do not distinguish buffers from parameters, and write tied weights under both
     # names.
     kept, other_buffers = _pair(buffers, names, (*manifest.buffers, *manifest.slots))
+    # Former releases saved the scales of quantised weights as buffers.
+    raw = {slot.name for flat in engine.flats if flat.raw for slot in flat.layout.slots}
+    scales, _ = _pair(raw.intersection(missing), names, manifest.buffers)
+    missing = [name for name in missing if name not in scales]
+    kept |= scales
+    shapes = {slot.name: slot.whole for flat in engine.flats for slot in flat.layout.slots}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     for own, name in kept.items():
-        if name in manifest.buffers and manifest.buffers[name][1] != tuple(buffers[own].shape):
-            differing.append(_shapes(own, manifest.buffers[name][1], buffers[own].shape))
+        if name in manifest.buffers and manifest.buffers[name][1] != shapes[own]:
+            differing.append(_shapes(own, manifest.buffers[name][1], shapes[own]))
     if differing:
         raise CheckpointError(
             f"{where} is of another model: shapes differ: {listed(differing)}; build the model "

@@ -14,6 +14,7 @@ from hf_zero.engine import Engine
 from hf_zero.parallel.expert.model import spread_experts
 from hf_zero.parallel.tensor import tensor_parallel
 from hf_zero.techniques.registry import TrainingTechniques
+from hf_zero.zero.layout.attributes import register_attached
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.shared_memory import tie_shared_memory
 
@@ -31,6 +32,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     if config.tensor_parallel.size > 1:
         tensor_parallel(model, config.tensor_parallel.size)
     spread_experts(model, config)
+    register_attached(model)
     away = config.offload_param if stage == 3 else None
     held = ZeroConfig(
         stage=stage,

@@ -27,6 +27,7 @@ from hf_zero.setup.plan import Planned, plan_of_engine, sparse_section
 from hf_zero.techniques.quantized_linears import quantize_linears
 from hf_zero.techniques.registry import follow
 from hf_zero.techniques.training_loader import data_loader, tell_of_lost_place
+from hf_zero.zero.layout.attributes import register_attached
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.transaction import on_rollback
@@ -126,6 +127,7 @@ def shard(setup: Setup) -> None:
     if resolved.request.takes_over is not None:
         resolved.request.takes_over(model)
     release_holders(model)
+    register_attached(model, on_rollback if setup.planned.report.spare else None)
     others: dict[str, Any] = {**sequence_parallel.on_model(setup.sequence), **on_model(model)}
     techniques = resolved.techniques.with_others(others)
     engine_plan = plan_of_engine(resolved, setup.optimizer)

@@ -331,6 +331,31 @@ def test_training_goes_on_where_it_was(tmp_path, before, after, exclude):
         oracle.compare_tensors("weights", lora_of(weights), lora_of(want))
 
 
+def test_scales_that_were_saved_as_buffers_are_read_into_shards(tmp_path, monkeypatch):
+    """Former releases kept the scales whole, as buffers."""
+    wide = build(width=128)
+    name = "blocks.0.up.base_layer.weight.absmax"
+
+    def save(rank, model):
+        opened(model).save_checkpoint(tmp_path)
+
+    def load(rank, model):
+        model.get_parameter(PACKED[0]).quant_state.absmax.zero_()
+        engine = opened(model)
+        engine.load_checkpoint(tmp_path)
+        assert name in dict(model.named_parameters())
+        return dict(engine.consolidated())
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_zero.setup.steps.register_attached", lambda *args: None)
+        on_ranks(RANKS, save, build=wide)
+    files = {key for file in tmp_path.glob("*/*.safetensors") for key in load_file(file)}
+    assert f"buffer::{name}" in files
+    given = wide().state_dict()
+    for whole in on_ranks(RANKS, load, build=wide):
+        assert whole[name].any() and alike(whole[name], given[name])
+
+
 def test_what_is_converted_or_written_whole_is_not_cast(tmp_path):
     """What stands beside the bytes is kept."""
     storage = torch.bfloat16

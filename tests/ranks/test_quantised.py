@@ -166,7 +166,8 @@ def test_class_name_and_attributes_are_there_in_every_state(rank, model):
 @on_each_rank(RANKS, build=build(width=128))
 def test_bytes_are_gathered_never_reduced_and_have_no_optimizer_state(rank, model):
     """At stage 3 a rank keeps half of the frozen bytes; adapters alone are reduced."""
-    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    scales = sum(block.up.base_layer.weight.quant_state.absmax.nbytes for block in model.blocks)
+    frozen = scales + sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     engine = start(model, adam(model), config_of(3))
     for step in range(2):
@@ -187,6 +188,21 @@ def test_bytes_are_gathered_never_reduced_and_have_no_optimizer_state(rank, mode
     assert engine.optimizer.state and all(
         p.grad is None for p in model.parameters() if not p.requires_grad
     )
+
+
+@on_each_rank(RANKS, build=build(width=128))
+def test_an_initialize_that_fails_leaves_the_scales_as_they_were(rank, model):
+    layer = model.blocks[0].up.base_layer
+    scales, names = layer.weight.quant_state.absmax, list(layer._parameters)
+    values = scales.clone()
+
+    def fails(optimizer):
+        raise ValueError("no schedule")
+
+    with pytest.raises(ValueError, match="no schedule"):
+        start(model, adam(model), config_of(3), lr_scheduler=fails)
+    assert layer.weight.quant_state.absmax is scales and list(layer._parameters) == names
+    assert torch.equal(scales, values)
 
 
 @on_each_rank(RANKS, build=build())

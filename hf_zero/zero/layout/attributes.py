@@ -1,15 +1,16 @@
 """Parameters with a class of their own, such as quantised weights, and the tensors among their
 attributes.
 
-Their bytes are laid out, sharded and gathered like any others. The tensors among their attributes
-(scales, tables, the ``quant_state`` of bitsandbytes) stay whole, as buffers do, and get rank 0's
-values.
+Their bytes are laid out, sharded and gathered like any others, and so are large tensors among their
+attributes (the scales in the ``quant_state`` of bitsandbytes), which :func:`register_attached`
+makes parameters of the same module. Small ones (tables, offsets) stay whole, as buffers do, and get
+rank 0's values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,13 +18,88 @@ from torch.nn.parameter import is_lazy
 
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.zero.layout.parameter import OwnedParameter, given_class, owned_class
-from hf_zero.zero.layout.sharding import sharding_of
+from hf_zero.zero.layout.sharding import sharding_of, written
+
+LARGEST_TABLE = 256  # elements: a table of the values of one byte; larger tensors are sharded
+
+
+class AttachedParameter(nn.Parameter):
+    """A tensor among the attributes of a quantised weight that is laid out, as a frozen parameter
+    of the same module. Its class keeps it from being cast.
+    """
+
+
+class Attribute(NamedTuple):
+    """A tensor among the attributes of a parameter: its path from there, and the dictionary, list
+    or tuple that holds it under ``key``.
+    """
+
+    path: str
+    holder: Any
+    key: Any
+    tensor: torch.Tensor
 
 
 def attached(parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (path, tensor) for the tensors among the attributes of a parameter with a class of its
-    own, in attribute order.
+    own that are no parameters themselves, in attribute order.
     """
+    for found in _tensors_of(parameter):
+        if given_class(found.tensor) is not AttachedParameter:
+            yield found.path, found.tensor
+
+
+def register_attached(model: nn.Module, push_inverse: Callable[..., object] | None = None) -> None:
+    """Make the tensors of more than :data:`LARGEST_TABLE` elements among the attributes of the
+    parameters of ``model`` frozen parameters of the same module, in place.
+
+    They get the names that they have in the module's state dict, else that of the parameter with
+    the path of the attribute. Those of weights that the module has no longer are removed.
+    ``push_inverse`` is called with a function that undoes the change of an attribute, and its
+    arguments.
+    """
+    for module in model.modules():
+        own = module._parameters
+        found = [
+            (name, attribute)
+            for name, parameter in own.items()
+            if parameter is not None
+            for attribute in _tensors_of(parameter)
+            if _is_laid_out(attribute)
+        ]
+        former = {key for key, p in own.items() if p is not None and is_attached(p)}
+        if not found and not former:
+            continue
+        state = {id(value): key for key, value in written(module).items()}
+        made: dict[str, nn.Parameter] = {}
+        for name, (path, holder, key, tensor) in found:
+            parameter = tensor
+            if not is_attached(tensor):
+                parameter = AttachedParameter(tensor.detach(), requires_grad=False)
+                if push_inverse is not None:
+                    push_inverse(holder.__setitem__, key, tensor)
+                holder[key] = parameter
+            made[state.get(id(tensor), f"{name}.{path}")] = parameter  # type: ignore[assignment]
+        for key in former - made.keys():
+            del own[key]
+        own.update(made)
+
+
+def is_attached(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` was a tensor among the attributes of another one."""
+    return given_class(parameter) is AttachedParameter
+
+
+def _is_laid_out(attribute: Attribute) -> bool:
+    tensor = attribute.tensor
+    return is_attached(tensor) or (
+        tensor.numel() > LARGEST_TABLE
+        and tensor.is_contiguous()
+        and not isinstance(attribute.holder, tuple)
+    )
+
+
+def _tensors_of(parameter: torch.Tensor) -> Iterator[Attribute]:
     if given_class(parameter) is not nn.Parameter:
         yield from _search(_attributes(parameter), "", {id(parameter)})
 
@@ -95,30 +171,23 @@ def _combines(kind: Any) -> bool:
 
 def _attributes(holder: Any) -> dict[str, Any]:
     found = getattr(holder, "__dict__", None)
-    return (
-        {name: value for name, value in found.items() if not name.startswith("_hf_zero_")}
-        if isinstance(found, dict)
-        else {}
-    )
+    return found if isinstance(found, dict) else {}
 
 
-def _search(
-    values: dict[Any, Any], prefix: str, seen: set[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in values.items():
-        path = f"{prefix}{name}"
-        if (
-            isinstance(value, (nn.Module, nn.Parameter, type))
-            or callable(value)
-            or id(value) in seen
-        ):
+def _search(values: Any, prefix: str, seen: set[int]) -> Iterator[Attribute]:
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, value in list(items):
+        path = f"{prefix}{key}"
+        if str(key).startswith("_hf_zero_") or id(value) in seen:
+            continue
+        tensor = isinstance(value, torch.Tensor)
+        other = isinstance(value, nn.Parameter) and not is_attached(value)
+        if other or isinstance(value, (nn.Module, type)) or (callable(value) and not tensor):
             continue
         seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            yield path, value
-        elif isinstance(value, dict):
+        if tensor:
+            yield Attribute(path, values, key, value)
+        elif isinstance(value, (dict, list, tuple)):
             yield from _search(value, f"{path}.", seen)
-        elif isinstance(value, (list, tuple)):
-            yield from _search(dict(enumerate(value)), f"{path}.", seen)
         else:
             yield from _search(_attributes(value), f"{path}.", seen)
