@@ -21,11 +21,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch.distributed as dist  # noqa: E402
 
-from hf_zero.deepspeed.api import API  # noqa: E402
 from hf_zero.deepspeed.engine import DeepSpeedEngine  # noqa: E402
 from hf_zero.deepspeed.facade import _submodules  # noqa: E402
-from hf_zero.deepspeed.rows import NotBuilt  # noqa: E402
-from hf_zero.deepspeed.tables.engine import ENGINE_LEFT_OUT  # noqa: E402
+from hf_zero.deepspeed.modules import API, LEFT_OUT, NotBuilt  # noqa: E402
 
 USED = ROOT / "tests" / "deepspeed" / "names_used.json"
 OUT = ROOT / "hf_zero" / "deepspeed" / "NAMES.md"
@@ -33,11 +31,11 @@ HEAD = """# DeepSpeed's public names, and what becomes of each
 
 Made by `scripts/deepspeed_names.py` from the source of DeepSpeed {version}: the functions, classes
 and variables that a module defines without a leading underscore, what a package passes on from its
-modules, and the public methods and properties of the engine. *There*: it works, and `tables/` says
-where it comes from. *Not built*: it imports, and raises NotBuiltError with this remedy when it is
-used. *Left out*: it is not there, for this reason: no published script, no library of Hugging Face
-and no passing test of DeepSpeed uses it, or it is a part of the implementation. *Used by*: who uses
-what is there, one of each kind (`tests/deepspeed/names_used.json`).
+modules, and the public methods and properties of the engine. *There*: it works, and `modules.toml`
+has its origin. *Not built*: it imports, and raises NotBuiltError with this remedy when it is used.
+*Left out*: it is not there, for this reason: no published script, no library of Hugging Face and no
+passing test of DeepSpeed uses it, or it is a part of the implementation. *Used by*: who uses what
+is there, one of each kind (`tests/deepspeed/names_used.json`).
 """
 ENGINE = "DeepSpeedEngine"
 
@@ -119,14 +117,14 @@ def table(folder: Path) -> tuple[str, list[str]]:
         left |= {name: row.why_not(name) for name in sorted(rest - from_torch)}
         unaccounted += [f"{path}.{name}" for name, why in left.items() if not why]
         built = {name for name, item in row.names.items() if not isinstance(item, NotBuilt)}
-        remedies = {n: i.instead for n, i in row.names.items() if isinstance(i, NotBuilt)}
+        remedies = {n: i.remedy for n, i in row.names.items() if isinstance(i, NotBuilt)}
         if row.names or left:
             parts.append(section(path, built | from_torch, remedies, left, used.get(path, ())))
     methods = {name for name in engine_names(folder) if not name.startswith("_")}
     there = {name for name in methods if hasattr(DeepSpeedEngine, name)}
-    unaccounted += [f"{ENGINE}.{name}" for name in methods - there - {*ENGINE_LEFT_OUT}]
+    unaccounted += [f"{ENGINE}.{name}" for name in methods - there - {*LEFT_OUT[ENGINE]}]
     title = f"Methods and properties of {ENGINE}"
-    parts.append(section(title, there, {}, ENGINE_LEFT_OUT, used[ENGINE]))
+    parts.append(section(title, there, {}, LEFT_OUT[ENGINE], used[ENGINE]))
     return "\n".join(parts), unaccounted
 
 

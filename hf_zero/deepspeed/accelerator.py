@@ -20,7 +20,7 @@ from torch import initial_seed as initial_seed
 
 from hf_zero.deepspeed import accelerator as cpu_accelerator
 from hf_zero.deepspeed import op_builders
-from hf_zero.deepspeed.rows import left_out
+from hf_zero.deepspeed.modules import LEFT_OUT
 from hf_zero.device import kinds
 from hf_zero.distributed.process_group import backend_for, default_device
 
@@ -33,28 +33,6 @@ TENSORS = {
     "IntTensor": torch.int32,
     "LongTensor": torch.int64,
 }
-
-LEFT_OUT: dict[str, str] = {
-    row.name: row.reason
-    for row in (
-        *left_out(
-            "use memory_reserved and reset_peak_memory_stats",
-            "memory_cached max_memory_cached reset_max_memory_allocated reset_max_memory_cached",
-        ),
-        *left_out("use torch.empty(..., pin_memory=True)", "pin_empty"),
-        *left_out("pass backend= to torch.compile", "get_compile_backend set_compile_backend"),
-        *left_out(
-            "the launcher sets the variables of the devices",
-            "export_envs visible_devices_envs set_visible_devices_envs",
-        ),
-        *left_out(
-            "ask is_synchronized_device",
-            "use_host_timers resolves_data_dependency handles_memory_backpressure",
-        ),
-        *left_out("ask torch", "is_current_stream_capturing is_fp64_supported op_builder_dir"),
-    )
-}
-"""Methods of DeepSpeed's accelerators that are missing here, and what to do instead."""
 
 
 class DeepSpeedAccelerator:
@@ -181,8 +159,8 @@ class DeepSpeedAccelerator:
     def __getattr__(self, name: str) -> Any:
         if name in TENSORS:
             return functools.partial(torch.tensor, dtype=TENSORS[name], device=self._name)
-        if name in LEFT_OUT:
-            raise AttributeError(f"the accelerator has no {name!r}: {LEFT_OUT[name]}")
+        if reason := LEFT_OUT["DeepSpeedAccelerator"].get(name):
+            raise AttributeError(f"the accelerator has no {name!r}: {reason}")
         return getattr(self._module, name)
 
 

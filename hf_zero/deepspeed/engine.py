@@ -17,7 +17,7 @@ from hf_zero.checkpoint.memory import newest
 from hf_zero.deepspeed.checkpoint_files import agreed_target, nothing_to_load, tag_of
 from hf_zero.deepspeed.engine_getters import ReportingEngine
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
-from hf_zero.deepspeed.rows import refuse
+from hf_zero.deepspeed.modules import refuse
 from hf_zero.deepspeed.zero_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from hf_zero.device import kinds
 from hf_zero.errors import (

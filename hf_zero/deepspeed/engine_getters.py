@@ -19,7 +19,7 @@ from hf_zero.deepspeed.groups import (
     has_moe_layers,
 )
 from hf_zero.deepspeed.logs import SynchronizedWallClockTimer, ThroughputTimer
-from hf_zero.deepspeed.tables.engine import ENGINE_LEFT_OUT
+from hf_zero.deepspeed.modules import LEFT_OUT
 from hf_zero.deepspeed.zero_config import ZERO, DeepSpeedZeroConfig
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.engine import Engine
@@ -250,10 +250,10 @@ class ReportingEngine(Engine):
         try:
             return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
-            if name in ENGINE_LEFT_OUT:
-                said = f"the engine has no attribute {name!r}: {ENGINE_LEFT_OUT[name]}"
-                raise AttributeError(said) from None
-            raise
+            reason = LEFT_OUT["DeepSpeedEngine"].get(name)
+            if reason is None:
+                raise
+            raise AttributeError(f"the engine has no attribute {name!r}: {reason}") from None
 
 
 def getter(path: str, default: Any) -> Callable[[Any], Any]:

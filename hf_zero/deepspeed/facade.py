@@ -3,8 +3,8 @@ metadata.
 
 Nothing of that name is installed in site-packages; an instance of :class:`FacadeFinder` in
 ``sys.meta_path`` finds it instead (``hf_zero/integrations/finder.py`` decides when). The modules
-are made from the table in ``api.py``, and a name is imported when it is first used. Imported in
-every Python process: standard library only, and the costly parts of it late.
+are made from ``modules.toml``, and a name is imported when it is first used. Imported in every
+Python process: standard library only, and the costly parts of it late.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from importlib.metadata import Distribution
     from typing import Any
 
-    from hf_zero.deepspeed.rows import Module
+    from hf_zero.deepspeed.modules import Module
 
 NAME = "deepspeed"
 VERSION = "0.19.8+hfzero"
@@ -35,8 +35,8 @@ TORCH_INFO = {
 """What extensions were compiled against: none were, and "0.0" sends scripts to torch itself."""
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-ORIGIN = os.path.join(FOLDER, "api.py")
-"""``__file__`` of every module of the facade: the table that it is made from."""
+ORIGIN = os.path.join(FOLDER, "modules.py")
+"""``__file__`` of every module of the facade: the module that reads its table."""
 
 
 METADATA = f"""Metadata-Version: 2.1
@@ -83,10 +83,10 @@ class FacadeLoader:
         row = _api()[module.__name__]
         module.__doc__ = row.about
         exported = {*row.names, *_submodules(row.path)}
-        own: dict[str, Any] = vars(module)
-        own["__all__"] = sorted(exported)
-        own["__getattr__"] = lambda name: _attribute(module, row, name)
-        own["__dir__"] = lambda: sorted({*own, *exported})
+        namespace: dict[str, Any] = vars(module)
+        namespace["__all__"] = sorted(exported)
+        namespace["__getattr__"] = lambda name: _attribute(module, row, name)
+        namespace["__dir__"] = lambda: sorted({*namespace, *exported})
 
     def get_code(self, fullname: str) -> CodeType:
         """Return the code that ``python -m fullname`` runs."""
@@ -137,7 +137,7 @@ def is_ours(module: ModuleType) -> bool:
 
 
 def _api() -> dict[str, Module]:
-    from hf_zero.deepspeed.api import API
+    from hf_zero.deepspeed.modules import API
 
     return API
 
@@ -151,7 +151,7 @@ def _submodules(path: str) -> list[str]:
 def _attribute(module: ModuleType, row: Module, name: str) -> Any:
     """Find ``name`` and keep it in the module: ``__getattr__`` of a module of the facade."""
     if name in row.names:
-        value = row.names[name].load(row.path)
+        value = row.names[name].load(f"{row.path}.{name}")
         setattr(module, name, value)
         return value
     if f"{row.path}.{name}" in _api():

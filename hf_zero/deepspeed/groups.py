@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.deepspeed.rows import refuse
+from hf_zero.deepspeed.modules import refuse
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_dims import check_mpu
 from hf_zero.distributed.parallel_groups import get_parallel

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from hf_zero.config.files import load_file
 from hf_zero.deepspeed.config_model import DeepSpeedConfigModel
-from hf_zero.deepspeed.rows import lazily, refuse
+from hf_zero.deepspeed.modules import refuse
 from hf_zero.distributed import init
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
@@ -145,7 +146,7 @@ class InferenceEngine(AroundModel):
             tensor_parallel(model, size)
         model.to(device=default_device(), dtype=config.dtype).eval()
         if config.replace_with_kernel_inject:
-            lazily("hf_zero.integrations.fused", "optimize")(model)
+            resolve_name("hf_zero.integrations.fused:optimize")(model)
         self.module = model
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -7,11 +7,10 @@ size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pkgutil import resolve_name
 
 import torch
 from torch import nn
-
-from hf_zero.deepspeed.rows import lazily
 
 GIB = 1 << 30
 
@@ -31,7 +30,7 @@ def _needs(
     model: nn.Module, stage: int, per_node: int, nodes: int, optimizer: bool, params: bool
 ) -> tuple[int, int]:
     """Return the bytes of host memory on each machine, and of each device."""
-    row = lazily("hf_zero.planning.estimate", "estimate")(
+    row = resolve_name("hf_zero.planning.estimate:estimate")(
         model,
         per_node * nodes,
         stage=stage,

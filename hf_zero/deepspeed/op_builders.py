@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.deepspeed.rows import refuse
+from hf_zero.deepspeed.modules import refuse
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.errors import HostMemoryError

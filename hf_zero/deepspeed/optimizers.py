@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_zero.deepspeed.rows import refuse
+from hf_zero.deepspeed.modules import refuse
 from hf_zero.optim import CPUAdagrad, CPULion, Lamb
 from hf_zero.optim.adam_lion import Adam, Lion
 

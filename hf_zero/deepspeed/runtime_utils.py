@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_zero.deepspeed import comm
 from hf_zero.deepspeed.comm import all_reduce
-from hf_zero.deepspeed.rows import refuse
+from hf_zero.deepspeed.modules import refuse
 from hf_zero.distributed import process_group
 from hf_zero.distributed.process_group import dist
 from hf_zero.errors import ConfigError

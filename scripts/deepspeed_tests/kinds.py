@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hf_zero.deepspeed.api import API
+from hf_zero.deepspeed.modules import API
 
 KINDS = ("public", "mixed", "internals")
 

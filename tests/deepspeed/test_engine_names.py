@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from hf_zero.deepspeed import engine_getters
 from hf_zero.deepspeed.engine import KINDS, checked
-from hf_zero.deepspeed.tables.engine import ENGINE_LEFT_OUT
+from hf_zero.deepspeed.modules import LEFT_OUT
 from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
 from tests.helpers import sampled
 from tests.helpers.cells import in_one_item
@@ -253,7 +253,7 @@ def test_what_the_engine_says_about_itself() -> None:
     assert engine.zero_offload_optimizer().device == "none"
     assert not engine.zero_cpu_offload() and not engine.zero_use_cpu_optimizer()
     assert engine.optimizer_name() == "AdamW"
-    for name, instead in ENGINE_LEFT_OUT.items():
+    for name, instead in LEFT_OUT["DeepSpeedEngine"].items():
         with pytest.raises(AttributeError) as caught:
             getattr(engine, name)
         assert str(caught.value) == f"the engine has no attribute {name!r}: {instead}"

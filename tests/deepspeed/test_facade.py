@@ -23,7 +23,7 @@ import torch
 
 import hf_zero
 from hf_zero.deepspeed import facade
-from hf_zero.deepspeed.api import API
+from hf_zero.deepspeed.modules import API
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.zero.access.full import GatheredParameters

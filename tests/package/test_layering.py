@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.deepspeed.api import API
-from hf_zero.deepspeed.rows import Provided
+from hf_zero.deepspeed.modules import API, Provided
 from scripts.house import report
 from tests.helpers import house
 from tests.helpers.cells import in_one_item
