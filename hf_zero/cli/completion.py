@@ -28,7 +28,7 @@ def preset_or_file(incomplete: str) -> list[str]:
 
 
 def quantized(incomplete: str) -> list[str]:
-    from hf_zero.config.quantization import AWARE
+    from hf_zero.config.techniques import AWARE
 
     return beginning(AWARE, incomplete)
 

@@ -10,7 +10,7 @@ import typer
 
 from hf_zero.cli import completion
 from hf_zero.cli.printing import AsJson, entry, print_json
-from hf_zero.config.provenance import shown
+from hf_zero.config.files import shown
 from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:

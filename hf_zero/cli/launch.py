@@ -241,8 +241,7 @@ def _written(pairs: list[str], preset: str | None) -> dict[str, Any]:
     Raises ConfigError for an unknown key or value, and for a key that another option sets.
     """
     from hf_zero.config import PRESETS, ZeroConfig
-    from hf_zero.config.files import load_yaml
-    from hf_zero.config.provenance import merge
+    from hf_zero.config.files import load_yaml, merge
 
     sections: dict[str, Any] = {}
     for pair in pairs:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_zero.cli.printing import AsJson, entry, print_json, printable
-from hf_zero.config.provenance import shown
+from hf_zero.config.files import shown
 
 if TYPE_CHECKING:
     from hf_zero.config.migrating import KeyFinding

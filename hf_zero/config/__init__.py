@@ -1,17 +1,19 @@
 """The configuration of a ZeRO engine: strict, frozen, with the source of each value."""
 
-from hf_zero.config.activations import (
+from hf_zero.config.explaining import ExplainRow
+from hf_zero.config.offload import (
     ActivationCheckpointing,
     ActivationOffload,
+    AioSection,
+    OffloadOptimizer,
+    OffloadParam,
     TiledMlpSection,
 )
-from hf_zero.config.explaining import ExplainRow
-from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
-from hf_zero.config.parallelism import ExpertParallelSection
 from hf_zero.config.sections import (
     Bf16Section,
     CheckpointSection,
     CompileSection,
+    ExpertParallelSection,
     Fp16Section,
     LaunchSection,
     MemorySection,

@@ -7,14 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.config.files import load_file
+from hf_zero.config.files import load_file, shown
 from hf_zero.config.keys import KEYS, SECTIONS
-from hf_zero.config.kinds import ANYTHING, BOOLEAN, PATH, TEXT, Kind
-from hf_zero.config.measures import MONITORS
-from hf_zero.config.provenance import shown
+from hf_zero.config.kinds import ANYTHING, BOOLEAN, PATH, TEXT, Key, Kind, Status, placed
 from hf_zero.config.reading import ConfigReading, meant
-from hf_zero.config.rows import Key, Status, placed
-from hf_zero.config.sections import LaunchSection
+from hf_zero.config.sections import MONITORS, LaunchSection
 from hf_zero.config.spelling import closest, did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
 

@@ -1,6 +1,7 @@
-"""Parsers of configuration text: JSON, Hjson and YAML files, and JSON or Hjson strings.
+"""Parsers of configuration text: JSON, Hjson and YAML files, and JSON or Hjson strings; and dicts
+that keep the source of each value while libraries copy a configuration and fill in values.
 
-Each returns a mapping, or raises ConfigError with the position of the mistake. Hjson, which
+A parser returns a mapping, or raises ConfigError with the position of the mistake. Hjson, which
 DeepSpeed accepts, is JSON with comments, unquoted keys and strings, and optional or trailing
 commas.
 """
@@ -16,12 +17,106 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
 from hf_zero.errors import ConfigError
 from hf_zero.json_text import DuplicateKeyError, parse_json
+
+DICT = "config dict"
+DEFAULT = "default"
+FILES = ("config file", "config string")  # first words of the sources that are not Python
+
+
+class SourcedDict(dict[str, Any]):
+    """A configuration in DeepSpeed's dialect with the source of each value. ``written`` maps a
+    dotted path to the value as written and its source.
+
+    A value that was changed or added since is attributed to ``filler``. Copies keep the sources.
+    """
+
+    written: Mapping[str, tuple[Any, str]] = MappingProxyType({})
+    filler: str = DICT
+
+    @classmethod
+    def of(cls, mapping: Mapping[str, Any], label: str) -> SourcedDict:
+        """Wrap ``mapping``, with ``label`` as the source of each value; a SourcedDict is returned
+        as it is.
+        """
+        if isinstance(mapping, cls):
+            return mapping
+        return cls(mapping).remember(
+            {path: (value, f"{label}: {path}") for path, value in flattened(mapping)}
+        )
+
+    def remember(self, written: Mapping[str, tuple[Any, str]], filler: str = DICT) -> SourcedDict:
+        """Replace the recorded sources and the filler of this dict, and return it."""
+        self.written, self.filler = dict(written), filler
+        return self
+
+    def label_of(self, path: str, label: str) -> str:
+        """Return the file that the key at ``path`` comes from, or ``label`` if it is not known."""
+        source = self.written.get(path, (None, ""))[1]
+        return source.removesuffix(f": {path}") if source.endswith(f": {path}") else label
+
+    def source_of(self, path: str, value: Any, usual: bool) -> str:
+        """Return the source of ``value`` at ``path``.
+
+        ``usual``: the value has no effect, so a filler may have written it by habit.
+        """
+        before, source = self.written.get(path, (None, ""))
+        if source and (before is value or before == value):
+            return source
+        if self.filler == DICT:
+            return f"{DICT}: {path}"
+        return f"{DEFAULT}: {self.filler} writes it" if usual else self.filler
+
+
+def flattened(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted path and value of each leaf and of each section."""
+    for name, value in mapping.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield path, value  # a section may be taken as a whole
+            yield from flattened(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def merge(into: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the values of ``more`` into ``into``, section by section, and return it."""
+    for name, value in more.items():
+        section = into.get(name)
+        if isinstance(section, dict) and isinstance(value, Mapping):
+            merge(section, value)
+        else:
+            into[name] = value
+    return into
+
+
+def shown(value: Any, source: str = "config file") -> str:
+    """Return ``value`` as a configuration of this source writes it: JSON, which YAML reads too, in
+    a file, else Python with the name of the type.
+    """
+    if source.startswith(FILES):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return repr(value)
+
+
+def is_written(source: str) -> bool:
+    """Return whether a value with this source was written, or computed from written values."""
+    return not source.startswith(DEFAULT)
+
+
+def value_at(config: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path, or None."""
+    node: Any = config
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node
+
 
 JSON, YAML = (".json", ".hjson"), (".yaml", ".yml")
 EXAMPLE = "zero_optimization: {stage: 3}"

@@ -10,45 +10,36 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 if TYPE_CHECKING:
     import torch
 
-    from hf_zero.config.activations import (
+    from hf_zero.config.offload import (
         ActivationCheckpointing,
         ActivationOffload,
+        AioSection,
+        OffloadOptimizer,
+        OffloadParam,
         TiledMlpSection,
-    )
-    from hf_zero.config.measures import (
-        CometSection,
-        CommsLoggerSection,
-        CsvSection,
-        FlopsProfilerSection,
-        MetricsSection,
-        TensorBoardSection,
-        TraceSection,
-        WandbSection,
-    )
-    from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
-    from hf_zero.config.parallelism import (
-        ExpertParallelSection,
-        PipelineSection,
-        TensorParallelSection,
-    )
-    from hf_zero.config.quantization import (
-        EigenvalueSection,
-        Float8Training,
-        QuantizationAware,
-        QuantizeTraining,
-        WeightQuantization,
     )
     from hf_zero.config.sections import (
         AutocastSection,
         Bf16Section,
         CheckpointSection,
+        CometSection,
+        CommsLoggerSection,
         CompileSection,
         CompressedCommunication,
+        CsvSection,
+        ExpertParallelSection,
+        FlopsProfilerSection,
         Fp16Section,
         LocoSection,
         MemorySection,
+        MetricsSection,
         OptimizerConfig,
+        PipelineSection,
         SchedulerConfig,
+        TensorBoardSection,
+        TensorParallelSection,
+        TraceSection,
+        WandbSection,
         ZeroSection,
     )
     from hf_zero.config.techniques import (
@@ -56,10 +47,15 @@ if TYPE_CHECKING:
         DataEfficiency,
         DataRouting,
         DataSampling,
+        EigenvalueSection,
+        Float8Training,
         LayerDropSection,
         MetricCurricula,
+        QuantizationAware,
+        QuantizeTraining,
         TokenDropSection,
         TrainingPhasesSection,
+        WeightQuantization,
     )
 
 

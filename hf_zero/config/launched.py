@@ -8,8 +8,8 @@ import json
 import os
 from typing import Any
 
-from hf_zero.config.checks import STAGE
-from hf_zero.config.provenance import flattened, merge
+from hf_zero.config.files import flattened, merge
+from hf_zero.config.refusals import STAGE
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger

@@ -21,7 +21,9 @@ from hf_zero.config.accelerate_yaml import (
     read_accelerate,
     read_any,
 )
+from hf_zero.config.files import shown
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
+from hf_zero.config.kinds import Status
 from hf_zero.config.migrating_sections import (
     KeyFinding,
     Outcome,
@@ -33,7 +35,6 @@ from hf_zero.config.migrating_sections import (
     translate_parallelism,
     translate_trainer,
 )
-from hf_zero.config.provenance import shown
 from hf_zero.config.reading import AUTO, ConfigReading, Mistakes, canonical, meant, misspelt
 from hf_zero.config.refusals import (
     MULTINODE,
@@ -43,7 +44,6 @@ from hf_zero.config.refusals import (
     launcher_refusal,
     refusals,
 )
-from hf_zero.config.rows import Status
 from hf_zero.config.spelling import MISSPELT, closest, is_comment
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError

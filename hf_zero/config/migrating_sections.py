@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import TRANSLATED
-from hf_zero.config.provenance import shown
+from hf_zero.config.files import shown
 from hf_zero.config.spelling import MISSPELT, closest, did_you_mean, is_comment
 from hf_zero.errors import ConfigError
 

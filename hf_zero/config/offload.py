@@ -1,5 +1,5 @@
-"""Configuration of offload: the devices of the optimizer and the parameters, and file I/O. Checks
-across keys are in :mod:`hf_zero.config.checks`.
+"""Configuration of memory: offload of the optimizer and the parameters, file I/O; recomputation and
+offload of activations, tiled MLPs. Checks across keys are in :mod:`hf_zero.config.refusals`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from typing import Any, Literal
 from hf_zero.config.kinds import (
     BLOCK,
     BOOLEAN,
+    COUNT,
     ELEMENTS,
     PATHS,
     SHARE,
     SIZE,
     SOME_OR_AUTO,
+    Kind,
     choice,
     integer,
+    key,
+    without,
 )
-from hf_zero.config.rows import Key, Status, inert, key, unbuilt, under
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 Moments = Literal["fp32", "bf16", "int8"]
@@ -27,7 +30,6 @@ Moments = Literal["fp32", "bf16", "int8"]
 _OPTIMIZER = "zero_optimization.offload_optimizer"
 _PARAM = "zero_optimization.offload_param"
 _DEVICE = choice("none", "cpu", "nvme")
-_PIN = "use page-locked memory; null uses it if there is a GPU"
 
 
 def _idle_unless(section: str, *devices: str) -> Callable[[Mapping[str, Any]], str]:
@@ -92,53 +94,17 @@ class OffloadOptimizer:
     ``pin_memory`` None pins where there is a GPU.
     """
 
-    device: OffloadDevice = key(
-        _DEVICE, "none", "where to keep master weights, moments and gradients"
-    )
-    nvme_path: tuple[str, ...] = key(
-        PATHS,
-        None,
-        "folder for the optimizer's files; data is striped over several folders",
-        idle=_FILES,
-        default=(),
-    )
-    pin_memory: bool | None = key(BOOLEAN, None, _PIN, idle=_ANY)
-    buffer_count: int = key(
-        integer(1), 4, "number of pieces in flight between files and the update", idle=_FILES
-    )
-    buffer_size: int = key(
-        ELEMENTS,
-        16_777_216,
-        "number of elements that are updated at a time",
-        idle=_ANY,
-        unit="elements",
-    )
-    pipeline_read: bool = key(BOOLEAN, True, "read the next piece during the update", idle=_FILES)
-    pipeline_write: bool = key(
-        BOOLEAN, True, "write the previous piece during the update", idle=_FILES
-    )
-    ratio: float | Literal["auto"] = key(
-        SOME_OR_AUTO,
-        1.0,
-        "the share of the state to offload; auto offloads as much as does not fit on the device",
-        idle=_ANY,
-    )
-    moments: Moments = key(
-        choice("fp32", "bf16", "int8"), "fp32", "the dtype in which moments are stored", idle=_ANY
-    )
-    update_in_backward: bool = key(
-        BOOLEAN,
-        False,
-        "update each unit as soon as its gradient is in host memory",
-        idle=_idle_in_backward,
-    )
-    cores: float = key(
-        SHARE,
-        1.0,
-        "the share of this rank's cores that run the update",
-        name="cpuadam_cores_perc",
-        idle=_ANY,
-    )
+    device: OffloadDevice = key(_DEVICE, "none")
+    nvme_path: tuple[str, ...] = key(PATHS, None, idle=_FILES, default=())
+    pin_memory: bool | None = key(BOOLEAN, None, idle=_ANY)
+    buffer_count: int = key(integer(1), 4, idle=_FILES)
+    buffer_size: int = key(ELEMENTS, 16_777_216, idle=_ANY, unit="elements")
+    pipeline_read: bool = key(BOOLEAN, True, idle=_FILES)
+    pipeline_write: bool = key(BOOLEAN, True, idle=_FILES)
+    ratio: float | Literal["auto"] = key(SOME_OR_AUTO, 1.0, idle=_ANY)
+    moments: Moments = key(choice("fp32", "bf16", "int8"), "fp32", idle=_ANY)
+    update_in_backward: bool = key(BOOLEAN, False, idle=_idle_in_backward)
+    cores: float = key(SHARE, 1.0, name="cpuadam_cores_perc", idle=_ANY)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nvme_path", _paths(self.nvme_path))
@@ -158,37 +124,12 @@ class OffloadParam:
     ``buffer_size`` has no effect: a unit's shard is read whole.
     """
 
-    device: OffloadDevice = key(
-        _DEVICE,
-        "none",
-        "where to keep the shards of parameters at stage 3",
-        idle=_idle_below_stage_3,
-    )
-    nvme_path: tuple[str, ...] = key(
-        PATHS,
-        None,
-        "folder for the parameters' files; data is striped over several folders",
-        idle=_PARAM_FILES,
-        default=(),
-    )
-    pin_memory: bool | None = key(BOOLEAN, None, _PIN, idle=_PARAM_ANY)
-    buffer_count: int = key(
-        integer(1), 5, "number of units in flight between files and the device", idle=_PARAM_FILES
-    )
-    buffer_size: int = key(
-        ELEMENTS,
-        100_000_000,
-        "the largest number of elements per read",
-        idle=_idle_whole_shards,
-        unit="elements",
-    )
-    max_in_cpu: int = key(
-        SIZE,
-        1_000_000_000,
-        "number of this rank's elements that stay in host memory",
-        idle=_PARAM_FILES,
-        unit="elements",
-    )
+    device: OffloadDevice = key(_DEVICE, "none", idle=_idle_below_stage_3)
+    nvme_path: tuple[str, ...] = key(PATHS, None, idle=_PARAM_FILES, default=())
+    pin_memory: bool | None = key(BOOLEAN, None, idle=_PARAM_ANY)
+    buffer_count: int = key(integer(1), 5, idle=_PARAM_FILES)
+    buffer_size: int = key(ELEMENTS, 100_000_000, idle=_idle_whole_shards, unit="elements")
+    max_in_cpu: int = key(SIZE, 1_000_000_000, idle=_PARAM_FILES, unit="elements")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nvme_path", _paths(self.nvme_path))
@@ -205,59 +146,14 @@ class AioSection:
     io_uring, or through ``threads`` threads where the kernel refuses io_uring.
     """
 
-    block_size: int = key(BLOCK, 1_048_576, "bytes per request", idle=_idle_aio, unit="bytes")
-    queue_depth: int = key(integer(1), 32, "number of requests in flight", idle=_idle_aio)
-    threads: int = key(
-        integer(1),
-        8,
-        "number of threads that read and write if io_uring is not available",
-        name="thread_count",
-        idle=_idle_aio,
-    )
+    block_size: int = key(BLOCK, 1_048_576, idle=_idle_aio, unit="bytes")
+    queue_depth: int = key(integer(1), 32, idle=_idle_aio)
+    threads: int = key(integer(1), 8, name="thread_count", idle=_idle_aio)
 
 
 def _paths(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
-
-# DeepSpeed's former keys, translated while reading: they have no field of their own.
-FORMER = under(
-    "zero_optimization",
-    Key(
-        "cpu_offload",
-        BOOLEAN,
-        Status.ACTIVE,
-        "a former key; write offload_optimizer with device cpu",
-    ),
-    Key(
-        "cpu_offload_param",
-        BOOLEAN,
-        Status.ACTIVE,
-        "a former key; write offload_param with device cpu",
-    ),
-    Key(
-        "cpu_offload_use_pin_memory",
-        BOOLEAN,
-        Status.ACTIVE,
-        "a former key; write pin_memory in offload_optimizer and offload_param",
-    ),
-)
-
-OFFLOAD = (
-    *under(
-        _OPTIMIZER,
-        inert("pipeline", BOOLEAN, "set pipeline_read and pipeline_write"),
-        inert(
-            "fast_init",
-            BOOLEAN,
-            "hf-zero creates files at their full size and fills them with the initial state",
-        ),
-        inert("super_offload", BOOLEAN, "the update on the CPU always overlaps the transfers"),
-    ),
-    inert("aio.single_submit", BOOLEAN, "hf-zero submits requests as soon as the queue has room"),
-    inert("aio.overlap_events", BOOLEAN, "hf-zero always submits requests while others complete"),
-    unbuilt("aio.use_gds", BOOLEAN, "reads from NVMe into GPU memory (GPUDirect Storage)"),
-)
 
 # Alternative spellings: sections at the top level, and DeepSpeed's former names.
 OFFLOAD_ALIASES: dict[str, str] = {
@@ -267,3 +163,98 @@ OFFLOAD_ALIASES: dict[str, str] = {
     "aio.intra_op_parallelism": "aio.thread_count",
     "zero_optimization.cpu_offload_params": "zero_optimization.cpu_offload_param",
 }
+
+
+CHECKPOINTING = "activation_checkpointing"
+BLOCKS = f"{CHECKPOINTING}.blocks"
+NUMBER = f"{CHECKPOINTING}.number_checkpoints"
+CPU = f"{CHECKPOINTING}.cpu_checkpointing"
+OFFLOAD = "activation_offload"
+ENABLED = f"{OFFLOAD}.enabled"
+
+
+def _blocks(value: Any) -> bool | int | str:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        if value.lower() != "selective":
+            raise ValueError(value)
+        return "selective"
+    return int(integer(1).convert(value))
+
+
+_BLOCKS_SCHEMA = {
+    "anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 1}, {"const": "selective"}]
+}
+
+
+def _idle_number(values: Mapping[str, Any]) -> str:
+    return f"{BLOCKS} is false" if values.get(BLOCKS) is False else ""
+
+
+def _idle_offload(values: Mapping[str, Any]) -> str:
+    return "" if values.get(ENABLED) or values.get(CPU) else f"{OFFLOAD} is off"
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """Activation checkpointing of the model's blocks (arXiv 1604.06174), without a change of the
+    script.
+
+    ``blocks``: True checkpoints all repeated blocks of the model, a number n the first n of them;
+    "selective" saves the results of matrix products and attention and recomputes the rest (torch
+    refuses blocks that modify those results in place). None leaves checkpointing to the model and
+    the script, False disables it here. ``number_checkpoints``, DeepSpeed's key, is a number of
+    blocks as well. ``cpu_checkpointing`` offloads the tensors that checkpoints save to host memory.
+    ``profile`` logs the time of forwards and recomputations and synchronizes with the device at the
+    end of each; ``synchronize`` does so without the log.
+    """
+
+    blocks: bool | int | Literal["selective"] | None = key(
+        Kind("true, false, a number of blocks, or 'selective'", _blocks, _BLOCKS_SCHEMA),
+        None,
+        unit="blocks",
+    )
+    number_checkpoints: int | None = key(COUNT, None, idle=_idle_number, unit="blocks")
+    cpu_checkpointing: bool = key(BOOLEAN, False)
+    synchronize: bool = key(BOOLEAN, False, name="synchronize_checkpoint_boundary")
+    profile: bool = key(BOOLEAN, False)
+
+    @property
+    def number(self) -> int | None:
+        """The number of checkpointed blocks; None for all of them."""
+        if self.blocks is False or (self.blocks is None and not self.number_checkpoints):
+            return 0
+        if isinstance(self.blocks, int) and not isinstance(self.blocks, bool):
+            return self.blocks
+        return self.number_checkpoints or None
+
+    @property
+    def selective(self) -> bool:
+        return self.blocks == "selective"
+
+
+@dataclass(frozen=True)
+class TiledMlpSection:
+    """Tiled MLPs: the MLPs of the model's blocks process the tokens tile by tile and recompute each
+    tile in the backward; see :mod:`hf_zero.parallel.sequence.tiled_mlp`.
+    """
+
+    enabled: bool = key(BOOLEAN, False)
+    shards: int | None = key(integer(1), None, unit="stretches", idle=without("tiled_mlp.enabled"))
+
+
+@dataclass(frozen=True)
+class ActivationOffload:
+    """Offload of the tensors that a forward saves for its backward to host memory.
+
+    Tensors smaller than ``min_bytes`` stay on the device. ``in_flight_bytes`` bounds the device
+    memory that waits for copies to the host, and likewise the memory prefetched for the backward;
+    None: as much as two blocks save, at least 512 MiB. Tensors still on the device when the forward
+    ends stay there. ``pin_memory`` None pins host memory where there is a GPU.
+    """
+
+    enabled: bool = key(BOOLEAN, False)
+    min_bytes: int = key(COUNT, 1 << 20, idle=_idle_offload, unit="bytes")
+    in_flight_bytes: int | None = key(integer(1), None, idle=_idle_offload, unit="bytes")
+    pin_memory: bool | None = key(BOOLEAN, None, idle=_idle_offload)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
+from hf_zero.config.files import FILES, SourcedDict, shown
 from hf_zero.config.keys import ALIASES, ANSWERS, KEYS, MEANT, OWN_AUTOS, SECTIONS
-from hf_zero.config.provenance import FILES, SourcedDict, shown
-from hf_zero.config.rows import Key, Status
+from hf_zero.config.kinds import Key, Status
 from hf_zero.config.spelling import MISSPELT, closest, did_you_mean, is_comment, is_foreign
 from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
 from hf_zero.logging import log_rank0

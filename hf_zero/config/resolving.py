@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hf_zero.config.parallelism import TENSOR_SIZE
 from hf_zero.config.reading import ConfigReading
+from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
 

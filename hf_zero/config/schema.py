@@ -12,9 +12,8 @@ from typing import Any
 
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, PASSED_ON, TRANSLATED
 from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS
-from hf_zero.config.kinds import DTYPE
+from hf_zero.config.kinds import DTYPE, Key, Status
 from hf_zero.config.reading import SWITCHES
-from hf_zero.config.rows import Key, Status
 from hf_zero.config.settings import Settings
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
@@ -195,6 +194,7 @@ _TYPES = {
 
 def keywords() -> str:
     """Return the module with the keywords of :class:`ZeroConfig`, as a ``TypedDict``."""
+    by_field = {key.field: key for key in KEYS.values()}
     classes: dict[str, set[str]] = {}
     lines = []
     for item in fields(Settings):
@@ -209,7 +209,7 @@ def keywords() -> str:
             types += ["bool"] if item.name in SWITCHES else []
             text = f"The section ``{path}``." if path else ""
         else:
-            row = item.metadata["key"]
+            row = by_field[item.name]
             text = described(row)
             types = _python(row.kind.schema)
             types += ["torch.dtype"] if row.kind is DTYPE else []

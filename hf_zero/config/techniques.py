@@ -1,5 +1,5 @@
 """Configuration of training techniques: curriculum learning, random layerwise token dropping,
-progressive layer dropping, training phases.
+progressive layer dropping, training phases; and training with low-bit weights.
 
 ``curriculum_learning`` is a single schedule of the sequence length. ``data_efficiency`` holds one
 schedule for each metric: the metrics in :data:`LENGTHS` truncate batches, all others select
@@ -10,10 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from hf_zero.config.kinds import BOOLEAN, COUNT, SECTION, SHARE, TEXT, Kind, choice, integer, number
-from hf_zero.config.rows import inert, key, without
+from hf_zero.config.kinds import (
+    BOOLEAN,
+    COUNT,
+    SECTION,
+    SHARE,
+    TEXT,
+    Kind,
+    choice,
+    integer,
+    key,
+    number,
+    without,
+)
 
 LEGACY = "curriculum_learning"
 EFFICIENCY = "data_efficiency"
@@ -40,34 +52,12 @@ _LAYERS_KEPT = without(f"{LAYER_DROP}.enabled")
 class CurriculumSection:
     """DeepSpeed's section of a single schedule: sequences are truncated to a growing length."""
 
-    enabled: bool = key(BOOLEAN, False, "truncate sequences to a length that grows with the steps")
-    curriculum_type: str = key(
-        choice("seqlen"),
-        "seqlen",
-        "the quantity that grows: the length of sequences",
-        idle=_LEGACY_OFF,
-    )
-    min_difficulty: int | None = key(
-        integer(1), None, "the length at the beginning of training", unit="tokens", idle=_LEGACY_OFF
-    )
-    max_difficulty: int | None = key(
-        integer(1), None, "the length at the end of the schedule", unit="tokens", idle=_LEGACY_OFF
-    )
-    schedule_type: str | None = key(
-        choice(*SCHEDULES),
-        None,
-        "how the length grows; for custom, call "
-        "engine.set_custom_curriculum_learning_schedule(function)",
-        idle=_LEGACY_OFF,
-    )
-    schedule_config: dict[str, Any] | None = key(
-        SECTION,
-        None,
-        "total_curriculum_step and difficulty_step for fixed_linear and fixed_root, "
-        "root_degree for fixed_root, the lists difficulty and max_step for fixed_discrete",
-        idle=_LEGACY_OFF,
-        hash=False,
-    )
+    enabled: bool = key(BOOLEAN, False)
+    curriculum_type: str = key(choice("seqlen"), "seqlen", idle=_LEGACY_OFF)
+    min_difficulty: int | None = key(integer(1), None, unit="tokens", idle=_LEGACY_OFF)
+    max_difficulty: int | None = key(integer(1), None, unit="tokens", idle=_LEGACY_OFF)
+    schedule_type: str | None = key(choice(*SCHEDULES), None, idle=_LEGACY_OFF)
+    schedule_config: dict[str, Any] | None = key(SECTION, None, idle=_LEGACY_OFF, hash=False)
 
 
 @dataclass(frozen=True)
@@ -76,57 +66,27 @@ class DataEfficiency:
     decide.
     """
 
-    enabled: bool | None = key(BOOLEAN, None, "false disables the whole section")
-    seed: int = key(COUNT, 1234, "the seed for random draws of this section")
+    enabled: bool | None = key(BOOLEAN, None)
+    seed: int = key(COUNT, 1234)
 
 
 @dataclass(frozen=True)
 class DataSampling:
     """The master switch of curricula; ``enabled`` None: their own switches decide."""
 
-    enabled: bool | None = key(BOOLEAN, None, "false disables all curricula of this section")
-    num_epochs: int | None = key(
-        integer(1),
-        row=inert(
-            "num_epochs",
-            integer(1),
-            "sampling never ends; the training loop decides when to stop",
-        ),
-    )
-    num_workers: int = key(
-        COUNT,
-        0,
-        (
-            "number of worker processes of the loader that initialize(training_data=…) makes "
-            "for samples drawn by difficulty"
-        ),
-    )
-    pin_memory: bool = key(BOOLEAN, False, "put the batches of this loader into pinned memory")
+    enabled: bool | None = key(BOOLEAN, None)
+    num_epochs: int | None = key(integer(1))
+    num_workers: int = key(COUNT, 0)
+    pin_memory: bool = key(BOOLEAN, False)
 
 
 @dataclass(frozen=True)
 class MetricCurricula:
     """Schedules of difficulty by metric."""
 
-    enabled: bool = key(BOOLEAN, False, "choose or truncate samples by the schedules of metrics")
-    data_cluster_path: str | None = key(
-        TEXT,
-        row=inert(
-            "data_cluster_path",
-            TEXT,
-            "hf-zero computes which samples it draws, and needs no files",
-        ),
-    )
-    curriculum_metrics: dict[str, Any] | None = key(
-        SECTION,
-        None,
-        "for each metric min_difficulty, max_difficulty, schedule_type and "
-        "schedule_config; seqlen_truncate truncates sequences, seqlen_reshape turns the "
-        "rest into further rows; any other metric selects samples, with "
-        "index_to_metric_path, difficulty_type (value or percentile) and clustering_type",
-        idle=_METRICS_OFF,
-        hash=False,
-    )
+    enabled: bool = key(BOOLEAN, False)
+    data_cluster_path: str | None = key(TEXT)
+    curriculum_metrics: dict[str, Any] | None = key(SECTION, None, idle=_METRICS_OFF, hash=False)
 
 
 def _layers(value: Any) -> tuple[int, ...]:
@@ -146,7 +106,7 @@ LAYERS = Kind(
 class DataRouting:
     """The master switch of token dropping; ``enabled`` None: its own switch decides."""
 
-    enabled: bool | None = key(BOOLEAN, None, "false disables the whole section")
+    enabled: bool | None = key(BOOLEAN, None)
 
 
 @dataclass(frozen=True)
@@ -155,66 +115,24 @@ class TokenDropSection:
     which grows during training; see :mod:`hf_zero.techniques.token_drop`.
     """
 
-    enabled: bool = key(
-        BOOLEAN, False, "let some blocks process only a random subset of the tokens in training"
-    )
-    total_layer_num: int | None = key(
-        integer(1),
-        None,
-        "number of blocks of the model; hf-zero checks it",
-        unit="blocks",
-        idle=_TOKENS_KEPT,
-    )
-    random_ltd_layer_num: int | None = key(
-        integer(1),
-        None,
-        "number of blocks in random_ltd_layer_id",
-        unit="blocks",
-        idle=_TOKENS_KEPT,
-    )
-    random_ltd_layer_id: tuple[int, ...] | None = key(
-        LAYERS,
-        None,
-        "the blocks that process a subset; null means all except the first and the last "
-        "of each stack",
-        idle=_TOKENS_KEPT,
-    )
-    model_mask_name: str = key(
-        TEXT, MASK, "the name of the blocks' argument for the mask", idle=_TOKENS_KEPT
-    )
-    hidden_state_order: str = key(
-        choice(*ORDERS),
-        ORDERS[0],
-        "the order of the dimensions of hidden states",
-        idle=_TOKENS_KEPT,
-    )
+    enabled: bool = key(BOOLEAN, False)
+    total_layer_num: int | None = key(integer(1), None, unit="blocks", idle=_TOKENS_KEPT)
+    random_ltd_layer_num: int | None = key(integer(1), None, unit="blocks", idle=_TOKENS_KEPT)
+    random_ltd_layer_id: tuple[int, ...] | None = key(LAYERS, None, idle=_TOKENS_KEPT)
+    model_mask_name: str = key(TEXT, MASK, idle=_TOKENS_KEPT)
+    hidden_state_order: str = key(choice(*ORDERS), ORDERS[0], idle=_TOKENS_KEPT)
     min_value: int | None = key(
-        integer(1),
-        None,
-        "number of tokens that these blocks process in the first step",
-        name=f"{SCHEDULE}.min_value",
-        unit="tokens",
-        idle=_TOKENS_KEPT,
+        integer(1), None, name=f"{SCHEDULE}.min_value", unit="tokens", idle=_TOKENS_KEPT
     )
     max_value: int | None = key(
-        integer(1),
-        None,
-        "number of tokens that these blocks process in the end: the length of a sequence",
-        name=f"{SCHEDULE}.max_value",
-        unit="tokens",
-        idle=_TOKENS_KEPT,
+        integer(1), None, name=f"{SCHEDULE}.max_value", unit="tokens", idle=_TOKENS_KEPT
     )
     schedule_type: str = key(
-        choice("fixed_linear"),
-        "fixed_linear",
-        "how the number of tokens grows",
-        name=f"{SCHEDULE}.schedule_type",
-        idle=_TOKENS_KEPT,
+        choice("fixed_linear"), "fixed_linear", name=f"{SCHEDULE}.schedule_type", idle=_TOKENS_KEPT
     )
     require_steps: int | None = key(
         integer(1),
         None,
-        "number of steps until the number reaches max_value",
         name=f"{SCHEDULE}.schedule_config.require_steps",
         unit="steps",
         idle=_TOKENS_KEPT,
@@ -222,26 +140,13 @@ class TokenDropSection:
     seq_per_step: int | None = key(
         integer(1),
         None,
-        "the number of tokens is always a multiple of this",
         name=f"{SCHEDULE}.schedule_config.seq_per_step",
         unit="tokens",
         idle=_TOKENS_KEPT,
     )
-    model_type: str | None = key(
-        choice("encoder", "decoder"),
-        row=inert(
-            "model_type",
-            choice("encoder", "decoder"),
-            "tokens keep their order in all types of models",
-        ),
-    )
-    micro_batch_size: int | None = key(
-        integer(1),
-        row=inert("micro_batch_size", integer(1), "hf-zero reads the size of each batch"),
-    )
-    global_batch_size: int | None = key(
-        integer(1), row=inert("global_batch_size", integer(1), "hf-zero does not count tokens")
-    )
+    model_type: str | None = key(choice("encoder", "decoder"))
+    micro_batch_size: int | None = key(integer(1))
+    global_batch_size: int | None = key(integer(1))
 
 
 @dataclass(frozen=True)
@@ -250,31 +155,10 @@ class LayerDropSection:
     often and more of them as it proceeds; see :mod:`hf_zero.techniques.layer_drop`.
     """
 
-    enabled: bool = key(
-        BOOLEAN,
-        False,
-        "skip blocks at random in training, and deeper blocks more often",
-    )
-    theta: float = key(
-        SHARE,
-        0.5,
-        "the probability of keeping the last block at the end of training",
-        idle=_LAYERS_KEPT,
-    )
-    gamma: float = key(
-        number(0),
-        0.001,
-        "how fast this probability falls from 1 to theta, with exp(-gamma * step); 0 "
-        "keeps all blocks",
-        idle=_LAYERS_KEPT,
-    )
-    per_rank: bool = key(
-        BOOLEAN,
-        False,
-        "each rank skips different blocks; false makes all ranks skip the same blocks, "
-        "which they then neither gather nor reduce",
-        idle=_LAYERS_KEPT,
-    )
+    enabled: bool = key(BOOLEAN, False)
+    theta: float = key(SHARE, 0.5, idle=_LAYERS_KEPT)
+    gamma: float = key(number(0), 0.001, idle=_LAYERS_KEPT)
+    per_rank: bool = key(BOOLEAN, False, idle=_LAYERS_KEPT)
 
 
 def _phases(value: Any) -> list[dict[str, Any]]:
@@ -318,31 +202,122 @@ def _idle_off(values: Mapping[str, Any]) -> str:
 class TrainingPhasesSection:
     """Changes at given steps of one run; off without ``phases`` and ``rampup_batch_size``."""
 
-    phases: list[dict[str, Any]] | None = key(
-        PHASE_LIST,
-        None,
-        "the phases in order; each has its steps (optional in the last) and the keys that "
-        "it changes: sequence_length, train_batch_size, train_micro_batch_size_per_gpu, "
-        "lr_scale, warmup_steps, lr_decay_power",
-        hash=False,
+    phases: list[dict[str, Any]] | None = key(PHASE_LIST, None, hash=False)
+    rampup_batch_size: list[int] | None = key(RAMPUP, None, hash=False)
+    lr_scaling_method: str = key(choice("none", "linear", "sqrt"), "none", idle=_idle_off)
+    sequence_reshape: bool = key(BOOLEAN, False, idle=_idle_off)
+
+
+QUANTIZE = "quantize_training"
+EIGENVALUE = f"{QUANTIZE}.eigenvalue"
+COMPRESSION = "compression_training"
+QAT = "quantization_aware_training"
+FLOAT8 = "float8_training"
+AWARE = ("int4_weight", "int8_weight", "int8_dynamic_int4_weight", "int8_dynamic_int8_weight")
+WEIGHTS = f"{COMPRESSION}.weight_quantization"
+_TYPES = choice("symmetric", "asymmetric")
+_ROUNDINGS = choice("nearest", "stochastic")
+
+_moq = partial(key, idle=without(f"{QUANTIZE}.enabled"))
+_eigenvalue = partial(key, idle=without(f"{EIGENVALUE}.enabled"))
+_weights = partial(key, idle=without(f"{WEIGHTS}.shared_parameters.enabled"))
+
+
+@dataclass(frozen=True)
+class QuantizeTraining:
+    """Mixture of quantization (MoQ): blocks compute with weights whose number of bits decreases
+    during training.
+    """
+
+    enabled: bool = key(BOOLEAN, False)
+    start_bits: int = _moq(integer(2, 16), 16, name="quantize_bits.start_bits", unit="bits")
+    target_bits: int = _moq(integer(2, 16), 8, name="quantize_bits.target_bits", unit="bits")
+    period: int = _moq(integer(1), 1000, name="quantize_schedule.quantize_period", unit="steps")
+    offset: int = _moq(integer(0), 1000, name="quantize_schedule.schedule_offset", unit="steps")
+    groups: int = _moq(integer(1), 1, name="quantize_groups", unit="groups")
+    type: str = _moq(_TYPES, "symmetric", name="quantize_type")
+    rounding: str = _moq(_ROUNDINGS, "nearest", name="quantize_rounding")
+    mixed: bool = _moq(BOOLEAN, False, name="fp16_mixed_quantize.enabled")
+    change_ratio: float = _moq(
+        number(0, 1), 0.001, name="fp16_mixed_quantize.quantize_change_ratio"
     )
-    rampup_batch_size: list[int] | None = key(
-        RAMPUP,
-        None,
-        "[start, increment, samples], as in Megatron: the batch size grows from start to "
-        "train_batch_size during the given number of samples",
-        hash=False,
+    verbose: bool = _moq(BOOLEAN, False, name="quantize_verbose")
+    kernel: bool = key(BOOLEAN, name="quantizer_kernel")
+
+
+@dataclass(frozen=True)
+class EigenvalueSection:
+    """Eigenvalue schedule: the largest eigenvalue of each layer's Hessian stretches the layer's
+    periods.
+    """
+
+    enabled: bool = _moq(BOOLEAN, False)
+    verbose: bool = _eigenvalue(BOOLEAN, False)
+    max_iter: int = _eigenvalue(integer(1), 100, unit="iterations")
+    tol: float = _eigenvalue(number(above=0), 1e-2)
+    stability: float = _eigenvalue(number(0), 1e-6)
+    gas_boundary_resolution: int = _eigenvalue(integer(1), 1, unit="steps")
+    layer_name: str | None = _eigenvalue(TEXT, None)
+    layer_num: int = _eigenvalue(integer(0), 0)
+
+
+@dataclass(frozen=True)
+class WeightQuantization:
+    """``compression_training.weight_quantization``: groups of modules, each with its own bits."""
+
+    enabled: bool = key(BOOLEAN, False, name="shared_parameters.enabled")
+    in_forward: bool = _weights(BOOLEAN, False, name="shared_parameters.quantize_weight_in_forward")
+    offset: int = _weights(integer(0), 0, name="shared_parameters.schedule_offset", unit="steps")
+    groups: int = _weights(integer(1), 1, name="shared_parameters.quantize_groups", unit="groups")
+    type: str = _weights(_TYPES, "symmetric", name="shared_parameters.quantization_type")
+    rounding: str = _weights(_ROUNDINGS, "nearest", name="shared_parameters.rounding")
+    mixed: bool = _weights(BOOLEAN, False, name="shared_parameters.fp16_mixed_quantize.enabled")
+    change_ratio: float = _weights(
+        number(0, 1), 0.001, name="shared_parameters.fp16_mixed_quantize.quantize_change_ratio"
     )
-    lr_scaling_method: str = key(
-        choice("none", "linear", "sqrt"),
-        "none",
-        "how the learning rate, which is set for train_batch_size, changes with the batch "
-        "size of a phase",
-        idle=_idle_off,
+    verbose: bool = _weights(BOOLEAN, False, name="shared_parameters.quantize_verbose")
+    kernel: bool = key(BOOLEAN, name="shared_parameters.quantizer_kernel")
+    different_groups: dict[str, Any] | None = key(
+        SECTION, None, idle=without(f"{WEIGHTS}.shared_parameters.enabled"), hash=False
     )
-    sequence_reshape: bool = key(
+
+
+@dataclass(frozen=True)
+class QuantizationAware:
+    """Quantization-aware training by torchao: linear layers of blocks simulate a quantized
+    model.
+    """
+
+    config: str | None = key(choice(*AWARE), None)
+    group_size: int = key(
+        integer(1),
+        32,
+        unit="elements",
+        idle=lambda values: (
+            "" if "int4" in str(values.get(f"{QAT}.config")) else "config has no int4 weights"
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Float8Training:
+    """Float8 training by torchao: linear layers of blocks compute in float8."""
+
+    recipe: str | None = key(choice("tensorwise", "rowwise", "rowwise_with_gw_hp"), None)
+    emulate: bool = key(
         BOOLEAN,
         False,
-        "turn the rest of sequences that a phase truncates into further rows",
-        idle=_idle_off,
+        idle=lambda values: "" if values.get(f"{FLOAT8}.recipe") else f"{FLOAT8}.recipe is null",
     )
+
+
+# Spellings of DeepSpeed's code, mapped to those of its tutorial.
+SPELLINGS: dict[str, str] = {
+    f"{QUANTIZE}.quantize-algo": f"{QUANTIZE}.quantize_algo",
+    f"{QUANTIZE}.quantize_algo.q_type": f"{QUANTIZE}.quantize_type",
+    f"{QUANTIZE}.quantize_algo.quantize_type": f"{QUANTIZE}.quantize_type",
+    f"{QUANTIZE}.quantize_algo.rounding": f"{QUANTIZE}.quantize_rounding",
+    f"{QUANTIZE}.quantize_algo.quantize_rounding": f"{QUANTIZE}.quantize_rounding",
+    "eigenvalue": EIGENVALUE,
+    "compression_weights": WEIGHTS,
+}

@@ -11,21 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.config import PRESETS, ZeroConfig
-from hf_zero.config.files import load_file
+from hf_zero.config.files import flattened, load_file, merge
 from hf_zero.config.kinds import (
     BOOLEAN,
     COUNT,
     DTYPE,
     SECTION,
     TEXT,
+    Key,
     Kind,
     choice,
     integer,
+    key,
     number,
+    placed,
 )
-from hf_zero.config.provenance import flattened, merge
 from hf_zero.config.reading import ConfigReading
-from hf_zero.config.rows import Key, key, placed
 from hf_zero.config.schema import DRAFT
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError

@@ -14,16 +14,15 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from hf_zero.config import checks, explaining, kernels, resolving
+from hf_zero.config import explaining, kernels, resolving
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, read_any
 from hf_zero.config.explaining import ExplainRow, Unset
-from hf_zero.config.files import load_file, load_text
+from hf_zero.config.files import SourcedDict, load_file, load_text
 from hf_zero.config.keys import ANSWERS, KEYS
+from hf_zero.config.kinds import section, sections_of
 from hf_zero.config.offload import OffloadOptimizer, OffloadParam
-from hf_zero.config.provenance import SourcedDict
 from hf_zero.config.reading import SWITCHES, ConfigReading
-from hf_zero.config.refusals import Check, refusals
-from hf_zero.config.rows import section, sections_of
+from hf_zero.config.refusals import Check, check_reading, complete, refusals
 from hf_zero.config.sections import LaunchSection, OptimizerConfig, SchedulerConfig
 from hf_zero.config.settings import Settings
 from hf_zero.config.spelling import did_you_mean
@@ -315,8 +314,8 @@ class ZeroConfig(Settings):
 
     def _fill(self, reading: ConfigReading, world_size: int | None) -> None:
         """Set all fields from the values of ``reading`` and the table's defaults."""
-        checks.complete(reading)
-        checks.check(reading)
+        complete(reading)
+        check_reading(reading)
         table = [*KEYS.items(), *ACCELERATE_KEYS.items()]
         values: dict[str, Any] = {
             key.field: reading.values.get(path, key.default) for path, key in table if key.field

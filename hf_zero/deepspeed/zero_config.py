@@ -12,9 +12,9 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.files import FILES, shown
 from hf_zero.config.keys import KEYS
-from hf_zero.config.provenance import FILES, shown
-from hf_zero.config.rows import Status
+from hf_zero.config.kinds import Status
 from hf_zero.distributed import process_group
 from hf_zero.logging import log_rank0
 from hf_zero.measures.monitors import DeepSpeedMonitorConfig

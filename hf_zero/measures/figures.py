@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.config.measures import MetricsSection
+from hf_zero.config.sections import MetricsSection
 from hf_zero.device import free_memory, kinds, pinned
 from hf_zero.measures.collectives import FIGURES, CollectiveRow, EngineCollectives
 from hf_zero.measures.stopwatch import Mark, Stopwatch, is_over, mark, milliseconds

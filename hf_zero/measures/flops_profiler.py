@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_zero.config.measures import FlopsProfilerSection
+from hf_zero.config.sections import FlopsProfilerSection
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
 from hf_zero.measures.stopwatch import Stopwatch

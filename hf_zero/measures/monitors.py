@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.measures import CometSection, CsvSection, TensorBoardSection, WandbSection
+from hf_zero.config.sections import CometSection, CsvSection, TensorBoardSection, WandbSection
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.config.measures import MONITORS
+from hf_zero.config.sections import MONITORS
 from hf_zero.device import spans
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.logging import logger

@@ -8,7 +8,7 @@ import sys
 import time
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.provenance import is_written
+from hf_zero.config.files import is_written
 from hf_zero.logging import in_units, logger
 from hf_zero.measures.figures import Figures
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from hf_zero.compression.registry import extensions_of
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
-from hf_zero.config.parallelism import AUTOEP_SIZE, TENSOR_SIZE
+from hf_zero.config.sections import AUTOEP_SIZE, TENSOR_SIZE
 from hf_zero.device import kinds
 from hf_zero.device.free_memory import Free
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.config.quantization import EIGENVALUE, EigenvalueSection
+from hf_zero.config.techniques import EIGENVALUE, EigenvalueSection
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.techniques.blocks import layers_at

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.parallelism import TENSOR_SIZE
-from hf_zero.config.quantization import FLOAT8, QAT, QuantizationAware
+from hf_zero.config.sections import TENSOR_SIZE
+from hf_zero.config.techniques import FLOAT8, QAT, QuantizationAware
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError

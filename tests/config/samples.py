@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from hf_zero.config.kinds import KERNELS, choice
-from hf_zero.config.quantization import AWARE
-from hf_zero.config.techniques import PHASE_LIST, RAMPUP
+from hf_zero.config.techniques import AWARE, PHASE_LIST, RAMPUP
 
 # The first of each list is unlike the default.
 VALUES: dict[str, list[Any]] = {

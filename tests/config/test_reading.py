@@ -25,8 +25,7 @@ from hf_zero.config import (
     OptimizerConfig,
     ZeroConfig,
 )
-from hf_zero.config.files import load_json, load_yaml, parse_hjson
-from hf_zero.config.provenance import SourcedDict
+from hf_zero.config.files import SourcedDict, load_json, load_yaml, parse_hjson
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.logging import in_units, parse_size
 from hf_zero.optim.build import refused

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 import hf_zero
-from hf_zero.config.provenance import SourcedDict
+from hf_zero.config.files import SourcedDict
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.device import spans
 from hf_zero.logging import asked_in, logger

@@ -34,8 +34,8 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.parallelism import TENSOR, TENSOR_ALIASES, TENSOR_SIZE
-from hf_zero.config.provenance import value_at
+from hf_zero.config.files import value_at
+from hf_zero.config.sections import TENSOR, TENSOR_ALIASES, TENSOR_SIZE
 from hf_zero.config.techniques import EFFICIENCY
 from hf_zero.integrations import finder
 

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.config.parallelism import TENSOR_SIZE
+from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.launch import cpu_forced, launched, zero_asked_for

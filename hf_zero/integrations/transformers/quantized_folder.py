@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.config.quantization import AWARE
+from hf_zero.config.techniques import AWARE
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.blocks import linears_of_blocks
 from hf_zero.techniques.quantized_linears import base_config

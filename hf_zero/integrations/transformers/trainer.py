@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hf_zero.config.parallelism import TENSOR_SIZE
+from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import tensor_ranks

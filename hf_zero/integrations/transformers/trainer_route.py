@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.provenance import DICT, SourcedDict, flattened, value_at
+from hf_zero.config.files import DICT, SourcedDict, flattened, value_at
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.logging import logger

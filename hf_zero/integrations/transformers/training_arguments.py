@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import transformers
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.checks import STAGE
 from hf_zero.config.launched import LAUNCH_FILE, launch_command, launched_values
+from hf_zero.config.refusals import STAGE
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.launch import zero_asked_for

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.parallelism import AUTOEP_SIZE
+from hf_zero.config.sections import AUTOEP_SIZE
 from hf_zero.distributed import process_group
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_dims import ParallelDims

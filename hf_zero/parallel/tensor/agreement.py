@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from hf_zero.config.parallelism import TENSOR_SIZE
+from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.errors import RankMismatchError

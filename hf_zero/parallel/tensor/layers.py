@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from hf_zero.config.parallelism import TENSOR_SIZE
+from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.cutting import HoldsParts
 from hf_zero.parallel.tensor.axis import (

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.parallelism import AUTOEP_SIZE, TENSOR_SIZE, VERIFY
 from hf_zero.config.resolving import CONTEXT, SEQUENCE
+from hf_zero.config.sections import AUTOEP_SIZE, TENSOR_SIZE, VERIFY
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_map_only
 
-from hf_zero.config.parallelism import VERIFY
+from hf_zero.config.sections import VERIFY
 from hf_zero.device.free_memory import free_bytes
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError, DoesNotFitError, VerificationError
