@@ -29,7 +29,7 @@ from hf_zero.loading.expressions import (
     Strided,
     strided_like,
 )
-from hf_zero.zero.layout.initial_values import pending
+from hf_zero.zero.layout.initial_values import pending, source_of
 
 aten = torch.ops.aten
 _NEW = {
@@ -366,7 +366,7 @@ def make_real(model: nn.Module) -> None:
 
 def make_pending(model: nn.Module) -> int:
     """Replace the lazy parameters of ``model`` by pending ones, which an engine fills, and return
-    their number. Tied parameters stay tied.
+    the number of pending ones. Tied parameters stay tied.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -380,7 +380,7 @@ def make_pending(model: nn.Module) -> int:
                 new._is_hf_initialized = True  # type: ignore[attr-defined]
                 made[id(parameter)] = new
             module._parameters[name] = made[id(parameter)]
-    return len(made)
+    return sum(source_of(parameter) is not None for parameter in model.parameters())
 
 
 def read_pending(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hf_zero.activations.compile import to_be_compiled
 from hf_zero.checkpoint.resume import LATEST
 from hf_zero.config import ZeroConfig
+from hf_zero.integrations.bitsandbytes import keep_packing
 from hf_zero.loading import give_values
 from hf_zero.loading.shard_only import release_holders
 from hf_zero.logging import log_rank0
@@ -127,6 +128,7 @@ def shard(setup: Setup) -> None:
     if resolved.request.takes_over is not None:
         resolved.request.takes_over(model)
     release_holders(model)
+    keep_packing(model)
     register_attached(model, on_rollback if setup.planned.report.spare else None)
     others: dict[str, Any] = {**sequence_parallel.on_model(setup.sequence), **on_model(model)}
     techniques = resolved.techniques.with_others(others)

@@ -46,7 +46,8 @@ def load(cls: Any, path: Any, **options: Any) -> Any:
 def assert_released(model: nn.Module) -> None:
     from hf_zero.zero.layout.parameter import ReleasedParameter
 
-    whole = [name for name, p in model.named_parameters() if type(p) is not ReleasedParameter]
+    named = model.named_parameters()
+    whole = [name for name, p in named if not isinstance(p, ReleasedParameter)]
     assert not whole, whole[:4]
 
 

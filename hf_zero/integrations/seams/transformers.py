@@ -84,6 +84,26 @@ SEAMS: tuple[Seam, ...] = (
         why="missing weights start as whatever is in memory, which looks like values",
     ),
     Seam(
+        target="transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer.update_device_map",
+        wrapper="hf_zero.integrations.transformers.quantized_loading:keep_on_host",
+        versions=TRANSFORMERS,
+        why="puts the whole model on one device",
+    ),
+    Seam(
+        target="transformers.integrations.bitsandbytes:Bnb4bitQuantize.convert",
+        wrapper="hf_zero.integrations.transformers.quantized_loading:quantize_in_shards",
+        uses=("input_dict", "model"),
+        versions=TRANSFORMERS,
+        why="each rank quantises the part of a weight that it keeps",
+    ),
+    Seam(
+        target="transformers.integrations.bitsandbytes:Bnb4bitDeserialize.convert",
+        wrapper="hf_zero.integrations.transformers.quantized_loading:take_packed_in_shards",
+        uses=("input_dict",),
+        versions=TRANSFORMERS,
+        why="each rank reads its part of packed bytes and scales",
+    ),
+    Seam(
         target="transformers.modeling_utils:PreTrainedModel._from_config",
         wrapper="hf_zero.integrations.transformers.loading:build_in_shards",
         versions=TRANSFORMERS,

@@ -34,6 +34,8 @@ from hf_zero.deepspeed.zero_init import (
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.errors import ConfigError, NoModelFolderError, PartitionError
 from hf_zero.integrations import finder
+from hf_zero.integrations.bitsandbytes import keep_packing
+from hf_zero.integrations.transformers.quantized_loading import quantizes_in_shards
 from hf_zero.loading import Building, LazyTensor, make_pending, make_real, record_in
 from hf_zero.loading.shard_only import hold
 from hf_zero.setup import providers as providers
@@ -78,6 +80,7 @@ def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
                 model = answer[0] if isinstance(answer, tuple) else answer
                 pending = make_pending(model)
             if pending:
+                keep_packing(model)
                 hold(model, config)
             if not loading.shards:
                 give_facts(model.parameters())
@@ -196,10 +199,12 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
         expected_keys: Any = None,
     ) -> Any:
         loading = current_loading.get()
-        if loading is not None and expected_keys is None and not load_config.is_quantized:
+        quantizer = load_config.hf_quantizer
+        known = quantizer is None or quantizes_in_shards(quantizer)
+        if loading is not None and expected_keys is None and known:
             log_zero3()
-        # Not lazily: a given state dict is in memory already; quantized weights are packed by their
-        # own code; adapters, recognised by their expected keys, are small and not finalized.
+        # Not lazily: a given state dict is in memory already; other quantizers pack whole weights;
+        # adapters, recognised by their expected keys, are small and not finalized.
         lazily = (
             loading is not None
             and loading.shards
@@ -207,7 +212,7 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
             and checkpoint_files
             and expected_keys is None
         )
-        if not lazily or load_config.is_quantized:
+        if not lazily or not known:
             return original(model, state_dict, checkpoint_files, load_config, expected_keys)
         assert loading is not None
         loading.opened.add(checkpoint_files)

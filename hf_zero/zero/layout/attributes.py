@@ -9,7 +9,8 @@ rank 0's values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.zero.layout.initial_values import FormerValues, Source, pending, source_of
 from hf_zero.zero.layout.parameter import OwnedParameter, given_class, owned_class
 from hf_zero.zero.layout.sharding import sharding_of, written
 
@@ -44,7 +46,7 @@ def attached(parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (path, tensor) for the tensors among the attributes of a parameter with a class of its
     own that are no parameters themselves, in attribute order.
     """
-    for found in _tensors_of(parameter):
+    for found in tensors_of(parameter):
         if given_class(found.tensor) is not AttachedParameter:
             yield found.path, found.tensor
 
@@ -64,7 +66,7 @@ def register_attached(model: nn.Module, push_inverse: Callable[..., object] | No
             (name, attribute)
             for name, parameter in own.items()
             if parameter is not None
-            for attribute in _tensors_of(parameter)
+            for attribute in tensors_of(parameter)
             if _is_laid_out(attribute)
         ]
         former = {key for key, p in own.items() if p is not None and is_attached(p)}
@@ -99,7 +101,8 @@ def _is_laid_out(attribute: Attribute) -> bool:
     )
 
 
-def _tensors_of(parameter: torch.Tensor) -> Iterator[Attribute]:
+def tensors_of(parameter: torch.Tensor) -> Iterator[Attribute]:
+    """Yield the tensors among the attributes of a parameter with a class of its own."""
     if given_class(parameter) is not nn.Parameter:
         yield from _search(_attributes(parameter), "", {id(parameter)})
 
@@ -130,7 +133,7 @@ def refusal(parameter: torch.Tensor, device: torch.device) -> str | None:
             f"is a {kind.__name__}, whose memory cannot be laid out flat; pass a model "
             "of plain nn.Parameters"
         )
-    if parameter.device.type != device.type:
+    if parameter.device.type != device.type and source_of(parameter) is None:
         return (
             f"is a {kind.__name__} on {parameter.device}, and the engine computes on {device}; "
             "move the model there before "
@@ -146,6 +149,32 @@ def refusal(parameter: torch.Tensor, device: torch.device) -> str | None:
                 "delete the attribute before hf_zero.initialize"
             )
     return None
+
+
+def attached_later(shape: Sequence[int], source: Source) -> torch.Tensor:
+    """Return a tensor for an attribute of a weight whose values an engine reads from ``source``: a
+    parameter without memory if it will be laid out, else zeros.
+    """
+    if math.prod(shape) > LARGEST_TABLE:
+        return pending(shape, source, AttachedParameter)
+    made = torch.zeros(tuple(shape), dtype=source.dtype)
+    made.__dict__["_hf_zero_source"] = source
+    return made
+
+
+@torch.no_grad()
+def read_attached(parameters: Iterable[torch.Tensor], mesh: Mesh, former: FormerValues) -> None:
+    """Move the small tensors attached to ``parameters`` that are read from a source to the device
+    of ``mesh``; the first rank that holds the parameter reads them.
+    """
+    for parameter in parameters:
+        for _, holder, key, tensor in tensors_of(parameter):
+            source = None if is_attached(tensor) else source_of(tensor)
+            if source is not None:
+                if mesh.of(sharding_of(parameter).axes).is_first:
+                    values = former.attempt(source.whole)
+                    tensor = tensor if values is None else values
+                holder[key] = tensor.detach().to(mesh.device)
 
 
 def share(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:

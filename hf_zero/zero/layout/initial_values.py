@@ -218,11 +218,15 @@ class Source(Protocol):
         """Return all elements, on the CPU."""
 
 
-def pending(shape: Sequence[int], source: Source) -> nn.Parameter:
-    """Return a parameter without memory; an engine reads its values from ``source``."""
-    made = nn.Parameter(
+def pending(
+    shape: Sequence[int], source: Source, kind: type[nn.Parameter] = nn.Parameter
+) -> nn.Parameter:
+    """Return a parameter without memory; an engine reads its values from ``source``. Those of a
+    ``kind`` of its own are frozen.
+    """
+    made = kind(
         torch.zeros((), dtype=source.dtype).expand(tuple(shape)),
-        requires_grad=source.dtype.is_floating_point,
+        requires_grad=source.dtype.is_floating_point and kind is nn.Parameter,
     )
     made.__dict__["_hf_zero_source"] = source
     return made

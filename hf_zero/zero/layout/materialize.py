@@ -149,11 +149,14 @@ def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit
     for gradients in {flat.gradient.memory for flat in flats}:
         if gradients is not None:
             gradients.set_allocated(False)
+    parameters = [parameter for spec in plan.units for _, parameter in spec.parameters]
+    if reads:
+        attributes.read_attached(parameters, mesh, former)
     former.let_go()
     if reads:
         with raise_on_all_ranks("read its part of the model"):
             former.raise_error()
-    attributes.share((parameter for spec in plan.units for _, parameter in spec.parameters), mesh)
+    attributes.share(parameters, mesh)
     place_buffers(plan.model, device, mesh, plan.buffer_dtype)
     return units
 

@@ -1,0 +1,30 @@
+"""4-bit layers of bitsandbytes, by what their modules have; its own layers are in
+``ranks/test_qlora.py``.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from hf_zero.errors import PartitionError
+from hf_zero.integrations.bitsandbytes import keep_packing
+
+
+def layer(**state):
+    made = nn.Linear(2, 2)
+    made.support_avx512bf16_for_cpu = True
+    made.weight.quant_state = SimpleNamespace(**state)
+    return made
+
+
+def test_an_evaluation_does_not_pack_weights_in_another_way():
+    model = nn.Sequential(layer(), nn.Linear(2, 2))
+    keep_packing(model)
+    assert model[0].support_avx512bf16_for_cpu is False
+
+
+def test_weights_that_are_packed_in_another_way_are_refused():
+    model = nn.Sequential(layer(), layer(packing_format_for_cpu=True))
+    with pytest.raises(PartitionError, match=r"packed the weight of 1 for .*load the model again"):
+        keep_packing(model)
