@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from hf_zero.cli import completion
+from hf_zero.cli.options import Job, Ranks, expanded, refuse, section
 from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
 from hf_zero.logging import counted, parse_rate, parse_size, rate_in_units
@@ -28,140 +28,40 @@ if TYPE_CHECKING:
 NOTHING_FITS = 1
 
 
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        help="A model folder, a config.json, or the name of a model in the local "
-        "cache or on the hub."
-    ),
-]
+@dataclass(frozen=True)
+class FreeMemory:
+    """The memory of the machine that ``--fit`` proposes a configuration for."""
 
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="For --fit: free memory of a GPU, as 80GB. Default: this machine's."),
+    ] = None
+    ram: Annotated[
+        str | None,
+        typer.Option(help="For --fit: free memory of a host, as 512GiB. Default: this machine's."),
+    ] = None
+    disk: Annotated[
+        list[str] | None,
+        typer.Option(help="For --fit: a folder on an NVMe disk that may be used. Repeatable."),
+    ] = None
 
-def _count(text: str) -> float:
-    """Return the number that ``7B``, ``350M`` or ``7.5e9`` stands for."""
-    found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([KMBT])", text.strip().upper())
-    try:
-        return float(found[1]) * 1000 ** (1 + "KMBT".index(found[2])) if found else float(text)
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text} is no number of parameters; write 350M, 7B or 7.5e9"
-        ) from None
+    def on_rank(self, ranks_per_host: int) -> Free:
+        """Return the free bytes for each of the ranks that share a host."""
+        import torch
 
+        from hf_zero.device import kinds
+        from hf_zero.device.free_memory import measure
 
-Params = Annotated[
-    float | None,
-    typer.Option(
-        parser=_count,
-        metavar="COUNT",
-        help="In place of a model: a dense decoder with this many parameters, 7B or 7.5e9 say.",
-    ),
-]
-Ranks = Annotated[int, typer.Option(help="Number of ranks, one per GPU.")]
-Precision = Annotated[
-    str,
-    typer.Option(
-        help="fp32, bf16 or fp16.", autocompletion=completion.one_of("fp32", "bf16", "fp16")
-    ),
-]
-Optimizer = Annotated[
-    str, typer.Option(help="AdamW, SGD, Lion, ... or any optimizer a configuration may name.")
-]
-Stage = Annotated[int | None, typer.Option(help="Only this stage, 0 to 3.")]
-ConfigFile = Annotated[
-    str | None,
-    typer.Option(
-        help="Take precision, optimizer, replicas and offload from this DeepSpeed "
-        "JSON or Accelerate YAML."
-    ),
-]
-OffloadOptimizer = Annotated[
-    str | None,
-    typer.Option(
-        help="Where the optimizer's state lives: none, cpu or nvme.",
-        autocompletion=completion.one_of("none", "cpu", "nvme"),
-    ),
-]
-OffloadParam = Annotated[
-    str | None,
-    typer.Option(
-        help="Where the parameters live at stage 3: none, cpu or nvme.",
-        autocompletion=completion.one_of("none", "cpu", "nvme"),
-    ),
-]
-Moments = Annotated[
-    str | None,
-    typer.Option(
-        help="What moments are stored in where the optimizer is offloaded: fp32, bf16, int8."
-    ),
-]
-Fit = Annotated[
-    bool,
-    typer.Option(
-        "--fit",
-        help="Propose the fastest configuration that fits this machine, or the one described.",
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "-o", "--out", help="For --fit: a file to write, .json, or .yaml; it must not exist."
-    ),
-]
-DeviceMemory = Annotated[
-    str | None,
-    typer.Option(help="For --fit: free memory of a GPU, as 80GB. Default: this machine's."),
-]
-Ram = Annotated[
-    str | None,
-    typer.Option(help="For --fit: free memory of a host, as 512GiB. Default: this machine's."),
-]
-Disk = Annotated[
-    list[str] | None,
-    typer.Option(help="For --fit: a folder on an NVMe disk that may be used. Repeatable."),
-]
-RanksPerHost = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="For --fit, and for checkpoints in memory: ranks that share a host. Default: as many "
-        "as it has GPUs, else all.",
-    ),
-]
+        device = torch.device(kinds.accelerator() or "cpu")
+        free = measure(device, [os.path.abspath(path) for path in self.disk or ()], ranks_per_host)
+        if self.device_memory is not None:
+            nbytes = _memory("--device-memory", self.device_memory)
+            free = replace(free, device=nbytes, host_device=False)
+        if self.ram is not None:
+            nbytes = _memory("--ram", self.ram) // ranks_per_host
+            free = replace(free, ram=nbytes, limited_by="--ram")
+        return free
 
-
-Link = Annotated[
-    str | None,
-    typer.Option(
-        help="What a rank's link to others carries, as 1Gbit: seconds a step spends on it, dense "
-        "and in few bits."
-    ),
-]
-TensorParallel = Annotated[
-    int | None, typer.Option("--tp", min=1, help="Ranks that share each layer's matrices.")
-]
-ExpertParallel = Annotated[
-    int | None,
-    typer.Option("--ep", min=1, help="Ranks that hold one set of a mixture's experts together."),
-]
-PipelineParallel = Annotated[
-    int,
-    typer.Option("--pp", min=1, help="Stages of a pipeline. The one that needs most is shown."),
-]
-
-Lengths = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--seq",
-        min=1,
-        help="Tokens of a sequence whose activations are counted. Repeatable; with --fit one.",
-    ),
-]
-SequenceParallel = Annotated[
-    int | None, typer.Option("--sp", min=1, help="For --seq: ranks that share a sequence.")
-]
-ContextParallel = Annotated[
-    int | None, typer.Option("--cp", min=1, help="For --seq: ranks of a ring.")
-]
 
 # the stage that a file names, and the file
 Own = tuple[int, str] | None
@@ -169,30 +69,54 @@ Own = tuple[int, str] | None
 Row = tuple["Traffic", float, float | None]
 
 
+@expanded
 def estimate(
     ranks: Ranks,
-    model: Model = None,
-    params: Params = None,
-    precision: Precision = "bf16",
-    optimizer: Optimizer = "AdamW",
-    stage: Stage = None,
-    config: ConfigFile = None,
-    offload_optimizer: OffloadOptimizer = None,
-    offload_param: OffloadParam = None,
-    moments: Moments = None,
-    fit: Fit = False,
-    out: Out = None,
-    device_memory: DeviceMemory = None,
-    ram: Ram = None,
-    disk: Disk = None,
-    ranks_per_host: RanksPerHost = None,
-    link: Link = None,
-    tp: TensorParallel = None,
-    ep: ExpertParallel = None,
-    pp: PipelineParallel = 1,
-    seq: Lengths = None,
-    sp: SequenceParallel = None,
-    cp: ContextParallel = None,
+    job: Job,
+    free: FreeMemory,
+    stage: Annotated[int | None, typer.Option(help="Only this stage, 0 to 3.")] = None,
+    moments: Annotated[
+        str | None,
+        typer.Option(
+            help="What moments are stored in where the optimizer is offloaded: fp32, bf16, int8."
+        ),
+    ] = None,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit",
+            help="Propose the fastest configuration that fits this machine, or the one described.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--out", help="For --fit: a file to write, .json, or .yaml; it must not exist."
+        ),
+    ] = None,
+    ranks_per_host: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="For --fit, and for checkpoints in memory: ranks that share a host. Default: as "
+            "many as it has GPUs, else all.",
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help="What a rank's link to others carries, as 1Gbit: seconds a step spends on it, "
+            "dense and in few bits."
+        ),
+    ] = None,
+    seq: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--seq",
+            min=1,
+            help="Tokens of a sequence whose activations are counted. Repeatable; with --fit one.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate the bytes of training state per rank at each ZeRO stage, without loading the model;
@@ -208,59 +132,60 @@ def estimate(
     from hf_zero.planning.estimate import estimate as compute
     from hf_zero.planning.estimate import propose
 
-    chosen = _chosen(model, params)
-    described = {"--device-memory": device_memory, "--ram": ram, "--disk": disk}
-    placed = {
-        "--offload-optimizer": offload_optimizer,
-        "--offload-param": offload_param,
-        "--moments": moments,
-    }
+    model, options = _model(job), job.options()
     here = ranks_per_host or min(ranks, kinds.device_count() or ranks)
-    asked: Any = {
-        "precision": precision,
-        "config": config,
-        "tensor_parallel": tp,
-        "expert_parallel": ep,
-    }
-    wanted: Any = {"optimizer": optimizer, "stage": stage, "pipeline_parallel": pp}
-    shared = {"sequence_parallel": sp, "context_parallel": cp}
+    described = {"--device-memory": free.device_memory, "--ram": free.ram, "--disk": free.disk}
     if not seq:
-        _refuse({"--sp": sp, "--cp": cp}, "it is about sequences; add --seq")
+        refuse({"--sp": job.sp, "--cp": job.cp}, "it is about sequences; add --seq")
     if fit:
-        _refuse({"--link": link}, "it goes with the estimate; leave --fit out")
-        _refuse(placed, "--fit chooses it; leave it out, or put it into --config")
+        refuse({"--link": link}, "it goes with the estimate; leave --fit out")
+        placed = {
+            "--offload-optimizer": job.offload_optimizer,
+            "--offload-param": job.offload_param,
+            "--moments": moments,
+        }
+        refuse(placed, "--fit chooses it; leave it out, or put it into --config")
         if out is not None:
             refuse_existing(out)
-        free = _free(device_memory, ram, disk or [], here)
+        nbytes = free.on_rank(here)
         if seq and len(seq) > 1:
             raise ConfigError(
                 f"--seq {seq}: --fit is for sequences of one length; name the longest"
             )
-        sequences: Any = {"sequence_length": seq[0] if seq else None, **shared}
+        length, precision = seq[0] if seq else None, cast("Any", job.precision)
         with ranks_of_a_host(here):
-            found = propose(chosen, ranks, free, **asked, **wanted, **sequences)
-        _print_proposal(found, as_json, out)
+            proposal = propose(
+                model, ranks, nbytes, precision, job.optimizer, stage,
+                sequence_length=length, **options,
+            )  # fmt: skip
+        _print_proposal(proposal, as_json, out)
         return
-    _refuse({"--out": out and str(out)}, "it is for what --fit proposes; add --fit")
-    _refuse(described, "it describes a machine for --fit; add --fit")
-    if link and pp > 1:
-        _refuse({"--link": link}, "it is not known of pipelines; leave it or --pp out")
-    own = asked["config"] = ZeroConfig.coerce(config, allow_auto=True) if config else None
-    if own is None or not own.memory_checkpoints.every:
+    refuse({"--out": out and str(out)}, "it is for what --fit proposes; add --fit")
+    refuse(described, "it describes a machine for --fit; add --fit")
+    if link and job.pp > 1:
+        refuse({"--link": link}, "it is not known of pipelines; leave it or --pp out")
+    config = ZeroConfig.coerce(job.config, allow_auto=True) if job.config else None
+    if config is None or not config.memory_checkpoints.every:
         why = "it describes a machine for --fit, or for checkpoint.memory; leave it out"
-        _refuse({"--ranks-per-host": ranks_per_host}, why)
-    sections: Any = {
-        "offload_optimizer": section(offload_optimizer, moments),
-        "offload_param": section(offload_param, None),
-    }
-    sequences = {"sequence_lengths": seq or (), **shared}
+        refuse({"--ranks-per-host": ranks_per_host}, why)
+    options["config"] = config
     with ranks_of_a_host(here):
-        result = compute(chosen, ranks, **asked, **wanted, **sections, **sequences)
-    rates = link_rows(chosen, ranks, stage, link, **asked) if link else {}
+        result = compute(
+            model,
+            ranks,
+            cast("Any", job.precision),  # the function checks it
+            job.optimizer,
+            stage,
+            offload_optimizer=section(job.offload_optimizer, moments),
+            offload_param=section(job.offload_param),
+            sequence_lengths=seq or (),
+            **options,
+        )
+    rates = link_rows(model, ranks, stage, link, precision=job.precision, **options) if link else {}
     if as_json:
         print_json(result.to_dict() | ({"link": link_json(rates)} if link else {}))
         return
-    marked = (own.stage, str(config)) if own is not None and stage is None else None
+    marked = (config.stage, str(job.config)) if config is not None and stage is None else None
     if result.offload_optimizer.on or result.offload_param.on:
         print_table(_tiers(result, marked))
     print_table(_table(result, here, marked))
@@ -271,59 +196,18 @@ def estimate(
         print_table(link_table(rates, ranks, link))
 
 
-def _chosen(model: str | None, params: float | None) -> Any:
+def _model(job: Job) -> Any:
     """Return what describes the model: its name, or a module of the size ``params``."""
-    if (model is None) == (params is None):
+    if (job.model is None) == (job.params is None):
         raise ConfigError(
-            f"{'a model and --params are' if model else 'no model is'} given; pass a model, or "
+            f"{'a model and --params are' if job.model else 'no model is'} given; pass a model, or "
             "--params 7B for a dense decoder of that size"
         )
-    if params is None:
-        return model
+    if job.params is None:
+        return job.model
     from hf_zero.integrations.transformers.sized_model import sized_model
 
-    return sized_model(params)
-
-
-def _refuse(options: dict[str, Any], why: str) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ConfigError(f"{name} = {value!r}: {why}")
-
-
-def section(device: str | None, moments: str | None) -> dict[str, Any] | None:
-    """Return the section of a configuration that offloads to ``device``, None for none."""
-    if device is None:
-        _refuse({"--moments": moments}, "it goes with --offload-optimizer cpu or nvme")
-        return None
-    # any folder will do for nvme_path: it does not change the number of bytes
-    section = {"device": device, "nvme_path": "." if device == "nvme" else None, "moments": moments}
-    return {name: value for name, value in section.items() if value is not None}
-
-
-def _free(
-    device_memory: str | None,
-    ram: str | None,
-    folders: list[str],
-    here: int,
-) -> Free:
-    from dataclasses import replace
-
-    import torch
-
-    from hf_zero.device import kinds
-    from hf_zero.device.free_memory import measure
-
-    free = measure(
-        torch.device(kinds.accelerator() or "cpu"),
-        [os.path.abspath(folder) for folder in folders],
-        here,
-    )
-    if device_memory is not None:
-        free = replace(free, device=_memory("--device-memory", device_memory), host_device=False)
-    if ram is not None:
-        free = replace(free, ram=_memory("--ram", ram) // here, limited_by="--ram")
-    return free
+    return sized_model(job.params)
 
 
 def _memory(option: str, text: str) -> int:

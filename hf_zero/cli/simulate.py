@@ -5,127 +5,100 @@ the other ranks: bytes by tier and phase, collectives, seconds.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from hf_zero.cli.estimate import (
-    ConfigFile,
-    ExpertParallel,
-    OffloadOptimizer,
-    OffloadParam,
-    Optimizer,
-    Params,
-    Precision,
-    Ranks,
-    TensorParallel,
-    section,
-)
+from hf_zero.cli.options import Job, Ranks, expanded, section
 from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
 from hf_zero.logging import parse_rate, rate_in_units
 
 if TYPE_CHECKING:
     from hf_zero.planning.simulation import Machine, Measured, Simulation
 
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        help="A model folder, a config.json, or the name of a model in the local "
-        "cache or on the hub."
-    ),
-]
-Stage = Annotated[
-    int | None,
-    typer.Option(help="0 to 3; default: that of --config, else 3, and 1 with --pp."),
-]
-PipelineParallel = Annotated[
-    int,
-    typer.Option("--pp", min=1, help="Stages of a pipeline: one rank of each is recorded."),
-]
-Replicas = Annotated[
-    int | None, typer.Option(min=1, help="Copies of the shards: ranks / replicas share one.")
-]
-SequenceParallel = Annotated[
-    int | None, typer.Option("--sp", min=1, help="Ranks that share a sequence.")
-]
-ContextParallel = Annotated[
-    int | None, typer.Option("--cp", min=1, help="Ranks of a ring that share a sequence.")
-]
-MicroBatch = Annotated[int | None, typer.Option(min=1, help="Sequences of a micro-batch.")]
-MicroBatches = Annotated[
-    int | None, typer.Option(min=1, help="Micro-batches of a step: gradient accumulation.")
-]
-Length = Annotated[int, typer.Option("--seq", min=1, help="Tokens of a sequence.")]
-Rank = Annotated[int, typer.Option(min=0, help="The rank that is simulated.")]
-Flops = Annotated[
-    float | None, typer.Option(help="FLOP/s that a rank reaches in matrix products, 312e12 say.")
-]
-Memory = Annotated[
-    str | None, typer.Option("--memory-rate", help="Bits a second of its memory: 7.2Tbit.")
-]
-NodeLink = Annotated[
-    str | None, typer.Option(help="Speed of a rank's link within its host: 1.2Tbit.")
-]
-Network = Annotated[
-    str | None, typer.Option(help="Speed of a host's links to the others: 800Gbit.")
-]
-HostLink = Annotated[
-    str | None, typer.Option(help="Speed between a rank's device and its host's memory: 200Gbit.")
-]
-HostMemory = Annotated[
-    str | None, typer.Option(help="Bits a second of a host's memory, for all its ranks: 1.6Tbit.")
-]
-Disk = Annotated[
-    str | None, typer.Option(help="Bits a second of a host's disks, for all its ranks: 80Gbit.")
-]
-RanksPerHost = Annotated[int | None, typer.Option(min=1, help="Ranks of a host.")]
-Latency = Annotated[
-    float | None, typer.Option(min=0, help="Seconds of a message by doubling of its ranks.")
-]
+
+@dataclass(frozen=True)
+class Rates:
+    """The machine that a step is simulated on; None: the machine of the ZeRO paper."""
+
+    flops: Annotated[
+        float | None,
+        typer.Option(help="FLOP/s that a rank reaches in matrix products, 312e12 say."),
+    ] = None
+    memory_rate: Annotated[
+        str | None, typer.Option(help="Bits a second of its memory: 7.2Tbit.")
+    ] = None
+    node_link: Annotated[
+        str | None, typer.Option(help="Speed of a rank's link within its host: 1.2Tbit.")
+    ] = None
+    network: Annotated[
+        str | None, typer.Option(help="Speed of a host's links to the others: 800Gbit.")
+    ] = None
+    host_link: Annotated[
+        str | None,
+        typer.Option(help="Speed between a rank's device and its host's memory: 200Gbit."),
+    ] = None
+    host_memory: Annotated[
+        str | None,
+        typer.Option(help="Bits a second of a host's memory, for all its ranks: 1.6Tbit."),
+    ] = None
+    disk: Annotated[
+        str | None,
+        typer.Option(help="Bits a second of a host's disks, for all its ranks: 80Gbit."),
+    ] = None
+    ranks_per_host: Annotated[int | None, typer.Option(min=1, help="Ranks of a host.")] = None
+    latency: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds of a message by doubling of its ranks."),
+    ] = None
+
+    def machine(self) -> Machine:
+        from hf_zero.planning.simulation import Machine
+
+        speeds = {
+            "memory": self.memory_rate, "node": self.node_link, "network": self.network,
+            "host_link": self.host_link, "host_memory": self.host_memory, "disk": self.disk,
+        }  # fmt: skip
+        values: dict[str, Any] = {
+            **{name: parse_rate(text) / 8 for name, text in speeds.items() if text is not None},
+            "flops": self.flops,
+            "latency": self.latency,
+            "ranks_per_host": self.ranks_per_host,
+        }
+        values = {name: value for name, value in values.items() if value is not None}
+        return Machine(**values, sources=dict.fromkeys(values, "given"))
 
 
-Cpu = Annotated[bool, typer.Option("--cpu", help="Ranks compute on CPUs, over gloo.")]
-Measure = Annotated[
-    bool,
-    typer.Option(
-        "--measure",
-        help="Measure the rates on the ranks at hand first: those of torchrun --no-python, or this "
-        "process alone, which has no links.",
-    ),
-]
-
-
+@expanded
 def simulate(
-    model: Model = None,
-    params: Params = None,
+    job: Job,
+    rates: Rates,
     ranks: Ranks = 1,
-    stage: Stage = None,
-    precision: Precision = "bf16",
-    optimizer: Optimizer = "AdamW",
-    config: ConfigFile = None,
-    offload_optimizer: OffloadOptimizer = None,
-    offload_param: OffloadParam = None,
-    replicas: Replicas = None,
-    tp: TensorParallel = None,
-    sp: SequenceParallel = None,
-    cp: ContextParallel = None,
-    ep: ExpertParallel = None,
-    pp: PipelineParallel = 1,
-    micro_batch: MicroBatch = None,
-    micro_batches: MicroBatches = None,
-    seq: Length = 1024,
-    rank: Rank = 0,
-    flops: Flops = None,
-    memory_rate: Memory = None,
-    node_link: NodeLink = None,
-    network: Network = None,
-    host_link: HostLink = None,
-    host_memory: HostMemory = None,
-    disk: Disk = None,
-    ranks_per_host: RanksPerHost = None,
-    latency: Latency = None,
-    cpu: Cpu = False,
-    measure: Measure = False,
+    stage: Annotated[
+        int | None,
+        typer.Option(help="0 to 3; default: that of --config, else 3, and 1 with --pp."),
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Copies of the shards: ranks / replicas share one.")
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of a micro-batch.")
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batches of a step: gradient accumulation.")
+    ] = None,
+    seq: Annotated[int, typer.Option("--seq", min=1, help="Tokens of a sequence.")] = 1024,
+    rank: Annotated[int, typer.Option(min=0, help="The rank that is simulated.")] = 0,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Ranks compute on CPUs, over gloo.")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure the rates on the ranks at hand first: those of torchrun --no-python, or "
+            "this process alone, which has no links.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a training step of one rank of any number of ranks: the engine's own plan, hooks and
@@ -143,42 +116,27 @@ def simulate(
     measured = None
     if measure:
         cpu = cpu or default_device().type == "cpu"
-        measured = _measured(model, params, precision, micro_batch or 1, seq)
+        measured = _measured(job, micro_batch or 1, seq)
         if measured is None:
             return
-    speeds = {
-        "memory": memory_rate, "node": node_link, "network": network, "host_link": host_link,
-        "host_memory": host_memory, "disk": disk,
-    }  # fmt: skip
-    machine = _machine(
-        {name: parse_rate(text) / 8 for name, text in speeds.items() if text is not None},
-        flops=flops,
-        latency=latency,
-        ranks_per_host=ranks_per_host,
-    )
     found = compute(
-        model,
+        job.model,
         ranks,
         stage,
-        cast("Any", precision),  # the function checks it
-        optimizer,
-        params=params,
-        config=config,
-        offload_optimizer=section(offload_optimizer, None),
-        offload_param=section(offload_param, None),
+        cast("Any", job.precision),  # the function checks it
+        job.optimizer,
+        params=job.params,
+        offload_optimizer=section(job.offload_optimizer),
+        offload_param=section(job.offload_param),
         replicas=replicas,
-        tensor_parallel=tp,
-        sequence_parallel=sp,
-        context_parallel=cp,
-        expert_parallel=ep,
-        pipeline_parallel=pp,
         micro_batch=micro_batch,
         micro_batches=micro_batches,
         sequence_length=seq,
         rank=rank,
         device=torch.device("cpu") if cpu else None,
-        machine=machine,
+        machine=rates.machine(),
         measured=measured,
+        **job.options(),
     )
     if as_json:
         print_json(found.to_dict())
@@ -190,9 +148,7 @@ def simulate(
     print_table(_seconds(found))
 
 
-def _measured(
-    model: str | None, params: float | None, precision: str, rows: int, length: int
-) -> Measured | None:
+def _measured(job: Job, rows: int, length: int) -> Measured | None:
     """Return the rates of the ranks at hand; None on all but the first, which has nothing else to
     do.
     """
@@ -203,23 +159,14 @@ def _measured(
     from hf_zero.planning.simulation.simulating import module_of
     from hf_zero.zero.layout.precision import COMPUTE
 
-    module, dtype = module_of(model, params)[1], COMPUTE[PRECISIONS[precision]]
+    module = module_of(job.model, job.params)[1]
+    dtype = COMPUTE[PRECISIONS[job.precision]]
     init_distributed()
     try:
         found = measure(module, rows, length, dtype)
         return found if get_rank() == 0 else None
     finally:
         destroy_process_group()
-
-
-def _machine(speeds: dict[str, float], **given: Any) -> Machine:
-    from hf_zero.planning.simulation import Machine
-
-    values: dict[str, Any] = {
-        **speeds,
-        **{name: value for name, value in given.items() if value is not None},
-    }
-    return Machine(**values, sources=dict.fromkeys(values, "given"))
 
 
 def _bytes(found: Simulation) -> PrintableTable:

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -196,6 +196,19 @@ class Proposal:
         }
 
 
+class JobOptions(TypedDict, total=False):
+    """Arguments of :func:`estimate`, :func:`propose` and ``simulate`` that describe the engine and
+    its ranks, all optional.
+    """
+
+    config: Any
+    tensor_parallel: int | None
+    expert_parallel: int | None
+    pipeline_parallel: int
+    sequence_parallel: int | None
+    context_parallel: int | None
+
+
 def in_places(own: Needs) -> dict[str, int]:
     """Return the bytes of one rank in each tier, by the field names of :class:`Tiers`."""
     return {
@@ -213,15 +226,10 @@ def estimate(
     optimizer: str | OptimizerConfig = "AdamW",
     stage: int | None = None,
     *,
-    config: Any = None,
     offload_optimizer: str | OffloadOptimizer | Mapping[str, Any] | None = None,
     offload_param: str | OffloadParam | Mapping[str, Any] | None = None,
-    tensor_parallel: int | None = None,
-    expert_parallel: int | None = None,
-    pipeline_parallel: int = 1,
     sequence_lengths: Sequence[int] = (),
-    sequence_parallel: int | None = None,
-    context_parallel: int | None = None,
+    **job: Unpack[JobOptions],
 ) -> MemoryEstimate:
     """Return the bytes of parameters, gradients and optimizer state per rank and tier, for every
     stage or for one; for a pipeline, those of the stage that needs most. With sequence lengths,
@@ -253,17 +261,7 @@ def estimate(
         ConfigError: an invalid model, precision, optimizer, stage or number of ranks; ranks, heads
             or lengths that do not divide.
     """
-    asked = asked_for(
-        ranks,
-        precision,
-        optimizer,
-        config,
-        tensor_parallel,
-        expert_parallel,
-        pipeline_parallel,
-        sequence_parallel,
-        context_parallel,
-    )
+    asked = asked_for(ranks, precision, optimizer, **job)
     # Validated at stage 3, which allows every offload section; the rows of smaller stages do not
     # offload parameters.
     given: dict[str, Any] = {"offload_optimizer": offload_optimizer, "offload_param": offload_param}
@@ -308,10 +306,8 @@ def traffic(
     precision: Precision = "bf16",
     stage: int | None = None,
     *,
-    config: Any = None,
     device: torch.device | None = None,
-    tensor_parallel: int | None = None,
-    expert_parallel: int | None = None,
+    **job: Unpack[JobOptions],
 ) -> dict[int, list[Traffic]]:
     """Return the bytes that a rank sends in a step, dense and compressed, at each stage or at
     ``stage``. Arguments as for :func:`estimate`.
@@ -319,7 +315,7 @@ def traffic(
     ``device``: where the time of compression is measured; default: the accelerator of this machine,
     else its CPU.
     """
-    asked = asked_for(ranks, precision, "AdamW", config, tensor_parallel, expert_parallel)
+    asked = asked_for(ranks, precision, "AdamW", **job)
     settings = asked.settings
     [base_plan] = plans_of(open_model(model)[1], asked, settings)
     seconds = codings(device or torch.device(kinds.accelerator() or "cpu"))
@@ -335,14 +331,9 @@ def propose(
     optimizer: str | OptimizerConfig = "AdamW",
     stage: int | None = None,
     *,
-    config: Any = None,
     margin: float | None = None,
-    tensor_parallel: int | None = None,
-    expert_parallel: int | None = None,
-    pipeline_parallel: int = 1,
     sequence_length: int | None = None,
-    sequence_parallel: int | None = None,
-    context_parallel: int | None = None,
+    **job: Unpack[JobOptions],
 ) -> Proposal:
     """Return the fastest configuration whose state, and activations of sequences of
     ``sequence_length``, fit into ``free``, the bytes of one rank
@@ -353,19 +344,9 @@ def propose(
     only ``stage`` if it is given, the stage of ``config`` and higher ones if that is given, and
     otherwise stages 1 to 3.
     """
-    asked = asked_for(
-        ranks,
-        precision,
-        optimizer,
-        config,
-        tensor_parallel,
-        expert_parallel,
-        pipeline_parallel,
-        sequence_parallel,
-        context_parallel,
-        kinds.meant(gpu=not free.host_device),
-    )
-    settings = asked.settings
+    device = kinds.meant(gpu=not free.host_device)
+    asked = asked_for(ranks, precision, optimizer, device, **job)
+    settings, config = asked.settings, job.get("config")
     name, module = open_model(model, needs_loss=sequence_length is not None)
     plans = plans_of(module, asked, settings)
     begins = settings.stage if config is not None else 1
@@ -395,13 +376,14 @@ def asked_for(
     ranks: int,
     precision: Precision,
     optimizer: str | OptimizerConfig,
-    config: Any,
-    tensor: int | None,
-    expert: int | None,
-    pipeline: int = 1,
-    sequence: int | None = None,
-    context: int | None = None,
     device: torch.device | None = None,
+    *,
+    config: Any = None,
+    tensor_parallel: int | None = None,
+    expert_parallel: int | None = None,
+    pipeline_parallel: int = 1,
+    sequence_parallel: int | None = None,
+    context_parallel: int | None = None,
 ) -> Asked:
     """Return the settings that the arguments of :func:`estimate` describe, for a GPU unless
     ``device`` is another kind. Raises ConfigError for sizes that do not divide the ranks.
@@ -412,7 +394,7 @@ def asked_for(
             f"{MOST_RANKS:,}"
         )
     wanted = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer, {})
-    in_a_stage = ParallelDims.over(ranks, pipeline=pipeline).in_a_stage
+    in_a_stage = ParallelDims.over(ranks, pipeline=pipeline_parallel).in_a_stage
     if config is not None:
         settings = ZeroConfig.coerce(config, allow_auto=True)
     else:
@@ -420,20 +402,20 @@ def asked_for(
             raise ConfigError(f"precision {precision!r} is unknown; choose one of fp32, bf16, fp16")
         exact = PRECISIONS[precision]
         settings = ZeroConfig(3, bf16=exact == "bf16", fp16=exact == "fp16")
-    given = {SEQUENCE: sequence, CONTEXT: context}
+    given = {SEQUENCE: sequence_parallel, CONTEXT: context_parallel}
     sizes = {key: size for key, size in given.items() if size is not None}
     if sizes:
         settings = settings.override(sizes, "what was asked for")
     if config is not None or sizes:
         settings = settings.resolve(in_a_stage, training=False)
-    for size, key in ((tensor, TENSOR_SIZE), (expert, AUTOEP_SIZE)):
+    for size, key in ((tensor_parallel, TENSOR_SIZE), (expert_parallel, AUTOEP_SIZE)):
         if size is not None:
             check_size(size, key)
     dims = _dims(
         ranks,
-        tensor or settings.tensor_parallel.size,
-        expert or settings.expert_parallel.size,
-        pipeline,
+        tensor_parallel or settings.tensor_parallel.size,
+        expert_parallel or settings.expert_parallel.size,
+        pipeline_parallel,
         division_of(settings),
     )
     device = device or kinds.meant(gpu=True)

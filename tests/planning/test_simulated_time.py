@@ -27,7 +27,7 @@ from hf_zero.planning.simulation.recording import (
     Wait,
     Work,
 )
-from hf_zero.planning.simulation.simulating import planned, record_plan
+from hf_zero.planning.simulation.simulating import plans_of_stages, record_plans
 from tests.helpers.cells import in_one_item
 from tests.helpers.processes import run_processes
 
@@ -96,7 +96,7 @@ def test_what_processors_move_takes_their_time() -> None:
 
 @in_one_item((2, 3))
 def test_units_that_are_released_are_gathered_into_new_memory(stage: int) -> None:
-    recording = record_plan(planned(None, 2, stage, params=2e6)[1], 8)
+    recording = record_plans(plans_of_stages(None, 2, stage, params=2e6)[1], 8)[0]
     gathers = [e for e in recording.events if isinstance(e, Message) and "gather" in e.operation]
     anew = {each.unit_name: each.anew for each in gathers}
     assert all(each.anew in (0, each.nbytes) for each in gathers)
@@ -146,7 +146,7 @@ def test_offload_runs_beside_a_step() -> None:
 def test_offload_takes_the_time_of_its_bytes() -> None:
     """On one rank of a host: state read and written, parameters and gradients over the link."""
     cpu = {"device": "cpu"}
-    own = planned(None, 1, 3, params=2e6, offload_optimizer=cpu)[1]
+    own = plans_of_stages(None, 1, 3, params=2e6, offload_optimizer=cpu)[1][0]
     machine = Machine(host_memory=1e6, host_link=1e6, ranks_per_host=1)
     found = offload_times(own, machine)
     away = [flat for flat in own.flats if flat.sub_groups is not None]
@@ -154,7 +154,7 @@ def test_offload_takes_the_time_of_its_bytes() -> None:
     assert sum(found.update.values()) == pytest.approx((2 * 12 + 2) * numel / 1e6, rel=1e-3)
     assert sum(found.gradient.values()) == pytest.approx(2 * numel / 1e6)
     assert not found.fetch
-    both = planned(None, 1, 3, params=2e6, offload_optimizer=cpu, offload_param=cpu)[1]
+    both = plans_of_stages(None, 1, 3, params=2e6, offload_optimizer=cpu, offload_param=cpu)[1][0]
     assert sum(offload_times(both, machine).fetch.values()) == pytest.approx(2 * numel / 1e6)
     slower = hf_zero.simulate(
         params=2e6, offload_optimizer=cpu, machine=machine, sequence_length=8
@@ -171,8 +171,8 @@ def test_a_rate_is_above_zero(name: str) -> None:
 
 def test_a_measured_block_takes_its_time() -> None:
     """The rate of matrix products is solved for, so that the block takes as long as measured."""
-    own = planned(None, 2, 3, params=2e6)[1]
-    recording = record_plan(own, 8)
+    own = plans_of_stages(None, 2, 3, params=2e6)[1][0]
+    recording = record_plans([own], 8)[0]
     measured = Measured("model.layers.0", 2.0, 1e9, 1e-5, 2, 1e-3, 1e8, 0.25, False)
     machine = measured.machine(recording, Machine(latency=7.0, sources={"latency": "given"}))
     assert (machine.node, machine.network, machine.latency) == (1e8, 2e8, 7.0)

@@ -20,7 +20,12 @@ import hf_zero
 from hf_zero.errors import ConfigError
 from hf_zero.planning.needs import state_bytes
 from hf_zero.planning.simulation.recording import Message, Recorder, Wait, record
-from hf_zero.planning.simulation.simulating import dims_of, model_states, planned, record_plan
+from hf_zero.planning.simulation.simulating import (
+    dims_of,
+    model_states,
+    plans_of_stages,
+    record_plans,
+)
 from hf_zero.zero.layout.stage_policy import POLICIES
 from hf_zero.zero.state_bytes import held_bytes
 from tests.helpers.cells import fast, in_one_item
@@ -65,7 +70,7 @@ def test_model_states_are_those_of_the_paper(counts: tuple[int, ...]) -> None:
     parameters in 16 bits beside the master weights, 2 of these bytes.
     """
     for parameters, ranks in itertools.product(PAPER, counts):
-        base = planned(None, ranks, 0, params=parameters)[1]
+        base = plans_of_stages(None, ranks, 0, params=parameters)[1][0]
         for stage, figure in enumerate((16e-9 * parameters, *PAPER[parameters][ranks])):
             settings = base.settings
             own = base.replan(
@@ -202,8 +207,10 @@ def test_a_step_is_that_of_real_ranks(ranks: int) -> None:
     found = run_processes(ranks, real_steps, REAL[ranks], timeout=500)
     wrong = []
     for (place, config), rank in itertools.product(enumerate(REAL[ranks]), (0, ranks - 1)):
-        own = planned(small(config), ranks, None, config=config, rank=rank, device=HOST)[1]
-        recording = record_plan(own, 16)
+        own = plans_of_stages(small(config), ranks, None, config=config, rank=rank, device=HOST)[1][
+            0
+        ]
+        recording = record_plans([own], 16)[0]
         sent, most, state = found[rank][place]
         at_rest = sum(state.values())
         in_kernels = "zero_quantized_weights" in config["zero_optimization"]
@@ -276,14 +283,14 @@ def test_middle_micro_batches_are_like_each_other() -> None:
 
 
 def test_a_process_in_a_job_simulates_nothing() -> None:
-    own = planned(None, 2, 3, params=1e6)[1]
+    own = plans_of_stages(None, 2, 3, params=1e6)[1][0]
     dist.init_process_group("fake", rank=0, world_size=3, store=FakeStore())
     try:
         with pytest.raises(ConfigError, match="this one is in a job of 3 ranks"):
-            record_plan(own, 8)
+            record_plans([own], 8)[0]
     finally:
         dist.destroy_process_group()
-    assert record_plan(own, 8).events
+    assert record_plans([own], 8)[0].events
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -301,6 +308,14 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_refusals(said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         hf_zero.simulate(ranks=4, **{"params": 2e6} | REFUSED[said])
+
+
+def test_an_unknown_keyword_is_an_error() -> None:
+    options: Any = {"tensor_paralel": 2}
+    with pytest.raises(TypeError, match="tensor_paralel"):
+        hf_zero.simulate(params=1e6, **options)
+    with pytest.raises(TypeError, match="tensor_paralel"):
+        hf_zero.estimate(torch.nn.Linear(2, 2), 1, **options)
 
 
 def test_experts_get_equally_many_tokens() -> None:

@@ -355,12 +355,3 @@ def readers() -> tuple[int, int]:
         rank %= ranks
     size = 1 if groups is None else groups.dims.tensor
     return ranks // size, rank // size
-
-
-def ranks_of_a_stage() -> int:
-    """Return the number of ranks that batch sizes are computed for: all ranks of the job; in a
-    pipeline, the ranks of one stage that read different batches.
-    """
-    groups = get_parallel()
-    stages = 1 if groups is None else groups.dims.pipeline
-    return process_group.get_world_size() if stages == 1 else readers()[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -43,6 +43,7 @@ from hf_zero.parallel.tensor import tensor_parallel
 from hf_zero.planning.activation_memory import Sequences, copy_on_meta
 from hf_zero.planning.estimate import (
     Asked,
+    JobOptions,
     Precision,
     asked_for,
     check_stage,
@@ -158,19 +159,13 @@ class Simulation:
         return dataclasses.asdict(self)
 
 
-class PlanOptions(TypedDict, total=False):
+class PlanOptions(JobOptions, total=False):
     """Arguments of :func:`simulate` that describe the engine, all optional."""
 
     params: float | None
-    config: Any
     offload_optimizer: Any
     offload_param: Any
     replicas: int | None
-    tensor_parallel: int | None
-    sequence_parallel: int | None
-    context_parallel: int | None
-    expert_parallel: int | None
-    pipeline_parallel: int
     micro_batch: int | None
     micro_batches: int | None
     rank: int
@@ -296,55 +291,44 @@ def _phases(own: EnginePlan, recording: Recording) -> tuple[PhaseBytes, ...]:
     )
 
 
-def planned(
-    model: Any,
-    ranks: int,
-    stage: int | None,
-    precision: Precision = "bf16",
-    optimizer: str | OptimizerConfig = "AdamW",
-    **options: Unpack[PlanOptions],
-) -> tuple[str, EnginePlan]:
-    """Return the name of the model and the plan of a rank; arguments as for :func:`simulate`."""
-    name, plans = plans_of_stages(model, ranks, stage, precision, optimizer, **options)
-    return name, next(own for own in plans if own.rank == options.get("rank", 0))
-
-
 def plans_of_stages(
     model: Any,
     ranks: int,
     stage: int | None,
     precision: Precision = "bf16",
     optimizer: str | OptimizerConfig = "AdamW",
-    **options: Unpack[PlanOptions],
+    *,
+    params: float | None = None,
+    offload_optimizer: Any = None,
+    offload_param: Any = None,
+    replicas: int | None = None,
+    micro_batch: int | None = None,
+    micro_batches: int | None = None,
+    rank: int = 0,
+    device: torch.device | None = None,
+    **job: Unpack[JobOptions],
 ) -> tuple[str, list[EnginePlan]]:
     """Return the name of the model and the plans of the ranks of one pipeline, the one with the
     rank that is asked for: of this rank alone without stages. Arguments as for :func:`simulate`.
     """
-    name, module = module_of(model, options.get("params"))
-    rank, experts = options.get("rank", 0), options.get("expert_parallel")
-    pipeline = options.get("pipeline_parallel", 1)
+    name, module = module_of(model, params)
+    experts = job.get("expert_parallel")
     if stage is not None:
         check_stage(stage)
-    config = options.get("config")
-    asked = asked_for(
-        ranks, precision, optimizer, config, options.get("tensor_parallel"), experts, pipeline,
-        options.get("sequence_parallel"), options.get("context_parallel"), options.get("device"),
-    )  # fmt: skip
+    asked = asked_for(ranks, precision, optimizer, device, **job)
     if not 0 <= rank < ranks:
         raise ConfigError(f"rank {rank} is none of {ranks} ranks; choose 0 to {ranks - 1}")
     if stage is None:
-        default = 3 if pipeline == 1 else 1
-        stage = default if config is None else asked.settings.stage
+        default = 3 if asked.dims.pipeline == 1 else 1
+        stage = default if job.get("config") is None else asked.settings.stage
     spread = {"enabled": True, "autoep_size": experts}
     given = {
-        "replicate_size": options.get("replicas"),
-        "train_micro_batch_size_per_gpu": options.get("micro_batch"),
-        "gradient_accumulation_steps": options.get("micro_batches"),
+        "replicate_size": replicas,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": micro_batches,
         "expert_parallel": None if experts is None else spread,
     }
-    settings = _placed(
-        asked, given, stage, options.get("offload_optimizer"), options.get("offload_param")
-    )
+    settings = _placed(asked, given, stage, offload_optimizer, offload_param)
     plans = plans_of(module, asked, settings)
     ranks_of = asked.dims.ranks_along(rank, "pipeline")
     return name, [
@@ -364,18 +348,6 @@ def module_of(model: Any, params: float | None) -> tuple[str, nn.Module]:
     if params is not None:
         return f"{params:g} parameters", sized_model(params)
     return open_model(model, needs_loss=True)
-
-
-def record_plan(
-    own: EnginePlan,
-    length: int,
-    batch: Callable[[int, int], Mapping[str, torch.Tensor]] | None = None,
-    ranks_per_host: int | None = None,
-) -> Recording:
-    """Return the recording of a step of the engine that ``own`` plans, of a rank without stages,
-    as :func:`record_plans` does.
-    """
-    return record_plans([own], length, batch, ranks_per_host)[0]
 
 
 def record_plans(
