@@ -250,10 +250,10 @@ def _table(row: Row) -> str:
 def _memory_table(stages: list[Row]) -> str:
     head = f"evaluation loss after {MEMORY_STEPS} steps"
     lines = [f"| stage | predicted | measured | {head} |", "| --- | --- | --- | --- |"]
-    for each in stages:
-        sizes = (each["predicted_bytes"], each["measured_bytes"])
+    for stage in stages:
+        sizes = (stage["predicted_bytes"], stage["measured_bytes"])
         shown = " | ".join(f"{size:,}" for size in sizes)
-        lines.append(f"| {each['stage']} | {shown} | {each['loss']:.6f} |")
+        lines.append(f"| {stage['stage']} | {shown} | {stage['loss']:.6f} |")
     return "\n".join(lines)
 
 

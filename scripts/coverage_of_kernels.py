@@ -130,9 +130,9 @@ def build(kind: str, model_type: str) -> Any:
             module.p = 0.0
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for each in model.parameters():
-            if each.dim() == 1:  # biases that are not 0, norms that are not 1
-                each.add_(torch.randn(each.shape, generator=generator) * 0.1)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # biases that are not 0, norms that are not 1
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model
 
 
@@ -213,7 +213,7 @@ def row(kind: str, model_type: str) -> dict[str, Any]:
         elif kind_of.endswith("MLP"):
             places["activations"].add(name)
         elif kind_of.endswith("Attention") and any(
-            hasattr(each, "weight") for each in module.children()
+            hasattr(child, "weight") for child in module.children()
         ):
             places["attention"].add(name)
     try:
@@ -244,7 +244,7 @@ def error_of(grads: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> fl
     """
     if new.keys() != grads.keys():
         return float("inf")
-    largest = max(float(each.abs().max()) for each in grads.values())
+    largest = max(float(grad.abs().max()) for grad in grads.values())
     return max(
         float((new[name] - each).abs().max()) / (largest * 0.01 + float(each.abs().max()))
         for name, each in grads.items()
@@ -330,7 +330,7 @@ def table(found: list[dict[str, Any]]) -> str:
             all_of = sum(fused == there for fused, there in having)
             cells.append(f"{all_of} of {len(having)} ({sum(f > 0 for f, _ in having)} in part)")
         cells.append(f"{sum(each.get('loss') == 'fused' for each in trained)} of {len(trained)}")
-        wrong = [each["type"] for each in trained if not each["right"] or each["loss"] == "wrong"]
+        wrong = [row["type"] for row in trained if not row["right"] or row["loss"] == "wrong"]
         cells.append(", ".join(wrong) or "none")
         lines.append(f"| {kind} | {len(trained)} | {' | '.join(cells)} |")
     reasons = Counter(each["left_out"] for each in found if "left_out" in each)

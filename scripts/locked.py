@@ -45,7 +45,7 @@ def read_lock(text: str) -> dict[str, list[Pin]]:
         head, *hashes = re.split(r"\s+(?=--hash=)", line.partition("#")[0].strip())
         if head:
             name = canonical(re.split(r"[=\[ ]", head)[0])
-            found.setdefault(name, []).append(Pin(head, tuple(each.strip() for each in hashes)))
+            found.setdefault(name, []).append(Pin(head, tuple(hash_.strip() for hash_ in hashes)))
     return found
 
 

@@ -321,15 +321,15 @@ def stub(folder: Path, modules: Sequence[str]) -> None:
 def missing(packages: Sequence[str]) -> list[str]:
     """Requirements that no installed distribution meets."""
     lacking = []
-    for each in packages:
-        wanted = Requirement(each)
+    for package in packages:
+        wanted = Requirement(package)
         try:
             found = version(wanted.name)
         except PackageNotFoundError:
-            lacking.append(each)
+            lacking.append(package)
             continue
         if not wanted.specifier.contains(found, prereleases=True):
-            lacking.append(f"{each} (here: {found})")
+            lacking.append(f"{package} (here: {found})")
     return lacking
 
 

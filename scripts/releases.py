@@ -151,7 +151,9 @@ def run(name: str, folders: list[Path], quick: bool) -> Row:
         environment |= {**VARIABLES, "PYTHONPATH": path}
         try:
             findings = json.loads(output("-c", DOCTOR, "doctor", "--json", **environment))
-            row["broken"] = [each["name"] for each in findings if each["status"] == "broken"]
+            row["broken"] = [
+                finding["name"] for finding in findings if finding["status"] == "broken"
+            ]
         except (RuntimeError, ValueError) as error:
             row.setdefault("broken", [str(error).splitlines()[-1]])
         results = Path(environment["TMPDIR"], "results.xml")
@@ -174,8 +176,8 @@ def columns(results: str) -> dict[str, Row]:
     for case in ElementTree.fromstring(results).iter("testcase"):
         names = [case.get(key) for key in ("classname", "name") if case.get(key)]
         for column, paths in SELECTION.items():
-            modules = (each.removesuffix(".py").replace("/", ".") for each in paths)
-            if f"{names[0]}.".startswith(tuple(f"tests.{each}." for each in modules)):
+            modules = (path.removesuffix(".py").replace("/", ".") for path in paths)
+            if f"{names[0]}.".startswith(tuple(f"tests.{module}." for module in modules)):
                 cell = found.setdefault(column, {"passed": 0, "failed": []})
                 if case.find("failure") is not None or case.find("error") is not None:
                     cell["failed"].append("::".join(names))
@@ -200,7 +202,7 @@ def table(rows: list[Row]) -> str:
             cells.append(wrong if failed else "passed" if passed else "not run")
         lines.append(f"| {' | '.join([*cells, row['date']])} |")
         if names:
-            shown = ", ".join(f"`{each}`" for each in names)
+            shown = ", ".join(f"`{name}`" for name in names)
             failures.append(f"| {row['environment']} | {shown} |")
     second = ["", "| Release | Failed |", "| --- | --- |", *failures] if failures else []
     return "\n".join(["", *lines, *second, ""])

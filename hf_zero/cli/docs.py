@@ -139,7 +139,7 @@ def find(topic: str) -> str:
     if ALIASES.get(topic) in SECTIONS:
         return find(ALIASES[topic])
     wanted = anchor_of(anchor or topic)
-    held = [each for name, text in texts.items() for each in sections(name, text)]
+    held = [section for name, text in texts.items() for section in sections(name, text)]
     found = [each for each in held if each.anchor == wanted and (not anchor or each.page == page)]
     keys = _keys(texts["keys"])
     if found and not (topic in keys and all(each.title.strip("`") != topic for each in found)):
@@ -157,10 +157,10 @@ def find(topic: str) -> str:
 def _names_in(texts: Mapping[str, str]) -> list[str]:
     """Return the keys, and the headings of one word, of the pages ``texts``."""
     titles = (
-        each.title.strip("`")
+        section.title.strip("`")
         for name, text in texts.items()
-        for each in sections(name, text)
-        if each.level > 1
+        for section in sections(name, text)
+        if section.level > 1
     )
     return sorted({*_keys(texts["keys"]), *(title for title in titles if " " not in title)})
 
@@ -272,7 +272,9 @@ def _docstring(directive: re.Match[str]) -> str:
     module, _, name = directive[1].rpartition(".")
     value = getattr(importlib.import_module(module), name)
     signature = inspect.signature(value)
-    parameters = "".join(f"    {_parameter(each)},\n" for each in signature.parameters.values())
+    parameters = "".join(
+        f"    {_parameter(parameter)},\n" for parameter in signature.parameters.values()
+    )
     returned = signature.return_annotation
     ends = "" if returned is signature.empty else f" -> {_annotation(returned)}"
     shown = [f"```python\n{name}(\n{parameters}){ends}\n```\n"]

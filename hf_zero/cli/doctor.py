@@ -191,17 +191,19 @@ def _versions() -> Iterator[Finding]:
 def _libraries() -> Iterator[Finding]:
     from hf_zero.integrations.probes import examine_libraries
 
-    for each in examine_libraries():
+    for library in examine_libraries():
         parts: dict[str, list[str]] = {}
-        for probe, reason in each.failed:
+        for probe, reason in library.failed:
             parts.setdefault(reason, []).append(probe.part)
         for reason, off in parts.items():  # one missing name may switch off twenty parts
             more = f" and {len(off) - 1} more are" if len(off) > 1 else " is"
-            said = f"{each.release} ({each.standing}): {off[0]}{more} off: {reason}"
-            yield Finding("libraries", each.library, "off", said)
-        if not each.failed:
-            held = "" if each.standing == "tested" else ", but all probes hold"
-            yield Finding("libraries", each.library, "ok", f"{each.release}: {each.standing}{held}")
+            said = f"{library.release} ({library.standing}): {off[0]}{more} off: {reason}"
+            yield Finding("libraries", library.library, "off", said)
+        if not library.failed:
+            held = "" if library.standing == "tested" else ", but all probes hold"
+            yield Finding(
+                "libraries", library.library, "ok", f"{library.release}: {library.standing}{held}"
+            )
 
 
 def _variables() -> Iterator[Finding]:

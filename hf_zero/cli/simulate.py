@@ -181,8 +181,8 @@ def _bytes(found: Simulation) -> PrintableTable:
     )
     for name in ("tier", "most", "when"):
         table.add_column(name, justify="left" if name == "when" else "right")
-    for each in found.phases:
-        table.add_row("device", in_units(each.device), each.at)
+    for phase in found.phases:
+        table.add_row("device", in_units(phase.device), phase.at)
     for tier in ("ram", "disk"):
         if found.peak_bytes[tier]:
             table.add_row(tier, in_units(found.peak_bytes[tier]), "")
@@ -199,14 +199,14 @@ def _stages(found: Simulation) -> PrintableTable:
     tiers = [tier for tier in ("ram", "disk") if any(each[tier] for each in held)]
     for name in ("stage", "rank", "parameters", "device", *tiers, "sent", "computing", "waiting"):
         table.add_column(name, justify="right")
-    for each in found.stages:
-        spent = each.seconds
+    for stage in found.stages:
+        spent = stage.seconds
         table.add_row(
-            str(each.stage),
-            str(each.rank),
-            f"{each.parameters:,}",
-            *(in_units(each.peak_bytes[tier]) for tier in ("device", *tiers)),
-            in_units(each.wire_bytes),
+            str(stage.stage),
+            str(stage.rank),
+            f"{stage.parameters:,}",
+            *(in_units(stage.peak_bytes[tier]) for tier in ("device", *tiers)),
+            in_units(stage.wire_bytes),
             *(f"{part:.4g} s" for part in (spent.compute, spent.exposed)),
         )
     return table
@@ -220,12 +220,12 @@ def _collectives(found: Simulation) -> PrintableTable:
     )
     rows: Counter[tuple[str, str, str]] = Counter()
     sums: dict[tuple[str, str, str], list[int]] = {}
-    for each in found.collectives:
-        key = each.phase, each.operation, each.group
-        rows[key] += each.count
+    for collective in found.collectives:
+        key = collective.phase, collective.operation, collective.group
+        rows[key] += collective.count
         held = sums.setdefault(key, [0, 0])
-        held[0] += each.nbytes
-        held[1] += each.wire_bytes
+        held[0] += collective.nbytes
+        held[1] += collective.wire_bytes
     sent = sum(each[1] for each in sums.values())
     for name, footer in (
         ("phase", ""), ("operation", ""), ("group", ""), ("number", ""), ("bytes", ""),

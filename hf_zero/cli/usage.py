@@ -28,9 +28,9 @@ class Command(TyperCommand):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        for each in self.params:
-            if each.param_type_name == "argument":
-                each.metavar = each.metavar or (each.name or "").upper()
+        for param in self.params:
+            if param.param_type_name == "argument":
+                param.metavar = param.metavar or (param.name or "").upper()
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [REQUIRED.sub(r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
@@ -68,7 +68,9 @@ def _said(error: Any, context: Any, given: list[str]) -> tuple[str, list[Any]]:
     """Return what is wrong, and the parameters that it concerns."""
     kind, parameter, message = type(error).__name__, getattr(error, "param", None), error.message
     if kind == "NoSuchOption":
-        known = [name for each in context.command.params for name in each.opts if name[:2] == "--"]
+        known = [
+            name for param in context.command.params for name in param.opts if name[:2] == "--"
+        ]
         return f"there is no option {error.option_name}{_meant(error.option_name, known)}", []
     if "No such command" in message:
         name = next((word for word in given if repr(word) in message), "")

@@ -214,7 +214,7 @@ def get_max_expert_size_name() -> str:
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Return whether ``m`` has layers of the class MoE, and the number of experts of the first."""
-    found = next((each for each in m.modules() if isinstance(each, MoE)), None)
+    found = next((module for module in m.modules() if isinstance(module, MoE)), None)
     return found is not None, 0 if found is None else found.num_experts
 
 

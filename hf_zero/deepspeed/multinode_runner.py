@@ -130,7 +130,7 @@ class PDSHRunner(MultiNodeRunner):
         return shutil.which("pdsh")
 
     def parse_user_args(self) -> list[str]:
-        return [shlex.quote(each) for each in self.args.user_args]
+        return [shlex.quote(arg) for arg in self.args.user_args]
 
     def get_cmd(
         self, environment: MutableMapping[str, str], active_resources: Mapping[str, Any]

@@ -45,7 +45,7 @@ class HostTransfers:
         its pieces, in order, while the next pieces are under way.
         """
         group = self._connected()
-        ends = [(True, *each) for each in sends] + [(False, *each) for each in receives]
+        ends = [(True, *send) for send in sends] + [(False, *receive) for receive in receives]
         if group is None or not ends:
             return
         # In rounds of one piece of each: a rank that waits in a round has posted its part of it, so

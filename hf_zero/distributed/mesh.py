@@ -135,7 +135,7 @@ class MeshResources:
         logs of one that all ranks have left.
         """
         if self._abandoned:
-            abort_together(dict(each for axis in self._dims for each in axis.aborts().items()))
+            abort_together(dict(item for axis in self._dims for item in axis.aborts().items()))
             self.close_groups()
             self.leave()
         if self._dims or self._used_elsewhere():
@@ -218,7 +218,9 @@ class Mesh:
         )
         serving = self.consensus.fetches.serving if self.consensus is not None else None
         groups = [self.peers, *(each.group for each in self._of.values())]
-        own = [each for each in groups if each is not None and len(each.ranks) < self.dims.world]
+        own = [
+            group for group in groups if group is not None and len(group.ranks) < self.dims.world
+        ]
         agreements = [log for role, log in logs.items() if role == "agreements"]
         self._resources.hold(self.axes, own, agreements, serving)
         weakref.finalize(self, self._resources.abandon).atexit = False

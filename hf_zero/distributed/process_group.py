@@ -205,13 +205,13 @@ def abort_together(aborts: Mapping[str, Callable[[], None]]) -> None:
     ends.
     """
     under_way = []
-    for each in aborts.items():
-        thread = threading.Thread(target=_try, args=each, name="hf_zero-abort", daemon=True)
+    for item in aborts.items():
+        thread = threading.Thread(target=_try, args=item, name="hf_zero-abort", daemon=True)
         try:
             thread.start()
             under_way.append(thread)
         except RuntimeError:  # the interpreter is shutting down and starts no thread
-            _try(*each)
+            _try(*item)
     limit = time.monotonic() + ABORT_SECONDS
     for thread in under_way:
         thread.join(max(0.0, limit - time.monotonic()))

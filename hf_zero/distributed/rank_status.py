@@ -559,20 +559,20 @@ def _never_joins(
 ) -> HangDiagnosis | None:
     """Diagnose a needed rank that has ended or closed the communicator before the collective."""
     log, number, what, needs = own["wait"]
-    for each in needs:
-        if each == rank or each not in posts or sequence_number(posts[each], log) > number:
+    for peer in needs:
+        if peer == rank or peer not in posts or sequence_number(posts[peer], log) > number:
             continue
-        post = posts[each]
+        post = posts[peer]
         # If this rank has closed it, too, the rest of the shards is being gathered: all ranks that
         # destroyed the engine will come.
         closed = "" if own["logs"][log][2] else post["logs"].get(log, (0, [], ""))[2]
         if post["state"] == DEAD:
             place = f"(number {number} of {log})"
-            return _in_vain(f"rank {rank} waits for {what} {place}", {each: post})
+            return _in_vain(f"rank {rank} waits for {what} {place}", {peer: post})
         if post["state"] == "ended" or closed:
             how = closed or f"ended ({post['why']})"
             return _same(
-                f"rank {rank} waits for {what} (number {number} of {log}), which rank {each} will "
+                f"rank {rank} waits for {what} (number {number} of {log}), which rank {peer} will "
                 f"never join: it has {how}. {REMEDY}, and the "
                 "same number of them"
             )
@@ -592,11 +592,11 @@ def _stuck(
             if each not in stuck and post["state"] in stuck_in and _lacks(post, found, each)
         }
         stuck.update(found)
-    for each in needs:
-        if each != rank and each in stuck and sequence_number(stuck[each], log) <= number:
-            there, at, instead, _ = stuck[each]["wait"]
+    for peer in needs:
+        if peer != rank and peer in stuck and sequence_number(stuck[peer], log) <= number:
+            there, at, instead, _ = stuck[peer]["wait"]
             waits = (
-                f"rank {rank} waits for {what} (number {number} of {log}), which rank {each} has "
+                f"rank {rank} waits for {what} (number {number} of {log}), which rank {peer} has "
                 "not issued"
             )
             # the other rank names its own collective beside this cause

@@ -181,7 +181,7 @@ class StageMessages:
         """
         self._issue(self.rank, peer, f"{key} forward")
         self.announce(peer, _header(activations, single))
-        tensors = [each.detach() for each in activations if each is not None]
+        tensors = [activation.detach() for activation in activations if activation is not None]
         return self._send("send_activations", tensors, peer, FORWARD_TAG, key)
 
     def receive(self, peer: int, key: str) -> tuple[Activations, tuple[bool, ...], bool, list[Any]]:
@@ -211,7 +211,7 @@ class StageMessages:
         pending = self._issue(peer, self.rank, f"{key} backward")
         if blocks:
             self._waiting.enter_context(self._watchdog.watching(pending))
-        shapes = [(tuple(each.shape), each.dtype) for each in outputs]
+        shapes = [(tuple(output.shape), output.dtype) for output in outputs]
         gradients, buffer = _room(shapes, self.device)
         return gradients, self._operation(dist.irecv, buffer, peer, BACKWARD_TAG)
 
@@ -235,7 +235,7 @@ class StageMessages:
     def _send(
         self, what: str, tensors: Sequence[torch.Tensor], peer: int, tag: int, key: str
     ) -> list[Any]:
-        if size := sum(each.numel() * each.element_size() for each in tensors):
+        if size := sum(tensor.numel() * tensor.element_size() for tensor in tensors):
             self._dim.stats.record(what, f"{key} (pipeline)", size)
         return self._operation(dist.isend, _packed(tensors), peer, tag)
 
@@ -262,7 +262,7 @@ def _places(shapes: Sequence[Shape]) -> tuple[list[int], int]:
 
 def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """``tensors`` as the bytes of one message: not every backend knows every dtype."""
-    flat = [each.contiguous().view(-1).view(torch.uint8) for each in tensors if each.numel()]
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
     if len(flat) < 2:
         return flat[0] if flat else torch.empty(0, dtype=torch.uint8)
     starts, size = _places([((each.numel(),), torch.uint8) for each in flat])
@@ -294,11 +294,16 @@ def _room(shapes: Sequence[Shape], device: torch.device) -> tuple[list[torch.Ten
 
 def _header(activations: Activations, single: bool) -> list[int]:
     numbers = [len(activations), int(single)]
-    for each in activations:
-        if each is None:
+    for activation in activations:
+        if activation is None:
             numbers.append(-1)
         else:
-            numbers += [DTYPES.index(each.dtype), int(each.requires_grad), each.dim(), *each.shape]
+            numbers += [
+                DTYPES.index(activation.dtype),
+                int(activation.requires_grad),
+                activation.dim(),
+                *activation.shape,
+            ]
     if len(numbers) > HEADER:
         raise PartitionError(
             f"a stage of the pipeline passes on {len(activations)} tensors, whose shapes are more "

@@ -67,7 +67,11 @@ class _Report:
             return
         self.under_way = True
         try:
-            known = [] if isinstance(error, self.ours) else [each(error) for each in explanations]
+            known = (
+                []
+                if isinstance(error, self.ours)
+                else [explanation(error) for explanation in explanations]
+            )
             for explained in filter(None, known):
                 explained.__cause__ = error
                 kind, error = type(explained), explained

@@ -471,7 +471,7 @@ def _explain_lost_connection(error: BaseException) -> RankMismatchError | None:
     """
     if not isinstance(error, RuntimeError) or "Connection" not in str(error):
         return None
-    for rank_status in [each.rank_status for each in list(_watches)]:
+    for rank_status in [watch.rank_status for watch in list(_watches)]:
         cause = rank_status.failure_cause() if rank_status is not None else None
         if rank_status is not None and cause is not None:
             rank_status.publish("broken", cause)

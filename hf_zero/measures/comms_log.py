@@ -136,7 +136,7 @@ class CommsLogger:
         summary = {name: self.get_operation_summary(name) or {} for name in self.comms_dict}
         stragglers = self._stragglers() if show_straggler else None
         if print_log:
-            engines = [each for each in self.engines if each.rows]
+            engines = [engine for engine in self.engines if engine.rows]
             tables = [_lines(summary), _lines(stragglers or {}), *map(engine_lines, engines)]
             for table in filter(None, tables):
                 print("\n".join(table))

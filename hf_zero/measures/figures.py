@@ -281,7 +281,7 @@ class StepFigures:
         return pinned.empty(5, torch.float64).copy_(numbers, non_blocking=True)
 
     def _read(self, engine: Any, step: _Step) -> None:
-        took = sum(milliseconds(*each) for each in step.times)
+        took = sum(milliseconds(*time) for time in step.times)
         loss, losses, samples, tokens, norm = step.numbers.tolist()
         tensor = max(engine.mesh.dims.tensor, engine.config.tensor_parallel.size)
         samples *= engine.data_ranks / engine.mesh.world

@@ -305,8 +305,8 @@ class EngineMeasures(StepMeasures):
 @contextmanager
 def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
     with ExitStack() as entered:
-        for each in contexts:
-            entered.enter_context(each)
+        for context in contexts:
+            entered.enter_context(context)
         yield
 
 

@@ -176,8 +176,8 @@ def write_merged(path: Path, ranks: Sequence[RankTrace]) -> None:
 def merged(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
     """Yield the events of all ranks on one clock; processes are named by rank, host and device."""
     met: dict[str, float] = {}
-    for each in ranks:
-        met.setdefault(each.host, each.met)
+    for rank in ranks:
+        met.setdefault(rank.host, rank.met)
     for each in ranks:
         shift = -met[each.host]  # times begin with the trace
         numbers: dict[Any, int] = {}

@@ -239,9 +239,9 @@ class _Counted(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            if isinstance(each, torch.Tensor):
-                self._see(each.untyped_storage())
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf.untyped_storage())
         if func is LOSS_HEAD:
             self.most = max(self.most, self.now + self._inside_the_head(*args[:2]))
         return out

@@ -542,7 +542,7 @@ def _lengths(base_plan: EnginePlan, lengths: Sequence[int]) -> tuple[LengthEstim
             "activations beside tensor, expert or pipeline parallelism are not known; leave the "
             "lengths of sequences out, or estimate without it, which is the most it can be"
         )
-    return tuple(length_estimate(base_plan, each) for each in lengths)
+    return tuple(length_estimate(base_plan, length) for length in lengths)
 
 
 def _largest_row(parts: Sequence[EnginePlan], settings: ZeroConfig) -> StageEstimate:

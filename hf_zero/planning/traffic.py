@@ -97,7 +97,7 @@ def traffic(plan: EnginePlan, codings: Codings) -> list[Traffic]:
     gathers = 2 * accumulation
     # the all-reduce of the reduced shards across replicas
     copies = 2 * (replicas - 1) / replicas / shards * reduces
-    across = sum(copies * each.nbytes for each in trains)
+    across = sum(copies * train.nbytes for train in trains)
     few = sum(each.few for each in trains)
 
     def way(name: str, nbytes: float, encoded: float = 0.0, decoded: float = 0.0) -> Traffic:

@@ -80,7 +80,7 @@ def content(runs: Sequence[RecordedRun], timelines: Sequence[Timeline | None]) -
     """Return what a page of one or two ``runs`` with their ``timelines`` shows."""
     drawn: list[Chart] = []
     body = "\n".join(_sections(runs, timelines, drawn))
-    title = " against ".join(each.name for each in runs)
+    title = " against ".join(run.name for run in runs)
     return PageContent(title, body, {chart.name: chart.spec for chart in drawn})
 
 
@@ -108,8 +108,8 @@ def _sections(
 ) -> Iterator[str]:
     """Yield the parts of the page; ``drawn`` collects its charts."""
     yield f"<header>{_heading(runs)}</header>"
-    for each in runs:
-        yield _tiles(each, len(runs) > 1)
+    for run in runs:
+        yield _tiles(run, len(runs) > 1)
     yield from _messages(runs)
     yield _section("Training", _charts(charts.curves(runs), drawn))
     yield _section("Speed", _charts(charts.speeds(runs), drawn))
@@ -220,7 +220,9 @@ def _messages(runs: Sequence[RecordedRun]) -> Iterator[str]:
             )
             for start in run.restarts
         ]
-        rows += [(each.after, each.level, each.time, each.text) for each in run.messages]
+        rows += [
+            (message.after, message.level, message.time, message.text) for message in run.messages
+        ]
         body = _table(
             ("after step", "", "UTC", ""),
             [

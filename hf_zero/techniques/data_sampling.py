@@ -110,7 +110,7 @@ class SampleOrder:
         draws, admitted, step = _Draws(self.rows, self.seed), None, 0
         while True:
             step += 1
-            counts = [each.admitted(step) for each in self.criteria]
+            counts = [criterion.admitted(step) for criterion in self.criteria]
             if counts != admitted:
                 admitted = counts
                 draws.change_pool(self._pool(counts, step), step)
@@ -122,7 +122,7 @@ class SampleOrder:
 
     def pool(self, step: int) -> np.ndarray:
         """Return the samples admitted at ``step``, counted from 1, in ascending order."""
-        return self._pool([each.admitted(step) for each in self.criteria], step)
+        return self._pool([criterion.admitted(step) for criterion in self.criteria], step)
 
     def _pool(self, counts: list[int], step: int) -> np.ndarray:
         admitted = np.ones(self.rows, dtype=bool)

@@ -238,7 +238,10 @@ class StretchedPeriods:
         this step is a multiple of ``gas_boundary_resolution`` or none were measured yet
         (collective).
         """
-        due = any(each.bits > self._bits.target and step >= each.until for each in self._precisions)
+        due = any(
+            precision.bits > self._bits.target and step >= precision.until
+            for precision in self._precisions
+        )
         if not due or self._eigenvalues is None:
             return
         looks = self._engine.global_steps % self._section.gas_boundary_resolution == 0
@@ -256,7 +259,9 @@ class StretchedPeriods:
     def state_dict(self) -> dict[str, Any]:
         """Return the precision of each layer, and the last measured eigenvalues."""
         return {
-            "layers": [[each.bits, each.until, each.since] for each in self._precisions],
+            "layers": [
+                [precision.bits, precision.until, precision.since] for precision in self._precisions
+            ],
             "eigenvalues": list(self._measured),
         }
 
@@ -268,7 +273,7 @@ class StretchedPeriods:
         if len(layers) != len(self._precisions):
             begin = self._bits.begin()
             layers, measured = [(begin.bits, begin.until, begin.since)] * len(self._precisions), ()
-        self._precisions = [Precision(*each) for each in layers]
+        self._precisions = [Precision(*layer) for layer in layers]
         self._measured = list(measured)
 
     def remove(self) -> None:

@@ -262,7 +262,7 @@ def _any_named(parameters: Sequence[str], patterns: Sequence[re.Pattern[str]]) -
 
 def _named(parameter: str, patterns: Sequence[re.Pattern[str]]) -> bool:
     module = parameter.rpartition(".")[0]
-    return any(each.search(module) for each in patterns)
+    return any(pattern.search(module) for pattern in patterns)
 
 
 def _group(path: str, group: Any, in_forward: bool) -> tuple[BitSchedule, list[re.Pattern[str]]]:
@@ -300,7 +300,7 @@ def _group(path: str, group: Any, in_forward: bool) -> tuple[BitSchedule, list[r
 
 def _check(fall: BitSchedule) -> None:
     numbers = (fall.start, fall.target, fall.period)
-    if not all(isinstance(each, int) and each > 0 for each in numbers) or fall.start > 16:
+    if not all(isinstance(number, int) and number > 0 for number in numbers) or fall.start > 16:
         raise ConfigError(
             f"{fall.name}: start_bits {fall.start!r}, target_bits {fall.target!r} and period "
             f"{fall.period!r} must be integers, bits of 2 to 16"

@@ -48,7 +48,11 @@ class TokenCut:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call, cut, with ``state`` as the one at ``place``."""
         parameters = inspect.signature(type(self._block).forward).parameters.values()
-        names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
+        names = [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ][1:]
         names += [f"number {number}" for number in range(len(names) + 1, len(args) + 1)]
         given = [
             state if at == place else self._argument(name, value)

@@ -69,7 +69,7 @@ def offload(contenders: Sequence[str], column: str) -> Callable[[Rows], Cells]:
     def measured(rows: Rows) -> Cells:
         found = {row["contender"]: row[column] for row in rows if "contender" in row}
         values = [found.get(name) for name in contenders]
-        return [median(each) if isinstance(each, list) else each for each in values]
+        return [median(value) if isinstance(value, list) else value for value in values]
 
     return measured
 

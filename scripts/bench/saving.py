@@ -209,7 +209,7 @@ def report(clock: Clock, nbytes: int, staging: int, options: argparse.Namespace)
             **({"of_trust": of_trust} if name == "load" else {}),
             **({"cpu_seconds": [round(each, 4) for each in clock.cpu[name]]}
             if name in clock.cpu else {}),
-            "all_seconds": [round(each, 4) for each in clock.seconds[name]],
+            "all_seconds": [round(second, 4) for second in clock.seconds[name]],
             "cores": len(os.sched_getaffinity(0)),
             "load_average": round(os.getloadavg()[0], 1),
             "machine": platform.machine(), "python": platform.python_version(),

@@ -185,7 +185,7 @@ def _statement(tree: ast.Module, line: int, lines: list[str]) -> ast.stmt | None
 
 def _first(node: ast.stmt) -> int:
     decorators = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(each.lineno for each in decorators)])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def durations() -> dict[str, float]:

@@ -160,7 +160,9 @@ class PipelineTraining(TrainingEngine):
             answer = self._mean(losses)
         if not return_logits:
             return answer
-        shapes = {each.shape[1:] if isinstance(each, torch.Tensor) else None for each in outputs}
+        shapes = {
+            output.shape[1:] if isinstance(output, torch.Tensor) else None for output in outputs
+        }
         alike = len(shapes) == 1 and None not in shapes
         return answer, torch.cat(outputs) if alike else (outputs or None)
 
@@ -222,7 +224,7 @@ class PipelineTraining(TrainingEngine):
         codes: list[int | None] = []
         for place in (0, 1):
             leaves = tree_flatten([batch[place] for batch in self._window])[0]
-            tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             codes.append(hash_of(tensors) if tensors else None)
         groups = get_parallel()
         assert groups is not None

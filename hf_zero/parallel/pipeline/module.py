@@ -157,8 +157,8 @@ class PipelineModule(StagedModule):
             return False
         classes = self._checkpointing[1]
         if classes is not None:
-            return all(type(each).__name__ in classes for each in functions)
-        modules = [each for each in functions if isinstance(each, nn.Module)]
+            return all(type(function).__name__ in classes for function in functions)
+        modules = [function for function in functions if isinstance(function, nn.Module)]
         return any(True for module in modules for _ in module.parameters())
 
     def loss(self, output: Any, labels: Any) -> torch.Tensor:

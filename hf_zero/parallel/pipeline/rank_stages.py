@@ -147,9 +147,9 @@ class Stage:
         if self.is_last or not self.has_backward:
             return []
         outputs = [
-            each
-            for each in self._outputs[micro_batch][0]
-            if each is not None and each.requires_grad
+            output
+            for output in self._outputs[micro_batch][0]
+            if output is not None and output.requires_grad
         ]
         # with several stages on a rank a schedule receives ahead
         blocks = self.num_stages == self.group_size
@@ -169,7 +169,9 @@ class Stage:
 
     def set_local_fwd_input(self, outputs: Any, micro_batch: int) -> None:
         activations, single = _as_tuple(outputs)
-        grads = tuple(each is not None and each.requires_grad for each in activations)
+        grads = tuple(
+            activation is not None and activation.requires_grad for activation in activations
+        )
         # copied, as by a message: the next stage may change it in place
         inputs = tuple(None if each is None else each.detach().clone() for each in activations)
         self._inputs[micro_batch] = inputs, grads, single

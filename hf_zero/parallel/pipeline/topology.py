@@ -79,7 +79,7 @@ class ProcessTopology:
         others = [each for each in self.axes if each != axis]
         return [
             self.filter_match(**dict(zip(others, place)))
-            for place in product(*(range(self.get_dim(each)) for each in others))
+            for place in product(*(range(self.get_dim(other)) for other in others))
         ]
 
     def filter_match(self, **coords: int) -> list[int]:

@@ -100,7 +100,7 @@ def spread_heads(
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # attention would cast them to this dtype; casting first sends fewer bytes
         dtype = torch.get_autocast_dtype(kind)
-    sent = (each.to(dtype) for each in (query, key, value))
+    sent = (tensor.to(dtype) for tensor in (query, key, value))
     return scatter_heads(dim, "queries, keys and values", *sent)
 
 
@@ -225,13 +225,13 @@ class _GatherTensors(torch.autograd.Function):
 
 def _to_heads(dim: MeshDim, key: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Convert each of ``tensors`` from [B, H, s, D] to [B, H / ranks, S, D]."""
-    rows = [each.unflatten(1, (dim.size, -1)).movedim(1, 0) for each in tensors]
+    rows = [tensor.unflatten(1, (dim.size, -1)).movedim(1, 0) for tensor in tensors]
     return [torch.cat(came, dim=2) for came in _swap(dim, key, rows)]
 
 
 def _to_tokens(dim: MeshDim, key: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Convert each of ``tensors`` from [B, H / ranks, S, D] to [B, H, s, D]."""
-    rows = [each.unflatten(2, (dim.size, -1)).movedim(2, 0) for each in tensors]
+    rows = [tensor.unflatten(2, (dim.size, -1)).movedim(2, 0) for tensor in tensors]
     # memory layout [B, s, H, D]: modules hold the heads of a token side by side
     return [
         torch.cat([part.transpose(1, 2) for part in came], dim=2).transpose(1, 2)
@@ -243,7 +243,7 @@ def _swap(dim: MeshDim, key: str, rows: Sequence[torch.Tensor]) -> list[tuple[to
     """Send ``rows[i][rank]`` to each rank, all in one message; return for each i the received
     tensors in rank order.
     """
-    flat = [each.reshape(dim.size, -1) for each in rows]
+    flat = [row.reshape(dim.size, -1) for row in rows]
     sent = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0].contiguous()
     sizes = [sent.shape[1]] * dim.size
     handle, came = dim.all_to_all(sent.view(-1), sizes, sizes, key)
@@ -331,8 +331,10 @@ class DistributedAttention(nn.Module):
             return self.local_attn(query, key, value, *args, **kwargs)
         dim = groups.along(AXIS)
         places = self.scatter_idx, self.gather_idx
-        heads = spread_heads(dim, *(each.movedim(places, (1, 2)) for each in (query, key, value)))
-        whole = self.local_attn(*(each.movedim((1, 2), places) for each in heads), *args, **kwargs)
+        heads = spread_heads(
+            dim, *(tensor.movedim(places, (1, 2)) for tensor in (query, key, value))
+        )
+        whole = self.local_attn(*(head.movedim((1, 2), places) for head in heads), *args, **kwargs)
         return self._tokens_of_rank(dim, whole)
 
     def _tokens_of_rank(self, dim: MeshDim, whole: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,7 @@ def _on_blocks(forward: Callable[..., Any], backward: Callable[..., Any]) -> Ker
     def gradients(pattern: Pattern, *tensors: torch.Tensor, scale: float) -> list[torch.Tensor]:
         causal = pattern is not Pattern.FULL
         found = backward(*_to_kernel(pattern, *tensors), causal=causal, scale=scale)
-        widths = (each.shape[-1] for each in tensors[1:4])
+        widths = (tensor.shape[-1] for tensor in tensors[1:4])
         return [_from_kernel(pattern, each)[..., :width] for each, width in zip(found, widths)]
 
     return Kernels(attend, gradients)
@@ -118,7 +118,7 @@ def _to_kernel(pattern: Pattern, *tensors: torch.Tensor) -> list[torch.Tensor]:
     In memory, the heads of a token stay side by side, and log-sum-exps are contiguous: the kernels
     for GPUs read outputs and log-sum-exps as they write them, whatever their strides.
     """
-    width = max(each.shape[-1] for each in tensors if each.dim() == 4)
+    width = max(tensor.shape[-1] for tensor in tensors if tensor.dim() == 4)
     width = -(-width // 8) * 8
     given = []
     for each in tensors:
@@ -136,4 +136,4 @@ def _from_kernel(pattern: Pattern, tensor: torch.Tensor) -> torch.Tensor:
 def _repeated(query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Repeat the heads of keys and values for a kernel that has as many as of queries."""
     repeats = query.shape[1] // tensors[0].shape[1]
-    return [each.repeat_interleave(repeats, dim=1) for each in tensors]
+    return [tensor.repeat_interleave(repeats, dim=1) for tensor in tensors]

@@ -44,7 +44,7 @@ def ring_attention(
     ``scale`` of the scores: 1 / sqrt(D) unless given. ``sinks`` [H]: scores of a further key, with
     a value of zero, to which every query attends.
     """
-    by_token = (each.transpose(1, 2).contiguous() for each in (query, key, value))
+    by_token = (tensor.transpose(1, 2).contiguous() for tensor in (query, key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     found: torch.Tensor = _RingAttention.apply(dim, documents, scale, sinks, *by_token)
     return found
@@ -74,7 +74,7 @@ class _RingAttention(torch.autograd.Function):
         for source, keys, values in _rounds(dim, key, value):
             for block in blocks[source]:
                 own, *before = (block.queries.take(each) for each in (query, out, sums))
-                theirs = (block.keys.take(each) for each in (keys, values))
+                theirs = (block.keys.take(tensor) for tensor in (keys, values))
                 merged = _merge(before, kernels.attend(block.pattern, own, *theirs, scale=scale))
                 for whole, part in zip((out, sums), merged):
                     block.queries.put(whole, part)
@@ -95,7 +95,7 @@ class _RingAttention(torch.autograd.Function):
             totals = _split(flat, key, value)
             for block in ctx.blocks[source]:
                 mine = [block.queries.take(each) for each in (grad, query, out, sums)]
-                theirs = (block.keys.take(each) for each in (keys, values))
+                theirs = (block.keys.take(tensor) for tensor in (keys, values))
                 found = kernels.gradients(
                     block.pattern, *mine[:2], *theirs, *mine[2:], scale=ctx.scale
                 )
@@ -127,7 +127,7 @@ def _rounds(
     if dim.size == 1:
         yield 0, key, value
         return
-    flat = torch.cat([each.flatten() for each in (key, value)])
+    flat = torch.cat([tensor.flatten() for tensor in (key, value)])
     for step in range(dim.size):
         source, (keys, values) = (dim.rank - step) % dim.size, _split(flat, key, value)
         if step + 1 == dim.size:

@@ -96,9 +96,9 @@ class TiledMlps(Stateless):
         """Set, before a forward, the largest number of tiles that any rank needs for its tokens."""
         tokens = next(
             (
-                each.shape[1]
-                for each in (*kwargs.values(), *args)
-                if isinstance(each, torch.Tensor) and each.dim() > 1
+                value.shape[1]
+                for value in (*kwargs.values(), *args)
+                if isinstance(value, torch.Tensor) and value.dim() > 1
             ),
             1,
         )

@@ -109,4 +109,4 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     caches, are left out: they may be parts.
     """
     leaves = tree_flatten(values, is_leaf=lambda each: type(each) not in (tuple, list, dict))[0]
-    return [each for each in leaves if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -233,7 +233,9 @@ class Summed(Sharded):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if any("tensor" in sharding_of(each).axes for each in self.parameters(recurse=False)):
+        if any(
+            "tensor" in sharding_of(parameter).axes for parameter in self.parameters(recurse=False)
+        ):
             args, kwargs = self._copied(args, kwargs)
         y = super().forward(*args, **kwargs)  # type: ignore[misc]
         return sum_over(y, self._part.axis, self._part.name)
@@ -352,7 +354,7 @@ class EnteringCaches:
                 "values; adapt the model by LoRA or by prompts among its inputs in place of "
                 f"prefix tuning, or set {TENSOR_SIZE} to 1"
             )
-        layer.keys, layer.values = (self._own_heads(each, name) for each in (keys, values))
+        layer.keys, layer.values = (self._own_heads(tensor, name) for tensor in (keys, values))
 
     def _own_heads(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Return this rank's heads of ``x`` [B, H, S, D]; the gradient of ``x`` is whole."""

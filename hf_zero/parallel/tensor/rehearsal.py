@@ -144,7 +144,7 @@ def run(twin: Any) -> tuple[list[torch.Tensor], set[str]]:
     with torch.enable_grad(), META, _Answers():
         outputs = twin(**inputs)
     first = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
-    return [each for each in tensors_in(first) if each.requires_grad], ran
+    return [tensor for tensor in tensors_in(first) if tensor.requires_grad], ran
 
 
 def _note(ran: set[str], name: str, *_: Any) -> None:
@@ -155,7 +155,9 @@ def _leave_out_experts(module: Any) -> None:
     """Replace experts spread over ranks, to which tokens would be sent, by a function of the
     tokens, their routing weights and the parameters.
     """
-    if not any("expert" in sharding_of(each).axes for each in module.parameters(recurse=False)):
+    if not any(
+        "expert" in sharding_of(parameter).axes for parameter in module.parameters(recurse=False)
+    ):
         return
     around = take_off(module) if is_sharded(module) else None
     module.__class__ = _AbsentExperts
@@ -179,9 +181,9 @@ def gradients(outputs: Iterable[torch.Tensor]) -> dict[nn.Parameter, set[str]]:
     for node in order:
         parts[node] = _makes_parts(node, any(parts[child] for child in _children(node)))
     found: dict[Any, set[str]] = {node: set() for node in order}
-    for each in outputs:
-        if not parts[each.grad_fn]:
-            found[each.grad_fn].add(_COMPLETE)
+    for output in outputs:
+        if not parts[output.grad_fn]:
+            found[output.grad_fn].add(_COMPLETE)
     for node in reversed(order):
         kind, given = _border(node), found[node]
         if kind is borders._CopyTo and _COMPLETE in given:
@@ -284,9 +286,9 @@ def check_unplaced(
     targets = list(found)
     known = {*placed, *(p for each in targets for p in each.module.parameters(recurse=False))}
     between = {
-        each.parent
-        for each in targets
-        if each.style.runs is not None and issubclass(each.style.runs, _MAKE)
+        target.parent
+        for target in targets
+        if target.style.runs is not None and issubclass(target.style.runs, _MAKE)
     }
     for path, module in model.named_modules():
         inside = any(path == each or path.startswith(f"{each}.") for each in between)

@@ -77,14 +77,14 @@ class Measured:
         products is that which gives the block of ``recording`` the measured time.
         """
         works = [
-            each
-            for each in recording.events
-            if isinstance(each, Work)
-            and each.place.block == self.block
-            and each.place.phase in (FORWARD, BACKWARD)
-            and each.place.micro_batch == 0
+            event
+            for event in recording.events
+            if isinstance(event, Work)
+            and event.place.block == self.block
+            and event.place.phase in (FORWARD, BACKWARD)
+            and event.place.micro_batch == 0
         ]
-        flops = sum(each.flops for each in works)
+        flops = sum(work.flops for work in works)
         others = sum(each.nbytes for each in works) / self.memory
         others += 0.0 if self.asynchronous else sum(w.operations for w in works) * self.operation
         left = max(self.block_seconds - others, 0.1 * self.block_seconds)
@@ -238,8 +238,8 @@ def _messages(
             handle.wait()
 
     blocks = [bytes_of(size) for _ in range(COPIES)]
-    for each in blocks[1:]:
-        each.untyped_storage().resize_(0)
+    for block in blocks[1:]:
+        block.untyped_storage().resize_(0)
 
     def released() -> None:
         """Gather the next block, then release the one before, as a step does."""

@@ -139,7 +139,7 @@ class Recording:
     @property
     def flops(self) -> float:
         """FLOPs of the matrix products of the step."""
-        return sum(each.flops for each in self.step() if isinstance(each, Work))
+        return sum(event.flops for event in self.step() if isinstance(event, Work))
 
 
 class Recorder(TorchDispatchMode):

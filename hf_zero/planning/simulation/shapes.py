@@ -87,7 +87,7 @@ def _described(out: Any, args: Any) -> _Made | list[_Made] | None:
     if type(out) is not torch.Tensor or not out.is_meta or out.is_complex():
         return None
     storage = out.untyped_storage()
-    held = {each.untyped_storage()._cdata for each in tensors_of(args)}
+    held = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
     made = tuple(out.shape), out.stride(), out.dtype
     if storage._cdata in held or storage.nbytes() != _empty(made).untyped_storage().nbytes():
         return None

@@ -266,7 +266,7 @@ def _figures(own: EnginePlan, recording: Recording, spent: Seconds) -> StageFigu
         own.rank,
         sum(slot.numel for flat in own.flats for slot in flat.spec.layout.slots),
         {
-            "device": max(each.device for each in _phases(own, recording)),
+            "device": max(phase.device for phase in _phases(own, recording)),
             "ram": beside.ram_bytes,
             "pinned": beside.pinned,
             "disk": beside.disk_bytes,
@@ -535,7 +535,7 @@ def model_states(own: EnginePlan, narrow: bool = False) -> dict[str, int]:
     without = own.settings.placed(own.settings.stage, OffloadOptimizer(), OffloadParam())
     plain = own if without == own.settings else own.replan(without)
     if narrow:
-        flats = (dataclasses.replace(each, gradient_dtype=each.spec.dtype) for each in plain.flats)
+        flats = (dataclasses.replace(flat, gradient_dtype=flat.spec.dtype) for flat in plain.flats)
         plain = dataclasses.replace(plain, flats=tuple(flats))
     found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     for (kind, _), nbytes in state_bytes(plain).items():
@@ -546,11 +546,11 @@ def model_states(own: EnginePlan, narrow: bool = False) -> dict[str, int]:
 def _counts(recording: Recording) -> tuple[CollectiveCount, ...]:
     """Return the messages of a step, by phase, operation, unit and group, in order."""
     found: dict[tuple[str, str, str, str], list[Message]] = {}
-    for each in recording.step():
-        if isinstance(each, Message) and not isinstance(each, Arrival):
-            unit = each.unit_name or "(root)"
-            key = each.place.phase, each.operation, unit, each.group.name
-            found.setdefault(key, []).append(each)
+    for event in recording.step():
+        if isinstance(event, Message) and not isinstance(event, Arrival):
+            unit = event.unit_name or "(root)"
+            key = event.place.phase, event.operation, unit, event.group.name
+            found.setdefault(key, []).append(event)
     return tuple(
         CollectiveCount(
             *key,
