@@ -7,9 +7,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from hf_zero.config.accelerate_yaml import (
     ACCELERATE_KEYS,
@@ -97,8 +97,10 @@ def migrate(
         filled, kept = translate_trainer(before, findings)
         after = _settle(filled, findings, source, check)
         return Migration(dict(before), {**kept, "deepspeed": after} if kept else after, findings)
-    translate = _accelerate if is_accelerate(before) else _deepspeed
-    after = translate(before, findings, source)
+    if is_accelerate(before):
+        after = _Accelerate(before, findings, source).translated()
+    else:
+        after = _deepspeed(before, findings, source)
     return Migration(dict(before), _settle(after, findings, source, check), findings)
 
 
@@ -398,66 +400,100 @@ _EACH_HOST = (
 )
 
 
-def _accelerate(
-    before: Mapping[str, Any], findings: list[KeyFinding], source: str
-) -> dict[str, Any]:
-    """Translate Accelerate's YAML."""
-    machines = str(before.get("num_machines") or 1)
-    known = machines.isdecimal() and len(machines) < 10  # int() refuses thousands of digits
-    kind, hosts = kind_of(before), int(machines) if known else 1
-    after: dict[str, Any] = {}
-    section: dict[str, Any] = {}
-    for name, value in before.items():
-        if name == "deepspeed_config" and isinstance(value, Mapping):
-            after[name] = section
-            for key, inner in value.items():
-                mapping = {"deepspeed_config": {key: inner}}
-                if f"{name}.{key}" == MULTINODE and launcher_refusal(inner, hosts):
-                    add_translated({key: STANDARD}, MULTINODE, inner, section, findings, _EACH_HOST)
-                elif _judge(mapping, f"{name}.{key}", inner, findings, source):
-                    section[key] = inner
-        elif name == "fsdp_config" and isinstance(value, Mapping):
-            if kind == "FSDP":
-                after["deepspeed_config"] = section
-            if not value:
-                findings.append(KeyFinding(name, value, "no effect", "it is empty"))
-            elif kind != "FSDP":
-                findings.append(
-                    KeyFinding(name, value, "left out", f"distributed_type is {kind}, not FSDP")
-                )
-        elif name in ("dynamo_config", "dynamo_backend") and value:
-            translate_dynamo(name, value, kind, section, findings)
-        elif name == "parallelism_config" and isinstance(value, Mapping) and kind == "FSDP":
-            kept = translate_parallelism(value, section, findings)
-            if kept:
-                after[name] = kept
-        elif name == "distributed_type" and kind not in _KINDS:
-            found = closest(kind, _KINDS)
-            note = f"did you mean {found[0]}?" if found else "write DEEPSPEED to train with ZeRO"
-            findings.append(
-                KeyFinding(name, value, "to fix", f"hf-zero does not train with it; {note}")
-            )
-        elif name == "distributed_type" and kind in ("FSDP", *_DDP):
-            after[name] = "DEEPSPEED"
-            findings.append(
-                KeyFinding(name, value, "translated", "DEEPSPEED, the slot that hf-zero fills")
-            )
-            if kind in _DDP:
-                section["zero_stage"] = 0
-                findings.append(
-                    KeyFinding("", None, "translated", "zero_stage: 0, replicas as in DDP")
-                )
-        elif _judge({name: value}, name, value, findings, source):
-            after[name] = value
-    if kind == "FSDP":
-        translate_fsdp(before.get("fsdp_config") or {}, hosts, section, findings)
-    if kind in ("FSDP", *_DDP) and "gradient_clipping" not in section:
-        section["gradient_clipping"] = 0.0
-        note = "gradient_clipping: 0.0, as Accelerate fills in 1.0; clip_grad_norm_ still clips"
-        findings.append(KeyFinding("", None, "translated", note))
-    after["deepspeed_config"] = section
-    after.setdefault("distributed_type", "DEEPSPEED")
-    return after
+class _Accelerate:
+    """The translation of one Accelerate YAML. A method of ``TRANSLATORS`` gets a key with its value
+    and returns whether it has translated them; other keys are judged by themselves.
+    """
+
+    def __init__(self, before: Mapping[str, Any], findings: list[KeyFinding], source: str) -> None:
+        machines = str(before.get("num_machines") or 1)
+        known = machines.isdecimal() and len(machines) < 10  # int() refuses thousands of digits
+        self.hosts = int(machines) if known else 1
+        self.kind = kind_of(before)
+        self.before, self.findings, self.source = before, findings, source
+        self.after: dict[str, Any] = {}
+        self.section: dict[str, Any] = {}  # deepspeed_config of the result
+
+    def translated(self) -> dict[str, Any]:
+        for name, value in self.before.items():
+            translate = self.TRANSLATORS.get(name)
+            if translate is not None and translate(self, name, value):
+                continue
+            if _judge({name: value}, name, value, self.findings, self.source):
+                self.after[name] = value
+        if self.kind == "FSDP":
+            fsdp = self.before.get("fsdp_config") or {}
+            translate_fsdp(fsdp, self.hosts, self.section, self.findings)
+        if self.kind in ("FSDP", *_DDP) and "gradient_clipping" not in self.section:
+            self.section["gradient_clipping"] = 0.0
+            note = "gradient_clipping: 0.0, as Accelerate fills in 1.0; clip_grad_norm_ still clips"
+            self.find("", None, "translated", note)
+        self.after["deepspeed_config"] = self.section
+        self.after.setdefault("distributed_type", "DEEPSPEED")
+        return self.after
+
+    def find(self, key: str, value: Any, outcome: Outcome, note: str) -> None:
+        self.findings.append(KeyFinding(key, value, outcome, note))
+
+    def _deepspeed_config(self, name: str, value: Any) -> bool:
+        if not isinstance(value, Mapping):
+            return False
+        self.after[name] = self.section
+        for key, inner in value.items():
+            written, mapping = f"{name}.{key}", {name: {key: inner}}
+            if written == MULTINODE and launcher_refusal(inner, self.hosts):
+                standard = {key: STANDARD}
+                add_translated(standard, written, inner, self.section, self.findings, _EACH_HOST)
+            elif _judge(mapping, written, inner, self.findings, self.source):
+                self.section[key] = inner
+        return True
+
+    def _fsdp_config(self, name: str, value: Any) -> bool:
+        if not isinstance(value, Mapping):
+            return False
+        if self.kind == "FSDP":
+            self.after["deepspeed_config"] = self.section  # filled at the end
+        if not value:
+            self.find(name, value, "no effect", "it is empty")
+        elif self.kind != "FSDP":
+            self.find(name, value, "left out", f"distributed_type is {self.kind}, not FSDP")
+        return True
+
+    def _dynamo(self, name: str, value: Any) -> bool:
+        if value:
+            translate_dynamo(name, value, self.kind, self.section, self.findings)
+        return bool(value)
+
+    def _parallelism_config(self, name: str, value: Any) -> bool:
+        if not isinstance(value, Mapping) or self.kind != "FSDP":
+            return False
+        if kept := translate_parallelism(value, self.section, self.findings):
+            self.after[name] = kept
+        return True
+
+    def _distributed_type(self, name: str, value: Any) -> bool:
+        if self.kind == "DEEPSPEED":
+            return False
+        if self.kind not in _KINDS:
+            meant = closest(self.kind, _KINDS)
+            note = f"did you mean {meant[0]}?" if meant else "write DEEPSPEED to train with ZeRO"
+            self.find(name, value, "to fix", f"hf-zero does not train with it; {note}")
+            return True
+        self.after[name] = "DEEPSPEED"
+        self.find(name, value, "translated", "DEEPSPEED, the slot that hf-zero fills")
+        if self.kind in _DDP:
+            self.section["zero_stage"] = 0
+            self.find("", None, "translated", "zero_stage: 0, replicas as in DDP")
+        return True
+
+    TRANSLATORS: ClassVar[dict[str, Callable[[_Accelerate, str, Any], bool]]] = {
+        "deepspeed_config": _deepspeed_config,
+        "fsdp_config": _fsdp_config,
+        "dynamo_config": _dynamo,
+        "dynamo_backend": _dynamo,
+        "parallelism_config": _parallelism_config,
+        "distributed_type": _distributed_type,
+    }
 
 
 def _judge(
