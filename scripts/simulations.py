@@ -18,7 +18,7 @@ from typing import Any
 
 import hf_zero
 from hf_zero.integrations.transformers.meta_model import build_on_meta
-from hf_zero.planning.simulation.simulating import model_states, planned
+from hf_zero.planning.simulation.simulating import model_states, plans_of_stages
 
 HERE = Path(__file__).resolve().parent
 DRAWINGS = HERE.parent / "hf_zero" / "docs" / "drawings"
@@ -68,7 +68,7 @@ def decoder(layers: int, width: int, heads: int, words: int) -> Any:
 def memory() -> Iterator[dict[str, Any]]:
     """Figure 1 of the paper: bytes of model states of 7.5B parameters on 64 devices."""
     for stage in range(4):
-        own = planned(None, 64, stage, params=7.5e9)[1]
+        own = plans_of_stages(None, 64, stage, params=7.5e9)[1][0]
         yield {"figure": "memory", "stage": stage, **model_states(own, narrow=True)}
 
 
@@ -109,7 +109,7 @@ def models() -> Iterator[dict[str, Any]]:
                     "config": CHECKPOINTED, "offload_optimizer": optimizer,
                     "offload_param": parameters, "tensor_parallel": tensor,
                 }  # fmt: skip
-                own = planned(model, ranks, stage, **asked)[1]
+                own = plans_of_stages(model, ranks, stage, **asked)[1][0]
                 at_rest = sum(
                     sum(by_tier.get("device", 0) for by_tier in (
                         flat.parameter_bytes(), flat.gradient_bytes(), own.optimizer_bytes(flat),
