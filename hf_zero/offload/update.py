@@ -263,7 +263,7 @@ class Updater:
 
 
 def _end(unit: Unit, copied: streams.Event | None) -> None:
-    for flat in unit.trainable:
+    for flat in unit.offloaded:  # others may wait for the gather of their updated values
         flat.end_update(copied)
 
 

@@ -23,7 +23,7 @@ import hf_zero
 from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.errors import PartitionError
 from hf_zero.zero import sharded_model
-from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
+from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter, owner_of
 from tests.helpers import offloads
 from tests.helpers.cells import in_turn
 from tests.helpers.models import features
@@ -149,6 +149,22 @@ def test_readers_see_the_gather_of_updated_parameters(rank, model, overlapped, t
     total = parameter.detach().clone()
     dist.all_reduce(total)
     assert type(parameter) is torch.nn.Parameter and torch.equal(total, 2 * parameter)
+
+
+@on_each_rank(2)
+def test_a_unit_waits_for_its_update_and_its_gather(rank, model, overlapped, tmp_path):
+    """The state of a unit is offloaded in part: the two kinds of parameters end by themselves."""
+    keys = {"bf16": {"enabled": True}, "keep_in_fp32_modules": ["norm"]}
+    engine = opened(model, offload("half on cpu", 2, tmp_path), **keys)
+    train(engine, rank, range(1))
+    block = engine.module.blocks[1]
+    there = {block.norm.weight: False, block.up.weight: True}
+    assert {p: owner_of(p).optimizer_shard.offloaded for p in there} == there
+    block.up.weight.data  # noqa: B018
+    assert [type(p) for p in there] == [UpdatingParameter, OwnedParameter]
+    block.norm.weight.data  # noqa: B018
+    assert type(block.norm.weight) is OwnedParameter
+    engine.destroy()
 
 
 def halved(engine):
