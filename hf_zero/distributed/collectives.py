@@ -95,14 +95,19 @@ class Handle:
         self._free = free
         self._finish = finish
         self._follows = follows
+        self._failure: RuntimeError | None = None
 
     def finish_with(self, finish: Callable[[], None]) -> None:
         """Have the first wait call ``finish`` once the collective is done."""
         self._finish = finish
 
     def wait(self) -> None:
-        """Block (on a GPU: make the current stream wait) until the collective is done."""
+        """Block (on a GPU: make the current stream wait) until the collective is done. After a
+        failure, every wait raises it.
+        """
         if not self._works:
+            if self._failure is not None:
+                raise self._failure
             return
         works, self._works = self._works, []
         watchdog = self._watchdog
@@ -117,7 +122,8 @@ class Handle:
             finally:
                 watchdog.current = outer
         except RuntimeError as error:
-            raise watchdog.explain_failure(self._pending, error) from error
+            self._failure = watchdog.explain_failure(self._pending, error)
+            raise self._failure from error
         if self._follows is not None:
             # Works keep tensors alive; an event recorded on the stream that waits for them does
             # not.

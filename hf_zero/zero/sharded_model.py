@@ -175,6 +175,19 @@ class ShardedModel:
             elif unit.sharded:
                 unit.release(keep_views=True)  # on every rank, even if still gathered on this one
 
+    def end_gathers(self) -> Exception | None:
+        """Wait for the gathers of updated parameters, and return the first exception, if any: the
+        values of other ranks are then old.
+        """
+        failure: Exception | None = None
+        for flat in self.flats:
+            try:
+                flat.optimizer_shard.wait_for_update()
+            except Exception as error:
+                failure = failure or error
+                flat.end_update(None)
+        return failure
+
     def retire(self) -> None:
         """Detach the parameters from their flat buffers, as :func:`retire_flats` does."""
         for flat in self.flats:

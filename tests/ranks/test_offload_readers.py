@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import hf_zero
 from hf_zero.checkpoint import convert_checkpoint
-from hf_zero.errors import PartitionError
+from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.zero import sharded_model
 from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter, owner_of
 from tests.helpers import offloads
@@ -165,6 +165,30 @@ def test_a_unit_waits_for_its_update_and_its_gather(rank, model, overlapped, tmp
     block.norm.weight.data  # noqa: B018
     assert type(block.norm.weight) is OwnedParameter
     engine.destroy()
+
+
+LOST = r"all-gather of updated blocks\.1.*connection closed"
+
+
+class Lost:
+    """A message that another rank has not sent before it ended."""
+
+    def wait(self):
+        raise RuntimeError("connection closed")
+
+
+@on_each_rank(2)
+def test_a_lost_gather_is_an_error_of_every_read_and_of_destroy(rank, model, overlapped, tmp_path):
+    engine = opened(model, {"stage": 2})
+    train(engine, rank, range(1))
+    gather = owner_of(weight(engine)).optimizer_shard.finish_update.__self__
+    gather._handle._works = [Lost()]
+    for read in (weight, weight, lambda engine: engine(features(0, 0, rank))):
+        with pytest.raises(RankMismatchError, match=LOST):
+            read(engine) + 0
+    with pytest.raises(RankMismatchError, match=LOST):
+        engine.destroy()
+    assert {type(parameter) for parameter in model.parameters()} == {torch.nn.Parameter}
 
 
 def halved(engine):

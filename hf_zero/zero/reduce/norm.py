@@ -214,7 +214,7 @@ class Usage:
         axis = each if each.size > 1 else repeats
         words = self._message(unit.trainable, [flat.gradient.used for flat in unit.trainable])
         if unit in self._units:
-            self._units[unit][1].wait()
+            self._units.pop(unit)[1].wait()
         self._units[unit] = (
             words,
             axis.all_reduce(words, f"used parameters of {unit.label}", ordered=True),
@@ -233,9 +233,8 @@ class Usage:
 
     def drop(self) -> None:
         """Wait for messages sent and not received, and drop them."""
-        for _, handle in self._units.values():
-            handle.wait()
-        self._units.clear()
+        for unit in [*self._units]:
+            self._units.pop(unit)[1].wait()
 
     def _read(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> None:
         for flat, counts in zip(flats, self.counts(flats, total)):

@@ -301,13 +301,13 @@ class OptimizerStep:
             )
 
     def close(self) -> None:
-        """Wait for the update under way, and raise its exception."""
-        failure = self.updater.close()
+        """Wait for the update under way and its gathers, and raise their first exception."""
+        failures = [self.updater.close(), self.model.end_gathers()]
         if self.model.placement.offloads_anything:
             # no copy may outlive the host memory that it reads or fills
             kinds.synchronize(self.model.mesh.device)
         self.bound, self.extensions = None, ()
-        if failure is not None:  # the values in the model are not those of the last step
+        for failure in filter(None, failures):  # the model lacks values of the last step
             raise failure
 
 
