@@ -256,7 +256,8 @@ class Environment:
         """Install the pinned torch and return its build.
 
         A build for CPUs is looked for in PyTorch's index and in the places that pip's settings
-        name; ``===`` keeps pip from taking it for the ordinary one. Raises Refused.
+        name; ``===`` keeps pip from taking it for the ordinary one. With a constraint on torch in
+        those settings, pip calls an absent build a conflict. Raises Refused.
         """
         version = pinned("torch")
         if build == "cpu":
@@ -266,7 +267,7 @@ class Environment:
                 return "cpu"
             except Refused as error:
                 output = self.log.read_text()
-                if asked or "No matching distribution found" not in output:
+                if asked or not re.search(ABSENT, output):
                     raise
                 self._refuse_without_index(error)
             reason = "cannot be reached" if re.search(NETWORK, output) else "has no build for CPUs"
@@ -427,6 +428,7 @@ def digest() -> str:
     return state.hexdigest()
 
 
+ABSENT = "No matching distribution found|ResolutionImpossible"
 NETWORK = (
     "NewConnectionError|NameResolutionError|Temporary failure in name resolution|ConnectTimeout"
     "|Network is unreachable|ReadTimeout|ProxyError|SSLError|ConnectionResetError"

@@ -98,12 +98,17 @@ def test_a_build_is_chosen_by_hand_or_by_driver(
 
 
 ABSENT = "ERROR: No matching distribution found for torch==2.13.0+cpu\n"
+CONSTRAINED = (  # the same, where pip's settings name a file of constraints with torch
+    "The conflict is caused by:\n    The user requested torch==2.13.0+cpu\n"
+    "    The user requested (constraint) torch<=2.14.1\nERROR: ResolutionImpossible: for help\n"
+)
 
 
+@pytest.mark.parametrize("output", [ABSENT, CONSTRAINED])
 def test_the_ordinary_build_comes_where_there_is_none_for_cpus(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    output: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer(folder, "+cpu", ABSENT)
+    answer(folder, "+cpu", output)
     assert prepare(folder)[1].endswith(f"torch==={script.pinned('torch')}")
     line = capsys.readouterr().out.splitlines()[1]
     assert "no build for CPUs" in line and f"{script.SIZES['cuda'][0]:,} MB to download" in line
