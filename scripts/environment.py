@@ -273,9 +273,8 @@ class Environment:
             reason = "cannot be reached" if re.search(NETWORK, output) else "has no build for CPUs"
             self._announce(
                 f"PyTorch's index {reason} (torch {version}, Python "
-                "{}.{}): the ordinary build comes instead, HF_ZERO_TORCH=cpu refuses it".format(
-                    *sys.version_info
-                ),
+                "{}.{}); installs the build with CUDA instead, which HF_ZERO_TORCH=cpu "
+                "prevents".format(*sys.version_info),
                 SIZES["cuda"],
             )
         self._pip([f"torch==={version}"], SIZES["cuda"][1])

@@ -353,12 +353,13 @@ def _margin(found: Proposal) -> str:
 
 def _tried(found: Proposal) -> PrintableTable:
     free = found.free
-    device = "in RAM" if free.host_device else in_units(free.device)
+    device = "" if free.host_device else f"device {in_units(free.device)}, "
     disks = "".join(f", {in_units(disk.nbytes)} in {disk.path}" for disk in free.disks)
     table = PrintableTable(
-        title=f"{found.model}: what fits one rank, from the fastest; free for each rank: device "
-        f"{device}, RAM {in_units(free.ram)}{disks}",
-        caption=f"{_margin(found)} A larger batch may need more.",
+        title=f"{found.model}: what fits one rank, from the fastest; free for each rank: {device}"
+        f"RAM {in_units(free.ram)}{disks}",
+        caption=f"{_margin(found)} A larger batch may need more."
+        + " Without a GPU the device is the CPU, and its memory RAM." * free.host_device,
     )
     for name in ("configuration", "device", "RAM", "disk", "fits"):
         table.add_column(name, justify="left" if name in ("configuration", "fits") else "right")

@@ -38,8 +38,8 @@ def top(
     """Show a run in the terminal, running or finished: loss, gradient norm, learning rate, tokens
     per second, MFU where the peak of the device is known, communication that computation waited
     for, memory by tier beside the prediction, the time that is left, and the states of all ranks
-    where rank 0 waits for others. It refreshes until Ctrl-C; in a pipe it prints once. All figures
-    but the loss and the norm are those of rank 0.
+    where rank 0 waits for others. It refreshes until the run has ended, or Ctrl-C; in a pipe it
+    prints once. All figures but the loss and the norm are those of rank 0.
 
     Training writes the figures with "metrics": {"enabled": true}. The steps of the whole run are
     those of the Trainer, or of the scheduler's total_num_steps; otherwise pass --steps.
@@ -57,10 +57,12 @@ def top(
     if not sys.stdout.isatty():
         print_table(_table(reader.read(), steps))
         return
-    with suppress(KeyboardInterrupt), Live(_table(reader.read(), steps), screen=False) as live:
-        while True:
+    found = reader.read()
+    with suppress(KeyboardInterrupt), Live(_table(found, steps), screen=False) as live:
+        while found.ended is None:
             time.sleep(interval)
-            live.update(_table(reader.read(), steps))
+            found = reader.read()
+            live.update(_table(found, steps))
 
 
 def figures_of(found: RecordedRun, steps: int | None) -> dict[str, Any]:
@@ -79,6 +81,7 @@ def figures_of(found: RecordedRun, steps: int | None) -> dict[str, Any]:
     step_ms = rate("step_ms")
     waits = [rate(name) or 0.0 for name in ("gather_wait_ms", "reduction_wait_ms")]
     left = None if steps is None or step_ms is None else max(0, steps - last["step"])
+    left = left if found.ended is None else None
     predicted: Counter[str] = Counter()
     for row in found.header.get("predicted", ()):  # as the bytes of a step, without buffers
         predicted[row["tier"]] += row["bytes"] if row["kind"] != BUFFERS else 0
@@ -99,6 +102,7 @@ def figures_of(found: RecordedRun, steps: int | None) -> dict[str, Any]:
             if last.get(name) or predicted.get(tier)
         },
         "seconds_left": None if left is None or step_ms is None else left * step_ms / 1000,
+        "ended": found.ended,
         "ranks": [] if found.ranks is None else found.ranks.groups,
         "seconds_since_update": max(0.0, datetime.now(UTC).timestamp() - found.updated),
         "restarts": len(found.restarts),
@@ -109,7 +113,7 @@ def figures_of(found: RecordedRun, steps: int | None) -> dict[str, Any]:
 def _table(found: RecordedRun, steps: int | None) -> PrintableTable:
     figures, header = figures_of(found, steps), found.header
     of = f" of {figures['steps']}" if figures["steps"] else ""
-    title = f"{found.name}: step {figures['step']}{of}"
+    title = f"{found.name}: step {figures['step']}{of}{'' if found.ended is None else ', ended'}"
     if header:
         title += f", {header.get('model')}, stage {header.get('stage')}, {header.get('precision')}"
         title += f", {header.get('ranks')} ranks"
@@ -127,6 +131,8 @@ def _table(found: RecordedRun, steps: int | None) -> PrintableTable:
     if figures["seconds_left"] is not None:
         table.add_row("left", _duration(figures["seconds_left"]), "")
     table.add_row("last written", f"{_duration(figures['seconds_since_update'])} ago", "")
+    if found.ended:
+        table.add_row("ended by", found.ended, "")
     for group in figures["ranks"]:
         ranks, since = group["ranks"], f"since {found.ranks.time} UTC" if found.ranks else ""
         said = group["state"] + (f": {group['what']}" if group["what"] else "")

@@ -92,6 +92,8 @@ class EngineMeasures(StepMeasures):
         if config.metrics.enabled and rank == 0 and steps:
             self.file = MetricsFile(config.metrics.rotate_bytes, header)
             self._warnings = WarningRecords(self.file)
+            # at destroy(), when nothing refers to the engine any more, or as the process ends
+            self._end = weakref.finalize(self, self.file.end)
             engine.mesh.watchdog.records.add(self.file)
         folder = config.metrics.path or config.checkpoint.folder
         if config.metrics.enabled and folder is not None:
@@ -269,6 +271,7 @@ class EngineMeasures(StepMeasures):
                 ending.callback(_files.discard, self.file)
                 ending.callback(engine.mesh.watchdog.records.discard, self.file)
                 self._note_totals()
+                self._end()
                 if self.file.lost_steps:
                     logger.warning(
                         "metrics: the figures of %d steps are in no file: %s; write metrics.path",

@@ -40,6 +40,7 @@ RECORDS: Mapping[str, Any] = {
     "totals": {"totals": {"collectives?": [COLLECTIVE], "state?": [STATE]}},
     "trace": {"trace": str},
     "planned_steps": {"planned_steps": COUNT},
+    "ended": {"ended": str},
     "ranks": {
         "ranks": [{"ranks": [COUNT], "state": frozenset(STATES), "what": str}],
         "time": TIME,

@@ -66,7 +66,8 @@ class RecordedRun:
     ``trace``: the file of its last trace. ``traced``: the first and the last step of each trace;
     these steps have no figures of speed, which tracing slows. ``planned_steps``: those of the whole
     run, None if it has not recorded them. ``ranks``: since the last step; None if all have run.
-    ``updated``: when the file was last written, in seconds since 1970.
+    ``ended``: the error that ended the run, empty for an end without one; None if the run has not
+    ended, or was killed. ``updated``: when the file was last written, in seconds since 1970.
     """
 
     name: str
@@ -79,6 +80,7 @@ class RecordedRun:
     traced: Sequence[tuple[int, int]] = ()
     planned_steps: int | None = None
     ranks: RankStates | None = None
+    ended: str | None = None
     updated: float = 0.0
 
     @property
@@ -161,6 +163,7 @@ class RunReader:
             traced,
             _planned_steps(rows),
             _rank_states(rows),
+            _end(rows),
             self._metrics.updated,
         )
 
@@ -171,8 +174,9 @@ class RunReader:
                 "name the folder of another run"
             )
         raise ConfigError(
-            f"{self.folder} has no metrics.jsonl, which a report is made of: train with "
-            '"metrics": {"enabled": true}, or name the folder that metrics.path names'
+            f"{self.folder} has no metrics.jsonl, from which hf-zero reads a run: train with "
+            '"metrics": {"enabled": true} in the configuration, or with `hf-zero launch --set '
+            "metrics.enabled=true`; or name the folder that metrics.path names"
         )
 
 
@@ -205,6 +209,15 @@ def _rank_states(rows: Sequence[Mapping[str, Any]]) -> RankStates | None:
             return None
         if "ranks" in row:
             return RankStates(_utc(row["time"]), row["ranks"])
+    return None
+
+
+def _end(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    for row in reversed(rows):
+        if "step" in row or "run" in row:
+            return None
+        if "ended" in row:
+            return str(row["ended"])
     return None
 
 

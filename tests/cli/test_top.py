@@ -102,16 +102,37 @@ def test_the_states_of_ranks_while_rank_0_waits(run: Path) -> None:
     assert "ranks[1].state is 'asleep', expected one of" in refusal(f"top {run}")
 
 
+def test_the_end_of_a_run(run: Path) -> None:
+    """Until it resumes: neither the time that is left nor a refreshed table."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines()[:-1]
+    end = {"ended": "", "after_step": 30, "time": 1}
+    for ended in ("", "ValueError: no more batches"):
+        file.write_text("\n".join([*lines, json.dumps(end | {"ended": ended})]))
+        found = json.loads(invoke(f"top {run} --steps 80 --json"))
+        assert (found["ended"], found["seconds_left"]) == (ended, None)
+        shown = invoke(f"top {run} --steps 80")
+        assert "step 30 of 80, ended, Tiny" in shown and "left" not in shown
+        assert ("ended by" in shown and ended in shown) is bool(ended)
+    file.write_text("\n".join([*lines, json.dumps(end), lines[0]]))
+    assert json.loads(invoke(f"top {run} --json"))["ended"] is None
+    file.write_text(json.dumps(end | {"ended": 1}) + "\n")
+    assert "after step 30 is damaged: ended is 1, expected text" in refusal(f"top {run}")
+
+
 def test_a_running_run_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a terminal it refreshes until Ctrl-C."""
+    """In a terminal it refreshes until Ctrl-C, or the end of the run."""
     seen: list[str] = []
+    end = '{"ended": "", "after_step": 33}\n'
+    interrupts = True
 
     def sleep(seconds: float) -> None:
         assert seconds == 0.5
-        if len(seen) == 2:
+        if len(seen) == 2 and interrupts:
             raise KeyboardInterrupt
         with (run / "metrics.jsonl").open("a") as file:
             file.write(f'ss": 1}}\n{{"step": {32 + len(seen)}, "loss": 0.5}}\n')
+            file.write("" if interrupts else end)
 
     class Live:
         def __init__(self, table: Any, **options: Any) -> None:
@@ -131,6 +152,9 @@ def test_a_running_run_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(command, "time", type("Clock", (), {"sleep": staticmethod(sleep)}))
     command.top(str(run), interval=0.5)
     assert ["step 30," in seen[0], "step 33," in seen[1] or "step 32," in seen[1]] == [True, True]
+    seen, interrupts = [], False
+    command.top(str(run), interval=0.5)
+    assert len(seen) == 2 and ", ended," in seen[1]
 
 
 def test_lines_are_parsed_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

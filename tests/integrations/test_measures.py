@@ -171,7 +171,7 @@ def test_each_route_has_the_same_measures(
     assert [row["step"] for row in kept] == [*range(1, len(WINDOWS) + 1)]
     assert all(tracked(row).keys() == NAMES for row in kept), set(kept[0]) ^ NAMES
     planned = [row["planned_steps"] for row in read_rows(folder) if "planned_steps" in row]
-    assert planned == ([len(WINDOWS)] if route == "trainer" else [])
+    assert planned == ([] if route == "accelerate" else [len(WINDOWS)])
     assert read_run(folder).planned_steps == (len(WINDOWS) if planned else None)
     assert len(seen.tracker) == len(WINDOWS) and all(row.keys() >= NAMES for row in seen.tracker)
     own = NAMES - {"loss", "learning_rate", "grad_norm"}  # which the Trainer has itself

@@ -9,6 +9,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,10 @@ def measured(model, stage, **more):
 
 def numbers(folder):
     return [row["step"] for row in read_metrics(folder)]
+
+
+def endings(folder):
+    return [row["ended"] for row in read_rows(folder) if "ended" in row]
 
 
 def losses_by_hand(steps):
@@ -470,14 +476,37 @@ def test_two_engines_have_a_folder_each(rank, model, ends, tmp_path):
     for each in (first, second):
         run_steps(each, 0, range(2), MICROS)
     assert numbers(tmp_path) == numbers(tmp_path / "model_1") == [1, 2]
+    assert endings(tmp_path) == []
     if ends:
         first.destroy()
+        assert endings(tmp_path) == [""]
     del first
     third = measured(stack(), 1, **on(tmp_path))
     run_steps(third, 0, range(3), MICROS)
     assert len(numbers(tmp_path)) == (3 if ends else 2)
     for each in (second, third):
         each.destroy()
+
+
+FAILING = """
+import os, sys, torch, hf_zero
+model = torch.nn.Linear(4, 4)
+config = {"metrics": {"enabled": True, "path": sys.argv[1]}, "optimizer": {"type": "AdamW"}}
+engine, *_ = hf_zero.initialize(model=model, config=config)
+engine.backward(engine(torch.ones(2, 4)).sum())
+engine.step()
+if not os.fork():
+    engine.measures._end(); os._exit(0)
+os.wait()
+raise ValueError("no more batches\\nin this epoch")
+"""
+
+
+def test_the_error_that_ends_a_process_ends_its_run(tmp_path):
+    """Once: a forked child, such as the worker of a DataLoader, does not end it."""
+    command = [sys.executable, "-c", FAILING, str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 1
+    assert numbers(tmp_path) == [1] and endings(tmp_path) == ["ValueError: no more batches"]
 
 
 # ---- collectives, and the log ----

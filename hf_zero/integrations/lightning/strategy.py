@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -251,6 +252,21 @@ class StrategyMethods:
             else [types.LRSchedulerConfig(scheduler, interval="step")]
         )
         return engine
+
+    def on_train_start(self) -> None:
+        """Record the number of steps of the run, where Lightning knows it: for as many steps in
+        each epoch, which end with batches.
+        """
+        super().on_train_start()  # type: ignore[misc]
+        this: Any = self
+        module, changes = this.lightning_module, self._library("callbacks")
+        trainer, steps = module.trainer, module.trainer.estimated_stepping_batches
+        varies = any(
+            isinstance(each, changes.GradientAccumulationScheduler) for each in trainer.callbacks
+        )
+        if module.automatic_optimization and not varies and 0 < steps < math.inf:
+            assert self.engine is not None
+            self.engine.measures.plan_steps(int(steps))
 
     def _save_into_memory(self, engine: Engine, trainer: Any) -> None:
         """Have ``trainer`` save into the memory of the hosts, after the callbacks of a batch, what
