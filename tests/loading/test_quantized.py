@@ -9,10 +9,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 
 from hf_zero.errors import ConfigError
 from hf_zero.loading.shard_only import engines_of
@@ -159,3 +161,126 @@ def load_under_config(folder: Path, **more: Any) -> Any:
 def test_maps_over_devices_are_refused(tmp_path: Path) -> None:
     llama(tmp_path)
     run_processes(2, refuses_maps, tmp_path, timeout=120)
+
+
+# ---- training ----
+
+STEPS, ROWS = 4, 6
+NVME = {"device": "nvme", "nvme_path": "folder"}
+RUNS: dict[str, dict[str, Any]] = {
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "all sharded": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "on the host": {"stage": 3, "offload_param": {"device": "cpu"}},
+    "in files": {"stage": 3, "offload_param": NVME, "stage3_param_persistence_threshold": 0},
+}
+
+
+def adapted(folder: Path, zero: dict[str, Any] | None, kind: str = "lora") -> Any:
+    """The model with adapters, as scripts make it; ``zero``: None for a plain one."""
+    load_options = options(bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32)
+    cls = transformers.AutoModelForCausalLM
+    if zero is not None and zero["stage"] == 3 and dist.get_world_size() > 1:
+        model = load(cls, folder / "llama", **load_options)
+    else:
+        model = cls.from_pretrained(folder / "llama", **load_options)
+    model = peft.prepare_model_for_kbit_training(
+        model, gradient_checkpointing_kwargs={"use_reentrant": False}
+    )
+    torch.manual_seed(5)
+    config = peft.LoraConfig(
+        r=4, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=kind == "dora",
+        modules_to_save=["lm_head"] if kind == "saved" else None,
+    )  # fmt: skip
+    return peft.get_peft_model(model, config).train()
+
+
+def batch(step: int) -> torch.Tensor:
+    torch.manual_seed(step)
+    return torch.randint(0, 99, (ROWS, 8))
+
+
+def adam(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def trained_plainly(folder: Path, kind: str) -> tuple[list[float], Any]:
+    model, losses = adapted(folder, None, kind), []
+    optimizer = adam(model)
+    for step in range(STEPS):
+        ids = batch(step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+def engine_of(folder: Path, zero: dict[str, Any], kind: str) -> Any:
+    import hf_zero
+
+    model, offload = adapted(folder, zero, kind), zero.get("offload_param")
+    if offload is NVME:
+        zero = {**zero, "offload_param": {**NVME, "nvme_path": str(folder / "nvme")}}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    return hf_zero.initialize(model=model, optimizer=adam(model), config=config)[0]
+
+
+def train(engine: Any, rank: int, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        ids = batch(step).chunk(dist.get_world_size())[rank]
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    whole = torch.stack(losses)
+    dist.all_reduce(whole)
+    return (whole / dist.get_world_size()).tolist()
+
+
+def trains_as_one_process(rank: int, folder: Path, kind: str, names: list[str]) -> None:
+    transformers.logging.disable_progress_bar()
+    want, plain = trained_plainly(folder, kind)
+    if rank == 0:
+        plain.save_pretrained(folder / f"plain {kind}")
+    for name in names:
+        say(f"{kind}, {name}")
+        engine = engine_of(folder, RUNS[name], kind)
+        got = train(engine, rank, range(2))
+        engine.save_checkpoint(folder / f"run {kind} {name}")
+        got += train(engine, rank, range(2, STEPS))
+        assert got == pytest.approx(want, rel=1e-5)
+        state = engine.state_dict()
+        if rank == 0:
+            engine.module.save_pretrained(folder / f"{kind} {name}", state_dict=state)
+            files = [
+                folder / path / "adapter_model.safetensors"
+                for path in (f"plain {kind}", f"{kind} {name}")
+            ]
+            theirs, mine = map(load_file, files)
+            assert theirs.keys() == mine.keys()
+            for key, value in theirs.items():
+                torch.testing.assert_close(mine[key], value, rtol=1e-4, atol=2e-5)
+        dist.barrier()
+        engine.destroy()
+        engine.mesh.close()
+
+
+def resumes(rank: int, folder: Path, want: list[float], name: str, there: str) -> None:
+    transformers.logging.disable_progress_bar()
+    engine = engine_of(folder, RUNS[name], "lora")
+    engine.load_checkpoint(folder / f"run lora {there}")
+    assert train(engine, rank, range(2, STEPS)) == pytest.approx(want[2:], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "saved"])
+def test_adapters_train_as_in_one_process(tmp_path: Path, kind: str) -> None:
+    llama(tmp_path / "llama")
+    names = list(RUNS) if kind == "lora" else ["all sharded"]
+    run_processes(2, trains_as_one_process, tmp_path, kind, names, timeout=400)
+    if kind == "lora":
+        want, _ = trained_plainly(tmp_path, kind)
+        run_processes(3, resumes, tmp_path, want, "all sharded", "stage 2", timeout=200)
+        run_processes(1, resumes, tmp_path, want, "stage 3", "in files", timeout=200)

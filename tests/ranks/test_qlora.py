@@ -111,8 +111,10 @@ def test_scales_are_sharded_and_gathered_with_the_bytes(rank, model):
     held = weight.quant_state.absmax
     assert isinstance(held, AttachedParameter) and held.dtype == torch.uint8
     assert sum(engine.mesh.all_gather_object(held.ds_tensor.numel())) == scales.numel()
+    assert weight.to("cpu") is weight
     with hf_zero.GatheredParameters([weight]):
         assert torch.equal(held, scales)
+        assert weight.to("cpu") is weight, "PEFT puts it back after DoRA has read it"
     padding = 2 * RANKS * 256 * len(engine.flats)
     quantized, others = elements // 2 + elements // 64, 4 * (plain + trained)
     share = engine.state_bytes()["parameters"]

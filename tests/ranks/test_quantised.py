@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError, RankMismatchError, ReleasedParameterError
+from hf_zero.loading.shard_only import hold
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.attributes import refusal
 from hf_zero.zero.layout.parameter import OwnedParameter, ReleasedParameter
@@ -290,3 +292,35 @@ def test_parameters_that_are_refused(case):
     with pytest.raises(PartitionError, match=said):
         start(model, None, config_of(3))
     assert not any(isinstance(p, OwnedParameter) for p in model.parameters())
+
+
+@on_each_rank(RANKS, build=build(width=128))
+def test_a_model_that_is_only_held_can_be_cast(rank, model):
+    """As PEFT does before a training in few bits, and scripts with ``model.to``."""
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    enter, packed = model.enter.weight, model.get_parameter(PACKED[0])
+    hold(model.to(torch.bfloat16), ZeroConfig(stage=3))
+    scales = packed.quant_state.absmax
+    assert isinstance(scales, ReleasedParameter) and scales.dtype == torch.float32
+    assert enter.dtype == torch.bfloat16
+    with pytest.raises(ReleasedParameterError, match=r"add on enter\.weight"):
+        enter.data.to(torch.float32) + 1
+    enter.data = enter.data.to(torch.float32)
+    with hf_zero.GatheredParameters([enter]):  # reads leave the cast to the next engine
+        assert enter.dtype == torch.bfloat16
+    assert enter.dtype == torch.float32 and isinstance(enter, ReleasedParameter)
+    assert copy.deepcopy(enter).dtype == torch.float32
+    model.blocks[0].up.base_layer.register_parameter("bias", None)
+    model.blocks[0].up.base_layer.to(torch.bfloat16)  # its scales stay
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_" in name:
+            parameter.data = parameter.data.to(torch.float32)
+    engine = start(model, adam(model), config_of(3))
+    whole = dict(engine.consolidated())
+    assert whole["enter.weight"].dtype == torch.float32
+    assert torch.equal(whole["enter.weight"], want["enter.weight"].bfloat16().float())
+    assert alike(whole[f"{PACKED[0]}.absmax"], want[f"{PACKED[0]}.absmax"])
+    assert alike(whole[PACKED[0]], want[PACKED[0]])
+    with pytest.raises(ReleasedParameterError, match=r"to on enter\.weight"):
+        enter.data.to(torch.bfloat16)

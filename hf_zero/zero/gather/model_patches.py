@@ -21,6 +21,7 @@ from torch._C._dynamo.eval_frame import (
 
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.schedule import Schedule
+from hf_zero.zero.layout.attributes import is_attached
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import LiveParameter, OwnedParameter, name_of, owner_of
 from hf_zero.zero.layout.sharding import join_parts, own_part, sharding_of
@@ -394,8 +395,10 @@ class ModuleGuards:
             child._apply(fn)
         for parameter in module._parameters.values():
             if isinstance(parameter, OwnedParameter):
-                probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
-                if probe.dtype != parameter.dtype or probe.device != parameter.device:
+                # scales of quantised weights keep their dtype in a cast of their module
+                dtype = torch.uint8 if is_attached(parameter) else parameter.dtype
+                probe = fn(torch.empty(0, dtype=dtype, device=parameter.device))
+                if probe.dtype != dtype or probe.device != parameter.device:
                     raise PartitionError(
                         f"{name_of(parameter)} is {parameter.dtype} on {parameter.device} and "
                         f"cannot become {probe.dtype} on {probe.device} now that an "

@@ -30,6 +30,10 @@ class AttachedParameter(nn.Parameter):
     of the same module. Its class keeps it from being cast.
     """
 
+    def is_floating_point(self) -> bool:
+        """Return False: ``module.to(dtype)`` casts what is True."""
+        return False
+
 
 class Attribute(NamedTuple):
     """A tensor among the attributes of a parameter: its path from there, and the dictionary, list

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import repeat
 from operator import is_
@@ -79,8 +79,19 @@ def owned_class(kind: type[OwnedParameter], given: type[nn.Parameter]) -> type[O
             "__qualname__": given.__qualname__,
             # its own methods create parameters that no engine owns
             "__new__": lambda cls, *args, **kwargs: given(*args, **kwargs),
+            "to": _to,
         },
     )
+
+
+def _to(parameter: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return ``parameter`` itself if it is there already, as torch does: libraries that make a new
+    parameter then put that in its place.
+    """
+    probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    if probe.to(*args, **kwargs) is probe:
+        return parameter
+    return parameter.given.to(parameter, *args, **kwargs)
 
 
 def become(parameter: torch.Tensor, kind: type[OwnedParameter]) -> None:
@@ -147,6 +158,10 @@ class OwnedParameter(nn.Parameter):
         if value is self:
             return  # as in module.to() without a change
         flat = self.__dict__.get("_hf_zero_flat")
+        if isinstance(self, ReleasedParameter) and isinstance(value, ReleasedTensor):
+            assert flat is not None
+            flat.handles.cast(name_of(self), value.dtype)
+            return
         if (
             flat is None
             or isinstance(self, ReleasedParameter)
@@ -339,10 +354,23 @@ class WatchedParameter(LiveParameter):
         return answer
 
 
+def placeholder(dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return a tensor of one element, expanded: a shape and a dtype without memory. Floats have all
+    bits set, which is NaN: a leak cannot pass for a weight.
+    """
+    value = 255 if dtype.is_floating_point else 0
+    bits = torch.full((dtype.itemsize,), value, dtype=torch.uint8, device=device)
+    return bits.view(dtype).view(()).expand(tuple(shape))
+
+
 class ReleasedTensor(torch.Tensor):
     """The result of ``parameter.data`` and ``parameter.detach()`` for a released parameter: shape
-    and dtype, no values.
+    and dtype, no values. Under an engine that only holds the model, it can be cast and assigned to
+    the data of the parameter, whose values the next engine casts.
     """
+
+    _hf_zero_flat: Any
+    _hf_zero_name: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -351,7 +379,21 @@ class ReleasedTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         tensor = next((a for a in args if isinstance(a, ReleasedTensor)), None)
+        if name in CONVERSIONS and tensor is args[0]:
+            engine = tensor._hf_zero_flat.engine()
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            made = func(probe, *args[1:], **(kwargs or {}))
+            if engine is not None and engine.shard_only and made.device == probe.device:
+                with torch._C.DisableTorchFunctionSubclass():
+                    whole = placeholder(made.dtype, tensor.shape, made.device)
+                    return _without_values(whole, tensor._hf_zero_flat, tensor._hf_zero_name)
         raise _refuse(getattr(tensor, "_hf_zero_name", "a released parameter"), name)
+
+
+def _without_values(bare: torch.Tensor, flat: Any, name: str) -> ReleasedTensor:
+    made = bare.as_subclass(ReleasedTensor)
+    made._hf_zero_flat, made._hf_zero_name = flat, name
+    return made
 
 
 class ReleasedParameter(_Stage3Facts, OwnedParameter):
@@ -387,9 +429,8 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
             )
         if name in ("data", "detach") and not setting and released is not None:
             with torch._C.DisableTorchFunctionSubclass():
-                bare = torch.Tensor.detach(released).as_subclass(ReleasedTensor)
-            bare._hf_zero_name = name_of(released)  # type: ignore[attr-defined]
-            return bare
+                bare = torch.Tensor.detach(released)
+                return _without_values(bare, released.__dict__["_hf_zero_flat"], name_of(released))
         writes = name.endswith("_") and not name.endswith("__")
         if released is not None and not setting and not writes:
             flat = released.__dict__["_hf_zero_flat"]
@@ -416,8 +457,12 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         engine = flat.engine()
         if engine is None or not engine.shard_only:
             raise _refuse(name_of(self), "deepcopy", flat)
+        dtype = self.dtype  # another one than that of its values after a cast
         with engine.gathered(flat.unit):
-            return OwnedParameter.__deepcopy__(self, memo)  # its class is another one now
+            copied = OwnedParameter.__deepcopy__(self, memo)  # its class is another one now
+        if copied.dtype != dtype:
+            copied.data = copied.data.to(dtype)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refuse(name_of(self), "pickling", self.__dict__["_hf_zero_flat"])

@@ -20,6 +20,7 @@ from hf_zero.zero.layout.parameter import (
     become,
     given_class,
     owned_class,
+    placeholder,
 )
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -56,15 +57,7 @@ class ParameterHandles:
         self.lay(full)
         dtype = self._spec.dtype
         for index, (parameter, slot) in enumerate(zip(self.members, self._spec.layout.slots)):
-            # One element, expanded: true shape and dtype, no memory. Floats have all bits set,
-            # which is NaN: a leak cannot pass for a weight.
-            bits = torch.full(
-                (dtype.itemsize,),
-                255 if dtype.is_floating_point else 0,
-                dtype=torch.uint8,
-                device=full.device,
-            )
-            self._placeholders[slot.name] = bits.view(dtype).view(()).expand(slot.shape)
+            self._placeholders[slot.name] = placeholder(dtype, slot.shape, full.device)
             become(parameter, kind)
             parameter.__dict__.update(
                 _hf_zero_flat=flat,
@@ -121,6 +114,13 @@ class ParameterHandles:
             ):
                 _set_data(parameter, placeholder)
                 parameter.__class__ = made
+
+    def cast(self, name: str, dtype: torch.dtype) -> None:
+        """Give the released parameter ``name`` another dtype for the engine after this one."""
+        former = self._placeholders[name]
+        self._placeholders[name] = placeholder(dtype, former.shape, former.device)
+        with torch._C.DisableTorchFunctionSubclass():
+            _set_data(self.by_name[name], self._placeholders[name])
 
     def _classes_of(self, kind: type[OwnedParameter]) -> list[type[OwnedParameter]]:
         # the original classes do not change
