@@ -29,8 +29,8 @@ def clean(
     """
     from hf_zero.checkpoint.memory.folders import bases, jobs_in, remove_job
 
-    found = [job for base in bases(folder) for job in jobs_in(base)]
-    removed = {job.folder for job in found if remove and remove_job(job.folder)}
+    jobs = [job for base in bases(folder) for job in jobs_in(base)]
+    removed = {job.folder for job in jobs if remove and remove_job(job.folder)}
     rows = [
         {
             "folder": str(job.folder),
@@ -38,7 +38,7 @@ def clean(
             "changed": job.changed,
             "state": "removed" if job.folder in removed else "in use" if job.in_use else "left",
         }
-        for job in found
+        for job in jobs
     ]
     if as_json:
         print_json(rows)
@@ -47,7 +47,7 @@ def clean(
         print(f"no checkpoints in memory in {' or '.join(map(str, bases(folder)))}")
         return
     table = PrintableTable("folder", "size", "last change", "state")
-    for job, row in zip(found, rows):
+    for job, row in zip(jobs, rows):
         ago = f"{(time.time() - job.changed) / 60:,.0f} min ago"
         table.add_row(str(job.folder), in_units(job.nbytes), ago, str(row["state"]))
     print_table(table)

@@ -66,8 +66,8 @@ def anchor_of(title: str) -> str:
 def descriptions() -> dict[str, str]:
     """Return one line about each page by name, in the order of index.md."""
     index = (FOLDER / "index.md").read_text(encoding="utf-8")
-    found = {name: line.rstrip(".").replace("`", "") for name, line in ENTRY.findall(index)}
-    return {"index": "what hf-zero is, and all pages", **found}
+    lines = {name: line.rstrip(".").replace("`", "") for name, line in ENTRY.findall(index)}
+    return {"index": "what hf-zero is, and all pages", **lines}
 
 
 def pages() -> dict[str, str]:
@@ -80,10 +80,10 @@ def sections(page: str, text: str) -> Iterator[Section]:
     blank = FENCE.sub(
         lambda block: re.sub(r"[^\n]", " ", block[0]), text
     )  # a comment is no heading
-    found = list(HEADING.finditer(blank))
-    for place, heading in enumerate(found):
+    headings = list(HEADING.finditer(blank))
+    for place, heading in enumerate(headings):
         level = len(heading[1])
-        after = (other.start() for other in found[place + 1 :] if len(other[1]) <= level)
+        after = (other.start() for other in headings[place + 1 :] if len(other[1]) <= level)
         yield Section(page, heading[2], level, text[heading.start() : next(after, len(text))])
 
 
@@ -140,18 +140,22 @@ def find(topic: str) -> str:
         return find(ALIASES[topic])
     wanted = anchor_of(anchor or topic)
     held = [section for name, text in texts.items() for section in sections(name, text)]
-    found = [each for each in held if each.anchor == wanted and (not anchor or each.page == page)]
+    matching = [
+        each for each in held if each.anchor == wanted and (not anchor or each.page == page)
+    ]
     keys = _keys(texts["keys"])
-    if found and not (topic in keys and all(each.title.strip("`") != topic for each in found)):
-        return min(found, key=lambda each: (each.page != "keys", each.level)).text
+    if matching and not (
+        topic in keys and all(each.title.strip("`") != topic for each in matching)
+    ):
+        return min(matching, key=lambda each: (each.page != "keys", each.level)).text
     shown = _rows(topic, keys) or _mentions(topic, held)
     if shown:
         return shown
     words = (word for text in texts.values() for word in WORD.findall(text))
     names = (*words, *(each.title.strip("`") for each in held), *texts, *keys)
     known = {anchor_of(name): name for name in names}  # Offload and offload are one topic
-    said = _mean(topic, [*known.values()])
-    raise ConfigError(f"no page, heading or key {topic!r} in the documentation{said}")
+    hint = _mean(topic, [*known.values()])
+    raise ConfigError(f"no page, heading or key {topic!r} in the documentation{hint}")
 
 
 def _names_in(texts: Mapping[str, str]) -> list[str]:
@@ -167,12 +171,12 @@ def _names_in(texts: Mapping[str, str]) -> list[str]:
 
 def _keys(text: str) -> dict[str, str]:
     """Return what the reference says of each key, by its dotted path."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for section in sections("keys", text):
         if section.level == 2 and not section.title.startswith("Parameters"):
             before = "" if section.title == "Top level" else section.title.strip("`") + "."
-            found |= {f"{before}{name}": said for name, said in KEY.findall(section.text)}
-    return found
+            meanings |= {f"{before}{name}": meaning for name, meaning in KEY.findall(section.text)}
+    return meanings
 
 
 def _rows(topic: str, keys: dict[str, str]) -> str:
@@ -201,21 +205,21 @@ def _mentions(topic: str, held: list[Section]) -> str:
     for each in held:
         own = each.text.split("\n#")[0]  # the innermost section: above its first sub-heading
         name = f"{each.title} {each.page}" if each.level == 1 else each.title
-        said = _count(wanted, stems(own))
+        count = _count(wanted, stems(own))
         if _count(wanted, stems(name)):
             ranked.append((0, 0, each))
         elif code.search(own):
             ranked.append((1, 0, each))
-        elif said:
-            ranked.append((2, -said, each))
-    found = [each for _, _, each in sorted(ranked, key=lambda row: row[:2])]
+        elif count:
+            ranked.append((2, -count, each))
+    mentioning = [each for _, _, each in sorted(ranked, key=lambda row: row[:2])]
     lines = [
         f"- {each.title.strip('`')}: `hf-zero docs "
         f"{each.page if each.level == 1 else f'{each.page}#{each.anchor}'}`"
-        for each in found[:MENTIONS]
+        for each in mentioning[:MENTIONS]
     ]
-    if len(found) > MENTIONS:
-        lines.append(f"- {len(found) - MENTIONS} more")
+    if len(mentioning) > MENTIONS:
+        lines.append(f"- {len(mentioning) - MENTIONS} more")
     return "\n".join([f"# {topic}\n\nIn these sections:\n", *lines, ""]) if lines else ""
 
 
@@ -252,8 +256,8 @@ def stem(word: str) -> str:
 
 
 def _mean(topic: str, known: list[str]) -> str:
-    said = did_you_mean(topic, known)
-    return said if "did you mean" in said else "; hf-zero docs without a topic lists the pages"
+    hint = did_you_mean(topic, known)
+    return hint if "did you mean" in hint else "; hf-zero docs without a topic lists the pages"
 
 
 def show(text: str) -> None:

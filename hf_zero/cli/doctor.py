@@ -164,7 +164,7 @@ def _versions() -> Iterator[Finding]:
         each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})
     ):
         try:
-            found = version(requirement.name)
+            installed = version(requirement.name)
         except PackageNotFoundError:
             yield Finding(
                 "versions",
@@ -173,18 +173,19 @@ def _versions() -> Iterator[Finding]:
                 f"not installed; pip install '{requirement}'",
             )
             continue
-        if requirement.specifier.contains(found, prereleases=True):
+        if requirement.specifier.contains(installed, prereleases=True):
             if requirement.name == "torch":
                 import torch
 
-                found = torch.__version__  # names the build, too
-            yield Finding("versions", requirement.name, "ok", found)
+                installed = torch.__version__  # names the build, too
+            yield Finding("versions", requirement.name, "ok", installed)
         else:
             yield Finding(
                 "versions",
                 requirement.name,
                 "broken",
-                f"{found}, but hf-zero needs {requirement.specifier}; pip install '{requirement}'",
+                f"{installed}, but hf-zero needs {requirement.specifier}; "
+                f"pip install '{requirement}'",
             )
 
 
@@ -197,8 +198,8 @@ def _libraries() -> Iterator[Finding]:
             parts.setdefault(reason, []).append(probe.part)
         for reason, off in parts.items():  # one missing name may switch off twenty parts
             more = f" and {len(off) - 1} more are" if len(off) > 1 else " is"
-            said = f"{library.release} ({library.standing}): {off[0]}{more} off: {reason}"
-            yield Finding("libraries", library.library, "off", said)
+            text = f"{library.release} ({library.standing}): {off[0]}{more} off: {reason}"
+            yield Finding("libraries", library.library, "off", text)
         if not library.failed:
             held = "" if library.standing == "tested" else ", but all probes hold"
             yield Finding(
@@ -207,8 +208,8 @@ def _libraries() -> Iterator[Finding]:
 
 
 def _variables() -> Iterator[Finding]:
-    for name, said in faults(os.environ):
-        yield Finding("environment", name, "off", said)
+    for name, fault in faults(os.environ):
+        yield Finding("environment", name, "off", fault)
 
 
 def _devices() -> Iterator[Finding]:
@@ -371,17 +372,17 @@ def _triton() -> Finding:
             "kernels", "triton", "broken", f"cannot be imported: {type(error).__name__}: {error}"
         )
     try:
-        found = version("triton")
+        installed = version("triton")
     except PackageNotFoundError:  # installed under another name
-        found = triton.__version__
+        installed = triton.__version__
     if dispatch.interpreted():
         return Finding(
             "kernels",
             "triton",
             "off",
-            f"{found}, in its interpreter (TRITON_INTERPRET=1): for tests, slow; unset it",
+            f"{installed}, in its interpreter (TRITON_INTERPRET=1): for tests, slow; unset it",
         )
-    return Finding("kernels", "triton", "ok", found)
+    return Finding("kernels", "triton", "ok", installed)
 
 
 def _gpu_kernels() -> Iterator[Finding]:

@@ -406,13 +406,13 @@ def link_rows(
     rate = parse_rate(link)
     from hf_zero.planning.estimate import traffic
 
-    found = traffic(model, ranks, stage=stage, **given)
+    by_stage = traffic(model, ranks, stage=stage, **given)
     return {
         each: [
             (way, way.seconds(rate), None if way is ways[0] else way.pays_below(ways[0]))
             for way in ways
         ]
-        for each, ways in found.items()
+        for each, ways in by_stage.items()
     }
 
 

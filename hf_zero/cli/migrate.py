@@ -50,14 +50,14 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json(
             {
-                "findings": [found._asdict() for found in migration.findings],
+                "findings": [finding._asdict() for finding in migration.findings],
                 "configuration": migration.after,
                 "runs": migration.runs,
             }
         )
     else:
-        print(file, *(_line(found) for found in migration.findings), sep="\n")
-        counted = Counter(found.outcome for found in migration.findings)
+        print(file, *(_line(finding) for finding in migration.findings), sep="\n")
+        counted = Counter(finding.outcome for finding in migration.findings)
         print(", ".join(f"{count} {outcome}" for outcome, count in counted.items()))
         print(printable(_difference(dump(migration.before, suffix), text, file, out)))
         if out is None:

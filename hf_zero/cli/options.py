@@ -54,9 +54,9 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
 
 def _count(text: str) -> float:
     """Return the number that ``7B``, ``350M`` or ``7.5e9`` stands for."""
-    found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([KMBT])", text.strip().upper())
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([KMBT])", text.strip().upper())
     try:
-        return float(found[1]) * 1000 ** (1 + "KMBT".index(found[2])) if found else float(text)
+        return float(match[1]) * 1000 ** (1 + "KMBT".index(match[2])) if match else float(text)
     except ValueError:
         raise typer.BadParameter(
             f"{text} is no number of parameters; write 350M, 7B or 7.5e9"

@@ -46,11 +46,11 @@ class RecipeGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         names = [row.name for row in recipes()[1]]
-        found = [] if args[0] in self.commands else closest(args[0], names, limit=1)
-        if found and not closest(args[0], self.commands):
+        similar = [] if args[0] in self.commands else closest(args[0], names, limit=1)
+        if similar and not closest(args[0], self.commands):
             raise ConfigError(
-                f"{args[0]!r} is no command; `hf-zero recipe show {found[0]}` shows that recipe, "
-                f"`hf-zero init {found[0]} FOLDER` copies it"
+                f"{args[0]!r} is no command; `hf-zero recipe show {similar[0]}` shows that recipe, "
+                f"`hf-zero init {similar[0]} FOLDER` copies it"
             )
         return super().resolve_command(ctx, args)
 
@@ -130,12 +130,12 @@ def show_recipe(
     if as_json:
         print_json(row._asdict() | {"files": files})
         return
-    said = {
+    facts = {
         "task": row.task, "trains": row.what, "written for": row.written_for, "data": row.data,
         "needs": row.needs, "files": ", ".join(files), "copy": f"hf-zero init {name} my-run",
     }  # fmt: skip
     print(name)
-    for what, value in said.items():
+    for what, value in facts.items():
         print(f"  {what + ':':13}{value.replace('`', '')}")
 
 
@@ -169,17 +169,17 @@ def _contents(source: Path, name: str) -> dict[str, Path]:
     """Return the files of a copy of the recipe ``name``, name -> source: its own, the modules
     beside the recipes that its scripts import, and the schema that its configurations refer to.
     """
-    found = {path.name: path for path in (source / name).iterdir() if path.is_file()}
-    scripts = [path for path in found.values() if path.suffix == ".py"]
+    files = {path.name: path for path in (source / name).iterdir() if path.is_file()}
+    scripts = [path for path in files.values() if path.suffix == ".py"]
     for script in scripts:  # grows
         for module in IMPORT.findall(script.read_text()):
             shared = source / f"{module}.py"
-            if shared.is_file() and shared.name not in found:
-                found[shared.name] = shared
+            if shared.is_file() and shared.name not in files:
+                files[shared.name] = shared
                 scripts.append(shared)
-    if any(map(_names_schema, found.values())):
-        found[COPIED_SCHEMA] = PACKAGE / "config" / COPIED_SCHEMA
-    return found
+    if any(map(_names_schema, files.values())):
+        files[COPIED_SCHEMA] = PACKAGE / "config" / COPIED_SCHEMA
+    return files
 
 
 def _names_schema(path: Path) -> bool:

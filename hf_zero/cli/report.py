@@ -53,13 +53,13 @@ def report(
         return
     if port is not None:
         raise ConfigError("--port is that of --serve; leave it out")
-    path, found = write_report(run, against, output, trace)
+    path, written = write_report(run, against, output, trace)
     if as_json:
-        print_json({"page": str(path), "bytes": path.stat().st_size, "runs": found})
+        print_json({"page": str(path), "bytes": path.stat().st_size, "runs": written})
         return
-    names = list(dict.fromkeys(name for each in found for name in each))
-    texts = [dict(summary_lines(each)) for each in found]
-    table = PrintableTable(*["", *(each["run"] for each in found)])
+    names = list(dict.fromkeys(name for each in written for name in each))
+    texts = [dict(summary_lines(each)) for each in written]
+    table = PrintableTable(*["", *(each["run"] for each in written)])
     for name in names[1:]:
         table.add_row(name.replace("_", " "), *(text.get(name, "") for text in texts))
     print_table(table)

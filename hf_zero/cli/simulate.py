@@ -119,7 +119,7 @@ def simulate(
         measured = _measured(job, micro_batch or 1, seq)
         if measured is None:
             return
-    found = compute(
+    simulation = compute(
         job.model,
         ranks,
         stage,
@@ -139,13 +139,13 @@ def simulate(
         **job.options(),
     )
     if as_json:
-        print_json(found.to_dict())
+        print_json(simulation.to_dict())
         return
-    print_table(_bytes(found))
-    if found.stages:
-        print_table(_stages(found))
-    print_table(_collectives(found))
-    print_table(_seconds(found))
+    print_table(_bytes(simulation))
+    if simulation.stages:
+        print_table(_stages(simulation))
+    print_table(_collectives(simulation))
+    print_table(_seconds(simulation))
 
 
 def _measured(job: Job, rows: int, length: int) -> Measured | None:
@@ -163,8 +163,8 @@ def _measured(job: Job, rows: int, length: int) -> Measured | None:
     dtype = COMPUTE[PRECISIONS[job.precision]]
     init_distributed()
     try:
-        found = measure(module, rows, length, dtype)
-        return found if get_rank() == 0 else None
+        measured = measure(module, rows, length, dtype)
+        return measured if get_rank() == 0 else None
     finally:
         destroy_process_group()
 

@@ -120,8 +120,8 @@ def _print(rows: list[dict[str, Any]], ranks: int) -> None:
         title=f"{counted(ranks, 'rank')}, {STEPS} steps, saved and resumed after step {STEPS // 2}",
     )
     for row in rows:
-        said = "as in plain PyTorch" if row["right"] else "WRONG"
-        table.add_row(str(row["stage"]), f"{row['largest_difference']:.1e}", said)
+        verdict = "as in plain PyTorch" if row["right"] else "WRONG"
+        table.add_row(str(row["stage"]), f"{row['largest_difference']:.1e}", verdict)
     print_table(table)
     print(
         "this machine trains with hf-zero"

@@ -126,8 +126,8 @@ def _table(found: RecordedRun, steps: int | None) -> PrintableTable:
         if figures[name] is not None:
             table.add_row(label, f"{figures[name]:.1%}", "")
     for tier, held in figures["memory"].items():
-        said = "" if held["predicted"] is None else f"{in_units(held['predicted'])} predicted"
-        table.add_row(f"state, {tier}", in_units(held["bytes"] or 0), said)
+        predicted = "" if held["predicted"] is None else f"{in_units(held['predicted'])} predicted"
+        table.add_row(f"state, {tier}", in_units(held["bytes"] or 0), predicted)
     if figures["seconds_left"] is not None:
         table.add_row("left", _duration(figures["seconds_left"]), "")
     table.add_row("last written", f"{_duration(figures['seconds_since_update'])} ago", "")
@@ -135,11 +135,11 @@ def _table(found: RecordedRun, steps: int | None) -> PrintableTable:
         table.add_row("ended by", found.ended, "")
     for group in figures["ranks"]:
         ranks, since = group["ranks"], f"since {found.ranks.time} UTC" if found.ranks else ""
-        said = group["state"] + (f": {group['what']}" if group["what"] else "")
-        table.add_row(f"rank{'s' * (len(ranks) > 1)} {in_ranges(ranks)}", said, since)
+        predicted = group["state"] + (f": {group['what']}" if group["what"] else "")
+        table.add_row(f"rank{'s' * (len(ranks) > 1)} {in_ranges(ranks)}", predicted, since)
     if figures["restarts"] or figures["warnings"]:
-        said = f"{figures['restarts']} restarts, {figures['warnings']} warnings"
-        table.add_row("so far", said, "hf-zero report shows them")
+        predicted = f"{figures['restarts']} restarts, {figures['warnings']} warnings"
+        table.add_row("so far", predicted, "hf-zero report shows them")
     return table
 
 

@@ -119,13 +119,13 @@ def _refuse_checkpoints(folder: str, resume: bool) -> None:
     """Raise ConfigError if ``folder`` has checkpoints that the run would mix with its own, or none
     to resume from.
     """
-    found = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
-    if found and not resume:
+    checkpoints = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+    if checkpoints and not resume:
         raise ConfigError(
-            f"{folder} has checkpoints of an earlier run ({', '.join(found[:3])}); pass --resume "
-            "to continue it, or name another output_dir"
+            f"{folder} has checkpoints of an earlier run ({', '.join(checkpoints[:3])}); pass "
+            "--resume to continue it, or name another output_dir"
         )
-    if resume and not found:
+    if resume and not checkpoints:
         raise ConfigError(f"--resume: {folder} has no checkpoint; leave --resume out to begin")
 
 

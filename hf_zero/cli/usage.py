@@ -55,8 +55,8 @@ def usage_error(error: Any, given: list[str]) -> str:
     """Return the message for an exception of the parser, which read the words ``given``."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else " ".join(["hf-zero", *given[:1]])
-    said, about = _said(error, context, given)
-    lines = [f"{command}: {said}"]
+    text, about = _said(error, context, given)
+    lines = [f"{command}: {text}"]
     lines += [f"  {_name(each)}: {each.help}" for each in about if getattr(each, "help", "")]
     if context:
         usage = " ".join([command, *context.command.collect_usage_pieces(context)])
@@ -93,8 +93,8 @@ def _said(error: Any, context: Any, given: list[str]) -> tuple[str, list[Any]]:
 
 def _bad_value(error: Any, parameter: Any) -> str:
     """Return the message for a value of another type, or out of range."""
-    found: list[Any] = getattr(error.__cause__, "errors", list)()
-    given = f"{_name(parameter)} {found[0]['input']}" if found else _name(parameter)
+    errors: list[Any] = getattr(error.__cause__, "errors", list)()
+    given = f"{_name(parameter)} {errors[0]['input']}" if errors else _name(parameter)
     kind = getattr(parameter, "type_descriptor", None) or getattr(parameter, "type", None)
     parses = getattr(getattr(kind, "parameter_info", kind), "parser", getattr(kind, "func", None))
     kind = getattr(kind, "annotation", kind)
@@ -116,5 +116,5 @@ def _name(parameter: Any) -> str:
 
 
 def _meant(name: str, known: list[str]) -> str:
-    found = closest(name, known)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+    similar = closest(name, known)
+    return f"; did you mean {' or '.join(similar)}?" if similar else ""

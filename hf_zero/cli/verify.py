@@ -51,22 +51,22 @@ def verify(
         print_json([asdict(verdict) | {"whole": verdict.whole} for verdict in verdicts])
     else:
         table = PrintableTable("checkpoint", "verdict", "files", "read", "parameters", "elements")
-        for found in verdicts:
-            said = (
-                Text("whole" if found.kind == "checkpoint" else "whole model", style="green")
-                if found.whole
+        for checked in verdicts:
+            text = (
+                Text("whole" if checked.kind == "checkpoint" else "whole model", style="green")
+                if checked.whole
                 else Text("damaged", style="red")
             )
             table.add_row(
-                str(found.folder),
-                said,
-                str(found.files),
-                in_units(found.nbytes) if found.kind == "checkpoint" else "headers",
-                f"{found.parameters:,}",
-                f"{found.elements:,}",
+                str(checked.folder),
+                text,
+                str(checked.files),
+                in_units(checked.nbytes) if checked.kind == "checkpoint" else "headers",
+                f"{checked.parameters:,}",
+                f"{checked.elements:,}",
             )
         print_table(table)
-        for problem in (problem for found in verdicts for problem in found.problems):
+        for problem in (problem for checked in verdicts for problem in checked.problems):
             typer.echo(problem, err=True)
-    if not all(found.whole for found in verdicts):
+    if not all(checked.whole for checked in verdicts):
         raise typer.Exit(DAMAGED)

@@ -170,11 +170,11 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
         )
     for name, what in _FOREIGN.items():
         if mapping.get(name):
-            said = (
+            text = (
                 f"{label}: {name} asks for {what}, which hf-zero does not combine with ZeRO; "
                 f"remove the section {name}"
             )
-            mistakes.append(NotBuiltError(said))
+            mistakes.append(NotBuiltError(text))
     parallel = mapping.get("parallelism_config") or {}
     sizes = {name: parallel.get(name) or 1 for name in _SEQUENCES}
     if min(sizes.values()) > 1:
@@ -190,11 +190,11 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
         if is_size and name not in _SEQUENCES:
             if name.endswith(("dp_shard_size", "dp_replicate_size")) and max(sizes.values()) > 1:
                 continue  # the values that Accelerate derives from them are recomputed
-            said = (
+            text = (
                 f"{label}: parallelism_config.{name} = {size} asks for a parallelism that "
                 f"hf-zero does not provide; {_INSTEAD.get(name, 'write 1 or remove it')}"
             )
-            mistakes.append(NotBuiltError(said))
+            mistakes.append(NotBuiltError(text))
     for name, path in _SEQUENCES.items():
         if sizes[name] > 1:
             reading.put(path, sizes[name], f"parallelism_config.{name}", label)
@@ -257,14 +257,14 @@ def _read_section(section: Mapping[str, Any], reading: ConfigReading, label: str
             ["mixed_precision"] if "mixed_precision" in reading.values else []
         )
         if beside:
-            said = (
+            text = (
                 f"{', '.join(beside)} {'are' if len(beside) > 1 else 'is'} given besides "
                 f"{_SECTION}.deepspeed_config_file = {shown(path, label)}"
             )
             them = "them" if len(beside) > 1 else "it"
             reading.mistakes.append(
                 ConfigError(
-                    f"{label}: {said}, but Accelerate reads only the file; move {them} into {path}"
+                    f"{label}: {text}, but Accelerate reads only the file; move {them} into {path}"
                 )
             )
         reading.update(ConfigReading().read(load_file(path), f"config file {path}"))

@@ -241,9 +241,9 @@ def load_yaml(text: str, label: str, example: str = EXAMPLE) -> dict[str, Any]:
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-            said = getattr(error, "problem", None) or error
+            problem = getattr(error, "problem", None) or error
             what = "has" if isinstance(error, _ValueError) else "is not valid YAML:"
-            raise ConfigError(f"{label} {what} {said}{where}; fix that line") from None
+            raise ConfigError(f"{label} {what} {problem}{where}; fix that line") from None
         return _mapping(value, label, example)
 
 
@@ -306,16 +306,16 @@ class _Loader(yaml.SafeLoader):
         try:
             value = super().construct_object(node, deep)
         except (ValueError, OverflowError) as error:
-            said = f"the value {node.value!r:.40}, which cannot be read ({error}),"
-            raise _ValueError(None, None, said, node.start_mark) from None
+            problem = f"the value {node.value!r:.40}, which cannot be read ({error}),"
+            raise _ValueError(None, None, problem, node.start_mark) from None
         if isinstance(value, (int, float)) and isinstance(node.value, str):
             other = "text" if ":" in node.value else _decimal(node.value)
             if other not in ("", str(value)):
-                said = (
+                problem = (
                     f"the value {node.value!r:.40}, which YAML 1.1 reads as {value} and YAML 1.2 "
                     f"as {other}: write the number, or quote the text,"
                 )
-                raise _ValueError(None, None, said, node.start_mark)
+                raise _ValueError(None, None, problem, node.start_mark)
         return value
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -414,25 +414,25 @@ class _Reader:
 
     def members(self, end: str) -> dict[str, Any]:
         """Parse the members of an object up to and including ``end``."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         while not self._ends(end):
             start = self.at
             key = self._string() if self._text[start] in "\"'" else self._take(_KEY)
             self.skip()
             if not key or self._text[self.at : self.at + 1] != ":":
                 raise HjsonError("a key and a colon are expected", start)
-            if key in found:
+            if key in values:
                 raise HjsonError(f"the key {key!r} occurs twice in one section", start)
             self.at += 1
             self.skip()
-            found[key] = self.value()
-        return found
+            values[key] = self.value()
+        return values
 
     def _items(self) -> list[Any]:
-        found = []
+        items = []
         while not self._ends("]"):
-            found.append(self.value())
-        return found
+            items.append(self.value())
+        return items
 
     def _ends(self, end: str) -> bool:
         """Skip a comma and return whether ``end`` follows, which is skipped too; "" is the end of
@@ -474,8 +474,8 @@ class _Reader:
         return "\n".join(line.strip() for line in lines)
 
     def _take(self, pattern: re.Pattern[str]) -> str:
-        found = pattern.match(self._text, self.at)
-        if found is None:
+        match = pattern.match(self._text, self.at)
+        if match is None:
             return ""
-        self.at = found.end()
-        return found[0]
+        self.at = match.end()
+        return match[0]

@@ -457,8 +457,8 @@ def section(path: str, made_of: type, **more: Any) -> Any:
 
 def sections_of(settings: type) -> dict[str, tuple[str, type]]:
     """Return path and dataclass of each section, by the name of its field in ``settings``."""
-    found = {item.name: item.metadata.get("section") for item in dataclasses.fields(settings)}
-    return {name: held for name, held in found.items() if held}
+    declared = {item.name: item.metadata.get("section") for item in dataclasses.fields(settings)}
+    return {name: held for name, held in declared.items() if held}
 
 
 def declared_keys(settings: type) -> Iterator[Key]:
@@ -480,11 +480,11 @@ def placed(made_of: type, path: str, owner: str) -> Iterator[Key]:
 
 def spellings(settings: type) -> dict[str, str]:
     """Return aliases from the names of fields to the paths of their keys, where the two differ."""
-    found = {}
+    aliases = {}
     for item in dataclasses.fields(settings):
         if "section" in item.metadata:
             path, made_of = item.metadata["section"]
-            found.update(
+            aliases.update(
                 {
                     f"{path}.{inner.name}": f"{path}.{inner.metadata['key'].path}"
                     for inner in dataclasses.fields(made_of)
@@ -492,8 +492,8 @@ def spellings(settings: type) -> dict[str, str]:
                 }
             )
         elif "key" in item.metadata and item.metadata["key"].path not in ("", item.name):
-            found[item.name] = item.metadata["key"].path
-    return found
+            aliases[item.name] = item.metadata["key"].path
+    return aliases
 
 
 def enabled(section: Any) -> bool:

@@ -39,13 +39,13 @@ def launched_values() -> dict[str, Any]:
     named = os.environ.get(FILE, "none")
     if named != "none":
         config = ZeroConfig.coerce(named, allow_auto=True, foreign=True)
-        found: dict[str, Any] = {STAGE: config.stage}
-        found |= {name: getattr(config, name).device for name in OFFLOAD}
+        values: dict[str, Any] = {STAGE: config.stage}
+        values |= {name: getattr(config, name).device for name in OFFLOAD}
         precision: str | None = config.precision if config.precision != "fp32" else None
     else:
         stage = os.environ.get(f"{VARIABLES}ZERO_STAGE")
-        found = {STAGE: int(stage)} if stage else {}
-        found |= {
+        values = {STAGE: int(stage)} if stage else {}
+        values |= {
             name: device
             for name in OFFLOAD
             if (device := os.environ.get(f"{VARIABLES}{name.upper()}_DEVICE"))
@@ -54,7 +54,7 @@ def launched_values() -> dict[str, Any]:
         if precision == "no":  # what accelerate launch writes, too, if nobody names a precision
             asked = "--precision" in os.environ.get(LAUNCHED_BY, "")
             precision = "fp32" if asked else None
-    return found | ({PRECISION: precision} if precision else {}) | _passed_on(found.get(STAGE, 0))
+    return values | ({PRECISION: precision} if precision else {}) | _passed_on(values.get(STAGE, 0))
 
 
 def _passed_on(stage: int) -> dict[str, Any]:
@@ -65,13 +65,13 @@ def _passed_on(stage: int) -> dict[str, Any]:
     named = {path for path, _ in flattened(written)}
     whole = merge({"zero_optimization": {"stage": stage}}, written)
     config = ZeroConfig.from_dict(whole, allow_auto=True, foreign=True)
-    found = {name: value for name, value in _values(config).items() if name in named}
-    found |= {
+    values = {name: value for name, value in _values(config).items() if name in named}
+    values |= {
         name: getattr(config, name).device
         for name in OFFLOAD
         if f"zero_optimization.{name}.device" in named
     }
-    return {path: value for path, value in found.items() if value != "auto"}
+    return {path: value for path, value in values.items() if value != "auto"}
 
 
 def _values(config: ZeroConfig) -> dict[str, Any]:
@@ -100,16 +100,16 @@ def check_launch(config: ZeroConfig) -> None:
     ]
     if not differing:
         return
-    said = (
+    text = (
         f"`{command}` asks for {', '.join(differing)}, and the script's own configuration is the "
         "one that trains; name it in one place: "
     )
     options = "--preset, --precision and --set" if "--preset" in command else "the configuration"
-    said += f"leave {options} out of the command, or write the same values in the script"
+    text += f"leave {options} out of the command, or write the same values in the script"
     if command.startswith(OWN):
-        raise ConfigError(said)
+        raise ConfigError(text)
     if os.environ.get("RANK", "0") == "0":
-        logger.warning("%s", said)
+        logger.warning("%s", text)
 
 
 def _source(config: ZeroConfig, name: str) -> str:

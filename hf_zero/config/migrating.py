@@ -69,7 +69,7 @@ class Migration(NamedTuple):
     @property
     def runs(self) -> bool:
         """Whether hf-zero accepts the result."""
-        return all(found.outcome != "to fix" for found in self.findings)
+        return all(finding.outcome != "to fix" for finding in self.findings)
 
 
 def migrate(
@@ -107,7 +107,7 @@ def migrate(
 def _refuse_programs(before: Mapping[str, Any], source: str) -> None:
     names = {str(name).replace("-", "_") for name in before}
     for program, (keys, other) in PROGRAMS.items():
-        if (found := [key for key in keys if key in names]) and (len(found) > 1 or not other):
+        if (present := [key for key in keys if key in names]) and (len(present) > 1 or not other):
             held = before.get(other)
             part = (
                 f"pass {held}, which its key {other} names"
@@ -118,7 +118,7 @@ def _refuse_programs(before: Mapping[str, Any], source: str) -> None:
                 )
             )
             raise ConfigError(
-                f"{source} is a configuration of {program} ({listed(found)}), which also "
+                f"{source} is a configuration of {program} ({listed(present)}), which also "
                 f"describes models and data; {part}"
             )
 
@@ -139,29 +139,31 @@ def _settle(
         _mark(findings, dict.fromkeys(keys, ("left out", _said(error, source))))
         return _settle(_without(after, keys), findings, source, check)
     except ConfigError as error:
-        for said in Mistakes.texts(error):
-            keys = _offenders(said, findings, source)
-            of_file = [found for found in findings if found.key in keys and _names_file(found.key)]
+        for message in Mistakes.texts(error):
+            keys = _offenders(message, findings, source)
+            of_file = [
+                finding for finding in findings if finding.key in keys and _names_file(finding.key)
+            ]
             if of_file:
-                note = f"{said}; {of_file[0].note}"
+                note = f"{message}; {of_file[0].note}"
                 _mark(findings, {of_file[0].key: ("to fix", note)})
             else:
-                findings.append(KeyFinding(", ".join(keys), None, "to fix", said))
+                findings.append(KeyFinding(", ".join(keys), None, "to fix", message))
         reading = read_any(_here(after), source)
         given, autos = reading.given(), frozenset(reading.autos)
     else:
         values = {row.key: row.value for row in config.explain()}
         given = {path: value for path, value in values.items() if value not in (None, AUTO)}
         autos = config.autos
-    written = {_path(found.key): found.key for found in findings}
+    written = {_path(finding.key): finding.key for finding in findings}
     refused: dict[str, tuple[Outcome, str]] = {
         written.get(path, path): ("to fix", why) for path, why in check(given).items()
     }
     _mark(findings, refused)
     idle: dict[str, tuple[Outcome, str]] = {
-        found.key: ("no effect", why)
-        for found in findings
-        if found.outcome == "taken" and (why := _idle(found, given, autos))
+        finding.key: ("no effect", why)
+        for finding in findings
+        if finding.outcome == "taken" and (why := _idle(finding, given, autos))
     }
     _mark(findings, idle)
     return _without(after, idle)
@@ -178,7 +180,7 @@ def _idle(found: KeyFinding, values: Mapping[str, Any], autos: Collection[str]) 
 def _mark(findings: list[KeyFinding], outcomes: Mapping[str, tuple[Outcome, str]]) -> None:
     """Replace outcome and note of the findings of these keys, or add findings."""
     for key, (outcome, note) in outcomes.items():
-        at = next((i for i, found in enumerate(findings) if found.key == key), None)
+        at = next((i for i, finding in enumerate(findings) if finding.key == key), None)
         if at is None:
             findings.append(KeyFinding(key, None, outcome, note))
         else:
@@ -188,12 +190,14 @@ def _mark(findings: list[KeyFinding], outcomes: Mapping[str, tuple[Outcome, str]
 def _offenders(said: str, findings: list[KeyFinding], source: str) -> list[str]:
     """Return the keys of the file that a message about the result names."""
     named = [
-        found.key
-        for found in findings
-        if found.key and re.search(rf"{re.escape(f'{source}: {found.key}')}(?![\w.])", said)
+        finding.key
+        for finding in findings
+        if finding.key and re.search(rf"{re.escape(f'{source}: {finding.key}')}(?![\w.])", said)
     ]
     return named or [
-        found.key for found in findings if _names_file(found.key) and str(found.value) in said
+        finding.key
+        for finding in findings
+        if _names_file(finding.key) and str(finding.value) in said
     ]
 
 
@@ -205,15 +209,15 @@ def _without(mapping: Mapping[str, Any], gone: Collection[str], prefix: str = ""
     """Return ``mapping`` without the keys ``gone``, and without the sections that held only
     them.
     """
-    kept: dict[str, Any] = {}
+    remaining: dict[str, Any] = {}
     for name, value in mapping.items():
         written = f"{prefix}{name}"
         if written in gone:
             continue
         inner = _without(value, gone, f"{written}.") if isinstance(value, Mapping) else value
         if inner or inner == value:
-            kept[name] = inner
-    return kept
+            remaining[name] = inner
+    return remaining
 
 
 def _path(written: str) -> str:
@@ -234,8 +238,8 @@ def _deepspeed(
     before: Mapping[str, Any], findings: list[KeyFinding], source: str
 ) -> dict[str, Any]:
     """Translate DeepSpeed's JSON."""
-    kept = _dialect(before, "", findings, source)
-    optimizer = kept.get("optimizer") or {}
+    taken = _dialect(before, "", findings, source)
+    optimizer = taken.get("optimizer") or {}
     params = optimizer.get("params") or {}
     norm = params.get("max_grad_norm")
     if norm and before.get("gradient_clipping", AUTO) in (AUTO, norm):
@@ -243,20 +247,20 @@ def _deepspeed(
         if "gradient_clipping" in before:
             _mark(findings, {"gradient_clipping": ("translated", f"{norm}, of max_grad_norm")})
         findings.append(KeyFinding("optimizer.params.max_grad_norm", norm, "translated", note))
-        kept = _without(kept, ["optimizer.params.max_grad_norm"]) | {"gradient_clipping": norm}
+        taken = _without(taken, ["optimizer.params.max_grad_norm"]) | {"gradient_clipping": norm}
     idle = idle_params(optimizer.get("type"), params)
     gone = [name for name in params if name in idle]
     for name in gone:
         key = f"optimizer.params.{name}"
         findings.append(KeyFinding(key, params[name], "no effect", idle[name]))
-    kept = _without(kept, [f"optimizer.params.{name}" for name in gone])
-    left = (kept.get("optimizer") or {}).get("params")
+    taken = _without(taken, [f"optimizer.params.{name}" for name in gone])
+    left = (taken.get("optimizer") or {}).get("params")
     findings[:] = [
-        found._replace(value=left) if found.key == "optimizer.params" else found
-        for found in findings
-        if left or found.key != "optimizer.params" or not params
+        finding._replace(value=left) if finding.key == "optimizer.params" else finding
+        for finding in findings
+        if left or finding.key != "optimizer.params" or not params
     ]
-    return kept
+    return taken
 
 
 def _compiled(
@@ -275,19 +279,19 @@ def _compiled(
         why = "nothing is compiled without blocks: true"
         findings.append(KeyFinding("compile", dict(written), "no effect", why))
         return {}
-    kept = {"blocks": True, **ours}
-    beside = [name for name in written if name not in {*kept, "enabled", "disable"}]
+    options = {"blocks": True, **ours}
+    beside = [name for name in written if name not in {*options, "enabled", "disable"}]
     rest = f"; hf-zero has none of DeepCompile ({', '.join(beside)})" if beside else ""
-    note = f"compile: {plain(kept)}: torch.compile compiles the forward of each block{rest}"
+    note = f"compile: {plain(options)}: torch.compile compiles the forward of each block{rest}"
     findings.append(KeyFinding("compile", dict(written), "translated", note))
-    return kept
+    return options
 
 
 def _dialect(
     mapping: Mapping[str, Any], prefix: str, findings: list[KeyFinding], source: str
 ) -> dict[str, Any]:
     """Return the keys of ``mapping`` that are taken, each judged by itself."""
-    kept: dict[str, Any] = {}
+    taken: dict[str, Any] = {}
     for name, value in mapping.items():
         written = f"{prefix}{name}"
         path = canonical(written)
@@ -299,7 +303,7 @@ def _dialect(
                 else _compiled(value, findings, source)
             )
             if inner:
-                kept[name] = inner
+                taken[name] = inner
             continue
         reading = ConfigReading()
         reading.read_key(written, value, source)
@@ -312,7 +316,7 @@ def _dialect(
                 lost = misspelt(written, value) or path in SECTIONS
                 findings.append(_mistaken(written, value, reading, path, source, lost))
             else:
-                kept[name] = bare
+                taken[name] = bare
                 findings.append(
                     KeyFinding(written, value, "translated", f"{shown(bare)}, without quotes")
                 )
@@ -322,8 +326,8 @@ def _dialect(
             findings.append(KeyFinding(written, value, outcome, why))
         else:
             findings.append(KeyFinding(written, value, "taken"))
-            kept[name] = value
-    return kept
+            taken[name] = value
+    return taken
 
 
 def _unquoted(written: str, value: Any) -> Any:
@@ -376,16 +380,18 @@ def _said(error: HfZeroError, source: str) -> str:
     """Return the message without the names of file and key, and without advice to remove the
     key.
     """
-    said = str(error)
-    if "; known here: " in said or said.endswith("lists the keys"):
+    message = str(error)
+    if "; known here: " in message or message.endswith("lists the keys"):
         return "not known here"
-    said = re.sub(r"; remove (it|the section \w+)$", "", said.removeprefix(f"{source}: "))
-    said = re.sub(r"^unknown key '[^']*'[:;] ", "", said)
-    said = re.sub(r",? (and|or) remove the key or write .*|; remove the key or write .*", "", said)
+    message = re.sub(r"; remove (it|the section \w+)$", "", message.removeprefix(f"{source}: "))
+    message = re.sub(r"^unknown key '[^']*'[:;] ", "", message)
+    message = re.sub(
+        r",? (and|or) remove the key or write .*|; remove the key or write .*", "", message
+    )
     return re.sub(
         r"^.*? asks for (.*), which this version of hf-zero does not provide",
         r"hf-zero does not provide \1",
-        said,
+        message,
         flags=re.DOTALL,
     )
 

@@ -231,15 +231,18 @@ def translate_trainer(
     for name, value in section.items():
         path = TRANSLATED.get(name, name)
         findings[:] = [
-            found._replace(note=found.note.replace(f"{name}: ", f"{path}: ")) for found in findings
+            finding._replace(note=finding.note.replace(f"{name}: ", f"{path}: "))
+            for finding in findings
         ]
         *sections, last = path.split(".")
         inner = after
         for part in sections:
             inner = inner.setdefault(part, {})
         inner[last] = value
-    kept = {name: each for name, each in written.items() if name not in ("fsdp", "fsdp_config")}
-    return after, kept if arguments else {}
+    arguments_kept = {
+        name: each for name, each in written.items() if name not in ("fsdp", "fsdp_config")
+    }
+    return after, arguments_kept if arguments else {}
 
 
 def _unknown_below(
@@ -335,8 +338,8 @@ def translate_parallelism(
         key, name = f"parallelism_config.{full}", str(full).removeprefix(prefix)
         of_size = f"{name.partition('_')[0]}_size"  # dp_shard_size and dp_replicate_size are sizes
         if name not in _PARALLELISM:
-            found = _unknown_below("parallelism_config", full, value, prefix, _PARALLELISM)
-            findings.append(found)
+            finding = _unknown_below("parallelism_config", full, value, prefix, _PARALLELISM)
+            findings.append(finding)
         elif name in _SIZES and (value in (None, 1) or name == "dp_shard_size"):
             findings.append(KeyFinding(key, value, "no effect", _SIZES[name]))
         elif name == "dp_replicate_size":

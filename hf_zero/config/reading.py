@@ -58,7 +58,7 @@ class Mistakes(list[HfZeroError]):
             )
             raise kind(
                 f"{len(errors)} mistakes in the configuration:"
-                + "".join(f"\n- {said}" for said in errors)
+                + "".join(f"\n- {message}" for message in errors)
             )
 
 
@@ -392,9 +392,9 @@ def meant(written: str, value: Any) -> list[str]:
     those of :func:`_meant_at_top`, and else the names of its section that it resembles.
     """
     section, _, name = canonical(written).rpartition(".")
-    found = [] if section else _meant_at_top(name.lower(), value)
+    at_top = [] if section else _meant_at_top(name.lower(), value)
     siblings = [each for each in _known() if each.rpartition(".")[0] == section]
-    return found or closest(name, siblings, least=MISSPELT)
+    return at_top or closest(name, siblings, least=MISSPELT)
 
 
 def _meant_at_top(name: str, value: Any) -> list[str]:
@@ -412,14 +412,14 @@ def _meant_at_top(name: str, value: Any) -> list[str]:
     bare = bare.rstrip("0123456789")
     if not isinstance(value, Mapping) or not {*value} - {"enabled"}:
         return []
-    found = {
+    sections = {
         canonical(each): each
         for each in top
         if canonical(each) in SECTIONS
         and _share_a_word(bare, each)
         and all(canonical(f"{each}.{key}") in {*KEYS, *SECTIONS} for key in value)
     }
-    return [each for each in found.values() if not _idle(each)]
+    return [each for each in sections.values() if not _idle(each)]
 
 
 def _share_a_word(name: str, other: str) -> bool:
@@ -436,8 +436,8 @@ def _remedy(key: Key, value: Any, label: str) -> str:
     """
     options = _options(key.kind.schema)
     for name in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(name, str) and name not in options and (found := closest(name, options)):
-            return f"; did you mean {shown(found[0], label)}?"
+        if isinstance(name, str) and name not in options and (similar := closest(name, options)):
+            return f"; did you mean {shown(similar[0], label)}?"
     if isinstance(value, str):
         with suppress(ValueError):  # of the string, or of the kind
             meant = json.loads(value.lower())
@@ -509,20 +509,20 @@ def _is_foreign(written: str, value: Any) -> bool:
 
 def _unknown(written: str, value: Any, path: str, label: str) -> ConfigError:
     section, _, name = written.rpartition(".")
-    said = f"{label}: unknown key {written!r:.200}"
+    text = f"{label}: unknown key {written!r:.200}"
     if is_comment(name):
-        return ConfigError(f"{said}: it reads as a comment; remove it")
+        return ConfigError(f"{text}: it reads as a comment; remove it")
     if answer := ANSWERS.get(written.lower()):
-        return ConfigError(f"{said}: {answer}")
+        return ConfigError(f"{text}: {answer}")
     if not section and (names := _meant_at_top(name.lower(), value)):
-        return ConfigError(f"{said}; did you mean {' or '.join(map(repr, names))}?")
+        return ConfigError(f"{text}; did you mean {' or '.join(map(repr, names))}?")
     known = _known()
     siblings = [each for each in known if each.rpartition(".")[0] == path.rpartition(".")[0]]
     elsewhere = [each for each in known if each.rpartition(".")[2] == name]
-    found = sorted(elsewhere, key=_idle) or closest(name, siblings)
-    if found and (why := _idle(found[0])):
-        return ConfigError(f"{said}; it resembles {found[0]!r}, which {why}: remove it")
-    if found or section:
-        active = [each for each in found or siblings if not _idle(each)]
-        return ConfigError(f"{said}{did_you_mean(name, active)}")
-    return ConfigError(f"{said}; `hf-zero schema --table` lists the keys")
+    similar = sorted(elsewhere, key=_idle) or closest(name, siblings)
+    if similar and (why := _idle(similar[0])):
+        return ConfigError(f"{text}; it resembles {similar[0]!r}, which {why}: remove it")
+    if similar or section:
+        active = [each for each in similar or siblings if not _idle(each)]
+        return ConfigError(f"{text}{did_you_mean(name, active)}")
+    return ConfigError(f"{text}; `hf-zero schema --table` lists the keys")

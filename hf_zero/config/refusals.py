@@ -307,33 +307,33 @@ def refusals(values: Mapping[str, Any]) -> dict[str, str]:
     """Return, by key, the reasons why ``initialize`` or the launch refuses ``values``, the values
     of a configuration by path, on any number of ranks.
     """
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for section in _BUILT:
         if (kind := values.get(f"{section}.type")) is not None:
             try:
                 name = built_name(section, kind)
             except (ConfigError, NotBuiltError) as error:
-                found[f"{section}.type"] = str(error)
+                reasons[f"{section}.type"] = str(error)
             else:
                 conflicts = one_bit_conflicts(values) if name in ONE_BIT else {}
                 if conflicts:
-                    found[f"{section}.type"] = f"{name}: {'; '.join(conflicts.values())}"
+                    reasons[f"{section}.type"] = f"{name}: {'; '.join(conflicts.values())}"
     launcher = launcher_refusal(values.get(MULTINODE), values.get("num_machines"))
     if launcher:
-        found[MULTINODE] = launcher
+        reasons[MULTINODE] = launcher
     elastic = values.get(ELASTICITY) or {}
     written = [key for key in BATCH if key in values]
     if elastic.get("enabled"):
         if written and not elastic.get("ignore_non_elastic_batch_info"):
-            found[written[0]] = (
+            reasons[written[0]] = (
                 f"{ELASTICITY} computes the batch sizes; remove the key, or write "
                 f"{ELASTICITY}.ignore_non_elastic_batch_info: true"
             )
     elif TOTAL in values:
         micro, accumulation = values.get(MICRO, 1), values.get(ACCUMULATION, 1)
         if values[TOTAL] % (micro * accumulation):
-            found[TOTAL] = (
+            reasons[TOTAL] = (
                 f"{values[TOTAL]} is no multiple of {MICRO} × {ACCUMULATION} = {micro} × "
                 f"{accumulation}, so that no number of ranks fits ({EQUATION}); change one of them"
             )
-    return found
+    return reasons

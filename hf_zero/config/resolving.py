@@ -354,9 +354,9 @@ def _fitting_ranks(size: int, micros: Sequence[int], least: int, most: int) -> l
     """Return the numbers of ranks from ``least`` to ``most`` that split ``size`` into whole
     micro-batches, ascending.
     """
-    found = set()
+    fitting = set()
     for micro in micros:
         if size % micro == 0:
             steps = size // micro
-            found |= {each for each in range(least, min(most, steps) + 1) if steps % each == 0}
-    return sorted(found)
+            fitting |= {each for each in range(least, min(most, steps) + 1) if steps % each == 0}
+    return sorted(fitting)

@@ -43,8 +43,8 @@ def is_foreign(name: str, known: Iterable[str]) -> bool:
     if is_comment(name):
         return True
     names = list(known)
-    found = closest(name, names, least=MISSPELT)
-    return not found and name not in {each.rpartition(".")[2] for each in names}
+    similar = closest(name, names, least=MISSPELT)
+    return not similar and name not in {each.rpartition(".")[2] for each in names}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -52,9 +52,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     resembles ``name``.
     """
     names = list(known)
-    found = closest(name, names)
-    if found:
-        return "; did you mean " + " or ".join(repr(candidate) for candidate in found) + "?"
+    similar = closest(name, names)
+    if similar:
+        return "; did you mean " + " or ".join(repr(candidate) for candidate in similar) + "?"
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return f"; known here: {', '.join(sorted(names)[:LISTED])}{more}"
 

@@ -254,8 +254,8 @@ def read_training_file(path: str | os.PathLike[str]) -> TrainingFile:
     values = {"output_dir": f"runs/{Path(name).stem}", **reading.given()}
     values |= {path: os.path.expanduser(values[path]) for path in PATHS}
     training = TrainingFile(**values, written=tuple(reading.values))
-    for said in _contradictions(training):
-        reading.mistakes.append(ConfigError(f"{label}: {said}"))
+    for contradiction in _contradictions(training):
+        reading.mistakes.append(ConfigError(f"{label}: {contradiction}"))
     with reading.mistakes.collect():
         _check_config(training, label)
     reading.mistakes.throw()

@@ -72,9 +72,9 @@ def warn_once() -> None:
     """Log the faults of this process's environment on rank 0, unless this process or the launcher
     that started it has done so.
     """
-    found = [*faults(os.environ)]
-    if found and WARNED not in os.environ:
+    problems = [*faults(os.environ)]
+    if problems and WARNED not in os.environ:
         os.environ[WARNED] = "1"
-        for name, said in found:
+        for name, problem in problems:
             if name not in SAID_BY_LOG:
-                log_rank0(f"{name}: {said}", logging.WARNING)
+                log_rank0(f"{name}: {problem}", logging.WARNING)

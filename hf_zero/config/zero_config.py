@@ -282,8 +282,10 @@ class ZeroConfig(Settings):
         rows = explaining.explain(reading, check)
         if autos.keys().isdisjoint(resolving.BATCH):
             return rows
-        kept = {row.key: row for row in self.explain(None, check) if row.key in resolving.BATCH}
-        return [kept.get(row.key, row) for row in rows]
+        batch_rows = {
+            row.key: row for row in self.explain(None, check) if row.key in resolving.BATCH
+        }
+        return [batch_rows.get(row.key, row) for row in rows]
 
     def describe(self) -> str:
         """Return the rows of :meth:`explain` as aligned text, for a log."""

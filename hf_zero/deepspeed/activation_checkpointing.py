@@ -99,8 +99,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _settings.offload = offload_of(
             process_group.default_device(), _settings.config.activation_offload
         )
-    kept = contextlib.nullcontext() if _settings.offload is None else _settings.offload.part()
-    with kept:
+    offload = contextlib.nullcontext() if _settings.offload is None else _settings.offload.part()
+    with offload:
         return recompute.checkpoint(function, _settings.timing, args, kwargs)
 
 

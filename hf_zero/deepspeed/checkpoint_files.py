@@ -112,14 +112,14 @@ def agreed_target(engine: Any, save_dir: str | os.PathLike[str], tag: Any) -> Ta
     mode = str(_section(engine).get("tag_validation", "warn")).lower()
     if others and mode != "ignore":
         rank, other = others[0]
-        said = (
+        text = (
             f"rank {rank} wants to save as {_shown(other)} and rank 0 as {_shown(every[0])}; "
             "pass the same folder and tag on every rank, such as one that rank 0 broadcasts"
         )
         if mode == "fail":
-            raise TargetMismatchError(said)
+            raise TargetMismatchError(text)
         if engine.global_rank == 0:
-            logger.warning("%s; all ranks save as rank 0 says", said)
+            logger.warning("%s; all ranks save as rank 0 says", text)
     return every[0]
 
 

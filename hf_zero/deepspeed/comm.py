@@ -145,14 +145,14 @@ def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) ->
     """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of mpirun or
     srun. Raises LaunchError if no launcher has set any.
     """
-    found = announce(port=distributed_port)
-    if found is None:
+    rendezvous = announce(port=distributed_port)
+    if rendezvous is None:
         raise LaunchError(
             "mpi_discovery: neither mpirun nor srun has started this process; start it with one of "
             "them, or with hf-zero launch"
         )
     if verbose:
-        log_rank0(f"found by the variables of the launcher: {found}")
+        log_rank0(f"found by the variables of the launcher: {rendezvous}")
 
 
 def get_world_group() -> Any:

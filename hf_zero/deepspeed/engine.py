@@ -287,9 +287,9 @@ class DeepSpeedEngine(ReportingEngine):
             )
         tag = tag_of(self, load_dir, tag)
         if tag is None and self.memory is not None and not self.memory.by_route:
-            found = newest(self, load_dir, load_module_strict)
-            if found is not None and found.in_memory:
-                load_dir, tag = str(found.directory), found.tag
+            checkpoint = newest(self, load_dir, load_module_strict)
+            if checkpoint is not None and checkpoint.in_memory:
+                load_dir, tag = str(checkpoint.directory), checkpoint.tag
         if nothing_to_load(self, load_dir, tag):
             return None, {}
         path, state = super().load_checkpoint(
@@ -404,23 +404,23 @@ class StatesAway:
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    made = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return made.set_(storage)  # type: ignore[call-overload]
+    view = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return view.set_(storage)  # type: ignore[call-overload]
 
 
 def _state_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of an engine on its device, each with its kind."""
     for flat in engine.flats:
-        kept = flat.optimizer_shard
+        optimizer_shard = flat.optimizer_shard
         gradients = [flat.gradient.shard, flat.gradient.accumulated_grad]
         shard = flat.shard if flat.cast_master is None else flat.cast_master
-        found = {"lp_params": [flat.full, shard], "lp_grads": gradients}
-        if kept.has_own_master:
-            found["hp_params"] = [kept.master]
-        if kept.has_master and engine.bound is not None:
-            states = engine.bound.tensors(kept)
-            found["optim_states"] = [states[name] for name in states if name != "master"]
-        for kind, tensors in found.items():
+        by_kind = {"lp_params": [flat.full, shard], "lp_grads": gradients}
+        if optimizer_shard.has_own_master:
+            by_kind["hp_params"] = [optimizer_shard.master]
+        if optimizer_shard.has_master and engine.bound is not None:
+            states = engine.bound.tensors(optimizer_shard)
+            by_kind["optim_states"] = [states[name] for name in states if name != "master"]
+        for kind, tensors in by_kind.items():
             for tensor in tensors:
                 if isinstance(tensor, torch.Tensor) and tensor.device == engine.device:
                     yield kind, tensor

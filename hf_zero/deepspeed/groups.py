@@ -214,8 +214,8 @@ def get_max_expert_size_name() -> str:
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Return whether ``m`` has layers of the class MoE, and the number of experts of the first."""
-    found = next((module for module in m.modules() if isinstance(module, MoE)), None)
-    return found is not None, 0 if found is None else found.num_experts
+    first = next((module for module in m.modules() if isinstance(module, MoE)), None)
+    return first is not None, 0 if first is None else first.num_experts
 
 
 def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[Any]:

@@ -96,11 +96,11 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     def _named(cls, value: Any) -> Any:
         """Return the dtype for a dtype or one of its names."""
         name = str(value).removeprefix("torch.")
-        found = [dtype for dtype, names in DTYPES.items() if name in names]
-        if not found:
+        matching = [dtype for dtype, names in DTYPES.items() if name in names]
+        if not matching:
             known = ", ".join(name for names in DTYPES.values() for name in names)
             raise ValueError(f"dtype is {value!r}; known are {known}")
-        return found[0]
+        return matching[0]
 
     @field_validator("moe")
     @classmethod

@@ -278,8 +278,8 @@ def parse_range_list(range_str: str) -> list[int]:
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigError(f"{part!r} in {range_str!r} is not a range; write 3, or 2-4")
-        found = range(int(first), int(last or first) + 1)
-        if not found or (numbers and found[0] <= numbers[-1]):
+        interval = range(int(first), int(last or first) + 1)
+        if not interval or (numbers and interval[0] <= numbers[-1]):
             raise ConfigError(f"{range_str!r} does not ascend at {part!r}; sort its ranges")
-        numbers += found
+        numbers += interval
     return numbers

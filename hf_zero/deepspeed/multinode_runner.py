@@ -98,8 +98,8 @@ class MultiNodeRunner(ABC):
     def _meeting(self) -> dict[str, str]:
         """Return the rendezvous variables that the options give."""
         given = (("MASTER_ADDR", "master_addr"), ("MASTER_PORT", "master_port"))
-        found = {name: getattr(self.args, option, None) for name, option in given}
-        return {name: str(value) for name, value in found.items() if value}
+        values = {name: getattr(self.args, option, None) for name, option in given}
+        return {name: str(value) for name, value in values.items() if value}
 
 
 def _counts(pool: Mapping[str, Any]) -> dict[str, int]:

@@ -113,9 +113,9 @@ def compatible_ops() -> dict[str, bool]:
 
 
 def __getattr__(name: str) -> Any:
-    made = {"COMPATIBLE": compatible_ops, "HAS_TRITON": _has_triton}.get(name)
-    if made is not None:
-        globals()[name] = made()
+    compute = {"COMPATIBLE": compatible_ops, "HAS_TRITON": _has_triton}.get(name)
+    if compute is not None:
+        globals()[name] = compute()
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -139,17 +139,17 @@ class PinHandle:
         dtype, device = example_tensor.dtype, process_group.default_device()
         if kinds.is_host(device):
             nbytes = max(1, num_elem * dtype.itemsize)
-            made = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype, count=num_elem)
-            if _LIBC.mlock(made.data_ptr(), nbytes):
+            tensor = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype, count=num_elem)
+            if _LIBC.mlock(tensor.data_ptr(), nbytes):
                 raise HostMemoryError(
                     f"{nbytes:,} bytes could not be locked in memory: "
                     f"{os.strerror(ctypes.get_errno())}; raise the limit (ulimit -l), or use plain "
                     "tensors"
                 )
         else:
-            made = torch.zeros(num_elem, dtype=dtype, pin_memory=True)
-        self._held[made.data_ptr()] = made
-        return made
+            tensor = torch.zeros(num_elem, dtype=dtype, pin_memory=True)
+        self._held[tensor.data_ptr()] = tensor
+        return tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is within a tensor made by this handle, or is pinned by torch."""

@@ -119,18 +119,19 @@ class SubGroupSteps(CPUAdam):
 
     def _one(self, subgroup_id: int) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """Yield the parameter with a gradient, if there is one, and its group."""
-        found = [
+        with_gradient = [
             (group, param)
             for group in self.param_groups
             for param in group["params"]
             if param.grad is not None
         ]
-        if len(found) > 1:
+        if len(with_gradient) > 1:
             raise UnsupportedOptimizerError(
-                f"step_subgroup({subgroup_id}) has the state of one tensor, and {len(found)} "
-                "parameters have gradients; set param_groups to the sub-group's one, or call step()"
+                f"step_subgroup({subgroup_id}) has the state of one tensor, and "
+                f"{len(with_gradient)} parameters have gradients; set param_groups to the "
+                "sub-group's one, or call step()"
             )
-        yield from found
+        yield from with_gradient
 
 
 def _loss_of(closure: Callable[[], Any] | None) -> Any:

@@ -75,18 +75,18 @@ class CheckOverflow:
         self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None
     ) -> bool:
         given = list(params)
-        found = any(p.grad is not None and bool(has_inf_or_nan(p.grad)) for p in given)
+        overflow = any(p.grad is not None and bool(has_inf_or_nan(p.grad)) for p in given)
         if has_moe_params is None:
             has_moe_params = any(map(is_expert_parameter, given))
-        return _on_any_rank(found) if has_moe_params else found
+        return _on_any_rank(overflow) if has_moe_params else overflow
 
     def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
         """Check gradients by their norms, -1 for one that is not finite; on any rank (collective),
         unless ``reduce_overflow`` is False and there are no experts.
         """
-        found = any(norm == -1 or not math.isfinite(norm) for norm in norm_group)
+        overflow = any(norm == -1 or not math.isfinite(norm) for norm in norm_group)
         together = reduce_overflow or any(map(is_expert_parameter, self.params))
-        return _on_any_rank(found) if together else found
+        return _on_any_rank(overflow) if together else overflow
 
 
 def _on_any_rank(found: bool) -> bool:
@@ -199,12 +199,12 @@ class PartitionedTensor:
         cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: Any = None
     ) -> PartitionedTensor:
         """Rebuild a tensor from :meth:`to_meta` and :meth:`data` of another rank in this place."""
-        made = cls.__new__(cls)
+        tensor = cls.__new__(cls)
         numbers = meta.tolist()
         size = numbers[1 : 1 + numbers[0]]
-        made._hold(size, group, local_part.device if device is None else device)
-        made.local_data = local_part.detach()
-        return made
+        tensor._hold(size, group, local_part.device if device is None else device)
+        tensor.local_data = local_part.detach()
+        return tensor
 
     def to_meta(self) -> torch.Tensor:
         """Return its shape and parts: [dimensions, sizes, number of parts, this part, bounds]."""
@@ -251,8 +251,8 @@ def reduce_scatter_coalesced(
     own = sent.new_empty(sum(sizes))
     comm.reduce_scatter_tensor(own, sent.view(-1), group=group)
     parts = own.split(sizes)
-    kept = [max(0, min(t.numel() - rank * size, size)) for t, size in zip(tensors, sizes)]
-    return [part[:numel] for part, numel in zip(parts, kept)]
+    lengths = [max(0, min(t.numel() - rank * size, size)) for t, size in zip(tensors, sizes)]
+    return [part[:numel] for part, numel in zip(parts, lengths)]
 
 
 # ---- Loaders ----

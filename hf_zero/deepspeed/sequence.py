@@ -54,16 +54,16 @@ class UlyssesSPAttentionHF:
         division = registered("accelerate_division")()
         if division is None or division.ranks != sequence_parallel_size:
             division = Division(sequence_parallel_size)
-        made = sequence_parallel(
+        mpu = sequence_parallel(
             division.sequence,
             context_parallel_size=division.context,
             attention=core_attn_implementation,
             in_evaluation=not disable_in_eval,
         )
         if not seq_length_is_variable:
-            made.length = seq_length
+            mpu.length = seq_length
         _gather_losses()
-        return made
+        return mpu
 
 
 class UlyssesSPDataLoaderAdapter(SequenceBatches):
@@ -234,8 +234,8 @@ class TiledFusedLogitsLoss:
 
 
 def _recomputed(fn: Compute, *args: Any, **kwargs: Any) -> torch.Tensor:
-    found: torch.Tensor = checkpoint(fn, *args, use_reentrant=False, **kwargs)
-    return found
+    output: torch.Tensor = checkpoint(fn, *args, use_reentrant=False, **kwargs)
+    return output
 
 
 def _reduced(values: torch.Tensor, reduction: str) -> torch.Tensor:

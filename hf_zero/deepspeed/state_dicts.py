@@ -86,8 +86,8 @@ def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[BinaryIO] | 
 
 def _files(folder: str | os.PathLike[str], ending: str) -> list[str]:
     """Return the files of ``folder`` with this ending, ordered by the numbers in their names."""
-    found = Path(folder).glob(f"*_{ending}")
-    return sorted(map(str, found), key=lambda name: [*map(int, re.findall(r"\d+", name))])
+    files = Path(folder).glob(f"*_{ending}")
+    return sorted(map(str, files), key=lambda name: [*map(int, re.findall(r"\d+", name))])
 
 
 def _in_memory(content: dict[str, Any]) -> BinaryIO:

@@ -225,10 +225,10 @@ class _InDtype(TorchFunctionMode):
         self._dtype = dtype
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func in CONSTRUCTORS and made.is_floating_point():
-            return made.to(self._dtype)
-        return made
+        result = func(*args, **(kwargs or {}))
+        if func in CONSTRUCTORS and result.is_floating_point():
+            return result.to(self._dtype)
+        return result
 
 
 class OnDevice:

@@ -61,9 +61,9 @@ class DimMaker:
         if any(len(ranks) > 1 for ranks in sets):
             for place in range(places):
                 for ranks in sets:
-                    made = self._group(ranks, name, gathers=not place)
+                    dim = self._group(ranks, name, gathers=not place)
                     if self.rank in ranks:
-                        groups[place] = made
+                        groups[place] = dim
         if shares:
             groups[1] = groups[0]
         return MeshDim(
@@ -98,10 +98,10 @@ class DimMaker:
             # never the same one (device/streams.py, the note).
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options._timeout = limit
-        made = dist.new_group(list(ranks), timeout=limit, backend=own, pg_options=options)
+        group = dist.new_group(list(ranks), timeout=limit, backend=own, pg_options=options)
         if self.rank in ranks:
-            connect(made, ranks, self.device, self.watchdog, name)
-        return made
+            connect(group, ranks, self.device, self.watchdog, name)
+        return group
 
 
 def connect(
@@ -277,8 +277,8 @@ class FlatMeshMaker:
         if len(sets) > 1 and len(sets[0]) > 1:
             limit = timedelta(seconds=self._maker.timeout + MARGIN_SECONDS)
             for ranks in sets:
-                made = dist.new_group(list(ranks), limit, backends_of_parts())
-                own = made if self._maker.rank in ranks else own
+                new_group = dist.new_group(list(ranks), limit, backends_of_parts())
+                own = new_group if self._maker.rank in ranks else own
         mine = next(ranks for ranks in sets if self._maker.rank in ranks)
         if len(mine) == 1:
             return None

@@ -159,11 +159,11 @@ class ParallelDims:
     def _agreeing(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Return the sets of ranks with equal coordinates along ``axes``."""
         if axes not in self._sets:
-            found: dict[tuple[int, ...], list[int]] = {}
+            by_coordinates: dict[tuple[int, ...], list[int]] = {}
             for rank in range(self.world):
                 own = tuple(self.coordinate(rank, axis) for axis in axes)
-                found.setdefault(own, []).append(rank)
-            self._sets[axes] = [tuple(ranks) for ranks in found.values()]
+                by_coordinates.setdefault(own, []).append(rank)
+            self._sets[axes] = [tuple(ranks) for ranks in by_coordinates.values()]
         return self._sets[axes]
 
     @cached_property

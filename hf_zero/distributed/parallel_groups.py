@@ -62,29 +62,29 @@ class ParallelGroups:
                 continue
             name = f"{axis} parallelism"
             # one communicator: the model's graph orders all messages along it
-            made = self._axes[axis] = maker.make(sets, name, self.stats[axis], 1, shares=True)
-            if shared and made.size > 1:
-                for log in (made.gathers, made.reductions):
+            dim = self._axes[axis] = maker.make(sets, name, self.stats[axis], 1, shares=True)
+            if shared and dim.size > 1:
+                for log in (dim.gathers, dim.reductions):
                     log.deferred = get_world_group().deferred
 
     def wait_at_most(self, seconds: float) -> None:
         """Set the timeout of waits along each axis to ``seconds``: the ``timeout`` of an engine,
         whose configuration may be known only after the groups were made.
         """
-        for made in self.axes.values():
-            made.wait_at_most(seconds)
+        for dim in self.axes.values():
+            dim.wait_at_most(seconds)
 
     @property
     def axes(self) -> dict[str, MeshDim]:
         """The dimensions by axis, each of them once."""
-        first = {id(made): axis for axis, made in reversed(self._axes.items())}
-        return {axis: made for axis, made in self._axes.items() if first[id(made)] == axis}
+        first = {id(dim): axis for axis, dim in reversed(self._axes.items())}
+        return {axis: dim for axis, dim in self._axes.items() if first[id(dim)] == axis}
 
     @property
     def logs(self) -> dict[str, CollectiveLog]:
         """The logs of the communicators, by purpose."""
-        axes = {axis: made for axis, made in self.axes.items() if made.size > 1}
-        gathers = {f"gathers along {axis}": made.gathers for axis, made in axes.items()}
+        axes = {axis: dim for axis, dim in self.axes.items() if dim.size > 1}
+        gathers = {f"gathers along {axis}": dim.gathers for axis, dim in axes.items()}
         return gathers | {f"reductions along {axis}": m.reductions for axis, m in axes.items()}
 
     def along(self, axis: str) -> MeshDim:
@@ -126,18 +126,18 @@ def init_parallel(
         )
     if not is_initialized():
         return ParallelGroups(dims, device or default_device(), timeout)
-    made = _groups.setdefault(default_store(), [])
-    held = next((each for each in made if each.dims == dims), None)
+    stack = _groups.setdefault(default_store(), [])
+    held = next((each for each in stack if each.dims == dims), None)
     if held is None:
-        held = ParallelGroups(dims, device or default_device(), timeout, made)
-    made[:] = [each for each in made if each is not held] + [held]
+        held = ParallelGroups(dims, device or default_device(), timeout, stack)
+    stack[:] = [each for each in stack if each is not held] + [held]
     return held
 
 
 def get_parallel() -> ParallelGroups | None:
     """Return the current groups of :func:`init_parallel`; None if the job is data parallel only."""
-    made = _made()
-    return made[-1] if made else None
+    stack = _made()
+    return stack[-1] if stack else None
 
 
 def dims_in_effect() -> ParallelDims:
@@ -153,13 +153,13 @@ def restorer() -> Callable[[], None]:
     former = list(_made())
 
     def restore() -> None:
-        made = _made()
-        kept = {id(along) for each in former for along in each.axes.values()}
-        for groups in [each for each in made if each not in former]:
+        stack = _made()
+        former_dims = {id(along) for each in former for along in each.axes.values()}
+        for groups in [each for each in stack if each not in former]:
             for along in groups.axes.values():
-                if id(along) not in kept:
+                if id(along) not in former_dims:
                     along.close()
-        made[:] = former
+        stack[:] = former
 
     return restore
 

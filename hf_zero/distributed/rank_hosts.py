@@ -48,9 +48,9 @@ def choose_interface(
     if os.environ.get(VARIABLES[0]):
         _check(os.environ[VARIABLES[0]], VARIABLES[0])
         return
-    found = interface_of(_leading_to(master_addr, several_hosts)) if master_addr else None
-    if found is not None:
-        os.environ[VARIABLES[0]] = found
+    leading = interface_of(_leading_to(master_addr, several_hosts)) if master_addr else None
+    if leading is not None:
+        os.environ[VARIABLES[0]] = leading
 
 
 def interfaces() -> list[str]:

@@ -543,12 +543,12 @@ def _different_collectives(
 ) -> HangDiagnosis | None:
     """Diagnose another rank that has issued another collective under the same number."""
     log, number, _, _ = own["wait"]
-    said = _issued_as(own, log, number)
+    issued = _issued_as(own, log, number)
     for each, post in posts.items():
         other = _issued_as(post, log, number)
-        if said is not None and other is not None and other != said:
+        if issued is not None and other is not None and other != issued:
             return _same(
-                f"rank {rank} is at {in_words(said)}, rank {each} at {in_words(other)} (both "
+                f"rank {rank} is at {in_words(issued)}, rank {each} at {in_words(other)} (both "
                 f"number {number} of {log}). {REMEDY}"
             )
     return None
@@ -584,14 +584,14 @@ def _stuck(
 ) -> HangDiagnosis | None:
     """Diagnose a needed rank that waits, directly or through others, for this one."""
     log, number, what, needs = own["wait"]
-    stuck, found = {rank: own}, {rank: own}
-    while found:  # ranks that were found in the last round
-        found = {
+    stuck, newly_stuck = {rank: own}, {rank: own}
+    while newly_stuck:  # ranks that were found in the last round
+        newly_stuck = {
             each: post
             for each, post in posts.items()
-            if each not in stuck and post["state"] in stuck_in and _lacks(post, found, each)
+            if each not in stuck and post["state"] in stuck_in and _lacks(post, newly_stuck, each)
         }
-        stuck.update(found)
+        stuck.update(newly_stuck)
     for peer in needs:
         if peer != rank and peer in stuck and sequence_number(stuck[peer], log) <= number:
             there, at, instead, _ = stuck[peer]["wait"]

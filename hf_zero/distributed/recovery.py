@@ -205,12 +205,12 @@ class PassTracker:
 
     def last(self) -> str:
         """Return the last collective on each communicator that has had one, in words."""
-        said = [
+        collectives = [
             f"{log.recent[-1]} (number {log.sequence_number - 1} of {role})"
             for role, log in self._logs.items()
             if log.recent
         ]
-        return "; ".join(said) or "nothing"
+        return "; ".join(collectives) or "nothing"
 
     def answer_to(self, peer: int, statement: Mapping[str, Any]) -> str | None:
         """Return this rank's answer to ``statement`` of ``peer``: "" is yes; None: not

@@ -200,7 +200,7 @@ def _number(environ: Mapping[str, str], name: str) -> Number | None:
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> Number | None:
-    return next((found for name in names if (found := _number(environ, name)) is not None), None)
+    return next((number for name in names if (number := _number(environ, name)) is not None), None)
 
 
 def _given(environ: Mapping[str, str], name: str, argument: int) -> Number | None:
@@ -413,13 +413,13 @@ def expand_tasks(text: str, name: str) -> list[int]:
     """Return the tasks on each node, as SLURM counts them: ``2(x3),1`` is 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.split(","):
-        found = TASKS.fullmatch(part.strip())
-        if found is None:
+        match = TASKS.fullmatch(part.strip())
+        if match is None:
             raise LaunchError(
                 f"{name}={text!r} is not a list of tasks per node as SLURM writes it, such as "
                 f"2(x3),1: {part.strip()!r}"
             )
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
@@ -448,8 +448,8 @@ def _expand(part: str, text: str, name: str) -> Iterator[str]:
         yield part
         return
     for piece in group[1].split(","):
-        found = RANGE.fullmatch(piece.strip())
-        first, last = (found[1], found[2] or found[1]) if found else ("1", "0")
+        match = RANGE.fullmatch(piece.strip())
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(first) > int(last):
             raise LaunchError(
                 f"{name}={text!r} holds {piece.strip()!r} in brackets, which is not a number and "

@@ -123,11 +123,11 @@ class StageMessages:
             for ranks in dict.fromkeys(
                 dims.ranks_along(rank, "pipeline") for rank in range(dims.world)
             ):
-                made = dist.new_group(list(ranks), limit, backends_of_parts(), device_id=bound)
+                group = dist.new_group(list(ranks), limit, backends_of_parts(), device_id=bound)
                 if groups.rank in ranks:
-                    own = made
+                    own = group
                     watchdog = get_world_group().watchdog
-                    connect(made, ranks, groups.device, watchdog, f"the pipeline of {name}")
+                    connect(group, ranks, groups.device, watchdog, f"the pipeline of {name}")
         return cls(
             dims.ranks_along(groups.rank, "pipeline"),
             groups.rank,
@@ -320,17 +320,17 @@ def _announced(
     """
     left = iter(numbers)
     count, single = next(left), bool(next(left))
-    found: list[Shape | None] = []
+    shapes: list[Shape | None] = []
     grads: list[bool] = []
     for _ in range(count):
         code = next(left)
         if code < 0:
-            found.append(None)
+            shapes.append(None)
             grads.append(False)
             continue
         grads.append(bool(next(left)))
-        found.append((tuple(next(left) for _ in range(next(left))), DTYPES[code]))
-    return found, tuple(grads), single
+        shapes.append((tuple(next(left) for _ in range(next(left))), DTYPES[code]))
+    return shapes, tuple(grads), single
 
 
 def dim_of_stages(

@@ -198,8 +198,8 @@ def read_entries(store: Any, key: str) -> dict[int, str]:
     """Return the last entry of each rank in the list ``key``, but for those that it withdrew."""
     if not store.check([key]):
         return {}
-    found = dict(map(json.loads, store.get(key).decode().splitlines()))
-    return {rank: entry for rank, entry in found.items() if entry is not None}
+    entries = dict(map(json.loads, store.get(key).decode().splitlines()))
+    return {rank: entry for rank, entry in entries.items() if entry is not None}
 
 
 class Bell:
@@ -293,10 +293,10 @@ class StoreMessages:
 
         Raises RankMismatchError if it will not come, RuntimeError if the store is gone.
         """
-        found = self.receive_all(topic, number, [rank])[rank]
-        if isinstance(found, RankMismatchError):
-            raise found
-        return found
+        message = self.receive_all(topic, number, [rank])[rank]
+        if isinstance(message, RankMismatchError):
+            raise message
+        return message
 
     def receive_all(
         self, topic: str, number: int, ranks: Sequence[int]
@@ -308,20 +308,20 @@ class StoreMessages:
         """
         missing = self._await(topic, number, ranks)
         came = [rank for rank in ranks if rank not in missing]
-        found: dict[int, str | RankMismatchError] = {}
+        messages: dict[int, str | RankMismatchError] = {}
         for at in range(0, len(came), AT_ONCE):
             part = came[at : at + AT_ONCE]
             values = self._store.multi_get([f"{topic}/{rank}" for rank in part])
             for rank, value in zip(part, values):
-                sent, _, found[rank] = value.decode().partition("|")
+                sent, _, messages[rank] = value.decode().partition("|")
                 if sent != str(number):  # this rank was held up for longer than the others wait
                     missing[rank] = f"it has gone on, and its message {sent} has replaced this one"
         for rank, why in missing.items():
-            found[rank] = RankMismatchError(
+            messages[rank] = RankMismatchError(
                 f"rank {rank} did not report the result of its write: {why}; its own output says "
                 "more"
             )
-        return found
+        return messages
 
     def _await(self, topic: str, number: int, ranks: Sequence[int]) -> dict[int, str]:
         """Wait for the messages of ``ranks``. Return those that will not come, and why."""

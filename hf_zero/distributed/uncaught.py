@@ -118,7 +118,7 @@ def described(error: BaseException, trace: TracebackType | None) -> str:
 
 def _line_of_the_script(trace: TracebackType | None) -> str:
     """Return the innermost line outside installed packages and hf-zero itself."""
-    found = ""
+    line = ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         inside = (
@@ -129,9 +129,9 @@ def _line_of_the_script(trace: TracebackType | None) -> str:
             or Path(file).resolve().is_relative_to(STDLIB)
         )
         if not inside:
-            found = f"{file}:{trace.tb_lineno}"
+            line = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return found
+    return line
 
 
 def _print_once(error: BaseException, trace: TracebackType | None) -> None:
@@ -139,20 +139,20 @@ def _print_once(error: BaseException, trace: TracebackType | None) -> None:
     if not os.environ.get("RANK", "").isdecimal():  # the error may be about that
         print(f"hf-zero: {text}", file=sys.stderr, flush=True)
         return
-    rank, said = int(os.environ["RANK"]), _Said()
+    rank, printed = int(os.environ["RANK"]), _Said()
     failed_rank = getattr(error, "failed_rank", None)
     if failed_rank is not None:
-        said.within(WAIT_SECONDS, _report_of(failed_rank))
-        if not said.claim(text):
+        printed.within(WAIT_SECONDS, _report_of(failed_rank))
+        if not printed.claim(text):
             return
     elif rank:
-        if said.within(WAIT_SECONDS, text) or not said.claim(text):
+        if printed.within(WAIT_SECONDS, text) or not printed.claim(text):
             return
-    elif said.within(0.0, text):
+    elif printed.within(0.0, text):
         return
     print(f"hf-zero, rank {rank}: {text}", file=sys.stderr, flush=True)
-    said.claim(text)  # rank 0 claims after it has printed: its end makes the launcher end others
-    said.claim(_report_of(rank))
+    printed.claim(text)  # rank 0 claims after it has printed: its end makes the launcher end others
+    printed.claim(_report_of(rank))
 
 
 def _report_of(rank: int) -> str:

@@ -209,10 +209,10 @@ class Watchdog:
         if cause is None and self.rank_status is not None and pending.log is not None:
             # the groups of a destroyed engine are closed: its connections go without a failure
             self.rank_status.publish("waits", pending=pending)
-            found = self.rank_status.diagnose(pending)
-            if found is not None:
-                self._conclude(*found)
-                return RankMismatchError(found.text)
+            diagnosis = self.rank_status.diagnose(pending)
+            if diagnosis is not None:
+                self._conclude(*diagnosis)
+                return RankMismatchError(diagnosis.text)
         if cause is None:
             others = rank_hosts.of(
                 rank
@@ -240,14 +240,14 @@ class Watchdog:
         if rank_status is not None and not self.verdict:
             rank_status.publish("waits", pending=pending)
             limit = time.monotonic() + PATIENCE_SECONDS
-            found = rank_status.diagnose(pending)
+            diagnosis = rank_status.diagnose(pending)
             for pause in poll_pauses():
-                if found is not None or time.monotonic() >= limit:
+                if diagnosis is not None or time.monotonic() >= limit:
                     break
                 time.sleep(pause)
-                found = rank_status.diagnose(pending)
+                diagnosis = rank_status.diagnose(pending)
             text = f"rank {rank_status.rank} is at {pending}, another rank elsewhere"
-            self._conclude(*(found or HangDiagnosis(text, text)))
+            self._conclude(*(diagnosis or HangDiagnosis(text, text)))
         return RankMismatchError(self.verdict)
 
     def _conclude(self, verdict: str, cause: str, sever: Callable[[], None] | None = None) -> None:

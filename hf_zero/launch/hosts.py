@@ -73,10 +73,10 @@ def read_hostfile(path: Path) -> list[Host]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        found = LINE.fullmatch(text)
-        if found is None:
+        match = LINE.fullmatch(text)
+        if match is None:
             raise LaunchError(f"{path}, line {number}: {text!r:.200} is not `host slots=N`")
-        name, slots = found[1], int(found[2][:9])
+        name, slots = match[1], int(match[2][:9])
         # An ssh option or a user's login: filters could not name such a host.
         if name.startswith("-") or "@" in name or not _resolvable(name):
             raise LaunchError(
@@ -180,19 +180,19 @@ def _read_filter(option: str, text: str, hosts: dict[str, Host]) -> dict[str, tu
     """Return the hosts and slots of a filter; a host without slots means all of its slots."""
     named: dict[str, tuple[int, ...]] = {}
     for part in text.split("@"):
-        found = NODE.fullmatch(part.strip())
+        match = NODE.fullmatch(part.strip())
         slots = (
-            [slot.strip() for slot in found[2].split(",")] if found and found[2] is not None else []
+            [slot.strip() for slot in match[2].split(",")] if match and match[2] is not None else []
         )
-        if found is None or not all(map(SLOT.fullmatch, slots)):
+        if match is None or not all(map(SLOT.fullmatch, slots)):
             raise LaunchError(
                 f"{option} {text!r}: {part!r} is not HOST or HOST:SLOT,SLOT; hosts are joined by "
                 "@, as in worker-0@worker-1:0,2"
             )
-        host = hosts.get(found[1])
+        host = hosts.get(match[1])
         if host is None:
             raise LaunchError(
-                f"{option} {text!r}: there is no host {found[1]!r}; the hosts are "
+                f"{option} {text!r}: there is no host {match[1]!r}; the hosts are "
                 f"{_names(list(hosts.values()))}"
             )
         wanted = set(map(int, slots)) or set(host.slots)
@@ -230,10 +230,10 @@ def is_here(host: str) -> bool:
     if host in ("localhost", socket.gethostname()):
         return True
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.bind(address)
@@ -266,7 +266,7 @@ def address_of(host: str, ssh: Sequence[str]) -> str:
         return min(usable, key=lambda address: ":" in address)  # IPv4 preferred
     asked = ["hostname", "-I"] if is_here(host) else [*ssh, host, "hostname -I"]
     try:
-        said = subprocess.run(
+        resolved = subprocess.run(
             asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -274,11 +274,11 @@ def address_of(host: str, ssh: Sequence[str]) -> str:
             f"{host} cannot be asked for its address ({shlex.join(asked)}: "
             f"{error}); pass --master-addr"
         ) from None
-    words = said.stdout.split()
-    if said.returncode or not words:
+    words = resolved.stdout.split()
+    if resolved.returncode or not words:
         raise LaunchError(
-            f"{host} does not tell its address: {shlex.join(asked)} ended with {said.returncode}: "
-            f"{said.stderr.strip()[-300:]!r}. "
+            f"{host} does not tell its address: {shlex.join(asked)} ended with "
+            f"{resolved.returncode}: {resolved.stderr.strip()[-300:]!r}. "
             "Make it reachable without a password, or pass --master-addr"
         )
     return words[0]

@@ -61,16 +61,16 @@ def main() -> int:
             raise
         if whole:
             traceback.print_exc()
-        code, said = ended
-        print(f"hf-zero launch: {said}", file=sys.stderr, flush=True)
+        code, message = ended
+        print(f"hf-zero launch: {message}", file=sys.stderr, flush=True)
         return code
     return 0
 
 
 def _wanted(record: logging.LogRecord) -> bool:
     """Whether a message of torchrun is shown; its notice of threads becomes one line."""
-    said = record.getMessage()
-    if THREADS in said:
+    message = record.getMessage()
+    if THREADS in message:
         print(
             f"hf-zero launch: torch uses one CPU thread in each rank, as torchrun sets it; set "
             f"{THREADS} for more",
@@ -78,7 +78,7 @@ def _wanted(record: logging.LogRecord) -> bool:
             flush=True,
         )
         return False
-    return not any(part in said for part in NOISE)
+    return not any(part in message for part in NOISE)
 
 
 def _ended(error: Any) -> tuple[int, str] | None:
@@ -111,11 +111,11 @@ def _first(failures: Mapping[int, Any]) -> tuple[int, Any, str]:
     (``distributed/uncaught.py``): a rank that has none may have followed another. Of ranks with
     the same error, it is the lowest, which has printed it.
     """
-    said: dict[int, str] = {}
+    errors: dict[int, str] = {}
     for rank, failure in failures.items():
         message = failure.error_file_data.get("message")
         if isinstance(message, dict):
-            said[rank] = message["message"]
+            errors[rank] = message["message"]
 
     def order(rank: int) -> tuple[int, int, int]:
         # torchrun notes all ends at once: a rank that follows another fails, or is stopped
@@ -123,11 +123,13 @@ def _first(failures: Mapping[int, Any]) -> tuple[int, Any, str]:
         follows = 2 if code in STOPPED else 1 if code == 1 else 0
         return follows, failures[rank].timestamp, rank
 
-    rank = min(said or failures, key=order)
+    rank = min(errors or failures, key=order)
     ended = (1, -signal.SIGTERM)  # with its error; torchrun may stop it while it ends
-    alike = [each for each in said if said[each] == said[rank] and failures[each].exitcode in ended]
+    alike = [
+        each for each in errors if errors[each] == errors[rank] and failures[each].exitcode in ended
+    ]
     rank = min(alike, default=rank)
-    error = _short(said.get(rank, ""))
+    error = _short(errors.get(rank, ""))
     return rank, failures[rank], f" ({error})" if error else ""
 
 

@@ -90,8 +90,8 @@ def _card(training: TrainingFile) -> list[str]:
 def _docstring(training: TrainingFile, trainer: str) -> list[str]:
     what = VERBS.get(training.task, "Fine-tune {} on {}").format(training.model, training.dataset)
     lora = {LORA: " and LoRA adapters", QLORA: " and LoRA adapters on a base of 4 bits"}
-    said = f"{what} with TRL's {trainer}Trainer{lora.get(training.adapters, '')}."
-    return ['r"""' + said.replace('"', "'"), "", launch_command(training), '"""']
+    summary = f"{what} with TRL's {trainer}Trainer{lora.get(training.adapters, '')}."
+    return ['r"""' + summary.replace('"', "'"), "", launch_command(training), '"""']
 
 
 def _arguments(training: TrainingFile) -> dict[str, str]:
@@ -104,8 +104,8 @@ def _arguments(training: TrainingFile) -> dict[str, str]:
         **({"packing": True, "packing_strategy": "wrapped"} if training.task == PRETRAIN else {}),
         **({"eval_strategy": "steps" if training.eval_steps else "epoch"} if evaluates else {}),
     }
-    found = {name: _literal(value) for name, value in values.items()}
-    return {**found, "use_cpu": "not torch.accelerator.is_available()"}
+    literals = {name: _literal(value) for name, value in values.items()}
+    return {**literals, "use_cpu": "not torch.accelerator.is_available()"}
 
 
 def dataset_arguments(training: TrainingFile) -> tuple[list[str], dict[str, str]]:

@@ -106,14 +106,14 @@ class EngineCollectives:
 
     def totals(self) -> list[dict[str, Any]]:
         """Return the rows of all units summed up, by operation and group."""
-        found: dict[tuple[str, str], dict[str, Any]] = {}
+        sums: dict[tuple[str, str], dict[str, Any]] = {}
         for row in self.rows.values():
-            kept = row.as_dict()
-            del kept["unit"]
-            total = found.setdefault((row.operation, row.group), dict.fromkeys(kept, 0))
-            for name, value in kept.items():
+            figures = row.as_dict()
+            del figures["unit"]
+            total = sums.setdefault((row.operation, row.group), dict.fromkeys(figures, 0))
+            for name, value in figures.items():
                 total[name] = value if isinstance(value, str) else total[name] + value
-        return list(found.values())
+        return list(sums.values())
 
     def wait(self, row: CollectiveRow, wait: Callable[[], None]) -> None:
         """Call ``wait`` and time it."""
@@ -142,12 +142,12 @@ class EngineCollectives:
         """Add the times of ``waits`` to their rows; return their milliseconds by "gather" and
         "reduction".
         """
-        found = defaultdict[str, float](float)
+        milliseconds = defaultdict[str, float](float)
         for row, watches in waits:
             took = sum(watch.read() for watch in watches)
             row.waited += took
-            found["gather" if row.operation == GATHERS else "reduction"] += took
-        return found
+            milliseconds["gather" if row.operation == GATHERS else "reduction"] += took
+        return milliseconds
 
 
 class IssuedStats(CollectiveStats):

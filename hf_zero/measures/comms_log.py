@@ -158,13 +158,13 @@ class CommsLogger:
         every = [times]
         if process_group.is_initialized():
             every = world_group.get_world_group().all_gather_object(times, "the log of collectives")
-        found: dict[str, dict[int, dict[str, Any]]] = {}
+        stragglers: dict[str, dict[int, dict[str, Any]]] = {}
         for name, sizes in times.items():
             for size, own in sizes.items():
                 ranks = [each.get(name, {}).get(size, own) for each in every]
                 fastest = [min(call) for call in zip(*ranks)]
                 late = [mine - least for mine, least in zip(own, fastest)]
-                found.setdefault(name, {})[size] = {
+                stragglers.setdefault(name, {})[size] = {
                     "count": len(fastest),
                     "total_comm_lat_ms": sum(fastest),
                     "total_straggler_ms": sum(late),
@@ -173,7 +173,7 @@ class CommsLogger:
                     "msg_size_bytes": size,
                     "msg_size_str": convert_size(size),
                 }
-        return found
+        return stragglers
 
 
 comms_logger = CommsLogger()
@@ -275,5 +275,5 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     if not 0.0 <= trim_percent < 0.5:
         raise ConfigError(f"trim_percent is {trim_percent}; give a number in [0, 0.5)")
     cut = int(trim_percent * len(data))
-    kept = sorted(data)[cut : len(data) - cut]
-    return sum(kept) / len(kept) if kept else 0.0
+    middle = sorted(data)[cut : len(data) - cut]
+    return sum(middle) / len(middle) if middle else 0.0

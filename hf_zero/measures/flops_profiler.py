@@ -124,19 +124,19 @@ class FlopsProfiler:
         """Return operations by the name of a module, "" for the model itself."""
         counted = self._by_module if self._counter is None else self._counter.get_flop_counts()
         root = type(self.model).__name__
-        found = {name: sum(ops.values()) for name, ops in counted.items()}
-        made = {"": found.get("Global", 0)}
+        by_module = {name: sum(ops.values()) for name, ops in counted.items()}
+        counts = {"": by_module.get("Global", 0)}
         for name, module in self.model.named_modules():
-            own = found.get(f"{root}.{name}", 0)
+            own = by_module.get(f"{root}.{name}", 0)
             if name and own:
-                made[name] = own
+                counts[name] = own
                 if isinstance(module, self._ignored):
                     parents = name.split(".")[:-1]
                     for depth in range(len(parents) + 1):
                         parent = ".".join(parents[:depth])
-                        made[parent] = made.get(parent, 0) - own
-                    made[name] = 0
-        return made
+                        counts[parent] = counts.get(parent, 0) - own
+                    counts[name] = 0
+        return counts
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Return the floating-point operations; a multiplication and an addition count as two."""
@@ -211,11 +211,11 @@ class FlopsProfiler:
     def _by_class(self, counts: Mapping[str, int]) -> dict[int, Counter[str]]:
         """Return operations by depth and class of module."""
         modules = dict(self.model.named_modules())
-        found: dict[int, Counter[str]] = {}
+        by_depth: dict[int, Counter[str]] = {}
         for name, flops in counts.items():
             kind = type(modules[name]).__name__
-            found.setdefault(depth_of(name), Counter())[kind] += flops
-        return found
+            by_depth.setdefault(depth_of(name), Counter())[kind] += flops
+        return by_depth
 
     def _of_engine(self) -> list[tuple[str, Any]]:
         engine = self.ds_engine

@@ -91,16 +91,16 @@ class MetricsReader:
     def rows(self) -> list[dict[str, Any]]:
         """Return the figures and the other records of the run so far, as :func:`read_rows`."""
         known, self._files = self._files, {}
-        found: list[dict[str, Any]] = []
+        records: list[dict[str, Any]] = []
         for path in files_of(self.folder):
             with suppress(FileNotFoundError):  # renamed by a rotation: the next call reads it
-                found += self._read(path, known)
-        return found
+                records += self._read(path, known)
+        return records
 
     def _read(self, path: Path, known: Mapping[int, _ReadFile]) -> list[dict[str, Any]]:
         with open(path, "rb") as opened:
-            found = os.fstat(opened.fileno())
-            file = known.get(found.st_ino, _ReadFile())
+            status = os.fstat(opened.fileno())
+            file = known.get(status.st_ino, _ReadFile())
             opened.seek(file.end - len(file.tail))
             if opened.read(len(file.tail)) != file.tail:
                 file = _ReadFile()
@@ -110,7 +110,7 @@ class MetricsReader:
         file.rows += self._checked(whole)
         file.end += len(whole)
         file.tail = (file.tail + whole)[-TAIL:]
-        self._files[found.st_ino], self.updated = file, max(self.updated, found.st_mtime)
+        self._files[status.st_ino], self.updated = file, max(self.updated, status.st_mtime)
         return [*file.rows, *self._checked(content[len(whole) :])]
 
     def _checked(self, content: bytes) -> list[dict[str, Any]]:

@@ -65,10 +65,10 @@ def run_header(engine: Any, plan: EnginePlan) -> dict[str, Any]:
 
 def _by_host(every: Iterable[tuple[str, int, str]]) -> dict[tuple[str, str], list[int]]:
     """Return the ranks of each host and device."""
-    found: dict[tuple[str, str], list[int]] = {}
+    ranks_of: dict[tuple[str, str], list[int]] = {}
     for host, device, rank in sorted((host, device, rank) for host, rank, device in every):
-        found.setdefault((host, device), []).append(rank)
-    return found
+        ranks_of.setdefault((host, device), []).append(rank)
+    return ranks_of
 
 
 def predicted_rows(own: Needs) -> Iterator[dict[str, Any]]:

@@ -128,11 +128,11 @@ class StepTrace:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rank.json"
             self._profile.export_chrome_trace(str(file))
-            found = json.loads(file.read_text())
-        base = found.get("baseTimeNanoseconds", 0) / 1e3
+            trace = json.loads(file.read_text())
+        base = trace.get("baseTimeNanoseconds", 0) / 1e3
         events = [
             event | ({"ts": event["ts"] + base} if "ts" in event else {})
-            for event in found["traceEvents"]
+            for event in trace["traceEvents"]
         ]
         return gzip.compress(json.dumps(events).encode(), 5)
 

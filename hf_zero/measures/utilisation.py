@@ -59,8 +59,8 @@ def flops_per_token(model: nn.Module, length: float, tensor: int, stages: int) -
     tables: dict[int, nn.Parameter] = {}
     matrices: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        found = tables if isinstance(module, nn.Embedding) else matrices
-        found.update({id(p): p for p in module.parameters(recurse=False) if p.dim() > 1})
+        numbers = tables if isinstance(module, nn.Embedding) else matrices
+        numbers.update({id(p): p for p in module.parameters(recurse=False) if p.dim() > 1})
     dense = sum((6 if p.requires_grad else 4) * p.numel() for p in matrices.values())
     layers = getattr(text, "num_hidden_layers", 0) or 0
     width = getattr(text, "hidden_size", 0) or 0

@@ -150,18 +150,18 @@ def activation_bytes(
         counted = stack.enter_context(_Counted(copied, inputs, device or kinds.meant(gpu=True)))
         try:
             loss = copied(input_ids=inputs, labels=inputs, return_dict=False)[0]
-            kept = counted.now
+            saved = counted.now
             loss.backward()
         except ConfigError:
             raise
         except Exception as error:
-            said = (str(error).strip().splitlines() or [""])[0]
+            reason = (str(error).strip().splitlines() or [""])[0]
             raise ConfigError(
                 f"{type(model).__name__} cannot be run without memory on input_ids and labels, so "
-                f"that its activations are not known ({type(error).__name__}: {said}); leave the "
+                f"that its activations are not known ({type(error).__name__}: {reason}); leave the "
                 "sequence lengths out, and measure them on one rank"
             ) from error
-    return ActivationBytes(kept, counted.most)
+    return ActivationBytes(saved, counted.most)
 
 
 def length_estimate(plan: EnginePlan, length: int) -> LengthEstimate:
@@ -175,8 +175,8 @@ def length_estimate(plan: EnginePlan, length: int) -> LengthEstimate:
     sequences = Sequences(length, config.train_micro_batch_size_per_gpu or 1, division)
     ways = []
     for name, saving, keys in Saving.of(config).and_more():
-        found = activation_bytes(plan.model, sequences, plan.dtypes, saving, device)
-        ways.append(ActivationWay(name, keys, found.kept, found.most))
+        nbytes = activation_bytes(plan.model, sequences, plan.dtypes, saving, device)
+        ways.append(ActivationWay(name, keys, nbytes.kept, nbytes.most))
     return LengthEstimate(length, sequences.rows, length // division.ranks, tuple(ways))
 
 

@@ -91,21 +91,21 @@ def check(plan: EnginePlan, free: Free | None = None) -> PreflightReport:
         DoesNotFitError: some tier is too small. If the variable HF_ZERO_PREFLIGHT is 0, the report
             has the text as its ``warning`` instead.
     """
-    found = free if free is not None else room_for(plan.model, plan.settings, plan.device)
+    room = free if free is not None else room_for(plan.model, plan.settings, plan.device)
     own = needs(plan)
-    verdict = judge(own, found)
-    beside = _of_communicators(plan, own, found)
+    verdict = judge(own, room)
+    beside = _of_communicators(plan, own, room)
     if verdict.fits:
-        note = "; ".join([*_slower(plan, found), *verdict.notes, *beside])
-        spare = judge(own, found.without_held()).fits
-        return PreflightReport(plan, own, found, verdict, note=note, spare=spare)
-    said = refusal(plan, own, verdict, fit(plan, found))
+        note = "; ".join([*_slower(plan, room), *verdict.notes, *beside])
+        spare = judge(own, room.without_held()).fits
+        return PreflightReport(plan, own, room, verdict, note=note, spare=spare)
+    reason = refusal(plan, own, verdict, fit(plan, room))
     last = "; ".join(
         [*verdict.notes, *beside, f"{SWITCH}=0 in the environment tries it all the same"]
     )
     if not is_off(SWITCH):
-        raise DoesNotFitError(f"{said}\n{last}")
-    return PreflightReport(plan, own, found, verdict, note="; ".join(verdict.notes), warning=said)
+        raise DoesNotFitError(f"{reason}\n{last}")
+    return PreflightReport(plan, own, room, verdict, note="; ".join(verdict.notes), warning=reason)
 
 
 def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Free:
@@ -120,9 +120,9 @@ def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Fre
             seen.add(key)
             ram += nbytes if where == "cpu" else 0
             gpu += 0 if kinds.is_host(where) or where == "meta" else nbytes
-    found = measure(device, [*config.offload_optimizer.nvme_path, *config.offload_param.nvme_path])
-    held = (ram, 0) if found.host_device else (gpu, ram)
-    return replace(found.with_room(*held), held=held)
+    free = measure(device, [*config.offload_optimizer.nvme_path, *config.offload_param.nvme_path])
+    held = (ram, 0) if free.host_device else (gpu, ram)
+    return replace(free.with_room(*held), held=held)
 
 
 def _occupied(parameter: torch.Tensor) -> tuple[int, str, int]:
@@ -178,8 +178,8 @@ def table(verdict: MemoryVerdict) -> list[str]:
         parts = sorted(row.parts, key=lambda part: part.nbytes, reverse=True)
         needs = ", ".join(f"{part.what} {in_units(part.nbytes)}" for part in parts if part.nbytes)
         limit = f"({row.limited_by})" if row.limited_by else ""
-        said = limit if row.fits else f"TOO LITTLE for {needs} {limit}"
-        cells.append((row.tier, in_units(row.needed), in_units(row.free), said))
+        text = limit if row.fits else f"TOO LITTLE for {needs} {limit}"
+        cells.append((row.tier, in_units(row.needed), in_units(row.free), text))
     tier, needed, free = (max(len(cell[column]) for cell in cells) for column in range(3))
     return [
         f"  {a:<{tier}}  {b:>{needed}} needed  {c:>{free}} free  {d}".rstrip()
@@ -220,27 +220,27 @@ def communicators(plan: EnginePlan) -> dict[str, int]:
     Of a pipeline, two for each set of stages that tie weights are added to these.
     """
     dims, policy, shards_of_all = plan.dims, plan.policy, plan.shards
-    found = {"all ranks": int(dims.world > 1)}
+    counts = {"all ranks": int(dims.world > 1)}
     for axis in ("tensor", "sequence", "context", "expert", "pipeline"):
-        found[f"{axis} parallelism"] = int(dims.size(axis) > 1)
-    found["tokens of a sequence"] = int(min(dims.sequence, dims.context) > 1)
-    found["messages between stages"] = int(dims.pipeline > 1)
+        counts[f"{axis} parallelism"] = int(dims.size(axis) > 1)
+    counts["tokens of a sequence"] = int(min(dims.sequence, dims.context) > 1)
+    counts["messages between stages"] = int(dims.pipeline > 1)
     for axes in sorted(plan.axes):
         of = f" of {'- and '.join(axes)}-parallel parts" if axes else ""
         sharing = len(dims.ranks_sharing(plan.rank, axes))
         shards = shards_of_all if not axes else sharing if shards_of_all > 1 else 1
         sharded = shards > 1
-        found[f"gathers and reductions{of}"] = 2 * sharded
-        found[f"sums over replicas{of}"] = 2 * (sharing > shards)
-        found[f"first values{of}"] = int(1 < sharing < dims.world)
+        counts[f"gathers and reductions{of}"] = 2 * sharded
+        counts[f"sums over replicas{of}"] = 2 * (sharing > shards)
+        counts[f"first values{of}"] = int(1 < sharing < dims.world)
         updates = plan.settings.offload_optimizer.on and policy.gathers_after_step
-        found[f"gathers of updates{of}"] = int(sharded and updates)
+        counts[f"gathers of updates{of}"] = int(sharded and updates)
         in_node, extensions = sharded and not axes, plan.extensions
-        found["gathers in a node"] = int(in_node and extensions.node > 1)
-        found["gathers in two hops"] = 2 * (in_node and bool(extensions.hierarchical))
+        counts["gathers in a node"] = int(in_node and extensions.node > 1)
+        counts["gathers in two hops"] = 2 * (in_node and bool(extensions.hierarchical))
         if not axes and dims.splits_model:
-            found["sums over all ranks"] = 2 * (sharing > shards)
-    return {name: count for name, count in found.items() if count}
+            counts["sums over all ranks"] = 2 * (sharing > shards)
+    return {name: count for name, count in counts.items() if count}
 
 
 def allowance(count: int) -> str:

@@ -356,8 +356,8 @@ def propose(
     found_ways = [way for row in known for way in row.ways]
     if margin is None:
         margin = BESIDE_ACTIVATIONS if known else ACTIVATIONS
-    found = fit(largest, free, margin, stages, found_ways or (ActivationWay(),))
-    return Proposal(name, _written(config, asked, found), found, free, _cut(largest.dims))
+    fitting = fit(largest, free, margin, stages, found_ways or (ActivationWay(),))
+    return Proposal(name, _written(config, asked, fitting), fitting, free, _cut(largest.dims))
 
 
 @dataclass(frozen=True)
@@ -625,11 +625,11 @@ def _written(config: Any, asked: Asked, found: Fit) -> dict[str, Any] | None:
     written.update({key: size for key, size in sizes.items() if size > 1})
     if dims.expert > 1:
         written["expert_parallel"] = {"enabled": True, "autoep_size": dims.expert}
-    kept = {
+    others = {
         key: value
         for key, value in written.get("zero_optimization", {}).items()
         if key not in ("offload_optimizer", "offload_param")
     }
     chosen = found.chosen.to_config()
-    zero = {**kept, **chosen["zero_optimization"]}
+    zero = {**others, **chosen["zero_optimization"]}
     return {**written, **chosen, "zero_optimization": zero}

@@ -83,8 +83,8 @@ def judge(needs: Needs, free: Free, margin: float = 0.0) -> MemoryVerdict:
 
 def _rows(needs: Needs, free: Free, margin: float) -> Iterator[Row]:
     ram = int(free.ram * RAM_SHARE)
-    kept = f"{1 - RAM_SHARE:.0%} reserved for the rest of the process"
-    why = f"{free.limited_by}; {kept}" if free.limited_by else kept
+    reserve = f"{1 - RAM_SHARE:.0%} reserved for the rest of the process"
+    why = f"{free.limited_by}; {reserve}" if free.limited_by else reserve
     if free.host_device:
         own = tuple(NamedBytes(f"{part.what} (device)", part.nbytes) for part in needs.device)
         yield Row("memory", needs.device_bytes + needs.ram_bytes, ram, (*own, *needs.ram), why)

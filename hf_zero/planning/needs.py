@@ -162,7 +162,7 @@ def state_parts(plan: EnginePlan) -> Counter[tuple[str, str]]:
     """Return the bytes at rest, by what they are and tier: those between a backward and its step.
     Momenta in one bit are counted as after the freeze.
     """
-    found: Counter[tuple[str, str]] = Counter()
+    totals: Counter[tuple[str, str]] = Counter()
     sends_momenta = any(flat.spec.momentum_blocks for flat in plan.flats)
     one_bit = one_bit_of(plan.settings, plan.optimizer) if sends_momenta else None
     for flat in plan.flats:
@@ -172,15 +172,15 @@ def state_parts(plan: EnginePlan) -> Counter[tuple[str, str]]:
             (STATE, plan.optimizer_bytes(flat)),
         ):
             for tier, nbytes in by_tier.items():
-                found[what, tier] += nbytes
-        found[SECONDARY, "device"] += _secondary(flat, plan)
-        found[ROUNDED, "device"] += _rounded(flat, plan)
+                totals[what, tier] += nbytes
+        totals[SECONDARY, "device"] += _secondary(flat, plan)
+        totals[ROUNDED, "device"] += _rounded(flat, plan)
         codec = flat.spec.reduce_codec
         if isinstance(codec, ErrorCodec):
             layout = flat.spec.layout
-            found[ERRORS, "device"] += codec.error_nbytes(layout.chunk, layout.shards)
-        found[ONE_BIT, "device"] += _one_bit(flat, one_bit)
-    return found
+            totals[ERRORS, "device"] += codec.error_nbytes(layout.chunk, layout.shards)
+        totals[ONE_BIT, "device"] += _one_bit(flat, one_bit)
+    return totals
 
 
 def state_bytes(plan: EnginePlan, between_steps: bool = False) -> Counter[tuple[str, str]]:
@@ -188,12 +188,12 @@ def state_bytes(plan: EnginePlan, between_steps: bool = False) -> Counter[tuple[
     (:mod:`hf_zero.zero.state_bytes`): those between a backward and its step or, with
     ``between_steps``, those from a step until the next backward.
     """
-    found: Counter[tuple[str, str]] = Counter()
+    by_kind: Counter[tuple[str, str]] = Counter()
     for (what, tier), nbytes in state_parts(plan).items():
-        found[KINDS[what], tier] += nbytes
+        by_kind[KINDS[what], tier] += nbytes
     if between_steps and not plan.settings.zero.keep_step_buffers:
-        found["gradients", "device"] -= sum(f.gradient_bytes()["device"] for f in plan.trainable)
-    return found
+        by_kind["gradients", "device"] -= sum(f.gradient_bytes()["device"] for f in plan.trainable)
+    return by_kind
 
 
 def _secondary(flat: FlatPlan, plan: EnginePlan) -> int:

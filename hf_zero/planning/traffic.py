@@ -108,12 +108,12 @@ def traffic(plan: EnginePlan, codings: Codings) -> list[Traffic]:
     four, eight = (SymmetricBlocks(bits, block).nbytes for bits, block in DEFAULT_BLOCKS.items())
     if stage == 3:
         down = sum(each.dense(gathers) for each in every)
-        found = [way("dense", up + down)]
+        ways = [way("dense", up + down)]
         if in_few_bits:
             few_up = sum(each.coded(four, reduces) for each in trains)
             few_down = sum(each.coded(eight, gathers) for each in every)
             all_few = sum(each.few for each in every)
-            found.append(
+            ways.append(
                 way(
                     "ZeRO++: int4 gradients, int8 weights",
                     few_up + few_down,
@@ -121,14 +121,14 @@ def traffic(plan: EnginePlan, codings: Codings) -> list[Traffic]:
                     reduces * few + gathers * all_few,
                 )
             )
-        return found
-    found = [way("dense", up + sum(each.dense() for each in trains))]
+        return ways
+    ways = [way("dense", up + sum(each.dense() for each in trains))]
     if in_few_bits and stage > 0:
         both = sum(each.coded(four, reduces + 1) for each in trains)
         coded = (few * (reduces + 1 / shards), few * (reduces + 1))
-        found.append(way("4 bits both ways", both, *coded))
+        ways.append(way("4 bits both ways", both, *coded))
     if in_few_bits:
-        found.append(
+        ways.append(
             way(
                 "1 bit after the freeze",
                 sum(each.coded(_one_bit, 2) for each in trains),
@@ -136,7 +136,7 @@ def traffic(plan: EnginePlan, codings: Codings) -> list[Traffic]:
                 few * 2,
             )
         )
-    return found
+    return ways
 
 
 def _sizes(flat: FlatPlan, shards: int) -> _Sizes:

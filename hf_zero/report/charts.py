@@ -241,10 +241,10 @@ def _bytes(most: float) -> Spec:
 
 def _most(rows: Sequence[Spec], by: str) -> float:
     """Return the largest sum of bytes that lie on each other."""
-    found: Counter[Any] = Counter()
+    sums: Counter[Any] = Counter()
     for row in rows:
-        found[row[by]] += row["bytes"]
-    return max(found.values(), default=0)
+        sums[row[by]] += row["bytes"]
+    return max(sums.values(), default=0)
 
 
 def _steps() -> Spec:
@@ -474,7 +474,7 @@ def _places(bars: Sequence[Bar]) -> tuple[dict[float, str], list[Spec]]:
     that overlap lie below each other; what was exposed is drawn over the lane.
     """
     labels: dict[float, str] = {}
-    found: list[Spec] = []
+    layers: list[Spec] = []
     top = 0.0
     for rank in sorted({bar.rank for bar in bars}):
         for lane in LANES:
@@ -499,7 +499,7 @@ def _places(bars: Sequence[Bar]) -> tuple[dict[float, str], list[Spec]]:
                 whole = level < 0 or lane == "compute"
                 low = top if whole else top + height * (level % depth) / depth
                 high = top + height if whole else low + height / depth
-                found.append(
+                layers.append(
                     {
                         "name": bar.name,
                         "kind": bar.kind,
@@ -513,4 +513,4 @@ def _places(bars: Sequence[Bar]) -> tuple[dict[float, str], list[Spec]]:
             labels[round(top + height / 2, 4)] = f"rank {rank} {lane}"
             top += height + 0.25
         top += 0.6
-    return labels, found
+    return labels, layers

@@ -117,9 +117,9 @@ def _sections(
     tables = [_named(runs, each, _collectives(each)) for each in runs]
     yield _section("Communication", _charts(charts.traffic(runs), drawn), *tables)
     parts = [
-        _named(runs, runs[place], _charts([charts.timeline(place, found)], drawn) + _exposed(found))
-        for place, found in enumerate(timelines)
-        if found is not None
+        _named(runs, runs[place], _charts([charts.timeline(place, chart)], drawn) + _exposed(chart))
+        for place, chart in enumerate(timelines)
+        if chart is not None
     ]
     yield _section("Timeline", *parts)
     yield _section("Configuration", *_configuration(runs))
@@ -181,24 +181,24 @@ def _line(run: RecordedRun) -> str:
 
 
 def _tiles(run: RecordedRun, named: bool) -> str:
-    found = run.summary()
-    tiles = [("steps", f"{found['steps']:,}", counted(found["restarts"], "restart"))]
-    if "loss" in found:
-        tiles.append(("loss", f"{found['loss']:.4g}", "of the last step"))
+    summary = run.summary()
+    tiles = [("steps", f"{summary['steps']:,}", counted(summary["restarts"], "restart"))]
+    if "loss" in summary:
+        tiles.append(("loss", f"{summary['loss']:.4g}", "of the last step"))
     for name, what in (("tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s")):
-        if name in found:
-            tiles.append((what, in_numbers(found[name]), "median, all ranks"))
+        if name in summary:
+            tiles.append((what, in_numbers(summary[name]), "median, all ranks"))
             break
-    if "mfu" in found:
-        tiles.append(("MFU", f"{found['mfu']:.1%}", "median"))
-    if "step_ms" in found:
-        tiles.append(("step", f"{found['step_ms']:,.4g} ms", "median"))
-    if "device_bytes" in found:
-        tiles.append(("state on the device", in_units(found["device_bytes"]), "of rank 0"))
-    if found.get("ram_bytes"):
-        tiles.append(("state in host memory", in_units(found["ram_bytes"]), "of rank 0"))
-    if found.get("wire_bytes"):
-        tiles.append(("on the wire", in_units(found["wire_bytes"]), "a step, by rank 0"))
+    if "mfu" in summary:
+        tiles.append(("MFU", f"{summary['mfu']:.1%}", "median"))
+    if "step_ms" in summary:
+        tiles.append(("step", f"{summary['step_ms']:,.4g} ms", "median"))
+    if "device_bytes" in summary:
+        tiles.append(("state on the device", in_units(summary["device_bytes"]), "of rank 0"))
+    if summary.get("ram_bytes"):
+        tiles.append(("state in host memory", in_units(summary["ram_bytes"]), "of rank 0"))
+    if summary.get("wire_bytes"):
+        tiles.append(("on the wire", in_units(summary["wire_bytes"]), "a step, by rank 0"))
     cells = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><small>{escape(note)}</small></div>"
         for name, value, note in tiles
@@ -309,7 +309,7 @@ def _environment(run: RecordedRun) -> str:
         (each["host"], each["device"], listed(map(str, each["ranks"]), 16))
         for each in header["hosts"]
     ]
-    versions = [(name, found) for name, found in header["versions"].items()]
+    versions = [(name, version) for name, version in header["versions"].items()]
     files = [("folder", str(run.folder.resolve())), ("program", header["program"])]
     if run.trace is not None:
         files.append(("trace", str(run.trace)))

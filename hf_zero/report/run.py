@@ -99,17 +99,17 @@ class RecordedRun:
 
     def summary(self) -> dict[str, Any]:
         """Return the run in a few numbers: last loss, medians of rates, most bytes by tier."""
-        found: dict[str, Any] = {"run": self.name, "steps": self.steps[-1]["step"]}
+        figures: dict[str, Any] = {"run": self.name, "steps": self.steps[-1]["step"]}
         for name in ("loss", "learning_rate", "grad_norm", "loss_scale"):
             if values := self.figure(name):
-                found[name] = values[-1]
+                figures[name] = values[-1]
         for name in ("step_ms", "samples_per_second", "tokens_per_second", "mfu", "wire_bytes"):
             if values := self.figure(name):
-                found[name] = median(values)
+                figures[name] = median(values)
         for name in ("device_bytes", "peak_device_bytes", "ram_bytes", "disk_bytes"):
             if values := self.figure(name):
-                found[name] = max(values)
-        return found | {"restarts": len(self.restarts), "warnings": len(self.messages)}
+                figures[name] = max(values)
+        return figures | {"restarts": len(self.restarts), "warnings": len(self.messages)}
 
 
 def read_run(folder: str | os.PathLike[str], trace: str | None = None) -> RecordedRun:
@@ -183,9 +183,9 @@ class RunReader:
 def _traced(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
     """Yield the first and the last step of each trace."""
     for row in rows:
-        found = TRACE_STEPS.fullmatch(Path(row["trace"]).name) if "trace" in row else None
-        if found is not None:
-            yield int(found[1]), int(found[2])
+        match = TRACE_STEPS.fullmatch(Path(row["trace"]).name) if "trace" in row else None
+        if match is not None:
+            yield int(match[1]), int(match[2])
 
 
 def _planned_steps(rows: Sequence[Mapping[str, Any]]) -> int | None:

@@ -67,7 +67,7 @@ class Timeline:
         """Return for each rank the milliseconds of compute, of communication in flight, and of
         what was exposed.
         """
-        found = []
+        by_rank = []
         for rank in sorted({bar.rank for bar in self.bars}):
             own = [bar for bar in self.bars if bar.rank == rank]
             row: dict[str, Any] = {"rank": rank, "step": self.length / 1e3}
@@ -77,8 +77,8 @@ class Timeline:
             for lane in ("gathers", "reductions"):
                 parts = [bar for bar in own if bar.lane == lane and bar.kind == "exposed"]
                 row[f"{lane} exposed"] = covered(parts) / 1e3
-            found.append(row)
-        return found
+            by_rank.append(row)
+        return by_rank
 
 
 def read_timeline(file: Path) -> Timeline:
@@ -86,17 +86,17 @@ def read_timeline(file: Path) -> Timeline:
     damaged.
     """
     try:
-        found = _last_step(file)
+        step = _last_step(file)
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise ConfigError(
             f"the trace {file} is damaged ({error}); remove it, or name another with --trace"
         ) from error
-    if found is None or not found.bars:
+    if step is None or not step.bars:
         raise ConfigError(
             f"the trace {file} has no steps of an engine; make it with engine.trace() or the "
             "section trace"
         )
-    return found
+    return step
 
 
 def _last_step(file: Path) -> Timeline | None:
@@ -153,8 +153,8 @@ def _events(file: Path) -> Iterator[dict[str, Any]]:
 
 def _ends_of(spans: Sequence[Bar]) -> dict[int, float]:
     """Return the time at which each step ended."""
-    found = ((END_OF_STEP.fullmatch(bar.name), bar.begin) for bar in spans)
-    return {int(mark[1]): begin for mark, begin in found if mark is not None}
+    ends = ((END_OF_STEP.fullmatch(bar.name), bar.begin) for bar in spans)
+    return {int(mark[1]): begin for mark, begin in ends if mark is not None}
 
 
 # ---- hosts ----
@@ -185,8 +185,8 @@ def _of_host(spans: Iterable[Bar]) -> Iterator[Bar]:
             yield bar._replace(lane="transfers", kind="transfers", name=f"{what} {unit}")
     for queue in launched.values():  # nobody has waited under this name
         yield from queue
-    for found in blocks.values():
-        for bar in innermost(found):
+    for block in blocks.values():
+        for bar in innermost(block):
             yield from without(bar, waits)
 
 
@@ -237,13 +237,13 @@ def _of_device(kernels: Sequence[Bar]) -> Iterator[Bar]:
 
 def merged(bars: Iterable[Bar], gap: float = GAP) -> list[Interval]:
     """Return the times covered by ``bars``, as one where they are at most ``gap`` apart."""
-    found: list[Interval] = []
+    intervals: list[Interval] = []
     for bar in sorted(bars, key=lambda bar: bar.begin):
-        if found and bar.begin <= found[-1].end + gap:
-            found[-1] = Interval(found[-1].begin, max(found[-1].end, bar.end))
+        if intervals and bar.begin <= intervals[-1].end + gap:
+            intervals[-1] = Interval(intervals[-1].begin, max(intervals[-1].end, bar.end))
         else:
-            found.append(Interval(bar.begin, bar.end))
-    return found
+            intervals.append(Interval(bar.begin, bar.end))
+    return intervals
 
 
 def covered(bars: Iterable[Bar]) -> float:

@@ -75,17 +75,17 @@ def layers_at(model: nn.Module, path: str | None, key: str) -> list[nn.Module]:
     blocks. Raises ConfigError, naming ``key``, if there are none.
     """
     try:
-        found = [] if path is None else list(model.get_submodule(path).children())
+        layers = [] if path is None else list(model.get_submodule(path).children())
     except AttributeError:
-        found = []
-    found = found or [block for _, block in repeated_blocks(model) if path is None]
-    if not found:
+        layers = []
+    layers = layers or [block for _, block in repeated_blocks(model) if path is None]
+    if not layers:
         raise ConfigError(
             f"{key} concerns layers of a model, and {type(model).__name__} has no list of them"
             f"{'' if path is None else f' at {path!r}'}; write where it stands, such as "
             "model.layers"
         )
-    return found
+    return layers
 
 
 def linears_of_blocks(model: nn.Module) -> list[str]:
@@ -104,8 +104,14 @@ def _has_strides(block: nn.Module) -> bool:
 
 def _returns_a_tensor(block: nn.Module) -> bool:
     """Return whether the forward of ``block`` is annotated to return a single tensor."""
-    said = inspect.signature(type(block).forward).return_annotation
-    return said in (torch.Tensor, "torch.Tensor", "Tensor", torch.FloatTensor, "torch.FloatTensor")
+    annotation = inspect.signature(type(block).forward).return_annotation
+    return annotation in (
+        torch.Tensor,
+        "torch.Tensor",
+        "Tensor",
+        torch.FloatTensor,
+        "torch.FloatTensor",
+    )
 
 
 class BlockCalls:
@@ -113,9 +119,9 @@ class BlockCalls:
 
     def __init__(self, blocks: Sequence[nn.Module], take_over: TakesOver):
         self._before = {block: type(block) for block in blocks}
-        made = {kind: _subclass(kind, take_over) for kind in set(self._before.values())}
+        subclasses = {kind: _subclass(kind, take_over) for kind in set(self._before.values())}
         for block, kind in self._before.items():
-            block.__class__ = made[kind]
+            block.__class__ = subclasses[kind]
 
     def remove(self) -> None:
         """Restore the classes of the blocks. Idempotent."""
@@ -131,11 +137,11 @@ def _subclass(kind: type[nn.Module], take_over: TakesOver) -> type[nn.Module]:
         return take_over(self, kind.__call__.__get__(self), args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        made = kind.__reduce_ex__(self, protocol)
-        return _new, (plain, *made[1][1:]), *made[2:]
+        subclass = kind.__reduce_ex__(self, protocol)
+        return _new, (plain, *subclass[1][1:]), *subclass[2:]
 
     metaclass: Any = type(kind)
-    made: type[nn.Module] = metaclass(kind.__name__, (kind,), {
+    subclass: type[nn.Module] = metaclass(kind.__name__, (kind,), {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
@@ -143,9 +149,9 @@ def _subclass(kind: type[nn.Module], take_over: TakesOver) -> type[nn.Module]:
         "__reduce_ex__": reduce,
         "_hf_zero_plain": plain,
     })  # fmt: skip
-    if made.forward is not kind.forward:  # transformers wraps the forward of each subclass
-        made.forward = kind.forward  # type: ignore[method-assign]
-    return made
+    if subclass.forward is not kind.forward:  # transformers wraps the forward of each subclass
+        subclass.forward = kind.forward  # type: ignore[method-assign]
+    return subclass
 
 
 def _new(kind: type[nn.Module], *args: Any) -> nn.Module:

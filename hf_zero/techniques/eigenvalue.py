@@ -34,13 +34,13 @@ Vector = list[torch.Tensor]  # this rank's shard of the parameters of a layer, i
 
 def layers_of(model: nn.Module, section: EigenvalueSection) -> list[nn.Module]:
     """Return the layers that ``section`` selects; raises ConfigError if ``model`` has fewer."""
-    found = layers_at(model, section.layer_name, f"{EIGENVALUE}.layer_name")
-    if len(found) < section.layer_num:
+    layers = layers_at(model, section.layer_name, f"{EIGENVALUE}.layer_name")
+    if len(layers) < section.layer_num:
         raise ConfigError(
-            f"{EIGENVALUE}.layer_num = {section.layer_num} is more than the {len(found)} layers of "
-            f"{type(model).__name__}; write their number, or 0"
+            f"{EIGENVALUE}.layer_num = {section.layer_num} is more than the {len(layers)} layers "
+            f"of {type(model).__name__}; write their number, or 0"
         )
-    return found[: section.layer_num or None]
+    return layers[: section.layer_num or None]
 
 
 def _scalar_loss(output: Any) -> torch.Tensor:
@@ -102,9 +102,9 @@ class HessianEigenvalues:
         1; 1 where the curvature is 0 or not finite.
         """
         with self._evaluating():
-            found = [self._of_layer(number) for number in range(len(self._places))]
-        largest = max((abs(value) for value in found), default=0.0)
-        return [abs(value) / largest if value else 1.0 for value in found]
+            eigenvalues = [self._of_layer(number) for number in range(len(self._places))]
+        largest = max((abs(value) for value in eigenvalues), default=0.0)
+        return [abs(value) / largest if value else 1.0 for value in eigenvalues]
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -120,8 +120,8 @@ class HessianEigenvalues:
         section, places = self._section, self._places[number]
         flats = list(dict.fromkeys(flat for _, flat, _, _ in places))
         masters = [flat.optimizer_shard.master for flat in flats]
-        kept = {flat: each.clone() for flat, each in zip(flats, masters) if each is not None}
-        weights = [kept[flat][start:stop].double() for _, flat, start, stop in places]
+        saved = {flat: each.clone() for flat, each in zip(flats, masters) if each is not None}
+        weights = [saved[flat][start:stop].double() for _, flat, start, stop in places]
         epsilon = min((torch.finfo(flat.dtype).eps for flat in flats), default=1.0)
         length = epsilon**0.5 * (1 + self._dot(weights, weights) ** 0.5)
         vector = self._normalized(self._start(number))
@@ -129,8 +129,8 @@ class HessianEigenvalues:
         try:
             while iteration < section.max_iter and abs(value - before) >= section.tol * abs(value):
                 before = value
-                ahead = self._gradient(number, kept, length, vector)
-                behind = self._gradient(number, kept, -length, vector)
+                ahead = self._gradient(number, saved, length, vector)
+                behind = self._gradient(number, saved, -length, vector)
                 product = [
                     torch.nan_to_num((a - b) / (2 * length), 0.0, 0.0, 0.0)
                     for a, b in zip(ahead, behind)
@@ -141,19 +141,19 @@ class HessianEigenvalues:
                 vector = self._normalized(product)
                 iteration += 1
         finally:
-            self._put(kept)
+            self._put(saved)
         if section.verbose and self._engine.global_rank == 0:
             logger.info("layer %d: eigenvalue %g after %d iterations", number, value, iteration)
         return value
 
     def _start(self, number: int) -> Vector:
         """Return the start vector, independent of the number of ranks."""
-        found = []
+        vector = []
         for name, flat, start, stop in self._places[number]:
             drawn = direction_of(name, flat.layout.by_name[name].numel)
             first, _, _ = flat.spec.own_range(name)
-            found.append(drawn[first : first + stop - start].double())
-        return found
+            vector.append(drawn[first : first + stop - start].double())
+        return vector
 
     def _gradient(
         self, number: int, kept: Mapping[FlatBuffer, torch.Tensor], length: float, vector: Vector
@@ -171,14 +171,14 @@ class HessianEigenvalues:
         with torch.enable_grad(), engine.no_sync():  # no update may start in the backward
             engine.backward(_scalar_loss(engine(*args, **kwargs)))
         engine.reduce_gradients()
-        found = [
+        shards = [
             flat.gradient.shard[start:stop].double().cpu()
             if flat.gradient.has_reduced and flat.gradient.shard is not None
             else torch.zeros(stop - start, dtype=torch.float64)
             for _, flat, start, stop in self._places[number]
         ]
         engine.zero_grad()
-        return found
+        return shards
 
     def _put(self, values: Mapping[FlatBuffer, torch.Tensor]) -> None:
         with self._engine.schedule.shards.writing():

@@ -135,11 +135,11 @@ class LayerDrop(DrawsForBlocks):
     def _left_out(self, micro_batch: int, p: Sequence[float], rank: int) -> list[bool]:
         """Return, for each block, whether ``rank`` skips it, given keep probabilities ``p``."""
         drawn = draw(self._seed, self._engine.global_steps, micro_batch, len(p), rank)
-        found = [u >= each for u, each in zip(drawn, p)]
-        if self._training and all(found[at] for at in self._training):
+        skipped = [u >= each for u, each in zip(drawn, p)]
+        if self._training and all(skipped[at] for at in self._training):
             # otherwise the loss would have no gradient at all
-            found[min(self._training, key=lambda at: drawn[at] - p[at])] = False
-        return found
+            skipped[min(self._training, key=lambda at: drawn[at] - p[at])] = False
+        return skipped
 
     def _draw(self, forward: RootForward) -> Collection[nn.Module]:
         """Decide for ``forward``; return the blocks that all ranks skip."""

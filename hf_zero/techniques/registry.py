@@ -81,12 +81,12 @@ class TrainingTechniques:
 
     def __init__(self, config: ZeroConfig, others: Mapping[str, Technique] | None = None):
         """``others``: further techniques for the model, by key."""
-        made = {key: make(config) for key, make in TECHNIQUES.items()}
-        self.by_key = {key: each for key, each in made.items() if each is not None}
+        techniques = {key: make(config) for key, make in TECHNIQUES.items()}
+        self.by_key = {key: each for key, each in techniques.items() if each is not None}
         self.by_key |= others or {}
-        phases = made[PHASES]
+        phases = techniques[PHASES]
         if config.ranks_of_a_sequence > 1:
-            _refuse_lengths(made)
+            _refuse_lengths(techniques)
         if (
             SAMPLING in self.by_key
             and isinstance(phases, training_phases.TrainingPhases)
@@ -99,9 +99,9 @@ class TrainingTechniques:
 
     def with_others(self, others: Mapping[str, Technique]) -> TrainingTechniques:
         """Return these techniques with further ones for the model, by key."""
-        made = copy.copy(self)
-        made.by_key = {**self.by_key, **others}
-        return made
+        copied = copy.copy(self)
+        copied.by_key = {**self.by_key, **others}
+        return copied
 
     def install(self, engine: Any) -> None:
         for technique in self.by_key.values():

@@ -152,8 +152,8 @@ class SequenceLength:
                 for dimension in dimensions:
                     value = value.narrow(dimension, 0, length)
             elif len(dimensions) == 1 and value.shape[0] == rows and dimensions == (1,):
-                kept = value.narrow(1, 0, whole // length * length)
-                value = kept.reshape(-1, length, *value.shape[2:])
+                cut = value.narrow(1, 0, whole // length * length)
+                value = cut.reshape(-1, length, *value.shape[2:])
             elif name in POSITIONS:
                 value = value.narrow(-1, 0, length)
                 value = value[:1] if value.dim() == 2 else value
@@ -232,13 +232,13 @@ class SequenceLength:
         model: Any = self._model() if self._model is not None else None
         shifts = name == "labels" and getattr(model, "loss_type", None) == "ForCausalLM"
         first = 1 if shifts else 0
-        kept, whole = (
+        remaining, whole = (
             (each[name][..., first:] != IGNORED).sum()
             if each[name].dim() > 1
             else each[name].numel()
             for each in (after, before)
         )
-        share = torch.as_tensor(kept / whole)
+        share = torch.as_tensor(remaining / whole)
         return torch.where(share > 0, share, torch.ones_like(share))
 
 

@@ -155,8 +155,8 @@ class TokenDrop(DrawsForBlocks):
         self._layers = {layer.block: (number, layer) for number, layer in enumerate(layers)}
         self._chosen = {layers[number].block for number in chosen}
         for block in self._chosen:
-            said = {getattr(part, "batch_first", None) for part in block.modules()}
-            if (not self._rows_first) in said and self._rows_first not in said:
+            batch_first = {getattr(part, "batch_first", None) for part in block.modules()}
+            if (not self._rows_first) in batch_first and self._rows_first not in batch_first:
                 raise self._other_order(block, f"has batch_first = {not self._rows_first}")
         self._watching = engine.module.register_forward_pre_hook(
             Attached(self._watch), with_kwargs=True
@@ -247,11 +247,11 @@ class TokenDrop(DrawsForBlocks):
         read = int(self._tokens_read.at(drawn[0]))
         if read >= tokens:
             return self._before.note(layer, run(*args, **kwargs))
-        kept = sample(self._seed, drawn, number, rows, tokens, read, states.device)
-        places = kept[..., None].expand(-1, -1, states.shape[2])
+        sampled = sample(self._seed, drawn, number, rows, tokens, read, states.device)
+        places = sampled[..., None].expand(-1, -1, states.shape[2])
         part = states.gather(1, places)
         given = part if first else part.transpose(0, 1)
-        cut = TokenCut(block, kept, tokens, self._section.model_mask_name, self._uncut)
+        cut = TokenCut(block, sampled, tokens, self._section.model_mask_name, self._uncut)
         args, kwargs = cut.arguments(args, kwargs, place, given)
         output = run(*args, **kwargs)
         new = first_of(output)

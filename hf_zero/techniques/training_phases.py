@@ -307,10 +307,10 @@ def of_config(config: ZeroConfig) -> TrainingPhases | None:
     section = config.training_phases
     if section.phases is None and section.rampup_batch_size is None:
         return None
-    made = TrainingPhases(config)
-    if made.sequences is not None and sequence_length.of_config(config) is not None:
+    phases = TrainingPhases(config)
+    if phases.sequences is not None and sequence_length.of_config(config) is not None:
         raise ConfigError(
             f"a phase of {PHASES} and a curriculum both cut sequences to a length of their own; "
             "keep one"
         )
-    return made
+    return phases

@@ -208,6 +208,6 @@ class _Kept:
         held = forward.drawn.get(self)
         if torch._C._current_graph_task_id() != -1:  # inside a backward: a recomputation
             return held if isinstance(held, Routes) else find()
-        found = find()
-        forward.drawn[self] = found if held is None else _SEVERAL
-        return found
+        key = find()
+        forward.drawn[self] = key if held is None else _SEVERAL
+        return key

@@ -198,7 +198,7 @@ def cuts_of_experts(
 
     Raises ConfigError for a model that names no experts, and for experts that do not divide.
     """
-    found: dict[nn.Parameter, Sharding] = {}
+    cuts: dict[nn.Parameter, Sharding] = {}
     named = False
     for path, module, names in _stacked(model):
         for name in names:
@@ -213,14 +213,14 @@ def cuts_of_experts(
                     f"{path}.{name} holds {experts} experts, which {AUTOEP_SIZE} = {size} does not "
                     f"divide; choose a size that divides {experts}"
                 )
-            found[parameter] = held.further(tuple(parameter.shape), AXIS, 0, rank, size)
+            cuts[parameter] = held.further(tuple(parameter.shape), AXIS, 0, rank, size)
     if not named:
         raise ConfigError(
             f"{type(model).__name__} names no experts (ep_plan), and {AUTOEP_SIZE} is {size}; "
             "remove the section expert_parallel, or build the model with "
             "deepspeed.moe.layer.MoE(ep_size=...)"
         )
-    return found
+    return cuts
 
 
 def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:

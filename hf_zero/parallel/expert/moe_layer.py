@@ -100,9 +100,9 @@ class TopKGate(nn.Module):
         token count of each expert [E].
         """
         _refuse_tutel(use_tutel)
-        found = self.route(input, used_token)
-        weights = found.dense()
-        return found.aux_loss, weights, weights.bool(), found.counts
+        routed = self.route(input, used_token)
+        weights = routed.dense()
+        return routed.aux_loss, weights, weights.bool(), routed.counts
 
 
 class Experts(nn.Module):

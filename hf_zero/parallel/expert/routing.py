@@ -98,12 +98,12 @@ def top1(
     most = capacity.of(len(logits), experts, 1)
     order = torch.rand(len(chosen), device=chosen.device).argsort() if selects_at_random else None
     taken = _fits(_places(chosen, order), most) & (chosen < experts)
-    kept = chosen.where(taken, experts)
-    weights = _of(gates, kept) * taken
+    assigned = chosen.where(taken, experts)
+    weights = _of(gates, assigned) * taken
     return Routing(
-        kept[:, None],
+        assigned[:, None],
         weights[:, None],
-        _places(kept)[:, None],
+        _places(assigned)[:, None],
         _aux_loss(gates, chosen),
         _counts(chosen, experts),
         most,
@@ -123,11 +123,11 @@ def top2(logits: torch.Tensor, capacity: Capacity, samples: bool = True) -> Rout
     most = capacity.of(tokens, experts, 2)
     places = _places(chosen)
     taken = _fits(places, most)
-    kept = chosen.where(taken, experts)
-    weights = (_of(gates.repeat(2, 1), kept) * taken).view(2, tokens)
+    assigned = chosen.where(taken, experts)
+    weights = (_of(gates.repeat(2, 1), assigned) * taken).view(2, tokens)
     weights = weights / weights.sum(0).clamp(min=torch.finfo(weights.dtype).eps)
     return Routing(
-        kept.view(2, tokens).t(),
+        assigned.view(2, tokens).t(),
         weights.t(),
         places.view(2, tokens).t(),
         _aux_loss(gates, first),

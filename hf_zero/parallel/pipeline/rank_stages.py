@@ -99,8 +99,8 @@ class Stage:
     # ---- setup by the schedule ----
 
     def clear_runtime_states(self) -> None:
-        kept = (self._inputs, self._outputs, self._gradients, self._sent_back, self._losses)
-        for by_micro_batch in kept:
+        states = (self._inputs, self._outputs, self._gradients, self._sent_back, self._losses)
+        for by_micro_batch in states:
             by_micro_batch.clear()
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:

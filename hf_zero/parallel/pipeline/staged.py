@@ -246,8 +246,8 @@ class TiedParameters:
         }
         every = get_world_group().all_gather_object(own, "tied parameters")
         for stages, column in itertools.product(self._along, self._columns):
-            found = [every[rank][stages] for rank in column if every[rank].get(stages)]
-            if any(each != found[0] for each in found):
+            shared = [every[rank][stages] for rank in column if every[rank].get(stages)]
+            if any(each != shared[0] for each in shared):
                 raise PartitionError(
                     f"the parameters tied over stages {list(stages)} of the pipeline lie in "
                     "different flat buffers there; give them the same optimizer group, or freeze "
@@ -256,13 +256,13 @@ class TiedParameters:
 
     def _flats(self, flats: Sequence[FlatBuffer]) -> dict[tuple[int, ...], list[FlatBuffer]]:
         """Return the flat buffers of tied parameters by stages, in an order equal on all stages."""
-        found: dict[tuple[int, ...], list[FlatBuffer]] = {}
+        by_stages: dict[tuple[int, ...], list[FlatBuffer]] = {}
         for flat in flats:
             if flat.spec.sharding.stages and flat.trainable:
-                found.setdefault(flat.spec.sharding.stages, []).append(flat)
-        for each in found.values():
+                by_stages.setdefault(flat.spec.sharding.stages, []).append(flat)
+        for each in by_stages.values():
             each.sort(key=lambda flat: flat.layout.slots[0].name)
-        return dict(sorted(found.items()))
+        return dict(sorted(by_stages.items()))
 
     @torch.no_grad()
     def add_up(self, flats: Sequence[FlatBuffer]) -> None:

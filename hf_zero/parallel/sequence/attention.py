@@ -143,13 +143,13 @@ def _places(
     after another: all of them, [rows x length], and by length, [documents, length] each.
     """
     with torch.inference_mode(False):  # autograd of a later forward may save these cached tensors
-        found = [
+        indices = [
             torch.tensor(starts)[:, None] + torch.arange(length)
             for length, starts in documents.by_length(rows).items()
         ]
-        whole = upload(torch.cat([place.flatten() for place in found]), device)
-        parts = whole.split([place.numel() for place in found])
-        return whole, tuple(part.view_as(place) for part, place in zip(parts, found))
+        whole = upload(torch.cat([place.flatten() for place in indices]), device)
+        parts = whole.split([place.numel() for place in indices])
+        return whole, tuple(part.view_as(place) for part, place in zip(parts, indices))
 
 
 def scatter_heads(dim: MeshDim, key: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

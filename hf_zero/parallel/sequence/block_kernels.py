@@ -97,9 +97,9 @@ def _on_blocks(forward: Callable[..., Any], backward: Callable[..., Any]) -> Ker
 
     def gradients(pattern: Pattern, *tensors: torch.Tensor, scale: float) -> list[torch.Tensor]:
         causal = pattern is not Pattern.FULL
-        found = backward(*_to_kernel(pattern, *tensors), causal=causal, scale=scale)
+        grads = backward(*_to_kernel(pattern, *tensors), causal=causal, scale=scale)
         widths = (tensor.shape[-1] for tensor in tensors[1:4])
-        return [_from_kernel(pattern, each)[..., :width] for each, width in zip(found, widths)]
+        return [_from_kernel(pattern, each)[..., :width] for each, width in zip(grads, widths)]
 
     return Kernels(attend, gradients)
 

@@ -107,17 +107,17 @@ def _between(
     """Return the blocks of queries that attend to the keys from ``low`` to ``high`` - 1, [rows or
     1, tokens].
     """
-    found: dict[tuple[Pattern, int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    by_pattern: dict[tuple[Pattern, int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for row, (lows, highs) in enumerate(zip(low, high)):
         for pattern, query, queries, key, keys in _pieces(lows, highs):
-            found[pattern, queries, keys].append((row, query, key))
+            by_pattern[pattern, queries, keys].append((row, query, key))
     length, same = low.shape[1], low.shape[0] == 1
-    made = []
-    for (pattern, queries, keys), places in found.items():
+    blocks = []
+    for (pattern, queries, keys), places in by_pattern.items():
         if same and len(places) == 1:
             ((_, query, key),) = places
             spans = slice(query, query + queries), slice(key, key + keys)
-            made.append(AttentionBlocks(pattern, Tokens(spans[0]), Tokens(spans[1])))
+            blocks.append(AttentionBlocks(pattern, Tokens(spans[0]), Tokens(spans[1])))
             continue
         if same:
             places = [(row, query, key) for _, query, key in places for row in range(rows)]
@@ -128,8 +128,8 @@ def _between(
             )
             for start, count in ((query, queries), (key, keys))
         ]
-        made.append(AttentionBlocks(pattern, *tokens))
-    return tuple(made)
+        blocks.append(AttentionBlocks(pattern, *tokens))
+    return tuple(blocks)
 
 
 def _pieces(low: torch.Tensor, high: torch.Tensor) -> Iterator[tuple[Pattern, int, int, int, int]]:

@@ -83,11 +83,11 @@ class Documents:
 
     def by_length(self, rows: int) -> dict[int, list[int]]:
         """Return the first token of each document, row x length + token, by document length."""
-        found = defaultdict(list)
+        starts = defaultdict(list)
         for row, start, end in self.spans:
             for each in range(rows) if row == ALL_ROWS else (row,):
-                found[end - start].append(each * self.length + start)
-        return found
+                starts[end - start].append(each * self.length + start)
+        return starts
 
     def first_keys(self, rows: int) -> torch.Tensor:
         """Return the first token to which each token of ``rows`` attends: [rows, length], or

@@ -46,8 +46,8 @@ def ring_attention(
     """
     by_token = (tensor.transpose(1, 2).contiguous() for tensor in (query, key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    found: torch.Tensor = _RingAttention.apply(dim, documents, scale, sinks, *by_token)
-    return found
+    output: torch.Tensor = _RingAttention.apply(dim, documents, scale, sinks, *by_token)
+    return output
 
 
 class _RingAttention(torch.autograd.Function):
@@ -96,11 +96,11 @@ class _RingAttention(torch.autograd.Function):
             for block in ctx.blocks[source]:
                 mine = [block.queries.take(each) for each in (grad, query, out, sums)]
                 theirs = (block.keys.take(tensor) for tensor in (keys, values))
-                found = kernels.gradients(
+                block_grads = kernels.gradients(
                     block.pattern, *mine[:2], *theirs, *mine[2:], scale=ctx.scale
                 )
-                block.queries.add(for_queries, found[0])
-                for whole, part in zip(totals, found[1:]):
+                block.queries.add(for_queries, block_grads[0])
+                for whole, part in zip(totals, block_grads[1:]):
                     block.keys.add(whole, part)
             if source == dim.rank:
                 continue

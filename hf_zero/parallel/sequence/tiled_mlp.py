@@ -45,18 +45,18 @@ class TiledMlps(Stateless):
         """
         model, self._engine = engine.module, engine
         blocks = [block for _, block in repeated_blocks(model)]
-        found = dict.fromkeys(
+        mlps = dict.fromkeys(
             module
             for block in blocks
             for module in block.modules()
             if type(module).__name__.endswith("MLP")
         )
-        if not found:
+        if not mlps:
             raise ConfigError(
                 f"{KEY}.enabled: no block of {type(model).__name__} has a module whose class ends "
                 f"in MLP; remove the section"
             )
-        for module in found:
+        for module in mlps:
             plain, before = module.forward, module.__dict__.get("forward")
             tiled = Override(self._tiled(module, plain), module, "forward")
             module.__dict__["forward"] = tiled
@@ -87,8 +87,8 @@ class TiledMlps(Stateless):
             parts = x.chunk(shards, dim=-2)
             if not torch.is_grad_enabled():
                 return torch.cat([run(part) for part in parts], dim=-2)
-            made = [checkpoint(run, part, use_reentrant=False) for part in parts]
-            return torch.cat(made, dim=-2)
+            outputs = [checkpoint(run, part, use_reentrant=False) for part in parts]
+            return torch.cat(outputs, dim=-2)
 
         return forward
 

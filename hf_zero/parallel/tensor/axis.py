@@ -321,17 +321,17 @@ class WeightGradients:
 
     def compute(self, x: torch.Tensor) -> list[torch.Tensor | None]:
         """Return the gradients, from input ``x`` and the gradients that arrived; None: none did."""
-        found: list[torch.Tensor | None] = []
+        grads: list[torch.Tensor | None] = []
         for place, weight in enumerate(self.weights):
             arrived = self._arrived.pop(place, None)
             if arrived is None:
-                found.append(None)
+                grads.append(None)
                 continue
             rows = arrived.reshape(-1, arrived.shape[-1])
             inputs = x.reshape(-1, x.shape[-1]).to(rows.dtype)
             first, second = (inputs, rows) if place in self._conv1d else (rows, inputs)
-            found.append(first.t().mm(second).to(weight.dtype))
-        return found
+            grads.append(first.t().mm(second).to(weight.dtype))
+        return grads
 
 
 def of_one_unit(
@@ -395,15 +395,15 @@ class SharedInputs:
             return x, None
         if member in self._ran:
             self._ran, self._copies = [], []
-        made = next((each[1:] for each in self._copies if each[0] is x), None)
-        if made is None:
+        copied = next((each[1:] for each in self._copies if each[0] is x), None)
+        if copied is None:
             beside = self._beside(x, member, axis)
-            made = copy_to(x, axis, self.name, beside), beside
-            self._copies.append((x, *made))
+            copied = copy_to(x, axis, self.name, beside), beside
+            self._copies.append((x, *copied))
         self._ran.append(member)
         if len(self._ran) == len(self._members):
             self._ran, self._copies = [], []
-        return made
+        return copied
 
     def _beside(self, x: torch.Tensor, member: int, axis: TensorAxis) -> WeightGradients | None:
         """Return the weight gradients of layer ``member`` and of later readers of ``x``."""

@@ -65,10 +65,10 @@ class OwnRandomNumbers:
         self._where, self._states = None, []
 
     def _kept(self) -> list[torch.Tensor]:
-        kept = [torch.get_rng_state()]
+        states = [torch.get_rng_state()]
         if not kinds.is_host(self._device):
-            kept.append(kinds.module_of(self._device).get_rng_state(self._device))
-        return kept
+            states.append(kinds.module_of(self._device).get_rng_state(self._device))
+        return states
 
     def _restore(self) -> None:
         torch.set_rng_state(self._states[0])

@@ -310,8 +310,8 @@ class EnteringCaches:
         self._own: weakref.WeakSet[Any] = weakref.WeakSet()  # caches that hold this rank's heads
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EnteringCaches:
-        memo[id(self)] = made = EnteringCaches(memo.get(id(self._axis), self._axis))
-        return made
+        memo[id(self)] = copied = EnteringCaches(memo.get(id(self._axis), self._axis))
+        return copied
 
     def watch(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(Attached(self._before), with_kwargs=True)
@@ -393,5 +393,5 @@ def _projections(model: nn.Module, place: int) -> list[type[nn.Module]]:
 
 def _heads_of(model: Any) -> int:
     config = model.config.get_text_config()
-    found = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return int(found)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return int(heads)

@@ -99,12 +99,12 @@ def tensor_parallel(
     rank = dims.coordinate(process_group.get_rank(), "tensor")
     plan = plan if record is None else record.plan
     unwrap(inner, rank, size)
-    found = _planned(path, inner, plan)
+    planned = _planned(path, inner, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
-    for target in found:
+    for target in planned:
         if not is_sharded(target.module):
             _check_forward(target)
-    cuts = _placed(inner, plan, cuts_for(modules, found, rank, size), rank, size)
+    cuts = _placed(inner, plan, cuts_for(modules, planned, rank, size), rank, size)
     if verify:
         _check_verifiable(model, record)
     # All checks have passed: a refused call leaves the job unchanged.
@@ -115,7 +115,7 @@ def tensor_parallel(
         draws = _draws(model)
         random = OwnRandomNumbers(axis, process_group.default_device()) if draws else None
         record = TensorParallel(axis, random, plan, _rotary_width(inner))
-    cut_layers(modules, found, cuts, record, is_of_family(inner), cut)
+    cut_layers(modules, planned, cuts, record, is_of_family(inner), cut)
     if RECORD not in inner.__dict__:
         inner.__dict__[RECORD] = record
         record.agreement.watch(inner)
@@ -234,8 +234,8 @@ def cuts_of(model: nn.Module, size: int, rank: int = 0) -> dict[nn.Parameter, Sh
 
 def _planned(path: str, inner: nn.Module, plan: Mapping[str, str | None] | None) -> list[Target]:
     """Return the layers to cut in ``inner``, whose path is ``path``."""
-    found = targets(path, inner, plan_of(inner, plan), is_of_family(inner))
-    return _without_the_head(inner, found) if _multiplies_itself(inner) else found
+    planned = targets(path, inner, plan_of(inner, plan), is_of_family(inner))
+    return _without_the_head(inner, planned) if _multiplies_itself(inner) else planned
 
 
 def _placed(
@@ -268,15 +268,15 @@ def _rehearse(
         twin, originals = without_memory(inner, None if held is None else held.axis, axis)
         record = model_record(twin) or TensorParallel(axis, None, plan, _rotary_width(twin))
         modules = dict(twin.named_modules(remove_duplicate=False))
-        found = _planned("", twin, plan)
-        cuts = cuts_for(modules, found, rank, size)
-        cut_layers(modules, found, cuts, record, is_of_family(twin), shrink)
+        planned = _planned("", twin, plan)
+        cuts = cuts_for(modules, planned, rank, size)
+        cut_layers(modules, planned, cuts, record, is_of_family(twin), shrink)
         outputs, ran = run(twin)
     except Exception as error:  # the model reads values, or is not one of transformers
-        said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         if held is None:
-            _check_whole(inner, axis, said)
-        reason = f"the model cannot be run without memory ({said})"
+            _check_whole(inner, axis, text)
+        reason = f"the model cannot be run without memory ({text})"
         placed, ran = {}, set()
     else:
         reason = "a forward over a sequence does not reach it"

@@ -149,7 +149,7 @@ def targets(path: str, model: nn.Module, plan: Mapping[str, str], suffixes: bool
     Raises ConfigError for a named layer that its style cannot run, and NotBuiltError for an unknown
     style.
     """
-    found: dict[nn.Module, Target] = {}
+    by_layer: dict[nn.Module, Target] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         own = {
             parameter: style_of(style, f"{name}.{parameter}")
@@ -162,10 +162,10 @@ def targets(path: str, model: nn.Module, plan: Mapping[str, str], suffixes: bool
         whole = f"{path}.{name}" if path else name
         named = style_of(style, name) if style is not None else WHOLE
         for part, layer, how, adapts in _layers(whole, module, named):
-            target = found.setdefault(layer, Target(part, layer, how, whole, adapts))
+            target = by_layer.setdefault(layer, Target(part, layer, how, whole, adapts))
             if layer is module:
                 target.own.update(own)
-    return list(found.values())
+    return list(by_layer.values())
 
 
 def _look(plan: Mapping[str, str], name: str, suffixes: bool) -> str | None:

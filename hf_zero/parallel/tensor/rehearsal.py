@@ -92,10 +92,10 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, in_fp32: bool =
     for module in model.modules():
         for name in _HOOKS:
             memo[id(module.__dict__[name])] = OrderedDict()
-    made = copy.deepcopy(model, memo)
-    for module in made.modules():  # a forward set on a module may be bound to the original module
+    twin = copy.deepcopy(model, memo)
+    for module in twin.modules():  # a forward set on a module may be bound to the original module
         module.__dict__.pop("forward", None)
-    return made
+    return twin
 
 
 def _dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -180,12 +180,12 @@ def gradients(outputs: Iterable[torch.Tensor]) -> dict[nn.Parameter, set[str]]:
     parts: dict[Any, bool] = {}
     for node in order:
         parts[node] = _makes_parts(node, any(parts[child] for child in _children(node)))
-    found: dict[Any, set[str]] = {node: set() for node in order}
+    by_node: dict[Any, set[str]] = {node: set() for node in order}
     for output in outputs:
         if not parts[output.grad_fn]:
-            found[output.grad_fn].add(_COMPLETE)
+            by_node[output.grad_fn].add(_COMPLETE)
     for node in reversed(order):
-        kind, given = _border(node), found[node]
+        kind, given = _border(node), by_node[node]
         if kind is borders._CopyTo and _COMPLETE in given:
             raise ConfigError(
                 f"{node.name} sums the gradient of its inputs over the tensor-parallel ranks, and "
@@ -198,8 +198,8 @@ def gradients(outputs: Iterable[torch.Tensor]) -> dict[nn.Parameter, set[str]]:
             given = {_COMPLETE}
         for child in _children(node):
             if not parts[child]:
-                found[child] |= given
-    return {node.variable: found[node] for node in order if hasattr(node, "variable")}
+                by_node[child] |= given
+    return {node.variable: by_node[node] for node in order if hasattr(node, "variable")}
 
 
 def _border(node: Any) -> Any:

@@ -81,8 +81,8 @@ class Verification:
             )
         for name, parameter in wanted.items():
             value = values[name].to(device, copy=True)
-            made = nn.Parameter(value, parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, made)
+            replacement = nn.Parameter(value, parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, replacement)
         self.whole.to(device).train(model.training)
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
@@ -194,5 +194,5 @@ _REMEDY = (
 
 
 def _differentiable(output: Any) -> list[torch.Tensor]:
-    found: Iterable[torch.Tensor] = tensors_in(output)
-    return [each for each in found if each.requires_grad]
+    tensors: Iterable[torch.Tensor] = tensors_in(output)
+    return [each for each in tensors if each.requires_grad]

@@ -88,7 +88,7 @@ class Measured:
         others = sum(each.nbytes for each in works) / self.memory
         others += 0.0 if self.asynchronous else sum(w.operations for w in works) * self.operation
         left = max(self.block_seconds - others, 0.1 * self.block_seconds)
-        found: dict[str, Any] = {
+        rates: dict[str, Any] = {
             "flops": flops / left,
             "memory": self.memory,
             "operation": self.operation,
@@ -97,10 +97,10 @@ class Measured:
             "first_write": self.first_write,
         }
         if self.link is not None:
-            found |= {"latency": self.latency, "node": self.link, "network": self.link * self.ranks}
-            found["ranks_per_host"] = max(self.ranks, given.ranks_per_host)
-        found = {name: value for name, value in found.items() if name not in given.sources}
-        return given.replaced(found, "measured")
+            rates |= {"latency": self.latency, "node": self.link, "network": self.link * self.ranks}
+            rates["ranks_per_host"] = max(self.ranks, given.ranks_per_host)
+        rates = {name: value for name, value in rates.items() if name not in given.sources}
+        return given.replaced(rates, "measured")
 
 
 def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Measured:
@@ -144,7 +144,7 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
         if mesh is not None:
             mesh.close()
     memory = 3 * left.nbytes / took["pass"]
-    found = Measured(
+    measured = Measured(
         name,
         took["block"],
         memory,
@@ -155,7 +155,7 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
         overlap=1.0,
         asynchronous=not kinds.is_host(device),
     )
-    return found if mesh is None else _with_messages(found, took, size)
+    return measured if mesh is None else _with_messages(measured, took, size)
 
 
 def _with_messages(found: Measured, took: Mapping[str, float], size: int) -> Measured:
@@ -204,8 +204,8 @@ def _times(
         [once] = over_ranks([time.perf_counter() - began])
     least, most = ROUNDS
     rounds = max(least, min(most, int(SECONDS / once)))
-    found = [[taken(call) for call in calls.values()] for _ in range(rounds)]
-    middles = over_ranks([_middle(each) for each in zip(*found)])
+    rows = [[taken(call) for call in calls.values()] for _ in range(rounds)]
+    middles = over_ranks([_middle(each) for each in zip(*rows)])
     return dict(zip(calls, middles))
 
 
@@ -315,8 +315,8 @@ def _inputs(
             return value
         if not value.is_floating_point():
             return torch.zeros(value.shape, dtype=value.dtype, device=device)
-        made = torch.full(value.shape, 0.01, dtype=dtype, device=device)
-        return made.requires_grad_(value.requires_grad)
+        tensor = torch.full(value.shape, 0.01, dtype=dtype, device=device)
+        return tensor.requires_grad_(value.requires_grad)
 
     return tree_map(real, args), tree_map(real, kwargs)
 

@@ -240,8 +240,8 @@ class Recorder(TorchDispatchMode):
         else:  # torch has no shapes of fused steps
             fused = _FUSED.match(func._schema.name)
             out = None if fused else self._shapes(func, args, kwargs)
-        fresh, made = False, [*tensors_of((out,))]
-        for each in made:
+        fresh, outputs = False, [*tensors_of((out,))]
+        for each in outputs:
             if each.device.type == self._device:
                 fresh |= self._make(each.untyped_storage())
         if self.recording is not None and func.namespace != "c10d":
@@ -251,7 +251,7 @@ class Recorder(TorchDispatchMode):
             if formula is not None:
                 work.flops += formula(*args, **kwargs, out_val=out)
             elif fresh or func._schema.is_mutable:
-                work.nbytes += sum(each.nbytes for each in (*given, *made))
+                work.nbytes += sum(each.nbytes for each in (*given, *outputs))
         return out
 
     def add_flops(self, flops: float) -> None:

@@ -44,10 +44,14 @@ class ShapeCache:
             out = func(*args, **kwargs)
             self._made[key] = _described(out, args)
             return out
-        made = self._made[key]
-        if made is None:
+        description = self._made[key]
+        if description is None:
             return func(*args, **kwargs)
-        return tuple(map(_empty, made)) if isinstance(made, list) else _empty(made)
+        return (
+            tuple(map(_empty, description))
+            if isinstance(description, list)
+            else _empty(description)
+        )
 
 
 def _makes_new(func: Any) -> bool:
@@ -61,22 +65,22 @@ def _makes_new(func: Any) -> bool:
 
 def _key(values: Iterable[Any]) -> tuple[Any, ...] | None:
     """Return an identifier of the shapes of tensors and of other values; None if there is none."""
-    found: list[Any] = []
+    parts: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
             if not value.is_meta or value.is_complex():
                 return None
-            found.append((value.shape, value.stride(), value.dtype))
+            parts.append((value.shape, value.stride(), value.dtype))
         elif isinstance(value, (list, tuple)):
             inside = _key(value)
             if inside is None:
                 return None
-            found.append((type(value), inside))
+            parts.append((type(value), inside))
         elif isinstance(value, _VALUES):
-            found.append((type(value), value))  # 1 and 1.0 are equal
+            parts.append((type(value), value))  # 1 and 1.0 are equal
         else:
             return None
-    return tuple(found)
+    return tuple(parts)
 
 
 def _described(out: Any, args: Any) -> _Made | list[_Made] | None:
@@ -88,10 +92,10 @@ def _described(out: Any, args: Any) -> _Made | list[_Made] | None:
         return None
     storage = out.untyped_storage()
     held = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
-    made = tuple(out.shape), out.stride(), out.dtype
-    if storage._cdata in held or storage.nbytes() != _empty(made).untyped_storage().nbytes():
+    description = tuple(out.shape), out.stride(), out.dtype
+    if storage._cdata in held or storage.nbytes() != _empty(description).untyped_storage().nbytes():
         return None
-    return made
+    return description
 
 
 def _empty(made: _Made) -> torch.Tensor:

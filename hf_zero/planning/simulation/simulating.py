@@ -411,10 +411,10 @@ def _record(
         except ConfigError:
             raise
         except Exception as error:
-            said = (str(error).strip().splitlines() or [""])[0]
+            reason = (str(error).strip().splitlines() or [""])[0]
             raise ConfigError(
                 f"{type(own.model).__name__} cannot be trained without memory "
-                f"({type(error).__name__}: {said}); give batch=, a function that makes its "
+                f"({type(error).__name__}: {reason}); give batch=, a function that makes its "
                 "arguments on the meta device, or simulate another model"
             ) from error
         finally:
@@ -455,11 +455,11 @@ def _engine(own: EnginePlan, copied: nn.Module, settings: ZeroConfig) -> Engine:
         check_uncut(settings, module)
         one_bit = one_bit_of(settings, optimizer) is not None
         check_pipeline(settings, module, techniques.by_key, one_bit)
-    made = plan(
+    engine_plan = plan(
         module, settings, own.dims, optimizer, extensions_of=extensions_of, rank=own.rank,
         device=META,
     )  # fmt: skip
-    return kind(made, ActivationPatches(settings), techniques)
+    return kind(engine_plan, ActivationPatches(settings), techniques)
 
 
 def _staged(own: EnginePlan, copied: nn.Module) -> StagedModule:
@@ -480,10 +480,10 @@ def dims_of(engine: TrainingEngine) -> list[MeshDim]:
 
 
 def _loss(engine: Engine, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    found = engine(**inputs)
-    if isinstance(found, Mapping):
-        found = found["loss"] if "loss" in found else next(iter(found.values()))
-    loss: torch.Tensor = found if isinstance(found, torch.Tensor) else found[0]
+    output = engine(**inputs)
+    if isinstance(output, Mapping):
+        output = output["loss"] if "loss" in output else next(iter(output.values()))
+    loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
     return loss
 
 
@@ -504,8 +504,8 @@ def _optimizer_for(own: EnginePlan, module: nn.Module) -> torch.optim.Optimizer 
         {**group, "params": [there[names[p]] for p in group["params"] if names[p] in there]}
         for group in own.optimizer.param_groups
     ]
-    made: torch.optim.Optimizer = type(own.optimizer)(groups)  # type: ignore[call-arg]
-    return made
+    optimizer: torch.optim.Optimizer = type(own.optimizer)(groups)  # type: ignore[call-arg]
+    return optimizer
 
 
 def _placed(
@@ -537,20 +537,20 @@ def model_states(own: EnginePlan, narrow: bool = False) -> dict[str, int]:
     if narrow:
         flats = (dataclasses.replace(flat, gradient_dtype=flat.spec.dtype) for flat in plain.flats)
         plain = dataclasses.replace(plain, flats=tuple(flats))
-    found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
+    by_kind = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     for (kind, _), nbytes in state_bytes(plain).items():
-        found[kind] += nbytes
-    return found
+        by_kind[kind] += nbytes
+    return by_kind
 
 
 def _counts(recording: Recording) -> tuple[CollectiveCount, ...]:
     """Return the messages of a step, by phase, operation, unit and group, in order."""
-    found: dict[tuple[str, str, str, str], list[Message]] = {}
+    by_key: dict[tuple[str, str, str, str], list[Message]] = {}
     for event in recording.step():
         if isinstance(event, Message) and not isinstance(event, Arrival):
             unit = event.unit_name or "(root)"
             key = event.place.phase, event.operation, unit, event.group.name
-            found.setdefault(key, []).append(event)
+            by_key.setdefault(key, []).append(event)
     return tuple(
         CollectiveCount(
             *key,
@@ -559,5 +559,5 @@ def _counts(recording: Recording) -> tuple[CollectiveCount, ...]:
             sum(one.nbytes for one in each),
             round(sum(wire_bytes(one.operation, one.nbytes, len(one.group.ranks)) for one in each)),
         )
-        for key, each in found.items()
+        for key, each in by_key.items()
     )
