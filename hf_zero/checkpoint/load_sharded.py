@@ -7,12 +7,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import nn
 
 from hf_zero.checkpoint import find, loader_state
 from hf_zero.checkpoint.engine_state import (
@@ -21,7 +22,7 @@ from hf_zero.checkpoint.engine_state import (
     set_rng_state,
 )
 from hf_zero.checkpoint.find import whole_tags_beside
-from hf_zero.checkpoint.manifest import RNG, Manifest
+from hf_zero.checkpoint.manifest import MASTER, RNG, GroupEntry, Manifest
 from hf_zero.checkpoint.match import (
     NameMatch,
     check_optimizer,
@@ -35,7 +36,10 @@ from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, in_units, listed, log_rank0
+from hf_zero.optim.bound_optimizer import ParameterNumbers
+from hf_zero.optim.segment_table import Factors
 from hf_zero.zero.layout.sharding import persistent_buffers
+from hf_zero.zero.state_entries import StateEntry, StateSource, transfer
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -225,9 +229,9 @@ def files_needed(engine: TrainingEngine, manifest: Manifest, strict: bool) -> se
     return needed
 
 
-class _Load:
-    """One rank's part of a load. The constructor looks up and checks everything, :meth:`apply`
-    changes the engine.
+class _Load(StateSource):
+    """One rank's part of a load: the source of the state. The constructor looks up and checks
+    everything, :meth:`apply` changes the engine.
     """
 
     def __init__(
@@ -254,8 +258,8 @@ class _Load:
         if self.scheduler is not None and self.groups:
             self.scheduler = reorder_schedule(self.scheduler, self.groups)
         self.client_state = checkpoint.client_state()
-        # for each flat buffer the runs of its weights, and those of each optimizer state
-        self.runs: list[tuple[FlatBuffer, list[CopyRange], dict[str, list[CopyRange]]]] = []
+        # for each flat buffer the runs of its weights, and those of each optimizer state, by kind
+        self.runs: dict[FlatBuffer, dict[str, list[CopyRange]]] = {}
         self.nbytes = 0  # to read for the flat buffers
         for flat in engine.flats:
             found = list(
@@ -264,10 +268,9 @@ class _Load:
                 )
             )
             states = checkpoint.states(found) if optimizer and flat.trainable else {}
-            self.runs.append((flat, found, states))
-            self.nbytes += checkpoint.nbytes(found)
-            for name, runs in states.items():
-                self.nbytes += checkpoint.nbytes(runs, name)
+            self.runs[flat] = {MASTER: found} | states
+            for kind, runs in self.runs[flat].items():
+                self.nbytes += checkpoint.nbytes(runs, kind)
         saved = self.manifest.optimizer.factors if optimizer and self.manifest.optimizer else {}
         for name in engine.bound.factors.names if saved else ():
             if self.match.held.get(name) in saved:
@@ -281,28 +284,17 @@ class _Load:
 
     @torch.no_grad()
     def apply(self, module_only: bool, rng: bool, loader: bool) -> None:
-        if self.optimizer:
-            self._forget_unsaved()
-        for flat, found, states in self.runs:
-            kept = flat.optimizer_shard.master
-            if kept is not None:
-                master = kept.detach()
-                self.checkpoint.fill(master, found, tick=self.tick)
-                flat.optimizer_shard.store_master(master)
-            else:
-                values = flat.shard.detach().clone()
-                self.checkpoint.fill(values, found, tick=self.tick)
-                for name in flat.layout.by_name.keys() & self.match.buffers.keys():
-                    first, start, stop = flat.spec.own_range(name)
-                    self.checkpoint.read(self.match.buffers[name], first, values[start:stop])
-                flat.store_shard(values)
-            if self.optimizer and flat.trainable:
-                self._load_states(flat, found, states)
+        bound, saved = self.engine.bound, self.manifest.optimizer if self.optimizer else None
         self._load_buffers()
         if self.scheduler is not None:
             self.engine.lr_scheduler.load_state_dict(self.scheduler)
-        if self.optimizer:  # after the schedule: values that a script set on the groups prevail
-            self._load_groups()
+        if saved is not None:  # after the schedule: values that a script set on the groups prevail
+            self._load_hyperparameters()
+            if not self._has_stepped:
+                bound.forget()
+        transfer(self, self.engine, optimizer=saved is not None and self._has_stepped)
+        if saved is not None:
+            self._load_scaler()
         if not module_only:
             for field in fields(self.engine.counters):
                 if field.name in self.manifest.counters:
@@ -344,11 +336,6 @@ class _Load:
                 "cannot take; build and quantise it as it was at the save"
             )
 
-    def _forget_unsaved(self) -> None:
-        """Reset the optimizer to unstepped if it had not stepped when it was saved."""
-        if self.manifest.optimizer is not None and not self._has_stepped:
-            self.engine.bound.forget()
-
     @property
     def _has_stepped(self) -> bool:
         """Whether the saved optimizer had stepped a parameter."""
@@ -357,50 +344,54 @@ class _Load:
         numbers = any(group.scalars or any(group.apart.values()) for group in groups)
         return numbers or any(flat.states for flat in self.manifest.flats)
 
-    def _load_states(
-        self, flat: FlatBuffer, found: list[CopyRange], saved: dict[str, list[CopyRange]]
-    ) -> None:
-        bound, wanted = self.engine.bound, elements(found)
-        live = dict(bound.tensors(flat.optimizer_shard))
-        master = live.pop("master")
-        # offloaded states are there before the first step: one that had not stepped keeps them
-        for name in sorted({*saved, *(live if self._has_stepped else ())}):
-            runs, out = saved.get(name, []), live.get(name)
-            if out is None:
-                out = torch.zeros_like(master)
-            elif elements(runs) < wanted:
-                out.zero_()
-            self.checkpoint.fill(out, runs, name, self.tick)
-            bound.load_tensor(flat.optimizer_shard, name, out)
+    # ---- the source of the state ----
 
-    def _load_groups(self) -> None:
-        saved, bound = self.manifest.optimizer, self.engine.bound
-        if saved is None:
-            return
-        groups = [saved.groups[at] for at in self.groups]
-        settings = [dict(group.hyperparameters) for group in groups]
+    def held(self, flat: FlatBuffer) -> Mapping[str, Collection[str]]:
+        runs = self.runs[flat]
+        # a chunk without a state leaves out a part of a parameter
+        wanted = elements(runs[MASTER])
+        names = {*self.match.held, *self.match.buffers}
+        return {
+            kind: names if elements(of_kind) == wanted else ()
+            for kind, of_kind in runs.items()
+        }
+
+    def read(self, entries: Sequence[StateEntry], out: torch.Tensor) -> None:
+        kind = entries[0].kind
+        self.checkpoint.fill(out, self.runs[entries[0].flat].get(kind, ()), kind, self.tick)
+        for entry in entries:
+            if kind == MASTER and entry.name in self.match.buffers:
+                name = self.match.buffers[entry.name]
+                self.checkpoint.read(name, entry.range[0], entry.part(out))
+
+    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterNumbers]:
+        saved = {
+            name: group.apart.get(name, group.scalars) if group.apart.get(name, True) else None
+            for group in self._groups()
+            for name in group.parameters
+        }
+        held = self.match.held  # one that is not held was frozen or missing at the save
+        return {name: saved.get(held[name]) for name in parameters if name in held}
+
+    def factors(self, parameters: Mapping[str, nn.Parameter]) -> Factors:
+        held, names = self.match.held, self.engine.bound.factors.names
+        return {name: self.checkpoint.factors(held[name]) for name in names if name in held}
+
+    def _groups(self) -> list[GroupEntry]:
+        """Return the saved group of each group of the engine's optimizer."""
+        assert self.manifest.optimizer is not None
+        return [self.manifest.optimizer.groups[at] for at in self.groups]
+
+    def _load_hyperparameters(self) -> None:
+        bound = self.engine.bound
+        settings = [dict(group.hyperparameters) for group in self._groups()]
         if self.engine.lr_scheduler is not None and self.scheduler is None:
             # a schedule that starts anew sets these, and some of torch's multiply their last value
             for values, live in zip(settings, bound.groups):
                 values |= {name: live[name] for name in SCHEDULED if name in live}
         bound.load_hyperparameters(settings)
-        if self._has_stepped:
-            numbers = {
-                name: group.apart.get(name, group.scalars) if group.apart.get(name, True) else None
-                for group in groups
-                for name in group.parameters
-            }
-            held = self.match.held  # one that is not held was frozen or missing at the save
-            bound.load_by_parameter(
-                {name: numbers.get(held[name]) for name in bound.group_of if name in held}
-            )
-            bound.factors.load(
-                {
-                    name: self.checkpoint.factors(self.match.held[name])
-                    for name in bound.factors.names
-                    if name in self.match.held
-                }
-            )
+
+    def _load_scaler(self) -> None:
         precision = self.engine.config.precision
         if self.manifest.scaler is not None and precision == "fp16":
             self.engine.scaler.load_state_dict(self.manifest.scaler)

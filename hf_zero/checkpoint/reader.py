@@ -287,12 +287,12 @@ class Checkpoint(ClosedAtExit):
         self,
         out: torch.Tensor,
         runs: Iterable[CopyRange],
-        tensor: str | None = None,
+        tensor: str = MASTER,
         tick: Callable[[int], None] | None = None,
         scratch: Scratch | None = None,
     ) -> None:
         """Copy ``runs`` into ``out``, 1-D, of any dtype and device. ``tensor`` is the name of an
-        optimizer state; by default the weights are read. ``tick`` is called with the bytes read.
+        optimizer state, or :data:`MASTER` for the weights. ``tick`` is called with the bytes read.
         """
         scratch = Scratch() if scratch is None else scratch
         for run in runs:
@@ -301,15 +301,15 @@ class Checkpoint(ClosedAtExit):
             if tick is not None:
                 tick(run.length * file.entries[key].dtype.itemsize)
 
-    def nbytes(self, runs: Iterable[CopyRange], tensor: str | None = None) -> int:
+    def nbytes(self, runs: Iterable[CopyRange], tensor: str = MASTER) -> int:
         """Return the bytes that ``runs`` occupy in the files; ``tensor`` as in :meth:`fill`."""
         places = [(run, *self._place(run, tensor)) for run in runs]
         return sum(run.length * file.entries[key].dtype.itemsize for run, file, key in places)
 
-    def _place(self, run: CopyRange, tensor: str | None) -> tuple[TensorFile, str]:
+    def _place(self, run: CopyRange, tensor: str) -> tuple[TensorFile, str]:
         """Return the file of ``run``, and the name in it of the tensor to read."""
         file = self.file(run.flat.chunks[run.chunk].file)
-        return file, f"{run.flat.key}::{tensor or run.flat.weights}"
+        return file, f"{run.flat.key}::{run.flat.weights if tensor == MASTER else tensor}"
 
     def states(self, runs: Iterable[CopyRange]) -> dict[str, list[CopyRange]]:
         """Return the optimizer states that the chunks of ``runs`` have, each with its runs."""

@@ -21,12 +21,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
-from hf_zero.checkpoint.manifest import strip_wrappers
+from hf_zero.checkpoint.manifest import MASTER, strip_wrappers
 from hf_zero.checkpoint.tensor_part import Place, TensorPart
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
 from hf_zero.optim.segment_table import NOT_KEPT
-from hf_zero.optim.state import is_elementwise
 from hf_zero.zero.access.full import whole_of
 from hf_zero.zero.access.wholes import version_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -37,6 +36,7 @@ from hf_zero.zero.layout.sharding import (
     persistent_buffers,
     sharding_of,
 )
+from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, names_by_kind, transfer
 
 TARGET = "torch.distributed.checkpoint.state_dict"
 States = dict[str, Any]
@@ -50,6 +50,7 @@ class _Own:
     def __init__(self, engine: Any, on_host: bool = False):
         self.engine, self._on_host = engine, on_host
         version_of(engine)  # updates are complete, and a script's writes are in the shards
+        self._state = EngineState(engine)
         self.whole = whole = WholeNames(engine.module)
         self.tied: dict[str, list[str]] = {}
         for tied, held in engine.aliases.items():
@@ -71,39 +72,28 @@ class _Own:
         self.every = {strip_wrappers(name) for each in held for name in whole.every(each)}
         self.every.update(self.extra)
 
-    # ---- one tensor ----
+    # ---- one entry ----
 
-    def place(self, flat: FlatBuffer, name: str) -> Place:
-        first, _, _ = flat.spec.own_range(name)
-        return flat.layout.by_name[name].shape, first, sharding_of(flat.parameters[name]).box
-
-    def part(
-        self, flat: FlatBuffer, name: str, values: torch.Tensor
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a copy of this rank's elements of parameter ``name`` of ``values`` [owned]."""
-        _, start, stop = flat.spec.own_range(name)
-        own = values[start:stop].detach()
+    def part(self, entry: StateEntry, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a copy of this rank's elements of ``entry`` from ``values`` [owned]."""
+        own = entry.part(values).detach()
         local = own.to("cpu", copy=True) if self._on_host else own.clone()
-        yield strip_wrappers(self.whole.own(name)), TensorPart(local, self.place(flat, name))
+        yield strip_wrappers(self.whole.own(entry.name)), TensorPart(local, _place(entry))
 
-    def wholes(
-        self, flat: FlatBuffer, name: str, values: torch.Tensor
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def wholes(self, entry: StateEntry, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors in place of the part, one for each rank's module (collective)."""
-        parameter = flat.parameters[name]
-        value = whole_of(flat, parameter, values)
-        for each, joined in self.whole.wholes(parameter, value, name):
+        value = whole_of(entry.flat, entry.parameter, values)
+        for each, joined in self.whole.wholes(entry.parameter, value, entry.name):
             yield strip_wrappers(each), joined
 
-    def check(self, flat: FlatBuffer, name: str, value: Any, key: str) -> None:
-        """Raise CheckpointError unless :meth:`put` can take ``value``, named ``key``."""
-        place = shape, first, box = self.place(flat, name)
-        whole = shape if box is None else box.whole
-        _, start, stop = flat.spec.own_range(name)
+    def check(self, entry: StateEntry, value: Any, key: str) -> None:
+        """Raise CheckpointError unless ``value``, named ``key``, can be read as ``entry``."""
+        place = shape, first, box = _place(entry)
+        whole, numel = shape if box is None else box.whole, entry.range[1] - first
         if not torch.is_tensor(value) or value.is_meta:
             found = "a tensor without data" if torch.is_tensor(value) else repr(value)
         elif isinstance(value, TensorPart):
-            if value.place == place and value.local.numel() == stop - start:
+            if value.place == place and value.local.numel() == numel:
                 return
             found = (
                 f"elements {value.place[1]} to {value.place[1] + value.local.numel()} of a tensor "
@@ -115,21 +105,9 @@ class _Own:
             found = f"a tensor of shape {tuple(value.shape)}"
         raise CheckpointError(
             f"{key}: {found} in the state dict, where the model has a tensor of shape "
-            f"{tuple(whole)} and this rank owns its elements {first} to {first + stop - start}; "
+            f"{tuple(whole)} and this rank owns its elements {first} to {first + numel}; "
             "take the state dict of this engine, or whole tensors of the same model"
         )
-
-    @torch.no_grad()
-    def put(self, flat: FlatBuffer, name: str, value: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy ``value``, a part or a whole tensor, over the elements of ``name`` in ``into``."""
-        first, start, stop = flat.spec.own_range(name)
-        if isinstance(value, TensorPart):
-            own = value.local
-        else:
-            given = value.full_tensor() if hasattr(value, "full_tensor") else value
-            given = own_part(sharding_of(flat.parameters[name]), given)
-            own = given.reshape(-1)[first : first + stop - start]
-        into[start:stop].copy_(own)
 
     def from_rank0(self, state: Any) -> Any:
         """Return the ``state`` of rank 0 on every rank (collective): tensors one at a time, those
@@ -151,12 +129,10 @@ class _Own:
             mesh.broadcast(value)
             known = [key for key in path if key in found]
             if known and like.dim():
-                flat, name = found[known[0]]
-                place = shape, start, box = self.place(flat, name)
+                entry = StateEntry(*found[known[0]], MASTER)
+                place = shape, _, box = _place(entry)
                 if tuple(like.shape) == tuple(shape if box is None else box.whole):
-                    _, begin, end = flat.spec.own_range(name)
-                    own = own_part(sharding_of(flat.parameters[name]), value).reshape(-1)
-                    return TensorPart(own[start : start + end - begin].clone(), place)
+                    return TensorPart(_own_elements(entry, value).clone(), place)
             return value.cpu()
 
         return _mapped(shapes, sent)
@@ -167,9 +143,9 @@ class _Own:
         state: States = {}
         for flat, slots in groupby(self.slots, itemgetter(0)):
             if flat.trainable or not trainable_only:
-                values = _source(flat)
+                values = self._state.arrays(flat, optimizer=False)[MASTER]
                 for _, name, _ in slots:
-                    for fqn, part in self.part(flat, name, values):
+                    for fqn, part in self.part(StateEntry(flat, name, MASTER), values):
                         state.update(dict.fromkeys((fqn, *self.tied.get(name, ())), part))
         extra = {name: module.get_extra_state() for name, module in self.extra.items()}
         buffers = {
@@ -180,12 +156,13 @@ class _Own:
 
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Any], strict: bool) -> Any:
-        found, missing = dict[str, Any](), {*self.buffers, *self.extra} - state.keys()
+        found, missing = _Given(), {*self.buffers, *self.extra} - state.keys()
         for flat, name, fqn in self.slots:
             keys = [key for key in (fqn, *self.tied.get(name, ())) if key in state]
             if keys:
-                self.check(flat, name, state[keys[0]], keys[0])
-                found[name] = state[keys[0]]
+                entry = StateEntry(flat, name, MASTER)
+                self.check(entry, state[keys[0]], keys[0])
+                found.add(entry, state[keys[0]])
             else:
                 missing.add(fqn)
         unexpected = sorted(state.keys() - self.every)
@@ -199,17 +176,7 @@ class _Own:
                     "the same model"
                 )
         with self.engine.schedule.shards.writing():
-            for flat, slots in groupby(self.slots, itemgetter(0)):
-                names = [name for _, name, _ in slots if name in found]
-                if not names:
-                    continue
-                values = _source(flat).detach().clone()
-                for name in names:
-                    self.put(flat, name, found[name], values)
-                if flat.optimizer_shard.has_master:
-                    flat.optimizer_shard.store_master(values)
-                else:
-                    flat.store_shard(values)
+            transfer(found, self.engine, optimizer=False)
         for name, value in self.buffers.items():
             if name in state:
                 value.copy_(state[name])
@@ -224,48 +191,13 @@ class _Own:
     def trained(self) -> list[tuple[FlatBuffer, str, str]]:
         return [each for each in self.slots if each[0].trainable]
 
-    def fresh(self) -> list[tuple[dict[str, float], dict[str, float]]]:
-        """Return for each group the numbers and the per-element states of a parameter before its
-        first step, with their values.
-        """
-        bound, found = self.engine.bound, []
-        for group in range(len(bound.groups)):
-            state = bound.fresh(group)
-            elements = {key for key, value in state.items() if is_elementwise(key, value, (1,))}
-            found.append(
-                (
-                    {key: float(value) for key, value in state.items() if key not in elements},
-                    {key: float(state[key]) for key in state if key in elements},
-                )
-            )
-        return found
-
     def numbers(self) -> dict[str, dict[str, float]]:
         """Return the numbers that the optimizer keeps for each trained parameter (collective)."""
-        bound, mesh, fresh = self.engine.bound, self.engine.mesh, self.fresh()
-        found = bound.by_parameter(
-            self.whole.own_of(bound.group_of),
-            lambda each: mesh.all_gather_object(each, "step counts"),
-        )
+        groups = self.engine.bound.group_of
+        found = self._state.numbers(self.whole.own_of(groups))
         return {
-            name: found[name] or fresh[bound.group_of[name]][0] for _, name, _ in self.trained()
+            name: found[name] or self._state.fresh(groups[name])[0] for _, name, _ in self.trained()
         }
-
-    def elements(self) -> dict[str, dict[str, torch.Tensor | float]]:
-        """Return for each trained parameter the values [owned] of its flat buffer for each
-        per-element state; a number stands for all of them before the first step.
-        """
-        bound, fresh = self.engine.bound, self.fresh()
-        every = {key for _, elements in fresh for key in elements}
-        found = {}
-        for flat, slots in groupby(self.trained(), itemgetter(0)):
-            held = dict(bound.tensors(flat.optimizer_shard))
-            del held["master"]
-            for _, name, _ in slots:
-                own = fresh[bound.group_of[name]][1]
-                others = {key: value for key, value in held.items() if key not in every}
-                found[name] = {key: held.get(key, value) for key, value in own.items()} | others
-        return found
 
     def optimizer(self, whole: bool = False) -> States:
         """Return the state dict of the optimizer, of parts or of ``whole`` tensors, those in host
@@ -283,20 +215,20 @@ class _Own:
                 f"{type(self.engine.optimizer).__name__} keeps sums of whole tensors, for which "
                 "torch.distributed.checkpoint has no names; use engine.save_checkpoint"
             )
-        numbers, elements = self.numbers(), self.elements()
-        for flat, name, _ in self.trained():
+        for name, numbers in self.numbers().items():
             for each in names[name]:
                 state[strip_wrappers(each)] = {
-                    key: torch.tensor(float(value)) for key, value in numbers[name].items()
+                    key: torch.tensor(float(value)) for key, value in numbers.items()
                 }
-            for key, value in elements[name].items():
-                if not torch.is_tensor(value):
-                    master = flat.optimizer_shard.master
-                    assert master is not None
-                    value = torch.full_like(master, value)
-                for fqn, tensor in read(flat, name, value):
+        for flat, _ in groupby(self.trained(), itemgetter(0)):
+            arrays = self._state.arrays(flat)
+            for entry in self._state.optimizer_entries(flat, arrays):
+                values = arrays.get(entry.kind)
+                if values is None:
+                    values = self._state.begin([entry], None)
+                for fqn, tensor in read(entry, values):
                     kept = tensor.new_empty(0) if dropped else tensor
-                    state[fqn][key] = kept.cpu() if self._on_host else kept
+                    state[fqn][entry.kind] = kept.cpu() if self._on_host else kept
         optimizer = self.engine.optimizer
         groups = [
             {
@@ -322,39 +254,31 @@ class _Own:
                 f"the optimizer's state dict lacks {listed(lacking)}; pass one of "
                 "get_optimizer_state_dict"
             )
-        bound, numbers, elements = self.engine.bound, self.numbers(), self.elements()
-        new: dict[str, dict[str, torch.Tensor]] = {}
+        numbers, source = self.numbers(), _Given()
         missing, unexpected = list[str](), list[str]()
-        for flat, name, fqn in self.trained():
-            held = {k: v for k, v in given["state"].get(fqn, {}).items() if v is not None}
-            kept = numbers[name].keys() | elements[name].keys()
-            missing += [f"{fqn}.{key}" for key in kept - held.keys()]
-            unexpected += [f"{fqn}.{key}" for key in held.keys() - kept]
-            numbers[name] = {key: float(held.get(key, v)) for key, v in numbers[name].items()}
-            new[name] = {key: held[key] for key in elements[name] if key in held}
-            for key, value in new[name].items():
-                self.check(flat, name, value, f"{fqn}.{key}")
+        for flat, slots in groupby(self.trained(), itemgetter(0)):
+            entries: dict[str, list[StateEntry]] = {}
+            for entry in self._state.optimizer_entries(flat, self._state.arrays(flat)):
+                entries.setdefault(entry.name, []).append(entry)
+            for _, name, fqn in slots:
+                own, held = entries.get(name, ()), given["state"].get(fqn, {})
+                held = {key: value for key, value in held.items() if value is not None}
+                kept = numbers[name].keys() | {entry.kind for entry in own}
+                missing += [f"{fqn}.{key}" for key in kept - held.keys()]
+                unexpected += [f"{fqn}.{key}" for key in held.keys() - kept]
+                source.loaded[name] = {k: float(held.get(k, v)) for k, v in numbers[name].items()}
+                for entry in own:
+                    if entry.kind in held:
+                        self.check(entry, held[entry.kind], f"{fqn}.{entry.kind}")
+                        source.add(entry, held[entry.kind])
         if strict and (missing or unexpected):
             kind = type(self.engine.optimizer).__name__
             raise _differs(
                 "optimizer's state dict", f"optimizer ({kind})", sorted(missing), sorted(unexpected)
             )
         groups = self._groups(given["param_groups"], strict)
-        for flat, slots in groupby(self.trained(), itemgetter(0)):
-            names = [name for _, name, _ in slots]
-            live = bound.tensors(flat.optimizer_shard)
-            for key in sorted({key for name in names for key in new[name]}):
-                out = live.get(key)
-                out = torch.zeros_like(live["master"]) if out is None else out.detach().clone()
-                for name in names:
-                    if key in new[name]:
-                        self.put(flat, name, new[name][key], out)
-                    elif not torch.is_tensor(fresh := elements[name].get(key, 0.0)):
-                        _, start, stop = flat.spec.own_range(name)
-                        out[start:stop] = fresh
-                bound.load_tensor(flat.optimizer_shard, key, out)
-        bound.load_hyperparameters(groups)
-        bound.load_by_parameter(numbers)
+        self.engine.bound.load_hyperparameters(groups)
+        transfer(source, self.engine, weights=False, keeps=True)
 
     def _groups(self, given: Sequence[Mapping[str, Any]], strict: bool) -> list[dict[str, Any]]:
         """Return the settings for each group of the engine, from the group in ``given`` that has
@@ -387,10 +311,38 @@ class _Own:
         return found
 
 
-def _source(flat: FlatBuffer) -> torch.Tensor:
-    """Return the weights that a checkpoint keeps: the master weights where there are any."""
-    master = flat.optimizer_shard.master
-    return flat.shard if master is None else master
+class _Given(StateSource):
+    """Tensors of a state dict, by parameter and kind: parts of this rank, or whole ones."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, dict[str, torch.Tensor]] = {}
+        self.loaded: dict[str, dict[str, float]] = {}
+
+    def add(self, entry: StateEntry, value: torch.Tensor) -> None:
+        self._tensors.setdefault(entry.name, {})[entry.kind] = value
+
+    def held(self, flat: FlatBuffer) -> dict[str, set[str]]:
+        return names_by_kind({name: self._tensors.get(name, ()) for name in flat.parameters})
+
+    def read(self, entries: Sequence[StateEntry], out: torch.Tensor) -> None:
+        for entry in entries:
+            value = self._tensors.get(entry.name, {}).get(entry.kind)
+            if value is not None:
+                own = value.local if isinstance(value, TensorPart) else _own_elements(entry, value)
+                entry.part(out).copy_(own)
+
+    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, float]]:
+        return self.loaded
+
+
+def _place(entry: StateEntry) -> Place:
+    return entry.shape, entry.range[0], sharding_of(entry.parameter).box
+
+
+def _own_elements(entry: StateEntry, whole: Any) -> torch.Tensor:
+    """Return this rank's elements of the ``whole`` tensor of ``entry``, which may be a DTensor."""
+    value = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+    return own_part(sharding_of(entry.parameter), value).reshape(-1)[slice(*entry.range)]
 
 
 def _differs(what: str, of: str, missing: list[str], unexpected: list[str]) -> CheckpointError:

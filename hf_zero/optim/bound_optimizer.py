@@ -318,6 +318,8 @@ class BoundOptimizer:
             UnsupportedOptimizerError: no group keeps a state of that name.
         """
         self.loads += 1
+        for segment in self._table.offloaded.segments(flat) if flat.offloaded else ():
+            self._table.offloaded.create(segment)  # its settings may be new
         if flat.offloaded and name in flat.storage.names():
             self._table.offloaded.load_tensor(flat, name, tensor)
             return

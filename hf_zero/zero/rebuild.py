@@ -9,7 +9,7 @@ buffers give a rank other elements. A parameter without state begins as a new on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,9 @@ from torch import nn
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError
 from hf_zero.logging import listed
-from hf_zero.offload.storage import MASTER
+from hf_zero.optim.bound_optimizer import ParameterNumbers
 from hf_zero.optim.elementwise import adopt
+from hf_zero.optim.segment_table import Factors
 from hf_zero.zero.access.full import join_parts
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.materialize import check_alike, check_parameters, check_statistics
@@ -29,6 +30,7 @@ from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.parameter_handles import forget
 from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.sharded_model import check_optimizer
+from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, names_by_kind, transfer
 from hf_zero.zero.step.optimizer_step import refuse_half_done
 
 if TYPE_CHECKING:
@@ -66,40 +68,39 @@ def refuse_now(engine: EngineParts, what: str) -> None:
         )
 
 
-class CarriedState:
+class CarriedState(StateSource):
     """The state of the parameters of ``engine`` that train: this rank's elements of master weights
     and of the optimizer's state in host memory, and the numbers and factors of all ranks.
-    Collective.
+    Collective, and so is a transfer of it.
     """
 
     def __init__(self, engine: EngineParts) -> None:
-        bound, mesh, parameters = engine.bound, engine.mesh, engine.sharded_model.parameters
+        state, mesh, parameters = EngineState(engine), engine.mesh, engine.sharded_model.parameters
         own = WholeNames(engine.module).own_of(parameters)  # the same name on all ranks
         objects = {own[name]: parameter for name, parameter in parameters.items()}
         self._elements: dict[nn.Parameter, dict[str, tuple[int, torch.Tensor]]] = {}
         kept: dict[str, dict[str, torch.dtype]] = {}
         for flat in engine.sharded_model.trainable:
-            tensors = bound.tensors(flat.optimizer_shard)
+            arrays = state.arrays(flat)
             for slot in flat.layout.slots:
-                first, start, stop = flat.spec.own_range(slot.name)
+                entries = [StateEntry(flat, slot.name, kind) for kind in arrays]
                 self._elements[flat.parameters[slot.name]] = {
-                    key: (first, tensor[start:stop].detach().to("cpu", copy=True))
-                    for key, tensor in tensors.items()
+                    each.kind: (each.range[0], each.part(arrays[each.kind]).to("cpu", copy=True))
+                    for each in entries
                 }
-                kept[own[slot.name]] = {key: tensor.dtype for key, tensor in tensors.items()}
+                kept[own[slot.name]] = {kind: values.dtype for kind, values in arrays.items()}
         self.dtypes = {parameters[name]: dtype for name, dtype in engine.param_dtypes.items()}
         # in host memory: a pickled tensor returns to its own device, in every process
         held = {
             own[name]: {key: tensor.cpu() for key, tensor in each.items()}
-            for name, each in bound.factors.held(firsts=True).items()
+            for name, each in engine.bound.factors.held(firsts=True).items()
         }
         factors, keys = dict[str, Any](), dict[str, Any]()
         for of_rank, dtypes in mesh.all_gather_object((held, kept), "the state of the optimizer"):
             factors.update(of_rank)
             for name, each in dtypes.items():
                 keys.setdefault(name, {}).update(each)
-        numbers = bound.by_parameter(own, lambda each: mesh.all_gather_object(each, "step counts"))
-        self._numbers = {parameters[name]: each for name, each in numbers.items()}
+        self._numbers = {parameters[name]: each for name, each in state.numbers(own).items()}
         self._dtypes = {objects[name]: each for name, each in keys.items() if name in objects}
         self._factors = {objects[name]: each for name, each in factors.items() if name in objects}
 
@@ -113,47 +114,21 @@ class CarriedState:
             for held in (self._elements, self._dtypes, self._factors, self._numbers):
                 held.pop(parameter, None)
 
-    @torch.no_grad()
-    def restore(self, engine: EngineParts) -> None:
-        """Write the state into ``engine``, which has been built again (collective)."""
-        sharded, bound = engine.sharded_model, engine.bound
-        for name, parameter in sharded.parameters.items():
-            sharded.param_dtypes[name] = self.dtypes.get(parameter, sharded.param_dtypes[name])
-        for flat in sharded.trainable:
-            self._restore_elements(flat, bound)
-        bound.load_by_parameter(
-            {
-                name: self._numbers[sharded.parameters[name]]
-                for name in bound.group_of
-                if sharded.parameters[name] in self._numbers
-            }
-        )
-        held = {name: self._factors.get(p) for name, p in sharded.parameters.items()}
-        bound.factors.load({name: each for name, each in held.items() if each})
-        engine.refresh_params()  # type: ignore[attr-defined]
+    def held(self, flat: FlatBuffer) -> dict[str, set[str]]:
+        return names_by_kind({n: self._dtypes.get(each, ()) for n, each in flat.parameters.items()})
 
-    def _restore_elements(self, flat: FlatBuffer, bound: Any) -> None:
-        shard = flat.optimizer_shard
-        dtypes: dict[str, torch.dtype] = {}
-        for slot in flat.layout.slots:
-            dtypes |= self._dtypes.get(flat.parameters[slot.name], {})
-        live = bound.tensors(shard)
-        for key in sorted(dtypes):
-            if key in live:
-                out = live[key].detach().clone()
-            else:
-                out = torch.zeros_like(live[MASTER], dtype=dtypes[key])
-            for slot in flat.layout.slots:
-                parameter = flat.parameters[slot.name]
-                if key in self._dtypes.get(parameter, {}):
-                    first, start, stop = flat.spec.own_range(slot.name)
-                    begin, part = self._elements[parameter].get(key, (0, out[:0]))
-                    whole = join_parts(flat, parameter, begin, part, out.dtype).reshape(-1)
-                    out[start:stop] = whole[first : first + stop - start]
-            if key == MASTER:
-                shard.store_master(out)
-            else:
-                bound.load_tensor(shard, key, out)
+    def read(self, entries: Sequence[StateEntry], out: torch.Tensor) -> None:
+        for entry in entries:
+            if entry.kind in self._dtypes.get(entry.parameter, ()):
+                first, part = self._elements[entry.parameter].get(entry.kind, (0, out[:0]))
+                whole = join_parts(entry.flat, entry.parameter, first, part, out.dtype)
+                entry.part(out).copy_(whole.reshape(-1)[slice(*entry.range)])
+
+    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterNumbers]:
+        return {name: self._numbers.get(each) for name, each in parameters.items()}
+
+    def factors(self, parameters: Mapping[str, nn.Parameter]) -> Factors:
+        return {name: self._factors.get(each, {}) for name, each in parameters.items()}
 
 
 # ---- the change ----
@@ -214,7 +189,11 @@ def rebuild(engine: EngineParts, what: str, change: Callable[[], None]) -> None:
         with trainable_again(kept if keeps else ()):
             engine.assemble(_plan(engine))
     with engine.changes.change(what):
-        state.restore(engine)
+        sharded = engine.sharded_model
+        for name, parameter in sharded.parameters.items():
+            sharded.param_dtypes[name] = state.dtypes.get(parameter, sharded.param_dtypes[name])
+        transfer(state, engine)
+        engine.refresh_params()  # type: ignore[attr-defined]
         engine.restore_parts(before)
 
 

@@ -17,6 +17,7 @@ import hf_zero
 from hf_zero.optim import Lion
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
+from tests.helpers.offloads import DEVICE, offload
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import layers
 
@@ -143,6 +144,32 @@ def test_what_was_frozen_begins_as_torchs_does(
     make = OPTIMIZERS[name]
     want = plainly(make, 3, 5)
     for got in run_ranks(2, unfrozen, make, stage, offload, way, tmp_path):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@in_turn(
+    "stage, way", [(0, DEVICE), (3, DEVICE), (2, "optimizer on cpu"), (1, "optimizer in files")]
+)
+def test_states_that_only_the_saved_settings_have(tmp_path: Path, stage: int, way: str) -> None:
+    """The settings of a checkpoint decide which states there are: here its momentum."""
+
+    def over(rank: int) -> Any:
+        for momentum, steps in ((0.9, range(3)), (0.0, range(3, 5))):
+            model = Scaled()
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum)
+            section = {"zero_optimization": offload(way, stage, tmp_path)}
+            engine = start(model, optimizer, settings(stage) | section)
+            if not momentum:
+                engine.load_checkpoint(str(tmp_path / "saved"))
+            train(engine, rank, steps)
+            if momentum:
+                engine.save_checkpoint(str(tmp_path / "saved"))
+            weights = [*engine.state_dict().values()]
+            engine.destroy()
+        return weights
+
+    want = plainly(OPTIMIZERS["SGD"], 0, 5)
+    for got in run_ranks(2, over):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 

@@ -18,7 +18,7 @@ from hf_zero.checkpoint import find, storage
 from hf_zero.checkpoint.convert.files import torch_save
 from hf_zero.checkpoint.convert.outputs import OutputTensor, outputs
 from hf_zero.checkpoint.foreign.deepspeed import FOLDER, OWN_KEYS, SETTINGS, STEP, WEIGHTS
-from hf_zero.checkpoint.manifest import is_plain, strip_wrappers
+from hf_zero.checkpoint.manifest import MASTER, is_plain, strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint, parameter_ranges
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, log_rank0
@@ -91,7 +91,7 @@ def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
                 "of its own; convert it to safetensors or dcp"
             )
         place.mkdir()
-        weights = {"param": _whole(checkpoint, name, None)}
+        weights = {"param": _whole(checkpoint, name, MASTER)}
         torch_save(weights | ({"cat_dim": 0} if flat.trainable else {}), place / f"{WEIGHTS}.pt")
         for state in flat.states:
             if (found := _whole(checkpoint, name, state)) is not None:
@@ -103,11 +103,11 @@ def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
     torch_save(told, folder / SETTINGS)
 
 
-def _whole(checkpoint: Checkpoint, name: str, state: str | None) -> torch.Tensor | None:
-    """Return parameter ``name``, or a state of it, in fp32; None for a state that it lacks."""
+def _whole(checkpoint: Checkpoint, name: str, state: str) -> torch.Tensor | None:
+    """Return the ``state`` of parameter ``name`` in fp32; None for one that it lacks."""
     _, slot = checkpoint.manifest.slots[name]
     runs = list(parameter_ranges(checkpoint.manifest, name, 0, slot.numel))
-    if state is not None and not all(checkpoint.holds(run, state) for run in runs):
+    if state != MASTER and not all(checkpoint.holds(run, state) for run in runs):
         return None
     out = torch.empty(slot.whole, dtype=torch.float32)
     checkpoint.fill(out.view(-1), runs, state)

@@ -1,0 +1,231 @@
+"""State by parameter: the weights and the optimizer's state of an engine as entries, and their
+transfer into an engine from whatever has such entries.
+
+[Note: one way into state]
+A checkpoint on disk or in memory, a state dict of torch, and the state that a rebuild carries over
+are sources: each answers which entries it has and copies ranges of elements of them.
+:func:`transfer` alone writes them into the flat buffers of an engine, in any tier, and decides how
+what a source lacks begins: a state as before the first step of its parameter, as torch's optimizer
+begins it. Weights that a source lacks stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from hf_zero.offload.storage import MASTER
+from hf_zero.optim.bound_optimizer import ParameterNumbers
+from hf_zero.optim.segment_table import Factors
+from hf_zero.optim.state import is_elementwise
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+
+if TYPE_CHECKING:
+    from hf_zero.zero.engine_parts import EngineParts
+
+
+@dataclass(frozen=True, eq=False)
+class StateEntry:
+    """One number for each element of parameter ``name`` of ``flat``: its weight (the ``kind``
+    :data:`MASTER`), or the optimizer's state ``kind``.
+    """
+
+    flat: FlatBuffer
+    name: str
+    kind: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.flat.parameters[self.name]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole; along tensor and expert parallelism, of this rank's part."""
+        return self.flat.layout.by_name[self.name].shape
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The elements ``[start, stop)`` of the flattened parameter that this rank has."""
+        first, start, stop = self.flat.spec.own_range(self.name)
+        return first, first + stop - start
+
+    def part(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the view of these elements in ``values`` [owned] of the flat buffer."""
+        _, start, stop = self.flat.spec.own_range(self.name)
+        return values[start:stop]
+
+
+class StateSource:
+    """A holder of entries, which :func:`transfer` reads. If :meth:`read` is collective, all ranks
+    have the same entries.
+    """
+
+    def held(self, flat: FlatBuffer) -> Mapping[str, Collection[str]]:
+        """Return by kind the parameters of ``flat`` all of whose elements on this rank are here;
+        none of a kind that has only a part of them.
+        """
+        raise NotImplementedError
+
+    def read(self, entries: Sequence[StateEntry], out: torch.Tensor) -> None:
+        """Copy the elements of ``entries`` that are here into ``out`` [owned], of any dtype and
+        device.
+        """
+        raise NotImplementedError
+
+    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, ParameterNumbers]:
+        """Return by name the numbers of those of ``parameters`` that have some; all others begin
+        without state.
+        """
+        return {}
+
+    def factors(self, parameters: Mapping[str, nn.Parameter]) -> Factors | None:
+        """Return by name the state of whole tensors of ``parameters``; None leaves it."""
+        return None
+
+
+def names_by_kind(kinds: Mapping[str, Collection[str]]) -> dict[str, set[str]]:
+    """Return by kind the names that have it, from the kinds of each name."""
+    found: dict[str, set[str]] = {}
+    for name, of_name in kinds.items():
+        for kind in of_name:
+            found.setdefault(kind, set()).add(name)
+    return found
+
+
+class EngineState:
+    """The entries of ``engine``. Updates of offloaded state are waited for."""
+
+    def __init__(self, engine: EngineParts):
+        self.bound, self._mesh = engine.bound, engine.mesh
+        self._fresh: dict[int, tuple[dict[str, float], dict[str, torch.Tensor]]] = {}
+
+    def arrays(self, flat: FlatBuffer, optimizer: bool = True) -> dict[str, torch.Tensor]:
+        """Return by kind the numbers [owned] of ``flat`` that exist, weights only unless
+        ``optimizer``; offloaded ones may be copies.
+        """
+        if optimizer and flat.trainable:
+            return self.bound.tensors(flat.optimizer_shard)  # type: ignore[no-any-return]
+        master = flat.optimizer_shard.master
+        return {MASTER: (flat.shard if master is None else master).detach()}
+
+    def fresh(self, group: int) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        """Return the numbers, and one element of each state, of a parameter of ``group`` before its
+        first step.
+        """
+        if group not in self._fresh:
+            state = self.bound.fresh(group)
+            elements = {key: each for key, each in state.items() if is_elementwise(key, each, (1,))}
+            numbers = {key: float(each) for key, each in state.items() if key not in elements}
+            self._fresh[group] = numbers, elements
+        return self._fresh[group]
+
+    def begin(self, entries: Sequence[StateEntry], out: torch.Tensor | None) -> torch.Tensor:
+        """Set ``entries``, of one flat buffer and kind, to their numbers before the first step in
+        ``out`` [owned], by default zeros of their dtype.
+        """
+        group_of = self.bound.group_of
+        groups = [group_of.get(entry.name) for entry in entries]
+        first = [
+            None if each is None else self.fresh(each)[1].get(entry.kind)
+            for each, entry in zip(groups, entries)
+        ]
+        if out is None:
+            flat = entries[0].flat
+            dtype = flat.optimizer_shard.storage.dtype(MASTER)
+            for value in first:
+                dtype = dtype if value is None else torch.promote_types(dtype, value.dtype)
+            out = torch.zeros(flat.spec.owned_numel, dtype=dtype, device=flat.full.device)
+        for entry, value in zip(entries, first):
+            entry.part(out)[:] = 0 if value is None else value
+        return out
+
+    def optimizer_entries(
+        self, flat: FlatBuffer, arrays: Mapping[str, torch.Tensor]
+    ) -> Iterator[StateEntry]:
+        """Yield the entries of the optimizer in ``flat``, with those that exist only from the first
+        step on.
+        """
+        bound = self.bound
+        kept = [self.fresh(group)[1] for group in range(len(bound.groups))]
+        known = {MASTER}.union(*kept)
+        others = [kind for kind in arrays if kind not in known]
+        for slot in flat.layout.slots:
+            kinds = kept[bound.group_of[slot.name]] if slot.name in bound.group_of else ()
+            yield from (StateEntry(flat, slot.name, kind) for kind in (*kinds, *others))
+
+    def numbers(self, names: Mapping[str, str]) -> dict[str, ParameterNumbers]:
+        """Return the numbers of each parameter of a group, as far as known on any rank; ``names``
+        maps this rank's names to those of the whole model. Collective.
+        """
+        return self.bound.by_parameter(  # type: ignore[no-any-return]
+            names, lambda each: self._mesh.all_gather_object(each, "step counts")
+        )
+
+
+@torch.no_grad()
+def transfer(
+    source: StateSource,
+    engine: EngineParts,
+    weights: bool = True,
+    optimizer: bool = True,
+    keeps: bool = False,
+) -> None:
+    """Write the ``weights`` and the state of the ``optimizer`` that ``source`` has into ``engine``.
+
+    States that it lacks begin as before the first step; with ``keeps``, only those that do not
+    exist in the engine. Raises UnsupportedOptimizerError for one that the optimizer does not keep.
+    """
+    state, bound = EngineState(engine), engine.bound
+    for flat in engine.flats:
+        held, trains = source.held(flat), optimizer and flat.trainable
+        if trains or (weights and MASTER in held):
+            _fill(flat, source, held, state, weights, trains, keeps)
+    if optimizer and bound is not None:
+        parameters = {name: engine.sharded_model.parameters[name] for name in bound.group_of}
+        bound.load_by_parameter(source.numbers(parameters))
+        factors = source.factors(parameters)
+        if factors is not None:
+            bound.factors.load(factors)
+
+
+def _fill(
+    flat: FlatBuffer,
+    source: StateSource,
+    held: Mapping[str, Collection[str]],
+    state: EngineState,
+    weights: bool,
+    optimizer: bool,
+    keeps: bool,
+) -> None:
+    """Write the part of :func:`transfer` that is in ``flat``."""
+    arrays, shard = state.arrays(flat, optimizer), flat.optimizer_shard
+    kinds = {*held, *arrays} if optimizer else {MASTER}
+    entries = {
+        kind: [StateEntry(flat, slot.name, kind) for slot in flat.layout.slots]
+        for kind in sorted(kinds if weights else kinds - {MASTER})
+    }
+    missing = {
+        kind: [entry for entry in of_kind if entry.name not in held.get(kind, ())]
+        for kind, of_kind in entries.items()
+    }
+    for kind, of_kind in entries.items():
+        out = arrays.get(kind)
+        if out is None:
+            out = state.begin(of_kind, None)
+        elif kind != MASTER and not keeps:
+            out = state.begin(missing[kind], out) if missing[kind] else out
+        elif len(missing[kind]) == len(of_kind):
+            continue
+        elif not flat.trainable:
+            out = out.clone()  # others may read the shard until it is stored
+        source.read(of_kind, out)
+        if kind != MASTER:
+            state.bound.load_tensor(shard, kind, out)
+        elif MASTER in shard.storage.names():
+            shard.store_master(out)
+        else:
+            flat.store_shard(out)
