@@ -128,7 +128,18 @@ def flat_tensors(flat: FlatBuffer, bound: Any) -> dict[str, Stored]:
         }
     if not flat.trainable:
         return {SHARD: DeferredTensor(flat.dtype, numel, lambda: weights_of(flat)[1])}
-    return dict([weights_of(flat)]) if bound is None else bound.tensors(kept)
+    if bound is None:
+        return dict([weights_of(flat)])
+    coded = bound.in_8_bits(kept) if bound.names_in_8_bits else ()
+    if not coded:
+        return bound.tensors(kept)
+
+    def decoded(name: str) -> torch.Tensor:
+        return bound.tensors(kept)[name]
+
+    # one after another: numbers of four bytes would take more memory than there may be
+    states = {name: DeferredTensor(torch.float32, numel, partial(decoded, name)) for name in coded}
+    return {**dict([weights_of(flat)]), **states}
 
 
 def model_buffers(engine: TrainingEngine, exclude_frozen: bool) -> dict[str, torch.Tensor]:

@@ -206,8 +206,7 @@ _WHOLE = (
 _OBJECT = "is not built from a configuration: it takes {}; pass lr_scheduler= to hf_zero.initialize"
 _UNBUILT = {
     "optimizer": dict.fromkeys(
-        ("MuAdam", "MuAdamW", "MuSGD", "MuonAdamW", "LBFGS", "SparseAdam", "Shampoo", "SOAP",
-         "AdamW8bit", "Adam8bit", "PagedAdamW8bit"),
+        ("MuAdam", "MuAdamW", "MuSGD", "MuonAdamW", "LBFGS", "SparseAdam", "Shampoo", "SOAP"),
         _WHOLE,
     ),
     "scheduler": {

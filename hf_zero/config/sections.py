@@ -31,11 +31,12 @@ from hf_zero.errors import ConfigError
 
 # Names that hf_zero.optim builds: their classes load torch, which no configuration does.
 OPTIMIZERS = (
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "CPUAdagrad",
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "Adam8bit", "AdamW", "AdamW8bit",
+    "Adamax", "CPUAdagrad",
     "CPUAdam", "CPULion", "CPUSGD", "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam",
     "DeepSpeedCPULion", "FusedAdam", "FusedLamb", "FusedLion", "LARS", "Lamb", "Lion",
-    "Muon", "NAdam", "OneBitAdam", "OneBitLamb", "RAdam", "RMSprop", "Rprop", "SGD",
-    "ZeroOneAdam",
+    "Lion8bit", "Muon", "NAdam", "OneBitAdam", "OneBitLamb", "PagedAdamW8bit", "RAdam",
+    "RMSprop", "Rprop", "SGD", "SGD8bit", "ZeroOneAdam",
 )  # fmt: skip
 SCHEDULERS = (
     "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR",

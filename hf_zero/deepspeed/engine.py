@@ -418,8 +418,7 @@ def _state_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if optimizer_shard.has_own_master:
             by_kind["hp_params"] = [optimizer_shard.master]
         if optimizer_shard.has_master and engine.bound is not None:
-            states = engine.bound.tensors(optimizer_shard)
-            by_kind["optim_states"] = [states[name] for name in states if name != "master"]
+            by_kind["optim_states"] = engine.bound.memory(optimizer_shard)
         for kind, tensors in by_kind.items():
             for tensor in tensors:
                 if isinstance(tensor, torch.Tensor) and tensor.device == engine.device:

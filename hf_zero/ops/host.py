@@ -1,7 +1,8 @@
 """The kernels on CPU tensors: arguments are checked, then the native core or, without one, the
 torch reference runs.
 
-Tensors are 1-D, contiguous and on the CPU. An update reads the gradient in fp32, bf16 or fp16,
+Tensors are 1-D, contiguous and on the CPU; with ``on_host=False`` they may be on another device,
+where the reference runs. An update reads the gradient in fp32, bf16 or fp16,
 divides it by ``divisor`` (loss scale and clipping in one number), updates the fp32 master and its
 moments in place and, if ``out`` is given, writes the new master there too, in the dtype of ``out``:
 one pass over memory. ``out`` may be ``grad`` itself.
@@ -22,6 +23,10 @@ eight to an octave, the highest of them 1: with a sign (first moments) down to 1
 and encoding again gives the same codes, so state saved in fp32 loses nothing. A block with a value
 that is not finite decodes to NaN throughout; a block whose largest magnitude is below 2^-90 is
 zero.
+
+``dynamic`` Blocks have bitsandbytes' codes instead (``dynamic_map.py``), rounded to nearest. Their
+map has no -1, so the scale of a block whose largest magnitude is negative is not in its values:
+encoding values that some block decodes to finds that block.
 """
 
 from __future__ import annotations
@@ -35,13 +40,15 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import native, reference
+from hf_zero.ops import dynamic_map, native, reference
 from hf_zero.ops.native import (
     FLOATS,
     FP32,
     KINDS,
     SIGNED_BLOCKS,
+    SIGNED_DYNAMIC,
     UNSIGNED_BLOCKS,
+    UNSIGNED_DYNAMIC,
     address,
     flat,
     kind,
@@ -71,6 +78,7 @@ def adam(
     out: Tensor | None = None,
     seed: int = 0,
     first: int = 0,
+    on_host: bool = True,
 ) -> None:
     """Make one step of Adam (Kingma & Ba 2014, arXiv:1412.6980), or of AdamW (Loshchilov & Hutter
     2017, arXiv:1711.05101) if ``decoupled``.
@@ -83,15 +91,15 @@ def adam(
         step: number of this step, from 1.
         corrected: correct the moments for their start at zero.
         max_exp_avg_sq: fp32 [n], AMSGrad's (Reddi et al. 2018, arXiv:1904.09237).
-        divisor, out, seed, first: see the module.
+        divisor, out, seed, first, on_host: see the module.
     """
     if step < 1:
         raise KernelError(f"adam: step is {step}; steps count from 1")
-    shared = _shared("adam", master, grad, divisor, maximize, out, _key(seed, step), first)
+    shared = _shared("adam", master, grad, divisor, maximize, out, _key(seed, step), first, on_host)
     _moment("adam", "exp_avg", exp_avg, master, first, signed=True)
     _moment("adam", "exp_avg_sq", exp_avg_sq, master, first, signed=False)
     if max_exp_avg_sq is not None:
-        flat("adam", "max_exp_avg_sq", max_exp_avg_sq, FP32, master.numel())
+        flat("adam", "max_exp_avg_sq", max_exp_avg_sq, FP32, master.numel(), master.device.type)
     past = step if corrected else math.inf  # the step at which the corrections are 1
     numbers = {
         "keep": 1 - lr * weight_decay if decoupled else 1.0,
@@ -102,7 +110,7 @@ def adam(
         "eps": eps,
         "step_size": lr / (1 - beta1**past),
     }
-    core = native.core()
+    core = _core_for(master)
     if core is None:
         reference.adam(master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, **numbers, **shared)
     else:
@@ -128,15 +136,16 @@ def lion(
     out: Tensor | None = None,
     seed: int = 0,
     first: int = 0,
+    on_host: bool = True,
 ) -> None:
     """Make one step of Lion (Chen et al. 2023, arXiv:2302.06675).
 
     ``exp_avg``: fp32 or bf16 [n], or signed Blocks; the rest as in :func:`adam`.
     """
-    shared = _shared("lion", master, grad, divisor, maximize, out, _key(seed, 0), first)
+    shared = _shared("lion", master, grad, divisor, maximize, out, _key(seed, 0), first, on_host)
     _moment("lion", "exp_avg", exp_avg, master, first, signed=True)
     numbers = {"keep": 1 - lr * weight_decay, "beta1": beta1, "beta2": beta2, "lr": lr}
-    core = native.core()
+    core = _core_for(master)
     if core is None:
         reference.lion(master, grad, exp_avg, **numbers, **shared)
     else:
@@ -176,7 +185,7 @@ def adagrad(
 def sgd(
     master: Tensor,
     grad: Tensor,
-    momentum_buffer: Tensor | None,
+    momentum_buffer: Moment | None,
     *,
     first_step: bool = False,
     lr: float,
@@ -187,14 +196,18 @@ def sgd(
     maximize: bool = False,
     divisor: float = 1.0,
     out: Tensor | None = None,
+    seed: int = 0,
+    first: int = 0,
+    on_host: bool = True,
 ) -> None:
     """Make one step of SGD as in torch.optim.SGD.
 
-    ``momentum_buffer``: fp32 [n], set to the gradient in the ``first_step``; None without momentum.
+    ``momentum_buffer``: fp32 or bf16 [n], or signed Blocks, set to the gradient in the
+    ``first_step``; None without momentum.
     """
-    shared = _shared("sgd", master, grad, divisor, maximize, out, 0, 0)
+    shared = _shared("sgd", master, grad, divisor, maximize, out, _key(seed, 0), first, on_host)
     if momentum_buffer is not None:
-        flat("sgd", "momentum_buffer", momentum_buffer, FP32, master.numel())
+        _moment("sgd", "momentum_buffer", momentum_buffer, master, first, signed=True)
     elif momentum != 0:
         raise KernelError(
             f"sgd: momentum is {momentum} and there is no momentum_buffer; give one of "
@@ -208,13 +221,12 @@ def sgd(
         "dampening": dampening,
         "lr": lr,
     }
-    core = native.core()
+    core = _core_for(master)
     if core is None:
         reference.sgd(master, grad, momentum_buffer, **numbers, **shared)  # type: ignore[arg-type]
     else:
-        core.sgd(
-            **_addresses(master, grad, shared), momentum_buffer=address(momentum_buffer), **numbers
-        )
+        moment = _placed("momentum_buffer", momentum_buffer)
+        core.sgd(**_addresses(master, grad, shared), **moment, **numbers)
 
 
 def lamb_measure(
@@ -374,16 +386,23 @@ def _shared(
     out: Tensor | None,
     key: int,
     first: int,
+    on_host: bool = True,
 ) -> dict[str, Any]:
-    flat(op, "master", master, FP32)
-    flat(op, "grad", grad, FLOATS, master.numel())
+    device = "cpu" if on_host else master.device.type
+    flat(op, "master", master, FP32, device=device)
+    flat(op, "grad", grad, FLOATS, master.numel(), device)
     if out is not None:
-        flat(op, "out", out, FLOATS, master.numel())
+        flat(op, "out", out, FLOATS, master.numel(), device)
     if first < 0:
         raise KernelError(
             f"{op}: first is {first}; give the index of element 0 in the whole, at least 0"
         )
     return {"divisor": divisor, "negate": negate, "out": out, "key": key, "first": first}
+
+
+def _core_for(tensor: Tensor) -> Any:
+    """Return the native core, or None if the reference must run."""
+    return native.core() if tensor.device.type == "cpu" else None
 
 
 def _addresses(master: Tensor, grad: Tensor, shared: dict[str, Any]) -> dict[str, Any]:
@@ -398,10 +417,11 @@ def _addresses(master: Tensor, grad: Tensor, shared: dict[str, Any]) -> dict[str
 
 
 def _moment(op: str, name: str, moment: Moment, master: Tensor, first: int, signed: bool) -> None:
+    device = master.device.type
     if isinstance(moment, Tensor):
-        flat(op, name, moment, _MOMENTS, master.numel())
+        flat(op, name, moment, _MOMENTS, master.numel(), device)
         return
-    flat(op, f"{name}.codes", moment.codes, (torch.uint8,), master.numel())
+    flat(op, f"{name}.codes", moment.codes, (torch.uint8,), master.numel(), device)
     if moment.signed != signed:
         raise KernelError(
             f"{op}: {name} needs Blocks {'with' if signed else 'without'} a sign; make it with "
@@ -413,7 +433,7 @@ def _moment(op: str, name: str, moment: Moment, master: Tensor, first: int, sign
         )
 
 
-def _placed(name: str, moment: Moment) -> dict[str, int]:
+def _placed(name: str, moment: Moment | None) -> dict[str, int]:
     if isinstance(moment, Blocks):
         return {
             name: address(moment.codes),
@@ -450,26 +470,37 @@ BLOCK = 256
 
 @dataclass(eq=False)
 class Blocks:
-    """``numel`` numbers in ``numel`` bytes and a scale for each 256.
+    """``numel`` numbers in ``numel`` bytes and a scale for each 256, in the memory of any device.
 
     Attributes:
         codes: uint8 [n].
         scales: float32 [ceil(n / 256)].
-        signed: whether codes have a sign bit.
+        signed: whether codes have a sign.
+        dynamic: whether codes are those of bitsandbytes' dynamic map.
     """
 
     codes: Tensor
     scales: Tensor
     signed: bool
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
-        flat("Blocks", "codes", self.codes, (torch.uint8,))
-        flat("Blocks", "scales", self.scales, FP32, -(-self.numel // BLOCK))
+        device = self.codes.device.type
+        flat("Blocks", "codes", self.codes, (torch.uint8,), device=device)
+        flat("Blocks", "scales", self.scales, FP32, -(-self.numel // BLOCK), device)
 
     @classmethod
-    def zeros(cls, numel: int, signed: bool) -> Blocks:
+    def zeros(
+        cls,
+        numel: int,
+        signed: bool,
+        dynamic: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> Blocks:
         """Return ``numel`` zeros."""
-        return cls(torch.zeros(numel, dtype=torch.uint8), torch.zeros(-(-numel // BLOCK)), signed)
+        zero = reference.ZERO_CODE if dynamic and signed else 0
+        codes = torch.full((numel,), zero, dtype=torch.uint8, device=device)
+        return cls(codes, torch.zeros(-(-numel // BLOCK), device=device), signed, dynamic)
 
     @property
     def numel(self) -> int:
@@ -482,17 +513,15 @@ class Blocks:
     @property
     def kind(self) -> int:
         """The kind of the arrays in kernels/cpu/kernels.h."""
+        if self.dynamic:
+            return SIGNED_DYNAMIC if self.signed else UNSIGNED_DYNAMIC
         return SIGNED_BLOCKS if self.signed else UNSIGNED_BLOCKS
 
     def encode(self, source: Tensor) -> None:
         """Encode the values of ``source`` (fp32 [n]), each as the nearest code."""
-        flat("Blocks.encode", "source", source, FP32, self.numel)
-        core = native.core()
-        if core is None:
-            codes, scales = reference.encode(source, self.signed)
-            self.codes.copy_(codes)
-            self.scales.copy_(scales)
-        else:
+        flat("Blocks.encode", "source", source, FP32, self.numel, self.codes.device.type)
+        core = _core_for(self.codes)
+        if core is not None:
             core.encode(
                 self.codes.data_ptr(),
                 self.scales.data_ptr(),
@@ -500,12 +529,57 @@ class Blocks:
                 source.data_ptr(),
                 self.numel,
             )
+        else:
+            make = reference.encode_dynamic if self.dynamic else reference.encode
+            codes, scales = make(source, self.signed)
+            self.codes.copy_(codes)
+            self.scales.copy_(scales)
+        if self.dynamic and self.signed:
+            self._find_scales(source)
+
+    def _find_scales(self, source: Tensor) -> None:
+        """Take the scale that gives exactly ``source`` in each block that has one."""
+        blocks = self.scales.numel()
+        padding = (0, blocks * BLOCK - self.numel)
+        values = torch.nn.functional.pad(source, padding).view(blocks, BLOCK)
+        if not blocks:
+            return
+        lowest = values.amin(1)
+        (chosen,) = torch.nonzero(
+            (-lowest >= values.amax(1)) & (lowest < 0) & lowest.isfinite(), as_tuple=True
+        )
+        nearest = lowest[chosen] / dynamic_map.values(True)[0].to(source.device)
+        infinity = torch.full_like(nearest, torch.inf)
+        codes = torch.nn.functional.pad(self.codes, padding).view(blocks, BLOCK)
+        found = torch.zeros_like(nearest, dtype=torch.bool)
+        for scales in (
+            nearest,
+            torch.nextafter(nearest, infinity),
+            torch.nextafter(nearest, -infinity),
+        ):
+            those = values[chosen]
+            made, _ = reference.encode_dynamic(those.reshape(-1), True, scales)
+            decoded = reference.decode(made, scales, True, True).view(-1, BLOCK)
+            exact = decoded.eq(those).all(1) & ~found
+            self.scales[chosen[exact]] = scales[exact]
+            codes[chosen[exact]] = made.view(-1, BLOCK)[exact]
+            found |= exact
+        if bool(found.any()):
+            self.codes.copy_(codes.view(-1)[: self.numel])
+
+    def put(self, start: int, values: Tensor) -> None:
+        """Overwrite the elements from ``start`` on, which must be the first of a block."""
+        stop = start + values.numel()
+        part = self.narrow(start, min(-(-stop // BLOCK) * BLOCK, self.numel) - start)
+        whole = part.decode()
+        whole[: values.numel()] = values
+        part.encode(whole)
 
     def decode(self) -> Tensor:
         """Return the values, fp32 [n], in new memory."""
-        core = native.core()
+        core = _core_for(self.codes)
         if core is None:
-            return reference.decode(self.codes, self.scales, self.signed)
+            return reference.decode(self.codes, self.scales, self.signed, self.dynamic)
         out = torch.empty(self.numel, dtype=torch.float32)
         core.decode(
             out.data_ptr(), self.codes.data_ptr(), self.scales.data_ptr(), self.kind, self.numel
@@ -532,7 +606,10 @@ class Blocks:
                 f"multiples of {BLOCK}, or at the end"
             )
         return Blocks(
-            self.codes[start:stop], self.scales[start // BLOCK : -(-stop // BLOCK)], self.signed
+            self.codes[start:stop],
+            self.scales[start // BLOCK : -(-stop // BLOCK)],
+            self.signed,
+            self.dynamic,
         )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hf_zero.config.variables import is_off
 from hf_zero.errors import ConfigError, KernelError
+from hf_zero.ops import dynamic_map
 
 SWITCH = "HF_ZERO_NATIVE"
 INSTRUCTION_SET = "HF_ZERO_ISA"
@@ -45,6 +46,11 @@ def _loaded() -> tuple[Any, str]:
     forced = os.environ.get(INSTRUCTION_SET)
     if forced:
         _force(core, forced)
+    if not hasattr(core, "set_dynamic_map"):
+        return None, "it was built from other sources: install hf-zero again"
+    for signed in (False, True):
+        tables = (dynamic_map.values(signed), *dynamic_map.cells(signed))
+        core.set_dynamic_map(signed, *(table.data_ptr() for table in tables))
     core.set_threads(default_share().threads)
     return core, ""
 
@@ -267,7 +273,7 @@ def _at_least_one(environ: Mapping[str, str], name: str) -> int:
 
 # the constants of kernels/cpu/kernels.h
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-SIGNED_BLOCKS, UNSIGNED_BLOCKS = 3, 4
+SIGNED_BLOCKS, UNSIGNED_BLOCKS, SIGNED_DYNAMIC, UNSIGNED_DYNAMIC = 3, 4, 5, 6
 FLOATS = tuple(KINDS)
 FP32 = (torch.float32,)
 
@@ -278,14 +284,15 @@ def flat(
     tensor: Tensor,
     dtypes: tuple[torch.dtype, ...] | None,
     numel: int | None = None,
+    device: str = "cpu",
 ) -> Tensor:
-    """Return ``tensor`` if it is 1-D, contiguous, on the CPU, of one of ``dtypes`` (None: any) and
-    of ``numel`` elements.
+    """Return ``tensor`` if it is 1-D, contiguous, on a device of type ``device``, of one of
+    ``dtypes`` (None: any) and of ``numel`` elements.
 
     Raises:
         KernelError: it is not; the message has the remedy.
     """
-    if tensor.device.type != "cpu":
+    if tensor.device.type != device:
         raise KernelError(
             f"{op}: {name} is on {tensor.device}; host kernels take CPU tensors: copy it with "
             ".cpu(), or update it on its device"

@@ -12,8 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hf_zero.ops import dynamic_map
+
 BLOCK = 256
 _SMALLEST_SCALE = 2.0**-90
+ZERO_CODE = 127  # of the dynamic map with a sign
 _LOW32 = 0xFFFFFFFF
 
 
@@ -23,6 +26,7 @@ class Encoded(Protocol):
     codes: Tensor
     scales: Tensor
     signed: bool
+    dynamic: bool
 
 
 Moment = Tensor | Encoded
@@ -107,7 +111,7 @@ def adagrad(
 def sgd(
     master: Tensor,
     grad: Tensor,
-    momentum_buffer: Tensor | None,
+    momentum_buffer: Moment | None,
     *,
     first_step: bool,
     nesterov: bool,
@@ -121,8 +125,9 @@ def sgd(
     if l2 != 0:
         g = g + master * l2
     if momentum_buffer is not None:
-        momentum_buffer.copy_(g if first_step else momentum_buffer * momentum + g * (1 - dampening))
-        g = g + momentum_buffer * momentum if nesterov else momentum_buffer
+        moving = g if first_step else _read(momentum_buffer) * momentum + g * (1 - dampening)
+        _keep(momentum_buffer, moving, shared, upper=False)
+        g = g + moving * momentum if nesterov else moving
     master.add_(g * -lr)
     _write(master, shared)
 
@@ -182,13 +187,18 @@ def _read(moment: Moment) -> Tensor:
     return (
         moment.float()
         if isinstance(moment, Tensor)
-        else decode(moment.codes, moment.scales, moment.signed)
+        else decode(moment.codes, moment.scales, moment.signed, moment.dynamic)
     )
 
 
 def _keep(moment: Moment, values: Tensor, shared: dict[str, Any], upper: bool) -> None:
     if isinstance(moment, Tensor) and moment.dtype == torch.float32:
         moment.copy_(values)
+        return
+    if not isinstance(moment, Tensor) and moment.dynamic:
+        codes, scales = encode_dynamic(values, moment.signed)
+        moment.codes.copy_(codes)
+        moment.scales.copy_(scales)
         return
     random = random_bits(shared["key"], shared["first"], values.numel())
     random = random >> 16 if upper else random & 0xFFFF
@@ -250,13 +260,10 @@ def encode(source: Tensor, signed: bool, random: Tensor | None = None) -> tuple[
     """Return (codes uint8 [n], scales fp32 [blocks]) of ``source``: the nearest codes, or rounded
     stochastically by ``random``.
     """
-    numel, blocks = source.numel(), -(-source.numel() // BLOCK)
+    numel = source.numel()
     top = 127 if signed else 255
     smallest = 1.25 * 2.0 ** (-16 if signed else -32)
-    padded = torch.nn.functional.pad(source, (0, blocks * BLOCK - numel)).view(blocks, BLOCK)
-    scales = padded.abs().amax(1) if blocks else source.new_zeros(0)
-    finite = padded.isfinite().all(1)
-    live = finite & (scales >= _SMALLEST_SCALE)
+    scales, live = _scales(source)
     each = scales.repeat_interleave(BLOCK)[:numel]
     part = source.abs() / each
     code = ((_bits(part) + (0x80000 if random is None else random << 4)) >> 20) - (
@@ -272,12 +279,43 @@ def encode(source: Tensor, signed: bool, random: Tensor | None = None) -> tuple[
     if signed:
         code = torch.where(code > 0, code | ((_bits(source) >> 24) & 0x80), code)
     code = torch.where(live.repeat_interleave(BLOCK)[:numel], code, torch.zeros_like(code))
-    scales = torch.where(live, scales, torch.where(finite, 0.0, float("nan")))
     return code.to(torch.uint8), scales
 
 
-def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+def _scales(source: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scale of each block, and whether it is neither 0 nor NaN."""
+    blocks = -(-source.numel() // BLOCK)
+    padded = torch.nn.functional.pad(source, (0, blocks * BLOCK - source.numel()))
+    padded = padded.view(blocks, BLOCK)
+    scales = padded.abs().amax(1) if blocks else source.new_zeros(0)
+    finite = padded.isfinite().all(1)
+    live = finite & (scales >= _SMALLEST_SCALE)
+    return torch.where(live, scales, torch.where(finite, 0.0, float("nan"))), live
+
+
+def encode_dynamic(
+    source: Tensor, signed: bool, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (codes uint8 [n], scales fp32 [blocks]) by the dynamic map; ``scales``: those to take,
+    instead of each block's largest magnitude.
+    """
+    zero = ZERO_CODE if signed else 0
+    scales, live = _scales(source) if scales is None else (scales, scales > 0)
+    each = scales.repeat_interleave(BLOCK)[: source.numel()]
+    middles = dynamic_map.edges(signed).to(source.device)
+    code = torch.bucketize((source.abs() / each), middles)
+    if signed:
+        below = ZERO_CODE - code.clamp(max=ZERO_CODE)
+        code = torch.where(source < 0, below, code + ZERO_CODE)
+    code = torch.where(live.repeat_interleave(BLOCK)[: source.numel()], code, zero)
+    return code.to(torch.uint8), scales
+
+
+def decode(codes: Tensor, scales: Tensor, signed: bool, dynamic: bool = False) -> Tensor:
     """Return the values, fp32 [n]."""
+    if dynamic:
+        value = dynamic_map.values(signed).to(codes.device)[codes.long()]
+        return value * scales.repeat_interleave(BLOCK)[: codes.numel()]
     code = codes.to(torch.int64)
     magnitude = code & 0x7F if signed else code
     value = _floats((magnitude + ((0x3F800000 >> 20) - (127 if signed else 255))) << 20)

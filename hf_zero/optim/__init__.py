@@ -16,6 +16,10 @@ _EXPORTS = {
     "CPUAdam": "hf_zero.optim.cpu",
     "CPULion": "hf_zero.optim.cpu",
     "CPUSGD": "hf_zero.optim.cpu",
+    "Adam8bit": "hf_zero.optim.eight_bit",
+    "AdamW8bit": "hf_zero.optim.eight_bit",
+    "Lion8bit": "hf_zero.optim.eight_bit",
+    "SGD8bit": "hf_zero.optim.eight_bit",
     "LARS": "hf_zero.optim.trust_ratio",
     "Muon": "hf_zero.optim.muon",
     "Lamb": "hf_zero.optim.trust_ratio",
@@ -46,6 +50,10 @@ if TYPE_CHECKING:
     from hf_zero.optim.cpu import CPUAdagrad as CPUAdagrad
     from hf_zero.optim.cpu import CPUAdam as CPUAdam
     from hf_zero.optim.cpu import CPULion as CPULion
+    from hf_zero.optim.eight_bit import Adam8bit as Adam8bit
+    from hf_zero.optim.eight_bit import AdamW8bit as AdamW8bit
+    from hf_zero.optim.eight_bit import Lion8bit as Lion8bit
+    from hf_zero.optim.eight_bit import SGD8bit as SGD8bit
     from hf_zero.optim.muon import Muon as Muon
     from hf_zero.optim.one_bit import OneBitAdam as OneBitAdam
     from hf_zero.optim.one_bit import ZeroOneAdam as ZeroOneAdam

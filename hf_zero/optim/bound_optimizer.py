@@ -12,7 +12,9 @@ from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.sub_group_update import Counted, Rule, Update
+from hf_zero.ops.host import Blocks
 from hf_zero.optim import snapshots, state
+from hf_zero.optim.cpu_base import names_in_8_bits
 from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.offloaded_state import refuse_offload
@@ -106,6 +108,9 @@ class BoundOptimizer:
         slots: dict[str, Slot] = {
             slot.name: slot for flat in self._flats for slot in flat.layout.slots
         }
+        # parameters of which moments are kept in 8 bits
+        self.names_in_8_bits = names_in_8_bits(optimizer, parameters, slots, group_of)
+        self._table.names_in_8_bits = self.names_in_8_bits
         carried = state.collect(optimizer, parameters, slots, group_of)
         groups = {group_of[name] for name in slots if name in group_of}
         self._table.bind(self._flats, self.group_of, groups)
@@ -292,12 +297,22 @@ class BoundOptimizer:
 
     def tensors(self, flat: Flat) -> dict[str, Tensor]:
         """Return ``"master"`` and each per-element state of ``flat``, 1-D over ``flat.owned``. On
-        the device these are writable views; offloaded ones may be copies, to be changed with
-        :meth:`load_tensor`.
+        the device these are writable views; offloaded ones and those in 8 bits may be copies, to
+        be changed with :meth:`load_tensor`.
         """
         if flat.offloaded:
             return self._table.offloaded.tensors(flat)
         return {"master": masters(flat), **self._table.device.tensors(flat)}
+
+    def memory(self, flat: Flat) -> list[Tensor]:
+        """Return the tensors on the device that hold the per-element states of ``flat``."""
+        return self._table.device.memory(flat)
+
+    def in_8_bits(self, flat: Flat) -> list[str]:
+        """Return the names of the per-element states of ``flat`` if some of them are in 8 bits on
+        the device: :meth:`tensors` decodes all of them.
+        """
+        return [] if flat.offloaded else self._table.device.in_8_bits(flat)
 
     def address(self, flat: Flat, name: str) -> int:
         """Return the device address of state ``name`` of ``flat``; :meth:`tensors` may move it."""
@@ -349,10 +364,14 @@ class BoundOptimizer:
                 "without optimizer states."
             )
         for segment, part in known:
-            place = self.optimizer.state[segment.tensor][name][
-                part.offset : part.offset + part.stop - part.start
-            ]
-            _copy(place, tensor[part.start : part.stop])
+            held, values = (
+                self.optimizer.state[segment.tensor][name],
+                tensor[part.start : part.stop],
+            )
+            if isinstance(held, Blocks):
+                held.put(part.offset, values)
+            else:
+                _copy(held[part.offset : part.offset + values.numel()], values)
 
     def forget(self) -> None:
         """Reset all state to before the first step."""
@@ -484,7 +503,9 @@ class BoundOptimizer:
         segment: a load, an in-place write, another tensor in its place.
         """
         entries = dict.values(self.optimizer.state)  # without the wait for an update under way
-        tensors = [value for held in entries for value in held.values() if torch.is_tensor(value)]
+        values = [value for held in entries for value in held.values()]
+        codes = [value.codes if isinstance(value, Blocks) else value for value in values]
+        tensors = [value for value in codes if torch.is_tensor(value)]
         versions = tuple((id(tensor), tensor._version) for tensor in tensors)
         return self.loads, self.numbers.loads, self.numbers.writes, versions
 

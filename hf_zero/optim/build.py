@@ -24,6 +24,7 @@ from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.optim.adafactor import Adafactor
 from hf_zero.optim.adam_lion import Adam, Lion
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
+from hf_zero.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 from hf_zero.optim.muon import Muon, muon_groups
 from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
 from hf_zero.optim.one_bit_lamb import OneBitLamb
@@ -50,6 +51,10 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "Rprop": torch.optim.Rprop,
     "SGD": torch.optim.SGD,
     "Lion": Lion,
+    "Adam8bit": Adam8bit,
+    "AdamW8bit": AdamW8bit,
+    "Lion8bit": Lion8bit,
+    "SGD8bit": SGD8bit,
     "Lamb": Lamb,
     "LARS": LARS,
     "Muon": Muon,
@@ -68,6 +73,7 @@ _ALIASES = {
     "FusedLamb": "Lamb",
     "DeepSpeedCPULion": "CPULion",
     "DeepSpeedCPUAdagrad": "CPUAdagrad",
+    "PagedAdamW8bit": "AdamW8bit",
 }
 _ADAM_SWITCHES = (
     "torch_adam",

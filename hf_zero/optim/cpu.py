@@ -2,8 +2,9 @@
 state of torch.optim.
 
 ``moments`` is the storage format of Adam's and Lion's moments: ``"fp32"`` (4 bytes each),
-``"bf16"`` (2 bytes, rounded stochastically) or ``"int8"`` (1 byte and a scale per 256, see
-:mod:`hf_zero.ops.host`).
+``"bf16"`` (2 bytes, rounded stochastically), ``"int8"`` or ``"dynamic8"`` (1 byte and a scale per
+256, see :mod:`hf_zero.ops.host`). With the last, moments of small parameters are fp32, and the
+update runs on any device (``eight_bit.py``).
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ class CPUAdam(CPUOptimizer):
         maximize: bool = False,
         moments: str = "fp32",
     ) -> None:
-        check_moments("CPUAdam", moments)
+        check_moments(type(self).__name__, moments)
         for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            check_range("CPUAdam", key, float(value))
+            check_range(type(self).__name__, key, float(value))
         for beta in betas:
-            check_range("CPUAdam", "betas", beta, below=1.0)
+            check_range(type(self).__name__, "betas", beta, below=1.0)
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
@@ -84,7 +85,7 @@ class CPUAdam(CPUOptimizer):
             for name in self.kept:
                 state[name] = self.new_moment(group, name, param)
         if group["amsgrad"] and "max_exp_avg_sq" not in state:
-            state["max_exp_avg_sq"] = torch.zeros(param.shape)
+            state["max_exp_avg_sq"] = torch.zeros(param.shape, device=param.device)
         state["step"] += 1
         adam(
             self.arrays(state, master),
@@ -118,11 +119,11 @@ class CPULion(CPUOptimizer):
         maximize: bool = False,
         moments: str = "fp32",
     ) -> None:
-        check_moments("CPULion", moments)
-        check_range("CPULion", "lr", float(lr))
-        check_range("CPULion", "weight_decay", weight_decay)
+        check_moments(type(self).__name__, moments)
+        check_range(type(self).__name__, "lr", float(lr))
+        check_range(type(self).__name__, "weight_decay", weight_decay)
         for beta in betas:
-            check_range("CPULion", "betas", beta, below=1.0)
+            check_range(type(self).__name__, "betas", beta, below=1.0)
         super().__init__(
             params,
             {
@@ -182,7 +183,7 @@ class CPUAdagrad(CPUOptimizer):
         settings = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
         settings["initial_accumulator_value"] = initial_accumulator_value
         for key, value in settings.items():
-            check_range("CPUAdagrad", key, float(value))
+            check_range(type(self).__name__, key, float(value))
         super().__init__(params, {**settings, "maximize": maximize})
 
     def leaves_zeros(self, group: dict[str, Any]) -> bool:
@@ -232,10 +233,10 @@ class CPUSGD(CPUOptimizer):
         maximize: bool = False,
     ) -> None:
         for key, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            check_range("CPUSGD", key, float(value))
+            check_range(type(self).__name__, key, float(value))
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ConfigError(
-                "CPUSGD: nesterov needs momentum and no dampening, and they are "
+                f"{type(self).__name__}: nesterov needs momentum and no dampening, and they are "
                 f"{momentum} and {dampening}"
             )
         settings = {
@@ -259,7 +260,7 @@ class CPUSGD(CPUOptimizer):
         moving = group["momentum"] != 0
         first = moving and state.get("momentum_buffer") is None
         if first:
-            state["momentum_buffer"] = torch.zeros(param.shape)
+            state["momentum_buffer"] = self.new_moment(group, "momentum_buffer", param)
         sgd(self.arrays(state, master), grad, None, Call(group, 0, 1.0, seed, first))
 
 
@@ -273,6 +274,11 @@ def _shared(out: Tensor | None, call: Call) -> dict[str, Any]:
         "divisor": call.divisor,
         "out": out,
     }
+
+
+def _anywhere(call: Call) -> bool:
+    """Whether the update takes tensors of any device."""
+    return call.group.get("moments") == "dynamic8"
 
 
 def _betas(call: Call) -> dict[str, Any]:
@@ -293,6 +299,7 @@ def adam(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) 
         corrected=bool(call.group.get("bias_correction", True)),
         max_exp_avg_sq=held["max_exp_avg_sq"] if call.group["amsgrad"] else None,
         seed=call.seed,
+        on_host=not _anywhere(call),
         **_betas(call),
         **_shared(out, call),
     )
@@ -301,7 +308,13 @@ def adam(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) 
 def lion(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
     """Make one step of Lion."""
     host.lion(
-        held[MASTER], grad, held["exp_avg"], seed=call.seed, **_betas(call), **_shared(out, call)
+        held[MASTER],
+        grad,
+        held["exp_avg"],
+        seed=call.seed,
+        on_host=not _anywhere(call),
+        **_betas(call),
+        **_shared(out, call),
     )
 
 
@@ -328,5 +341,6 @@ def sgd(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -
         momentum=float(call.group["momentum"]),
         dampening=float(call.group["dampening"]),
         nesterov=bool(call.group["nesterov"]),
+        on_host=not _anywhere(call),
         **_shared(out, call),
     )

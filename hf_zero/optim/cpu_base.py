@@ -4,7 +4,8 @@ dicts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
 from hf_zero.ops.host import Blocks
+from hf_zero.zero.layout.flat_layout import LARGE, Slot
 
-MOMENTS = ("fp32", "bf16", "int8")
+MOMENTS = ("fp32", "bf16", "int8", "dynamic8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,6 +33,8 @@ class CPUOptimizer(torch.optim.Optimizer):
     """
 
     kept: dict[str, bool] = {}
+    # the format of the moments of a segment, by an engine that has cut parameters into segments
+    segment_format: Callable[[Tensor], str] | None = None
 
     def update(
         self,
@@ -108,7 +112,8 @@ class CPUOptimizer(torch.optim.Optimizer):
                 state = self.state.get(param, {})
                 for name, signed in self.kept.items():
                     if isinstance(state.get(name), Tensor):
-                        state[name] = packed_moment(group["moments"], state[name], signed)
+                        form = self.format_of(group, param)
+                        state[name] = packed_moment(form, state[name], signed)
 
     def _load_in_fp32(self, state_dict: dict[str, Any]) -> None:
         """Restore the saved fp32 state of 16-bit parameters: torch has cast it to their dtype."""
@@ -139,11 +144,22 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     def new_moment(self, group: dict[str, Any], name: str, param: Tensor) -> Any:
         """Return a moment of zeros for ``param``."""
-        if group["moments"] == "int8":
-            return Blocks.zeros(param.numel(), self.kept[name])
-        return torch.zeros(
-            param.shape, dtype=torch.bfloat16 if group["moments"] == "bf16" else torch.float32
-        )
+        form = self.format_of(group, param)
+        if form in ("int8", "dynamic8"):
+            dynamic = form == "dynamic8"
+            return Blocks.zeros(param.numel(), self.kept[name], dynamic, param.device)
+        dtype = torch.bfloat16 if form == "bf16" else torch.float32
+        return torch.zeros(param.shape, dtype=dtype, device=param.device)
+
+    def format_of(self, group: Mapping[str, Any], param: Tensor) -> str:
+        """Return the format of the moments of ``param``, of those of ``group``: in 8 bits of
+        bitsandbytes only those of large parameters are kept.
+        """
+        if group.get("moments", "fp32") != "dynamic8":
+            return str(group.get("moments", "fp32"))
+        if self.segment_format is not None:
+            return self.segment_format(param)
+        return "dynamic8" if in_8_bits(group, param, param.numel()) else "fp32"
 
     def leaves_zeros(self, group: dict[str, Any]) -> bool:
         """Whether elements with a zero gradient stay unchanged: a sparse gradient then gives the
@@ -153,7 +169,7 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     def _check(self, group: dict[str, Any], param: Tensor) -> None:
         kind, where = type(self).__name__, f"a parameter of shape {tuple(param.shape)}"
-        if param.device.type != "cpu":
+        if param.device.type != "cpu" and group.get("moments") != "dynamic8":
             raise UnsupportedOptimizerError(
                 f"{kind}: {where} is on {param.device}, and the update runs on the CPU. Use "
                 "torch.optim's class there, or offload the "
@@ -168,6 +184,42 @@ class CPUOptimizer(torch.optim.Optimizer):
             raise UnsupportedOptimizerError(
                 f"{kind}: the gradient of {where} is sparse; make it dense"
             )
+
+
+def in_8_bits(group: Mapping[str, Any], param: Tensor, numel: int) -> bool:
+    """Whether moments of ``param``, of ``numel`` elements as a whole, are kept in 8 bits if its
+    group has ``moments`` of ``"dynamic8"``: the rule of bitsandbytes, or torchao's, which leaves
+    out parameters that are not whole blocks (``whole_blocks_of``). ``optim_bits`` of 32, of the
+    group or as an attribute of the parameter, excludes it.
+    """
+    large = numel >= group.get("min_8bit_size", LARGE)
+    whole = numel % (group.get("whole_blocks_of") or 1) == 0
+    bits = {group.get("optim_bits", 8), getattr(param, "optim_bits", 8)}
+    return large and whole and bits == {8}
+
+
+def names_in_8_bits(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+    slots: Mapping[str, Slot],
+    group_of: Mapping[str, int],
+) -> frozenset[str]:
+    """Return the parameters of which ``optimizer`` keeps moments in bitsandbytes' 8 bits: whether a
+    parameter is large enough does not depend on how it is cut.
+
+    ``parameters``: name -> the object the optimizer holds; ``slots``: name -> its place. A part of
+    a tensor that is cut below the size from which a layout aligns parameters stays in fp32.
+    """
+    groups = optimizer.param_groups
+    return frozenset(
+        name
+        for name, slot in slots.items()
+        if name in group_of
+        and isinstance(optimizer, CPUOptimizer)
+        and groups[group_of[name]].get("moments") == "dynamic8"
+        and slot.numel >= LARGE
+        and in_8_bits(groups[group_of[name]], parameters[name], math.prod(slot.whole))
+    )
 
 
 def own_master(param: Tensor, state: dict[str, Any]) -> Tensor:
@@ -194,8 +246,8 @@ def write_master(param: Tensor, state: dict[str, Any], flat: Tensor) -> None:
 
 def packed_moment(moments: str, values: Tensor, signed: bool) -> Any:
     """Return ``values`` (fp32) in the format ``moments``: a tensor of their shape, or Blocks."""
-    if moments == "int8":
-        blocks = Blocks.zeros(values.numel(), signed)
+    if moments in ("int8", "dynamic8"):
+        blocks = Blocks.zeros(values.numel(), signed, moments == "dynamic8", values.device)
         blocks.encode(values.float().contiguous().view(-1))
         return blocks
     return values.to(torch.bfloat16 if moments == "bf16" else torch.float32).contiguous()

@@ -7,8 +7,9 @@ product), unless it declares the sums that ranks add up for it. The list is exac
 runs only if the user vouches for it by name, or allows untested ones and a probe (``probing.py``)
 finds no difference, because a wrong one would train badly in silence.
 
-Objects of torch's and transformers' classes whose update needs whole tensors are converted to
-classes of this package that make the same update over shards: an object keeps its identity, groups,
+Objects of torch's and transformers' classes whose update needs whole tensors, and of 8-bit classes
+of bitsandbytes and torchao, are converted to classes of this package that make the same update over
+shards: an object keeps its identity, groups,
 hooks and schedulers, and remains an instance of its own class.
 """
 
@@ -24,6 +25,7 @@ from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.adafactor import Adafactor, TorchAdafactor
 from hf_zero.optim.adam_lion import Adam, Lion
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
+from hf_zero.optim.foreign_eight_bit import FOREIGN_8_BIT, NEAREST, is_of_8_bit_library
 from hf_zero.optim.muon import Muon
 from hf_zero.optim.probing import difference
 from hf_zero.optim.trust_ratio import LARS, Lamb
@@ -147,6 +149,10 @@ def check(optimizer: Any, allowed: Iterable[str] = (), untested: bool = False) -
             "hf-zero does not know whether its update needs whole-tensor numbers (norms, row "
             "means), which are wrong on a shard"
         )
+    if is_of_8_bit_library(cls):
+        raise UnsupportedOptimizerError(
+            f"optimizer {cls.__name__} cannot run on sharded parameters: {NEAREST}"
+        )
     names = ", ".join(sorted({base.__name__ for base in (*ELEMENTWISE, *WHOLE_TENSOR)}))
     raise UnsupportedOptimizerError(
         f"optimizer {cls.__name__} cannot run on sharded parameters: {why}. Use one of {names}; "
@@ -157,12 +163,13 @@ def check(optimizer: Any, allowed: Iterable[str] = (), untested: bool = False) -
 
 
 # keyed by module and name: transformers may not be installed
-OURS: dict[str, type[WholeTensorOptimizer]] = {
+OURS: dict[str, Any] = {
+    **FOREIGN_8_BIT,
     "torch.optim.Muon": Muon,
     "torch.optim.Adafactor": TorchAdafactor,
     "transformers.optimization.Adafactor": Adafactor,
 }
-_made: dict[Any, type[WholeTensorOptimizer]] = {}
+_made: dict[Any, Any] = {}
 _CONVERTED_METHODS = ("step", "_init_group", "_get_lr", "_rms", "_approx_sq_grad", "_get_options")
 
 
@@ -170,12 +177,12 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def adopted_class(cls: Any) -> type[WholeTensorOptimizer] | None:
+def adopted_class(cls: Any) -> Any:
     """Return the subclass of ``cls`` that makes its update over shards, or None if ``cls`` is
     unknown or overrides the update.
     """
     known = next((base for base in cls.__mro__ if _name(base) in OURS), None)
-    if known is None or issubclass(cls, WholeTensorOptimizer):
+    if known is None or issubclass(cls, OURS[_name(known)]):
         return None
     for name in _CONVERTED_METHODS:
         own, its = getattr(cls, name, None), getattr(known, name, None)
@@ -198,14 +205,12 @@ def adopt(optimizer: torch.optim.Optimizer) -> None:
     found, live = adopted_class(type(optimizer)), vars(optimizer)
     if found is None:
         return
+    found.adopt_groups(optimizer)
     if getattr(live.get("step"), "_wrapped_by_lr_sched", False):
         del live["step"]  # a scheduler's wrapper around the step of the former class
     optimizer.__class__ = found
     patch: Any = optimizer
     patch._patch_step_function()
-    for group in optimizer.param_groups:
-        for name, value in found.ADOPTED_SETTINGS.items():
-            group.setdefault(name, value)
     for state in optimizer.state.values():
         found.adopt_state(state)
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim import segments as cuts
 from hf_zero.optim import state
+from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.offloaded_state import OffloadedState
 from hf_zero.optim.own_step import choose_fused
@@ -46,6 +47,7 @@ class SegmentTable:
         self._adds_up = isinstance(entries.optimizer, WholeTensorOptimizer)
         self.device = DeviceState(entries)
         self.offloaded = OffloadedState(entries, base, moments)
+        self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
         self.segments: list[Segment] = []
         self.stepped: list[Segment] = []  # all at once, by the optimizer's step
         # one zero each, for groups that own nothing on this rank
@@ -82,11 +84,25 @@ class SegmentTable:
         self.parted = set()
         dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state
         self._list()
+        self._divide_by_format(segments)
         if self._adds_up:  # each segment must be a part of one tensor
             self.divide(segments, lambda name: name)
         for live in self._optimizer.param_groups:
             choose_fused(self._base, live)
         self.offloaded.create_all()
+
+    def _divide_by_format(self, segments: Iterable[Segment]) -> None:
+        """Split ``segments`` where parameters with moments in 8 bits begin and end."""
+        if self.names_in_8_bits:
+            self.divide(segments, self.names_in_8_bits.__contains__)
+        if isinstance(self._optimizer, CPUOptimizer):
+            self._optimizer.segment_format = self._format_of
+
+    def _format_of(self, tensor: Tensor) -> str:
+        """Return the format of the moments of the segment ``tensor``."""
+        (segment,) = (segment for segment in self.segments if segment.tensor is tensor)
+        large = segment.parts and not self.names_in_8_bits.isdisjoint(segment.names)
+        return "dynamic8" if large else "fp32"
 
     def carry(self, carried: state.Carried, group_of: Mapping[str, int]) -> None:
         """Give segments their elements of the state that parameters had before they were cut."""

@@ -14,13 +14,15 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.flat_layout import FlatLayout
+
+Group = TypeVar("Group", bound=Hashable)
 
 
 class Flat(Protocol):
@@ -61,12 +63,12 @@ class Flat(Protocol):
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Generic[Group]):
     """Elements ``[start, stop)`` of an owned range, counted from its first element; a run of group
     None is not optimized.
     """
 
-    group: int | None
+    group: Group | None
     start: int
     stop: int
 
@@ -188,16 +190,16 @@ def _touch(left: Tensor | None, right: Tensor | None) -> bool:
 
 
 def group_runs(
-    layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str, int]
-) -> list[Run]:
-    """Cut an owned range into runs of one group.
+    layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str, Group]
+) -> list[Run[Group]]:
+    """Cut an owned range into runs of one group, or of another property of parameters.
 
     Padding joins the run before it; in front of all it is a run of group None, because optimizers
     of whole tensors expect a tensor at the start of its segment. A range of padding only joins the
     group of the layout's last parameter.
     """
     start, stop = owned
-    begins: list[tuple[int | None, int]] = []
+    begins: list[tuple[Group | None, int]] = []
     for piece in layout.pieces(start, stop):
         group = group_of.get(piece.name)
         if not begins and piece.offset > start:
@@ -293,7 +295,7 @@ def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[MemoryRegion
 
     regions: list[MemoryRegion] = []
     before: Flat | None = None
-    last: Run | None = None
+    last: Run[int] | None = None
     for flat in sorted(flats, key=place):
         runs = group_runs(flat.layout, flat.owned, group_of)
         if not runs:

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from hf_zero.device import kinds
 from hf_zero.errors import UnsupportedOptimizerError
-from hf_zero.optim.segments import Flat, MemoryRegion, Segment, cut
+from hf_zero.ops.host import Blocks
+from hf_zero.optim.cpu_base import CPUOptimizer
+from hf_zero.optim.segments import Flat, MemoryRegion, Segment, SegmentPart, cut
 from hf_zero.zero.layout.flat_layout import Slot
 
 # Numbers that torch.optim keeps beside the tensors, with their values before the first step.
@@ -113,7 +115,8 @@ def _stepped_twin(
     probe.grad = torch.zeros_like(probe)
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(vars(optimizer))
-    for name in ("step", "tensors"):  # without ``tensors``, no collective runs
+    # without ``tensors``, no collective runs; the format of moments is that of a small parameter
+    for name in ("step", "tensors", "segment_format"):
         twin.__dict__.pop(name, None)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[hooks] = OrderedDict()
@@ -150,10 +153,13 @@ def narrowed(
     """Return the state of elements ``[start, stop)`` of a parameter of ``shape`` with ``entries``:
     views of tensors, copies of numbers.
     """
-    return {
-        name: value[start:stop] if is_elementwise(name, value, shape) else copied(value)
-        for name, value in entries.items()
-    }
+
+    def part(name: str, value: Any) -> Any:
+        if isinstance(value, Blocks):
+            return value.narrow(start, stop - start)
+        return value[start:stop] if is_elementwise(name, value, shape) else copied(value)
+
+    return {name: part(name, value) for name, value in entries.items()}
 
 
 def copied(value: Any) -> Any:
@@ -228,7 +234,9 @@ def collect(
         scalars: dict[str, float] = {}
         tensors: dict[str, Tensor] = {}
         for key, value in state.items():
-            if isinstance(value, Mapping):
+            if isinstance(value, Blocks):
+                tensors[key] = value.decode()
+            elif isinstance(value, Mapping):
                 carried.factors[name] = dict(value)
             elif is_scalar(key, value, slot.shape):
                 scalars[key] = float(value)
@@ -372,6 +380,23 @@ class StateEntries:
         """Return the state before the first step of a parameter like ``like`` in ``group``."""
         return fresh_state(self.optimizer, self.groups[group], like)
 
+    def blocks(self, segment: Segment) -> dict[str, Blocks]:
+        """Return the states of ``segment`` that are in 8 bits."""
+        return {
+            name: value for name, value in self.of(segment).items() if isinstance(value, Blocks)
+        }
+
+    def created(self, segment: Segment, name: str, value: Tensor) -> Any:
+        """Return the per-element state ``name`` of ``segment`` before its first step, which is
+        ``value`` for each element, in the format in which the optimizer keeps it.
+        """
+        optimizer = self.optimizer
+        if isinstance(optimizer, CPUOptimizer) and name in optimizer.kept:
+            group = self.groups[segment.group]
+            if optimizer.format_of(group, segment.tensor) == "dynamic8":
+                return optimizer.new_moment(group, name, segment.tensor)
+        return value.expand(segment.tensor.shape).clone()
+
     def some_group_keeps(self, name: str, like: Tensor) -> bool:
         """Whether a group keeps a state ``name`` for a parameter like ``like``."""
         return any(name in self.fresh(group, like) for group in range(len(self.groups)))
@@ -406,7 +431,7 @@ class DeviceState:
             return
         for name, value in self._entries.fresh(segment.group, segment.tensor).items():
             if is_elementwise(name, value, (1,)):
-                value = value.expand(segment.tensor.shape).clone()
+                value = self._entries.created(segment, name, value)
             self._entries.optimizer.state[segment.tensor][name] = value
 
     def unstep(self, segment: Segment) -> None:
@@ -418,13 +443,20 @@ class DeviceState:
         live = self._entries.optimizer.state[segment.tensor]
         if name not in live:
             live[name] = torch.zeros_like(segment.tensor)
+        if isinstance(live[name], Blocks):
+            live[name].put(at, values)
+            return
         live[name][at : at + values.numel()].copy_(values)
 
     def tensors(self, flat: Flat) -> dict[str, Tensor]:
-        """Return each per-element state of ``flat`` as a writable view, 1-D over ``flat.owned``."""
+        """Return each per-element state of ``flat``, 1-D over ``flat.owned``: a writable view, or
+        numbers in new memory if its region has states in 8 bits.
+        """
         if flat.key not in self._region_of:
             return {}
         self.bring_together()
+        if self._has_blocks(self._region_of[flat.key][0]):
+            return self._decoded(flat)
         region, base = self._region_of[flat.key]
         numel, out = flat.owned[1] - flat.owned[0], {}
         for segment in region.segments:
@@ -432,6 +464,73 @@ class DeviceState:
                 for name, home in self._homes(region, segment).items():
                     out[name] = home[base : base + numel]
         return out
+
+    def _has_blocks(self, region: MemoryRegion) -> bool:
+        return any(self._entries.blocks(segment) for segment in region.segments)
+
+    def _parts(self, flat: Flat) -> Iterator[tuple[Segment, SegmentPart]]:
+        for segment in self._region_of[flat.key][0].segments:
+            for part in segment.parts:
+                if part.flat is flat:
+                    yield segment, part
+
+    def _decoded(self, flat: Flat) -> dict[str, Tensor]:
+        out: dict[str, Tensor] = {}
+        begin: dict[tuple[int, str], Any] = {}  # states of segments that were not stepped yet
+        parts = list(self._parts(flat))
+        for segment, _ in parts:
+            for name, value in self._entries.of(segment).items():
+                if name not in out and self._is_kept(segment, name, value):
+                    dtype = torch.float32 if isinstance(value, Blocks) else value.dtype
+                    numel = flat.owned[1] - flat.owned[0]
+                    out[name] = torch.zeros(numel, dtype=dtype, device=segment.tensor.device)
+        for segment, part in parts:
+            for name, home in out.items():
+                value = self._entries.of(segment).get(name)
+                own, numel = home[part.start : part.stop], part.stop - part.start
+                if isinstance(value, Blocks):
+                    own.copy_(value.narrow(part.offset, numel).decode())
+                elif value is not None:
+                    own.copy_(value[part.offset : part.offset + numel])
+                else:
+                    if (segment.group, name) not in begin:
+                        first = self._entries.fresh(segment.group, segment.tensor)
+                        begin[segment.group, name] = first.get(name, 0.0)
+                    own[:] = begin[segment.group, name]
+        return out
+
+    def _is_kept(self, segment: Segment, name: str, value: Any) -> bool:
+        return isinstance(value, Blocks) or is_elementwise(name, value, segment.tensor.shape)
+
+    def memory(self, flat: Flat) -> list[Tensor]:
+        """Return the tensors that hold the per-element states of ``flat``."""
+        if flat.key not in self._region_of:
+            return []
+        self.bring_together()
+        if not self._has_blocks(self._region_of[flat.key][0]):
+            return list(self.tensors(flat).values())
+        found: list[Tensor] = []
+        for segment, part in self._parts(flat):
+            numel = part.stop - part.start
+            for name, value in self._entries.of(segment).items():
+                if isinstance(value, Blocks):
+                    own = value.narrow(part.offset, numel)
+                    found += [own.codes, own.scales]
+                elif self._is_kept(segment, name, value):
+                    found.append(value[part.offset : part.offset + numel])
+        return found
+
+    def in_8_bits(self, flat: Flat) -> list[str]:
+        """Return the names of the per-element states of ``flat`` if some are in 8 bits."""
+        if flat.key not in self._region_of or not self._has_blocks(self._region_of[flat.key][0]):
+            return []
+        names = {
+            name
+            for segment, _ in self._parts(flat)
+            for name, value in self._entries.of(segment).items()
+            if self._is_kept(segment, name, value)
+        }
+        return sorted(names)
 
     def address(self, flat: Flat, name: str) -> int:
         """Return the address of the first number of state ``name`` of ``flat``; 0 if missing."""
@@ -452,6 +551,8 @@ class DeviceState:
         for region in self.regions:
             for segment in region.segments:
                 self._refuse_unknown(segment)
+            if self._has_blocks(region):
+                continue
             whole = (
                 len(region.segments) == 1
                 and region.segments[0].stop - region.segments[0].start == region.numel
@@ -471,6 +572,7 @@ class DeviceState:
         for name, value in self._entries.of(segment).items():
             if not (
                 isinstance(value, Mapping)
+                or (isinstance(value, Blocks) and value.dynamic)
                 or is_scalar(name, value, shape)
                 or is_elementwise(name, value, shape)
             ):

@@ -149,6 +149,13 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         return cls.MOMENTS
 
     @classmethod
+    def adopt_groups(cls, optimizer: torch.optim.Optimizer) -> None:
+        """Give the groups of ``optimizer`` the settings that its original class does not have."""
+        for group in optimizer.param_groups:
+            for name, value in cls.ADOPTED_SETTINGS.items():
+                group.setdefault(name, value)
+
+    @classmethod
     def adopt_state(cls, state: dict[str, Any]) -> None:
         """Convert the ``state`` of a parameter in place from the format of the original class
         (torch's, transformers') to the format of this class.

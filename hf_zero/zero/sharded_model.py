@@ -289,6 +289,12 @@ def check_optimizer(plan: EnginePlan) -> None:
         return
     parameters = {name: p for spec in plan.units for name, p in spec.parameters}
     check(optimizer, settings.elementwise_optimizers, settings.allow_untested_optimizer)
+    if plan.names_in_8_bits and any(flat.sub_groups is not None for flat in plan.flats):
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} keeps moments in 8 bits on the device, and "
+            "zero_optimization.offload_optimizer offloads them: remove the section, or use AdamW "
+            'with "offload_optimizer": {"moments": "int8"}'
+        )
     _refuse_unknown_params(optimizer, {id(p) for p in parameters.values()})
     # state that cannot be carried over
     slots = {name: Slot(name, tuple(parameters[name].shape), 0) for name in plan.group_of}

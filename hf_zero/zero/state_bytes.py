@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from hf_zero.offload.storage import MASTER
-
 KINDS = ("parameters", "gradients", "optimizer")
 TIERS = ("device", "ram", "disk")
 
@@ -71,9 +69,6 @@ def held_bytes(engine: Any) -> Counter[tuple[str, str]]:
             continue
         if flat.optimizer_shard.has_own_master:
             add("optimizer", "device", flat.optimizer_shard.master)
-        for name, tensor in (
-            bound.tensors(flat.optimizer_shard).items() if bound is not None else ()
-        ):
-            if name != MASTER:
-                add("optimizer", "device", tensor)
+        for tensor in bound.memory(flat.optimizer_shard) if bound is not None else ():
+            add("optimizer", "device", tensor)
     return found

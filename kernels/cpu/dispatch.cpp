@@ -19,6 +19,8 @@ extern const Kernels kernels_plain;
 extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512bf16;
 #endif
 
+DynamicMap dynamic_maps[2];
+
 namespace {
 
 // The kernel sets that this machine runs, the widest last.

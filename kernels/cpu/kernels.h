@@ -7,7 +7,7 @@
 
 namespace hfz {
 
-enum Kind : int { F32 = 0, BF16 = 1, F16 = 2, SIGNED_BLOCKS = 3, UNSIGNED_BLOCKS = 4 };
+enum Kind : int { F32 = 0, BF16 = 1, F16 = 2, SIGNED_BLOCKS = 3, UNSIGNED_BLOCKS = 4, SIGNED_DYNAMIC = 5, UNSIGNED_DYNAMIC = 6 };
 
 constexpr int64_t kBlock = 256;   // elements that share a scale
 constexpr int64_t kSignBlock = 2048;  // the largest block with a shared scale for one-bit elements
@@ -15,6 +15,18 @@ constexpr int64_t kTile = 1024;   // elements processed in the first-level cache
 constexpr int64_t kPart = 32768;  // elements of one work item of a thread; whole tiles
 constexpr int kAhead = 512;  // prefetch distance, in elements
 constexpr int64_t kLongPart = 1 << 20;  // the longest work item, where cuts have no effect
+
+// A table of 8-bit codes (hf_zero/ops/dynamic_map.py). A cell is the floats in [0, 1] whose upper 16
+// bits are equal; those below 2^-23 share the first one. It has the rank of its smallest magnitude
+// among those of the table, and the edge above which the next rank is nearer.
+constexpr uint32_t kFirstCell = (127 - 23) << 7;
+constexpr int kCells = (127 << 7) - kFirstCell + 1;
+struct DynamicMap {
+    float values[256];
+    float edges[kCells];
+    uint8_t ranks[kCells];
+};
+extern DynamicMap dynamic_maps[2];  // without and with a sign; set once, at the start
 
 struct Array {
     void* data;  // null: absent
@@ -78,7 +90,7 @@ struct Adagrad {
 
 struct Sgd {
     Update update;
-    float* momentum_buffer;  // null: none
+    Moment momentum_buffer;  // without data: none
     bool first_step;
     bool nesterov;
     float l2, momentum, one_minus_dampening, minus_lr;

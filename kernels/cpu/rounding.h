@@ -87,21 +87,28 @@ HFZ_INLINE U encoded(F x, F scale, U random) {
     return code;
 }
 
-// Encode n <= kBlock elements into codes and their scale.
-template <bool SIGNED, bool STOCHASTIC>
-static void encode_block(uint8_t* codes, float* scale, const float* x, int n, Key key, uint32_t index) {
+// Set the scale of n <= kBlock elements. Return false if it is 0 or NaN: one value that is not
+// finite spoils its block.
+static bool scale_block(float* scale, const float* x, int n) {
     U most{};
     over_vectors(n, [&](int i, int k) { most = larger(most, load<U>(reinterpret_cast<const uint32_t*>(x + i), k) & 0x7fffffffu); });
     uint32_t largest = 0;
     for (int i = 0; i < W; ++i) largest = most[i] > largest ? most[i] : largest;
     float s;
     __builtin_memcpy(&s, &largest, sizeof s);
-    if (largest >= 0x7f800000u || s < kSmallestScale) {
-        *scale = largest >= 0x7f800000u ? __builtin_nanf("") : 0.0f;  // one value that is not finite spoils its block
+    const bool finite = largest < 0x7f800000u, zero = s < kSmallestScale;
+    *scale = !finite ? __builtin_nanf("") : zero ? 0.0f : s;
+    return finite && !zero;
+}
+
+// Encode n <= kBlock elements into codes and their scale.
+template <bool SIGNED, bool STOCHASTIC>
+static void encode_block(uint8_t* codes, float* scale, const float* x, int n, Key key, uint32_t index) {
+    if (!scale_block(scale, x, n)) {
         __builtin_memset(codes, 0, n);
         return;
     }
-    *scale = s;
+    const float s = *scale;
     over_vectors(n, [&](int i, int k) {
         const U random = STOCHASTIC ? random_bits(key, index + i) : U{};
         const U code = encoded<SIGNED, STOCHASTIC>(load<F>(x + i, k), all(s), SIGNED ? random & 0xffffu : random >> 16);
@@ -112,6 +119,70 @@ static void encode_block(uint8_t* codes, float* scale, const float* x, int n, Ke
 template <bool SIGNED>
 static void decode_block(float* x, const uint8_t* codes, float scale, int n) {
     over_vectors(n, [&](int i, int k) { store(x + i, decoded<SIGNED>(widened(load<B>(codes + i, k)), all(scale)), k); });
+}
+
+// ---- codes from a table: block-wise quantisation as bitsandbytes has it, rounded to nearest ----
+
+constexpr uint32_t kZeroCode = 127;  // with a sign: negative values have lower codes, -1 has none
+
+template <bool SIGNED>
+static void encode_dynamic_block(uint8_t* codes, float* scale, const float* x, int n) {
+    const DynamicMap& map = dynamic_maps[SIGNED];
+    if (!scale_block(scale, x, n)) {
+        __builtin_memset(codes, SIGNED ? kZeroCode : 0, n);
+        return;
+    }
+    // Tables are read one element at a time: gathers of vectors take longer on CPUs that guard them
+    // (Downfall, CVE-2022-40982).
+    alignas(64) float parts[kBlock];
+    alignas(64) uint32_t cells[kBlock];
+    const F s = all(*scale);
+    over_vectors(n, [&](int i, int k) {
+        const F part = (F)(load<U>(reinterpret_cast<const uint32_t*>(x + i), k) & 0x7fffffffu) / s;
+        store(parts + i, part, k);
+        store(cells + i, larger((U)part >> 16, all(kFirstCell)) - kFirstCell, k);
+    });
+    for (int i = 0; i < n; ++i) cells[i] = map.ranks[cells[i]] + (parts[i] > map.edges[cells[i]]);
+    over_vectors(n, [&](int i, int k) {
+        U code = load<U>(cells + i, k);
+        if (SIGNED) {
+            const U bits = load<U>(reinterpret_cast<const uint32_t*>(x + i), k);
+            const U below = kZeroCode - choose(code > kZeroCode, all(kZeroCode), code);
+            code = choose((bits >> 31) != 0u, below, code + kZeroCode);
+        }
+        store(codes + i, narrowed_to_bytes(code), k);
+    });
+}
+
+template <bool SIGNED>
+static void decode_dynamic_block(float* x, const uint8_t* codes, float scale, int n) {
+    const float* const values = dynamic_maps[SIGNED].values;
+    for (int i = 0; i < n; ++i) x[i] = values[codes[i]] * scale;
+}
+
+// ---- blocks of any kind ----
+
+template <bool STOCHASTIC>
+HFZ_INLINE void encode_any(const Moment& to, const float* x, int64_t at, int n, Key key, uint32_t index) {
+    uint8_t* const codes = static_cast<uint8_t*>(to.data) + at;
+    float* const scale = to.scales + at / kBlock;
+    switch (to.kind) {
+        case SIGNED_BLOCKS: return encode_block<true, STOCHASTIC>(codes, scale, x, n, key, index);
+        case UNSIGNED_BLOCKS: return encode_block<false, STOCHASTIC>(codes, scale, x, n, key, index);
+        case SIGNED_DYNAMIC: return encode_dynamic_block<true>(codes, scale, x, n);
+        default: return encode_dynamic_block<false>(codes, scale, x, n);
+    }
+}
+
+HFZ_INLINE void decode_any(float* x, const Moment& from, int64_t at, int n) {
+    const uint8_t* const codes = static_cast<const uint8_t*>(from.data) + at;
+    const float scale = from.scales[at / kBlock];
+    switch (from.kind) {
+        case SIGNED_BLOCKS: return decode_block<true>(x, codes, scale, n);
+        case UNSIGNED_BLOCKS: return decode_block<false>(x, codes, scale, n);
+        case SIGNED_DYNAMIC: return decode_dynamic_block<true>(x, codes, scale, n);
+        default: return decode_dynamic_block<false>(x, codes, scale, n);
+    }
 }
 
 }  // namespace HFZ_SET

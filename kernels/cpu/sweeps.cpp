@@ -67,6 +67,13 @@ void decode(Address out, Address codes, Address scales, int kind, int64_t numel)
     hfz::over_parts(numel, 0, [&](int64_t, int64_t begin, int64_t end) { run(at<float>(out), from, begin, end); });
 }
 
+void set_dynamic_map(bool has_sign, Address values, Address edges, Address ranks) {
+    hfz::DynamicMap& map = hfz::dynamic_maps[has_sign];
+    std::memcpy(map.values, at<const float>(values), sizeof map.values);
+    std::memcpy(map.edges, at<const float>(edges), sizeof map.edges);
+    std::memcpy(map.ranks, at<const uint8_t>(ranks), hfz::kCells);
+}
+
 // Messages of `rows` rows, `stride` bytes apart, with `numel` elements each: addresses of the
 // scales and codes of the first one.
 struct Rows {
@@ -203,6 +210,8 @@ void bind_sweeps(py::module_& m) {
     m.def("cast", cast, py::arg("out"), py::arg("out_kind"), py::arg("source"), py::arg("kind"), py::arg("numel"), py::arg("scale"), Free());
     m.def("accumulate", accumulate, py::arg("out"), py::arg("source"), py::arg("kind"), py::arg("numel"), py::arg("scale"), Free());
     m.def("encode", encode, py::arg("codes"), py::arg("scales"), py::arg("kind"), py::arg("source"), py::arg("numel"), Free());
+    m.attr("CELLS") = hfz::kCells;
+    m.def("set_dynamic_map", set_dynamic_map, py::arg("has_sign"), py::arg("values"), py::arg("edges"), py::arg("ranks"));
     m.def("decode", decode, py::arg("out"), py::arg("codes"), py::arg("scales"), py::arg("kind"), py::arg("numel"), Free());
     py::class_<Rows>(m, "Rows")
         .def(py::init([](Address scales, Address codes, int64_t stride, int bits, int64_t block, int64_t rows, int64_t numel) {

@@ -80,14 +80,8 @@ static void accumulate(float* out, const Array& source, float scale, int64_t beg
 }
 
 static void encode(const Moment& out, const float* source, int64_t begin, int64_t end) {
-    uint8_t* codes = static_cast<uint8_t*>(out.data);
-    for (int64_t at = begin; at < end; at += kBlock) {
-        const int n = static_cast<int>(end - at < kBlock ? end - at : kBlock);
-        if (out.kind == SIGNED_BLOCKS)
-            encode_block<true, false>(codes + at, out.scales + at / kBlock, source + at, n, {}, 0);
-        else
-            encode_block<false, false>(codes + at, out.scales + at / kBlock, source + at, n, {}, 0);
-    }
+    for (int64_t at = begin; at < end; at += kBlock)
+        encode_any<false>(out, source + at, at, static_cast<int>(end - at < kBlock ? end - at : kBlock), {}, 0);
 }
 
 static void decode(float* out, const Moment& source, int64_t begin, int64_t end) {

@@ -104,15 +104,7 @@ HFZ_INLINE float* moment(float* room, const Moment& from, int64_t at, int n) {
         widen(room, {from.data, BF16}, at, n);
         return room;
     }
-    const uint8_t* codes = static_cast<const uint8_t*>(from.data) + at;
-    for (int i = 0; i < n; i += kBlock) {
-        const int k = n - i < kBlock ? n - i : kBlock;
-        const float scale = from.scales[(at + i) / kBlock];
-        if (from.kind == SIGNED_BLOCKS)
-            decode_block<true>(room + i, codes + i, scale, k);
-        else
-            decode_block<false>(room + i, codes + i, scale, k);
-    }
+    for (int i = 0; i < n; i += kBlock) decode_any(room + i, from, at + i, n - i < kBlock ? n - i : kBlock);
     return room;
 }
 
@@ -130,15 +122,7 @@ HFZ_INLINE void keep_moment(const Moment& to, const float* x, int64_t at, int n,
         });
         return;
     }
-    uint8_t* codes = static_cast<uint8_t*>(to.data) + at;
-    for (int i = 0; i < n; i += kBlock) {
-        const int k = n - i < kBlock ? n - i : kBlock;
-        float* scale = to.scales + (at + i) / kBlock;
-        if (to.kind == SIGNED_BLOCKS)
-            encode_block<true, true>(codes + i, scale, x + i, k, tile, low + i);
-        else
-            encode_block<false, true>(codes + i, scale, x + i, k, tile, low + i);
-    }
+    for (int i = 0; i < n; i += kBlock) encode_any<true>(to, x + i, at + i, n - i < kBlock ? n - i : kBlock, tile, low + i);
 }
 
 }  // namespace HFZ_SET

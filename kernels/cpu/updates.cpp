@@ -64,9 +64,9 @@ void adagrad(Address master, Address grad, int grad_kind, double divisor, bool n
 }
 
 void sgd(Address master, Address grad, int grad_kind, double divisor, bool negate, Address out, int out_kind, int64_t numel, int64_t first,
-         uint64_t key, Address momentum_buffer, bool first_step, bool nesterov, double l2, double momentum, double dampening, double lr) {
+         uint64_t key, Address momentum_buffer, int momentum_buffer_kind, Address momentum_buffer_scales, bool first_step, bool nesterov, double l2, double momentum, double dampening, double lr) {
     const hfz::Sgd job{update(master, grad, grad_kind, divisor, negate, out, out_kind, numel, first, key),
-                       at<float>(momentum_buffer),
+                       {at<void>(momentum_buffer), momentum_buffer_kind, at<float>(momentum_buffer_scales)},
                        first_step,
                        nesterov,
                        static_cast<float>(l2),
@@ -133,7 +133,8 @@ void bind_updates(py::module_& m) {
     m.def("lion", lion, HFZ_UPDATE_ARGUMENTS, py::arg("mean"), py::arg("mean_kind"), py::arg("mean_scales"), py::arg("keep"),
           py::arg("beta1"), py::arg("beta2"), py::arg("lr"), Free());
     m.def("adagrad", adagrad, HFZ_UPDATE_ARGUMENTS, py::arg("total"), py::arg("l2"), py::arg("eps"), py::arg("step_size"), Free());
-    m.def("sgd", sgd, HFZ_UPDATE_ARGUMENTS, py::arg("momentum_buffer"), py::arg("first_step"), py::arg("nesterov"), py::arg("l2"),
+    m.def("sgd", sgd, HFZ_UPDATE_ARGUMENTS, py::arg("momentum_buffer"), py::arg("momentum_buffer_kind"),
+          py::arg("momentum_buffer_scales"), py::arg("first_step"), py::arg("nesterov"), py::arg("l2"),
           py::arg("momentum"), py::arg("dampening"), py::arg("lr"), Free());
     m.def("lamb_measure", lamb_measure, HFZ_UPDATE_ARGUMENTS, py::arg("mean"), py::arg("square"), py::arg("beta1"), py::arg("beta2"),
           py::arg("eps"), py::arg("decay"), py::arg("eps_inside"), Free());

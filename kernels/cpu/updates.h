@@ -107,10 +107,11 @@ static void adagrad(const Adagrad& a, int64_t begin, int64_t end) {
 }
 
 static void sgd(const Sgd& a, int64_t begin, int64_t end) {
-    alignas(64) float g_room[kTile];
+    alignas(64) float g_room[kTile], m_room[kTile];
+    const bool moves = a.momentum_buffer.data != nullptr;
     over_tiles(a.update.first, begin, end, [&](int64_t at, int n) {
         float* const w = a.update.master + at;
-        float* const kept = a.momentum_buffer == nullptr ? nullptr : a.momentum_buffer + at;
+        float* const kept = moves ? moment(m_room, a.momentum_buffer, at, n) : nullptr;
         const float* const g = gradient(a.update, g_room, at, n);
         over_vectors(n, [&](int i, int k) {
             const F weight = load<F>(w + i, k);
@@ -123,6 +124,7 @@ static void sgd(const Sgd& a, int64_t begin, int64_t end) {
             }
             store(w + i, weight + grad * a.minus_lr, k);
         });
+        if (moves) keep_moment(a.momentum_buffer, kept, at, n, a.update.first + at, a.update.key, false);
         write_out(a.update, at, n);
     });
     end_of_stream(a.update.stream);

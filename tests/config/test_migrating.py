@@ -141,7 +141,7 @@ FINDINGS = """
 {zero_optimization: {stage: 5}} => zero_optimization.stage: to fix, is not
 {distributed_type: DEEPSPEED, num_processes: two} => num_processes: to fix, is not
 {deepspeed_config: {zero_stage: 7}} => deepspeed_config.zero_stage: to fix, is not
-{optimizer: {type: AdamW8bit}} => optimizer.type: to fix, AdamW8bit' is not built into
+{optimizer: {type: SOAP}} => optimizer.type: to fix, SOAP' is not built into
 {scheduler: {type: Cosine}} => scheduler.type: to fix, did you mean 'CosineAnnealingLR'
 {train_batch_size: 16, train_micro_batch_size_per_gpu: 4, gradient_accumulation_steps: 3}
     => train_batch_size: to fix, 16 is no multiple of

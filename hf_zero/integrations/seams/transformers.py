@@ -148,6 +148,12 @@ SEAMS: tuple[Seam, ...] = (
         "leaking into the next Trainer",
     ),
     Seam(
+        target="transformers.trainer:Trainer.create_optimizer",
+        wrapper="hf_zero.integrations.transformers.low_bit_optimizers:build_without_bitsandbytes",
+        versions=TRANSFORMERS,
+        why="names of bitsandbytes' optimizers raise without it; shards do not need its kernels",
+    ),
+    Seam(
         target="transformers.trainer:Trainer.train",
         wrapper="hf_zero.integrations.transformers.trainer:train_anew",
         versions=TRANSFORMERS,

@@ -26,6 +26,7 @@ from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.offload.nvme import paged, size_in_file
 from hf_zero.offload.placement import PlacementRules, ShardSpec
 from hf_zero.offload.storage import StorageFormat, SubGroup, moment_format, size_in_memory
+from hf_zero.optim.cpu_base import names_in_8_bits
 from hf_zero.optim.fused import reads_16_bits
 from hf_zero.optim.segments import group_runs, sub_groups
 from hf_zero.optim.state import fresh_state, in_numbers, is_elementwise
@@ -258,8 +259,8 @@ class EnginePlan:
             kind = self.rules.moments
             kind = str(settings.get("moments", "fp32")) if kind == "fp32" else kind
             numbers = fresh_state(self.optimizer, in_numbers(settings), like)
-            # 8-bit moments are supported only for offloaded state
-            blocks = settings.get("moments") == "int8"
+            # on the device, 8-bit moments are counted by optimizer_bytes
+            blocks = settings.get("moments") in ("int8", "dynamic8")
             there = numbers if blocks else fresh_state(self.optimizer, settings, like)
             self._kept_by_group[group, dtype] = {
                 name: (there[name].dtype, kind if dtype == torch.float32 else "fp32")
@@ -291,10 +292,34 @@ class EnginePlan:
         if flat.sub_groups is None:
             numel = flat.spec.owned_numel
             own = flat.wide.itemsize if flat.needs_master or flat.shard_tier != "device" else 0
-            moments = sum(dtype.itemsize for dtype, _ in self.moments_of(flat).values())
-            return Counter({"device": numel * (own + moments)})
+            return Counter({"device": numel * own + self._moment_bytes(flat)})
         in_files = self.settings.offload_optimizer.device == "nvme"
         return Counter({"disk" if in_files else "ram": sum(self.piece_bytes(flat))})
+
+    def _moment_bytes(self, flat: FlatPlan) -> int:
+        """Return the bytes of moments of ``flat`` on the device."""
+        if not self.names_in_8_bits:
+            moments = sum(dtype.itemsize for dtype, _ in self.moments_of(flat).values())
+            return flat.spec.owned_numel * moments
+        formats = {
+            name: (group, name in self.names_in_8_bits) for name, group in self.group_of.items()
+        }
+        found = 0
+        for run in group_runs(flat.spec.layout, flat.spec.owned, formats):
+            if run.group is not None:
+                (group, in_8_bits), numel = run.group, run.stop - run.start
+                for dtype, _ in self._kept(group, flat.wide).values():
+                    found += size_in_memory(StorageFormat(dtype, blocks=in_8_bits), numel)
+        return found
+
+    @cached_property
+    def names_in_8_bits(self) -> frozenset[str]:
+        """The parameters with moments in bitsandbytes' 8 bits."""
+        if self.optimizer is None:
+            return frozenset()
+        parameters = {name: p for spec in self.units for name, p in spec.parameters}
+        slots = {slot.name: slot for flat in self.flats for slot in flat.spec.layout.slots}
+        return names_in_8_bits(self.optimizer, parameters, slots, self.group_of)
 
     def piece_bytes(self, flat: FlatPlan) -> list[int]:
         """Return the bytes of master weights and moments of each offloaded piece of ``flat``."""

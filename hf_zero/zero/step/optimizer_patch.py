@@ -129,7 +129,7 @@ def restore_optimizer(
     The optimizer's state, and the memory of its segments, were freed with the engine.
     """
     given = getattr(optimizer.step, "supports_amp", None)
-    for name in (*TAKEN, _SUPPORTS_AMP):
+    for name in (*TAKEN, _SUPPORTS_AMP, "segment_format"):
         optimizer.__dict__.pop(name, None)
     if given is not None:
         setattr(optimizer, _SUPPORTS_AMP, given)

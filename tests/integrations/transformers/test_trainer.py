@@ -23,6 +23,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.logging import logger
 from tests.helpers import launched, oracle
+from tests.helpers.models import VOCAB
 from tests.helpers.offloads import offload
 from tests.helpers.plain_process import forget
 from tests.helpers.trainers import (
@@ -145,6 +146,36 @@ def test_the_trainers_adafactor(tmp_path: Path) -> None:
     plain = trained("plain", 0, tmp_path, optim="adafactor")
     run = trained("ours", 3, tmp_path, optim="adafactor")
     assert_same_training(run, plain, without="key.bias")
+
+
+def test_names_of_bitsandbytes_train_in_8_bits_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embeddings keep fp32, as the Trainer has it with bitsandbytes."""
+    monkeypatch.setattr(transformers.utils, "is_bitsandbytes_available", lambda: False)
+
+    def wide() -> nn.Module:
+        torch.manual_seed(5)
+        sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": VOCAB}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+    fp32 = logged(trained("plain", 0, tmp_path, "gpt2", model=wide()))
+    found = {}
+    for stage, name in enumerate(("adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit", "adamw_8bit")):
+        run = trained("ours", stage, tmp_path, "gpt2", model=wide(), optim=name)
+        coded = run.model_wrapped.bound.names_in_8_bits
+        assert {each.rpartition("h.0.")[2] for each in coded} == {
+            "attn.c_attn.weight",
+            "attn.c_proj.weight",
+            "mlp.c_fc.weight",
+            "mlp.c_proj.weight",
+        }
+        found[name] = logged(run)
+    assert found["adamw_bnb_8bit"] == found["paged_adamw_8bit"] == found["adamw_8bit"]
+    assert max(abs(a - b) for a, b in zip(found["adamw_8bit"], fp32)) < 0.01
+    assert found["lion_8bit"] != found["adamw_8bit"]
+    with pytest.raises(ImportError, match="bitsandbytes"):
+        trained("ours", 1, tmp_path, "gpt2", model=wide(), optim="ademamix_8bit")
 
 
 def test_two_optimizers_and_a_wrapped_model_are_refused(tmp_path: Path) -> None:

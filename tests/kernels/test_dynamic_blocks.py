@@ -1,0 +1,68 @@
+"""8-bit blocks with bitsandbytes' dynamic maps: the nearest codes on every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_zero.errors import KernelError
+from hf_zero.ops import dynamic_map
+from hf_zero.ops.host import Blocks
+from tests.helpers.buffers import reference
+
+
+def test_the_maps_have_256_values_and_one_edge_a_cell():
+    for signed, smallest in ((True, 5.5e-7), (False, 3.25e-7)):
+        table = dynamic_map.values(signed)
+        assert len(set(table.tolist())) == 256 and float(table[-1]) == 1.0
+        assert float(table[table > 0][0]) == pytest.approx(smallest)
+        assert float(table[0]) == pytest.approx(-0.9929687 if signed else 0.0)
+        cell = dynamic_map.edges(signed).view(torch.int32) >> 16
+        assert len(set(cell.tolist())) == len(cell)
+        assert int(cell.min()) >= dynamic_map.FIRST_CELL and int(cell.max()) < dynamic_map.LAST_CELL
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_blocks_keep_the_nearest_value_and_survive_a_checkpoint_in_fp32(isa, signed):
+    for numel in (0, 1, 255, 256, 257, 70_001):
+        values = torch.randn(numel) * torch.randn(numel).mul(3).exp()
+        values = values if signed else values.square()
+        blocks = Blocks.zeros(numel, signed, dynamic=True)
+        blocks.encode(values)
+        with reference():
+            again = Blocks.zeros(numel, signed, dynamic=True)
+            again.encode(values)
+            decoded = again.decode()
+        assert torch.equal(blocks.codes, again.codes) and torch.equal(blocks.scales, again.scales)
+        assert torch.equal(blocks.decode(), decoded)
+        # decoded values are found again, also where a block's largest magnitude is negative
+        loaded = Blocks.zeros(numel, signed, dynamic=True)
+        loaded.encode(decoded)
+        assert torch.equal(loaded.decode(), decoded)
+        if not numel:
+            continue
+        part = values / blocks.scales.repeat_interleave(256)[:numel]
+        table = dynamic_map.values(signed)
+        nearest = (part[:1000, None] - table).abs().amin(1)
+        assert torch.allclose((part[:1000] - table[blocks.codes[:1000].long()]).abs(), nearest)
+    zeros = Blocks.zeros(300, signed, dynamic=True)
+    zeros.encode(torch.zeros(300))
+    assert torch.equal(zeros.codes, Blocks.zeros(300, signed, dynamic=True).codes)
+    spoilt = torch.ones(512)
+    spoilt[300] = torch.inf
+    blocks = Blocks.zeros(512, signed, dynamic=True)
+    blocks.encode(spoilt)
+    assert blocks.decode()[256:].isnan().all() and blocks.decode()[:256].eq(1).all()
+
+
+def test_a_part_of_blocks_is_overwritten_from_the_start_of_a_block():
+    blocks = Blocks.zeros(1000, True, dynamic=True)
+    values = torch.randn(1000)
+    blocks.encode(values)
+    before = blocks.decode()
+    blocks.put(256, torch.zeros(300))
+    after = blocks.decode()
+    assert after[256:556].eq(0).all() and torch.equal(after[:256], before[:256])
+    assert torch.equal(after[768:], before[768:])
+    with pytest.raises(KernelError, match="narrow"):
+        blocks.put(100, torch.zeros(10))

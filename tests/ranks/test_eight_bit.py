@@ -1,0 +1,327 @@
+"""Moments in bitsandbytes' 8 bits: the same on any number of ranks, at every stage, in checkpoints
+and in memory.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.ops.host import Blocks
+from hf_zero.optim import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
+from hf_zero.optim.bound_optimizer import BoundOptimizer
+from hf_zero.zero.state_bytes import held_bytes
+from tests.helpers.cells import in_one_item
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.flats import shard
+from tests.helpers.models import seeded
+from tests.helpers.plans import planned
+from tests.helpers.stacks import on_ranks
+
+KINDS = {
+    "adamw": lambda params: AdamW8bit(params, lr=1e-3, weight_decay=0.1),
+    "adam": lambda params: Adam8bit(params, lr=1e-3, weight_decay=0.01),
+    "lion": lambda params: Lion8bit(params, lr=1e-4, weight_decay=0.1),
+    "sgd": lambda params: SGD8bit(params, lr=1e-2, momentum=0.9, nesterov=True),
+}
+WIDTH, HIDDEN, ROWS = 50, 90, 4
+STEPS = 4
+
+
+class Wide(nn.Module):
+    """Two matrices of 4,500 elements, no whole number of blocks, between small parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(7))
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.down(torch.tanh(self.up(x)))) * self.scale.mean()
+
+
+def wide() -> nn.Module:
+    return seeded(Wide)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(net, step):
+    return net(batch(step)).pow(2).mean()
+
+
+def run(engine, steps):
+    """The same batch on each rank, so that the reduced gradient is that of one rank."""
+    losses = []
+    for step in steps:
+        loss = loss_of(engine, step)
+        engine.backward(loss)
+        losses.append(float(loss.detach()))
+        engine.step()
+    return losses
+
+
+def states(engine):
+    names = {name for flat in engine.bound._flats for name in engine.bound.tensors(flat)}
+    return {
+        (name, key): hf_zero.safe_get_full_optimizer_state(p, key)
+        for name, p in engine.module.named_parameters()
+        for key in sorted(names - {"master"})
+    }
+
+
+def plainly(kind, steps=range(STEPS)):
+    """Weights, states and losses of one process without an engine."""
+    model = wide()
+    optimizer = KINDS[kind](model.parameters())
+    losses = []
+    for step in steps:
+        loss = loss_of(model, step)
+        losses.append(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {
+        (name, key): value.decode().view(p.shape) if isinstance(value, Blocks) else value
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state[p].items()
+        if key != "step"
+    }
+    in_8_bits = {
+        name
+        for name, p in model.named_parameters()
+        if any(isinstance(value, Blocks) for value in optimizer.state[p].values())
+    }
+    assert in_8_bits == {"up.weight", "down.weight"}
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return weights, found, losses
+
+
+def assert_equal(got, want):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.equal(got[name].view_as(value), value), name
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_state_of_any_number_of_ranks_is_that_of_one_process(stage, world):
+    kind = list(KINDS)[stage]
+    weights, want, _ = plainly(kind)
+
+    def train(rank, model):
+        engine = start(model, KINDS[kind](model.parameters()), config_of(stage))
+        run(engine, range(STEPS))
+        assert_equal(states(engine), want)
+        assert_equal(full_weights(engine), weights)
+        engine.destroy()
+
+    on_ranks(world, train, build=wide)
+
+
+@in_one_item(KINDS)
+def test_blocks_of_equal_gradients_do_not_depend_on_the_cut(kind):
+    """Codes and scales themselves, on three ranks and on those whose memory is in one piece."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"a": (7,), "b": (70, 90), "c": (5000,), "d": (64, 64), "e": (9, 9)}
+    whole = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    gradients = [
+        {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        for _ in range(3)
+    ]
+
+    def blocks(world, together):
+        parameters = {name: nn.Parameter(p.detach().clone()) for name, p in whole.items()}
+        units = [{n: parameters[n].data for n in names} for names in ("abc", "de")]
+        found = {}
+        for flats in shard(units, world, together=together):
+            optimizer = KINDS[kind](parameters.values())
+            bound = BoundOptimizer(optimizer, flats, dict.fromkeys(shapes, 0), parameters)
+            for each in gradients:
+                for flat in flats:
+                    flat.write(each, flat.grad)
+                bound.step()
+            for segment in bound._table.segments:
+                for part in segment.parts:
+                    for name, begin, stop, at in part.pieces():
+                        for key, held in optimizer.state[segment.tensor].items():
+                            if isinstance(held, Blocks):
+                                own = slice(at // 256, -(-(at + stop - begin) // 256))
+                                codes = held.codes[at : at + stop - begin]
+                                found.setdefault((name, key, "codes"), []).append((begin, codes))
+                                scales = held.scales[own]
+                                found.setdefault((name, key, "scales"), []).append((begin, scales))
+            for flat in flats:
+                assert bound.in_8_bits(flat) or not {"b", "c", "d"} & {
+                    piece.name for piece in flat.layout.pieces(*flat.owned)
+                }
+        return {
+            key: torch.cat([part for _, part in sorted(parts, key=lambda part: part[0])])
+            for key, parts in found.items()
+        }
+
+    one = blocks(1, True)
+    assert {name for name, *_ in one} == {"b", "c", "d"}
+    for world, together in ((2, True), (3, False), (3, True), (4, True), (8, False)):
+        assert_equal(blocks(world, together), one)
+
+
+@pytest.mark.parametrize(("stage", "saves", "loads"), [(1, 2, 4), (3, 4, 1), (2, 1, 2)])
+def test_a_checkpoint_resumes_bit_for_bit_on_another_world(stage, saves, loads, tmp_path):
+    kind = list(KINDS)[stage]
+    weights, want, _ = plainly(kind)
+
+    def save(rank, model):
+        engine = start(model, KINDS[kind](model.parameters()), config_of(stage))
+        run(engine, range(2))
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+
+    def load(rank, model):
+        other = 3 if stage != 3 else 2
+        engine = start(model, KINDS[kind](model.parameters()), config_of(other))
+        engine.load_checkpoint(tmp_path)
+        run(engine, range(2, STEPS))
+        assert_equal(states(engine), want)
+        assert_equal(full_weights(engine), weights)
+        engine.destroy()
+
+    on_ranks(saves, save, build=wide)
+    on_ranks(loads, load, build=wide)
+
+
+def test_a_checkpoint_written_while_training_goes_on_has_the_state_of_its_step(tmp_path):
+    weights, want, _ = plainly("adamw")
+    config = {"checkpoint": {"async_save": True}}
+
+    def train(rank, model):
+        engine = start(model, KINDS["adamw"](model.parameters()), config_of(2, **config))
+        run(engine, range(2))
+        engine.save_checkpoint(tmp_path)
+        run(engine, range(2, STEPS))
+        engine.load_checkpoint(tmp_path)
+        run(engine, range(2, STEPS))
+        assert_equal(states(engine), want)
+        assert_equal(full_weights(engine), weights)
+        engine.destroy()
+
+    on_ranks(2, train, build=wide)
+
+
+def test_a_state_dict_and_state_from_before_the_engine_go_on():
+    weights, want, _ = plainly("adamw")
+
+    def train(rank, model):
+        optimizer = KINDS["adamw"](model.parameters())
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine = start(model, optimizer, config_of(1))
+        run(engine, [1])
+        packed = optimizer.state_dict()
+        assert all(
+            torch.is_tensor(value) for held in packed["state"].values() for value in held.values()
+        )
+        run(engine, [2])
+        optimizer.load_state_dict(optimizer.state_dict())
+        run(engine, range(3, STEPS))
+        assert_equal(states(engine), want)
+        assert_equal(full_weights(engine), weights)
+        engine.destroy()
+
+    on_ranks(2, train, build=wide)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_bytes_that_a_plan_foresees_are_there(stage):
+    def train(rank, model):
+        engine = start(model, KINDS["adamw"](model.parameters()), config_of(stage))
+        run(engine, range(1))
+        held = held_bytes(engine)["optimizer", "device"]
+        engine.destroy()
+        plan = planned(
+            wide(), config_of(stage), 2, lambda m: KINDS["adamw"](m.parameters()), rank=rank
+        )
+        return held, sum(plan.optimizer_bytes(flat)["device"] for flat in plan.flats)
+
+    for held, foreseen in on_ranks(2, train, build=wide):
+        assert held == foreseen
+
+
+def test_steps_that_overflow_change_no_code_and_clipped_windows_follow_a_plain_run():
+    def train(rank, model):
+        fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+        engine = start(model, KINDS["adamw"](model.parameters()), config_of(1, **fp16))
+        for step in range(3):
+            before = states(engine) if step else {}
+            loss = engine(batch(step).half()).float().pow(2).mean()
+            engine.backward(loss * (torch.inf if step == 1 else 1.0))
+            engine.step()
+            if step == 1:
+                assert_equal(states(engine), before)
+        assert engine.skipped_steps == 1
+        engine.destroy()
+
+    on_ranks(2, train, build=wide)
+
+    model, want = wide(), []
+    optimizer = KINDS["adamw"](model.parameters())
+    for step in range(STEPS):
+        loss = sum(loss_of(model, 10 * step + part) for part in range(4)) / 4
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(float(loss.detach()))
+
+    def clipped(rank, model):
+        config = config_of(2, gradient_accumulation_steps=2, gradient_clipping=0.05)
+        engine = start(model, KINDS["adamw"](model.parameters()), config)
+        losses = []
+        for step in range(STEPS):
+            for micro in range(2):
+                loss = loss_of(engine, 10 * step + 2 * rank + micro)
+                engine.backward(loss)
+                engine.step()
+                losses.append(float(loss.detach()))
+        engine.destroy()
+        return losses
+
+    found = torch.tensor(on_ranks(2, clipped, build=wide)).view(2, STEPS, 2).mean((0, 2))
+    torch.testing.assert_close(found, torch.tensor(want), rtol=1e-4, atol=0)
+
+
+def test_losses_are_those_of_fp32_states():
+    losses = {}
+    for name, made in (("8", KINDS["adamw"]), ("32", None)):
+        model = wide()
+        settings = {"lr": 1e-3, "weight_decay": 0.1}
+        optimizer = (
+            made(model.parameters()) if made else torch.optim.AdamW(model.parameters(), **settings)
+        )
+        losses[name] = []
+        for step in range(60):
+            loss = loss_of(model, step % 8)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[name].append(float(loss.detach()))
+    off = max(abs(a - b) for a, b in zip(*losses.values()))
+    assert 0 < off < 0.01 and losses["8"][-1] < 0.5 * losses["8"][0]
+
+
+def test_offload_is_refused_with_what_works():
+    def train(rank, model):
+        config = config_of(2)
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        with pytest.raises(UnsupportedOptimizerError, match=r'AdamW8bit.*"moments": "int8"'):
+            start(model, KINDS["adamw"](model.parameters()), config)
+        assert isinstance(model.up.weight, nn.Parameter)
+
+    on_ranks(1, train, build=wide)
