@@ -52,6 +52,11 @@ def summary(report: PreflightReport) -> str:
             )
     elif settings.stage:
         lines.append(f"nothing is sharded on one rank{_more_ranks()}")
+    coded = plan.names_in_8_bits
+    if coded:
+        slots = [slot for flat in plan.trainable for slot in flat.spec.layout.slots]
+        numel = sum(slot.numel for slot in slots if slot.name in coded)
+        lines.append(f"moments of {numel:,} parameters in 8 bits, of {trained - numel:,} in fp32")
     for row in report.verdict.rows:
         limit = f" ({row.limited_by})" if row.limited_by else ""
         lines.append(

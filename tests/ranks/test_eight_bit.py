@@ -297,6 +297,16 @@ def test_steps_that_overflow_change_no_code_and_clipped_windows_follow_a_plain_r
     torch.testing.assert_close(found, torch.tensor(want), rtol=1e-4, atol=0)
 
 
+def test_the_start_summary_says_what_is_kept_in_8_bits(heard_in_full):
+    def train(rank, model):
+        start(model, KINDS["adamw"](model.parameters()), config_of(2)).destroy()
+
+    on_ranks(1, train, build=wide)
+    others = sum(p.numel() for p in wide().parameters()) - 2 * WIDTH * HIDDEN
+    said = f"moments of 9,000 parameters in 8 bits, of {others} in fp32"
+    assert any(said in message for message in heard_in_full)
+
+
 def test_losses_are_those_of_fp32_states():
     losses = {}
     for name, made in (("8", KINDS["adamw"]), ("32", None)):
