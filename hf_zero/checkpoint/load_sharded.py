@@ -352,8 +352,7 @@ class _Load(StateSource):
         wanted = elements(runs[MASTER])
         names = {*self.match.held, *self.match.buffers}
         return {
-            kind: names if elements(of_kind) == wanted else ()
-            for kind, of_kind in runs.items()
+            kind: names if elements(of_kind) == wanted else () for kind, of_kind in runs.items()
         }
 
     def read(self, entries: Sequence[StateEntry], out: torch.Tensor) -> None:
