@@ -214,6 +214,7 @@ class Updater:
                 self._wait_for(copied)
                 if self._gathers is not None and gather is not None:
                     self._gathers.wait(gather)
+                each.gathered_here()
             if self._pending.pop(each, None) is not None:
                 _end(each, copied)
 

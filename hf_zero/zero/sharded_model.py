@@ -243,7 +243,7 @@ class UpdatedGather:
             # a script orders its streams after the one of the step
             self._stream.wait_stream(here)
         for flat in self._flats:
-            flat.unit.gathered_on(here)
+            flat.unit.gathered_here()
             flat.end_update(None)
 
 

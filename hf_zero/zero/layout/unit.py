@@ -259,10 +259,10 @@ class Unit:
         if self._gathered_on is not None and here != self._gathered_on:
             here.wait_stream(self._gathered_on)
 
-    def gathered_on(self, stream: streams.Stream) -> None:
-        """Record that ``stream`` has waited for the last gather: others wait for it."""
+    def gathered_here(self) -> None:
+        """Record that the current stream has waited for the last gather: others wait for it."""
         if self.device_of_streams is not None:
-            self._gathered_on = stream
+            self._gathered_on = streams.current_stream(self.device_of_streams)
 
     @cached_property
     def device_of_streams(self) -> torch.device | None:
@@ -356,7 +356,7 @@ class Unit:
                 for handle in handles:
                     handle.wait()
             if self.device_of_streams is not None:
-                self._gathered_on = streams.current_stream(self.device_of_streams)
+                self.gathered_here()
             if self.source.keeps_values:
                 self.source.keep()
             for flat in self.sharded:
