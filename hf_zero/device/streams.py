@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any
@@ -69,6 +69,14 @@ def current_stream(device: torch.device) -> Stream:
     """Return the stream on which this thread launches on ``device``."""
     current: Stream = kinds.module_of(device).current_stream(device)
     return current
+
+
+def wait_for(others: Iterable[Stream], here: Stream) -> list[Stream]:
+    """Let ``here`` wait for the work now on ``others``; return those that are not ``here``."""
+    found = [stream for stream in others if stream != here]
+    for stream in found:
+        here.wait_stream(stream)
+    return found
 
 
 def on_stream(stream: Stream | None) -> AbstractContextManager[Any]:

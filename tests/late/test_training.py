@@ -18,6 +18,8 @@ FAST = (
     "stage 3, in few bits, errors fed back",
     "stage 1, momenta in 1 bit after a step",
     "interleaved_1f1b",
+    "stage 2, branches on two streams that share messages",
+    "stage 2, optimizer on the host, branches on two streams in a unit",
     "stage 3, branches on two streams in a unit",
     "stage 3, all on the host, built again between steps",
     "stage 2, Adafactor, built again between steps",

@@ -158,6 +158,12 @@ TWO = {"branches": True, **ONCE}
 JOINED = {"stage3_module_granularity_threshold": 40_000}  # four blocks
 BRANCHES: Jobs = {
     "stage 2, branches on two streams": (2, {}, TWO),
+    "stage 2, branches on two streams that share messages": (2, SHARED, TWO),
+    "stage 2, optimizer on the host, branches on two streams in a unit": (
+        2,
+        {**JOINED, **OPTIMIZER},
+        TWO,
+    ),
     "stage 3, branches on two streams": (3, {}, TWO),
     "stage 3, branches on two streams in a unit": (3, JOINED, TWO),
 }

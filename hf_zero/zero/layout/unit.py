@@ -280,10 +280,8 @@ class Unit:
         only at the end of the backward.
         """
         here = streams.current_stream(self.trainable[0].full.device)
-        others = [stream for stream in self.streams if stream != here]
-        for stream in others:
-            here.wait_stream(stream)
-        if others:  # their memory is given back while the current stream reads it
+        if streams.wait_for(self.streams, here):
+            # their memory is given back while the current stream reads it
             for grad in raw_grads(member for flat in self.trainable for member in flat.members):
                 if grad is not None and grad.device == self.device_of_streams:
                     streams.record_use(grad, here)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.device import streams
 from hf_zero.device.spans import span
 from hf_zero.device.streams import TensorPool
 from hf_zero.distributed.collectives import Handle
@@ -49,6 +50,8 @@ class _Reduction:
     wire: torch.Tensor  # [padded], to be summed
     scale: float
     acquired: torch.Tensor | None  # ``wire``, if it must be released
+    # stream that fills ``wire``, while the reduction waits for others; None on the host
+    stream: streams.Stream | None = None
 
 
 @dataclass(eq=False)
@@ -152,7 +155,9 @@ class Reductions:
         elements = flat.layout.padded
         if not self._pack.has_room(elements, wire.dtype, flat.mesh):
             self.flush()
-        self.waiting.append(_Reduction(flat, wire, scale, acquired))
+        device = flat.unit.device_of_streams
+        stream = None if device is None else streams.current_stream(device)
+        self.waiting.append(_Reduction(flat, wire, scale, acquired, stream))
         self._pack.add(elements, wire.dtype, flat.mesh)
 
     def flush_unless_fits(self, flats: Sequence[FlatBuffer]) -> None:
@@ -167,6 +172,9 @@ class Reductions:
         """Send the waiting reductions in one message."""
         reductions, self.waiting = self.waiting, []
         self._pack.clear()
+        if reductions and reductions[0].stream is not None:
+            filled_on = {each.stream for each in reductions if each.stream is not None}
+            streams.wait_for(filled_on, streams.current_stream(reductions[0].wire.device))
         if len(reductions) == 1:
             one = reductions[0]
             self.send(one.flat, one.wire, one.acquired, one.scale)
