@@ -135,11 +135,14 @@ def _table(found: RecordedRun, steps: int | None) -> PrintableTable:
         table.add_row("ended by", found.ended, "")
     for group in figures["ranks"]:
         ranks, since = group["ranks"], f"since {found.ranks.time} UTC" if found.ranks else ""
-        predicted = group["state"] + (f": {group['what']}" if group["what"] else "")
-        table.add_row(f"rank{'s' * (len(ranks) > 1)} {in_ranges(ranks)}", predicted, since)
+        state = group["state"] + (f": {group['what']}" if group["what"] else "")
+        table.add_row(f"rank{'s' * (len(ranks) > 1)} {in_ranges(ranks)}", state, since)
     if figures["restarts"] or figures["warnings"]:
-        predicted = f"{figures['restarts']} restarts, {figures['warnings']} warnings"
-        table.add_row("so far", predicted, "hf-zero report shows them")
+        counts = ", ".join(
+            f"{figures[name]} {name if figures[name] != 1 else name[:-1]}"
+            for name in ("restarts", "warnings")
+        )
+        table.add_row("so far", counts, "hf-zero report shows them")
     return table
 
 

@@ -226,7 +226,11 @@ def translate_trainer(
     rest = {name: each for name, each in values.items() if name not in _XLA}
     section: dict[str, Any] = {}
     translate_fsdp({**older, **rest}, 1, section, findings)
-    section.pop("zero3_init_flag", None)  # the Trainer loads weights into shards by itself
+    if section.pop("zero3_init_flag", None) is not None:
+        for place, found in enumerate(findings):
+            if found.note.startswith("zero3_init_flag: "):
+                note = "the Trainer loads weights into shards by itself"
+                findings[place] = found._replace(outcome="no effect", note=note)
     after: dict[str, Any] = {**_FILLED}
     for name, value in section.items():
         path = TRANSLATED.get(name, name)

@@ -84,6 +84,7 @@ class EngineMeasures(StepMeasures):
         self._memory = config.memory_breakdown
         self._logs_collectives = config.comms_logger.enabled
         self.file: MetricsFile | None = None
+        self._resumed: str | None = None  # the folder of the run that a load continues
         self._shows = config.metrics.enabled
         self._warnings: WarningRecords | None = None
         header = run_header(engine, plan) if config.metrics.enabled and plan is not None else None
@@ -200,7 +201,9 @@ class EngineMeasures(StepMeasures):
 
     @property
     def folder(self) -> Path | None:
-        return None if self.file is None else self.file.folder
+        if self.file is None:
+            return None
+        return self.file.folder or (None if self._resumed is None else Path(self._resumed))
 
     def keep_in(self, folder: str) -> None:
         if self.file is None or self.file.folder is not None:
@@ -225,7 +228,7 @@ class EngineMeasures(StepMeasures):
         if self._figures is not None:
             self._figures.pause()
         if self.file is not None:
-            self.keep_in(folder)
+            self.keep_in(self._resumed or folder)
             self._note_totals()
             self.file.sync()
 
@@ -237,8 +240,8 @@ class EngineMeasures(StepMeasures):
             self._trace = None
         self._trace_when_due(engine)
         if self.file is not None and continues:
-            if folder is not None:
-                self.keep_in(folder)
+            # the Trainer names its output_dir behind the load of a checkpoint in it
+            self._resumed = folder
             self.file.resume_after(engine.global_steps)
 
     def _note_totals(self) -> None:
@@ -293,6 +296,8 @@ class EngineMeasures(StepMeasures):
         if self._rank:
             return
         if self.file is not None:
+            if self._resumed is not None:
+                self.keep_in(self._resumed)
             self.file.write(figures)
         if self.monitor.enabled:
             self.monitor.write_events(_events(figures))

@@ -107,12 +107,14 @@ def test_the_end_of_a_run(run: Path) -> None:
     file = run / "metrics.jsonl"
     lines = file.read_text().splitlines()[:-1]
     end = {"ended": "", "after_step": 30, "time": 1}
+    lines.append(json.dumps({"warning": "a full disk", "after_step": 30, "time": 1}))
     for ended in ("", "ValueError: no more batches"):
         file.write_text("\n".join([*lines, json.dumps(end | {"ended": ended})]))
         found = json.loads(invoke(f"top {run} --steps 80 --json"))
         assert (found["ended"], found["seconds_left"]) == (ended, None)
         shown = invoke(f"top {run} --steps 80")
         assert "step 30 of 80, ended, Tiny" in shown and "left" not in shown
+        assert "0 restarts, 1 warning " in shown
         assert ("ended by" in shown and ended in shown) is bool(ended)
     file.write_text("\n".join([*lines, json.dumps(end), lines[0]]))
     assert json.loads(invoke(f"top {run} --json"))["ended"] is None

@@ -474,6 +474,9 @@ def test_fsdp_of_the_trainer_becomes_a_configuration_for_deepspeed() -> None:
     assert notes[key] == ("translated", "zero_optimization.stage: 2")
     arguments = {"output_dir": "out", "fsdp": "full_shard auto_wrap offload", "bf16": True}
     after = migrate({**arguments, "fsdp_config": {"transformer_layer_cls_to_wrap": ["A"]}}).after
+    loading = migrate({**arguments, "fsdp_config": {"cpu_ram_efficient_loading": True}}).findings
+    (found,) = [each for each in loading if each.key.endswith("cpu_ram_efficient_loading")]
+    assert (found.outcome, found.note[:12]) == ("no effect", "the Trainer ")
     on_cpu = {"device": "cpu"}
     zero = after["deepspeed"].pop("zero_optimization")
     assert zero == {"stage": 3, "offload_optimizer": on_cpu, "offload_param": on_cpu}

@@ -212,3 +212,21 @@ def test_the_terminal_has_the_line_of_the_trainer(
     assert len(lines) == len(run.state.log_history) - 1 and "step_ms" in run.state.log_history[0]
     shown = [set(re.findall(r"'(\w+)':", line)) for line in lines]
     assert shown == [{"loss", "grad_norm", "learning_rate", "epoch"}] * len(lines)
+
+
+def test_a_trainer_that_resumes_continues_its_file(tmp_path: Path) -> None:
+    """In the folder of the run, although the checkpoint's is loaded before that is named."""
+
+    def train(steps: int, resume: bool) -> None:
+        given = options(tmp_path, save_strategy="steps", save_steps=2, max_steps=steps)
+        args = hf_zero.TrainingArguments(**given, zero_config=ON)
+        run = trainer(args, "llama", train_dataset=data())
+        run.train(resume_from_checkpoint=resume)
+        run.deepspeed.destroy()
+
+    train(3, resume=False)
+    train(5, resume=True)
+    assert [path.parent for path in tmp_path.rglob("metrics.jsonl")] == [tmp_path]
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    found = read_run(tmp_path)
+    assert (len(found.restarts), found.planned_steps, found.ended) == (1, 5, "")
