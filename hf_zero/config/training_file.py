@@ -286,11 +286,6 @@ def _contradictions(training: TrainingFile) -> Iterator[str]:
             "weights: random needs task: pretrain without adapters; write weights: pretrained, or "
             "pretrain first"
         )
-    if training.adapters == QLORA and training.preset == "zero3":
-        yield (
-            "adapters: qlora excludes preset: zero3, because each rank loads the whole base of 4 "
-            "bits; write preset: zero2, or adapters: lora"
-        )
     for column in [each for each in training.columns if each not in COLUMNS]:
         yield f"columns: the trainer reads no {column!r}{did_you_mean(column, COLUMNS)}"
     for column, name in training.columns.items():

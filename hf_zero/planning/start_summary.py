@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import asdict
 
 from hf_zero.config import ZeroConfig, explaining
 from hf_zero.logging import counted, in_units, logger
 from hf_zero.planning.checking import PreflightReport
+from hf_zero.zero.layout.attributes import attached, elements_of, is_attached
 from hf_zero.zero.layout.engine_plan import EnginePlan
 
 
@@ -57,6 +59,7 @@ def summary(report: PreflightReport) -> str:
         slots = [slot for flat in plan.trainable for slot in flat.spec.layout.slots]
         numel = sum(slot.numel for slot in slots if slot.name in coded)
         lines.append(f"moments of {numel:,} parameters in 8 bits, of {trained - numel:,} in fp32")
+    lines += _quantized(plan)
     for row in report.verdict.rows:
         limit = f" ({row.limited_by})" if row.limited_by else ""
         lines.append(
@@ -65,6 +68,26 @@ def summary(report: PreflightReport) -> str:
         )
     lines.append(f"kernels: {_kernels(settings)}")
     return "\n  ".join(lines)
+
+
+def _quantized(plan: EnginePlan) -> list[str]:
+    """Return a line on the frozen quantized weights: their bits, bytes and sharding."""
+    flats = [flat for flat in plan.flats if flat.spec.raw and not flat.spec.trainable]
+    held = [(flat, p) for flat in flats for p in flat.parameters.values()]
+    weights = Counter[int]()
+    for _, parameter in held:
+        if not is_attached(parameter):
+            elements = elements_of(parameter)
+            weights[round(8 * parameter.nbytes / max(elements, 1))] += elements
+    if not weights:
+        return []
+    shards = sum(p.nbytes for flat, p in held if flat.spec.sharded)
+    beside = sum(tensor.nbytes for _, p in held for _, tensor in attached(p))
+    whole = sum(p.nbytes for flat, p in held if not flat.spec.sharded) + beside
+    kinds = ", ".join(f"{numel:,} in {bits} bits" for bits, numel in sorted(weights.items()))
+    places = [(shards, "in shards"), (whole, "whole on each rank")]
+    kept = " and ".join(f"{in_units(nbytes)} {where}" for nbytes, where in places if nbytes)
+    return [f"frozen quantized weights: {kinds}; with their scales {kept}"]
 
 
 def _more_ranks() -> str:

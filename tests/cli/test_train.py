@@ -60,7 +60,7 @@ CARD = "trainer.create_model_card"
 SCRIPTS: list[dict[str, Any]] = [
     {},
     {"adapters": "lora", "lora_target_modules": ["q_proj", "v_proj"], "packing": True},
-    {"adapters": "qlora", "eval_split": "test", "precision": "fp16"},
+    {"adapters": "qlora", "eval_split": "test", "precision": "fp16", "preset": "zero3"},
     {"task": "dpo", "beta": 0.2, "eval_fraction": 0.1, "eval_steps": 20, "seed": 3},
     {"task": "dpo", "adapters": "lora", "columns": {"prompt": "question", "chosen": "chosen"}},
     {"task": "pretrain", "weights": "random", "dataset_config": "en", "preset": "zero3"},
@@ -158,7 +158,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"task": "dpo", "packing": True}, "packing has no effect with task: dpo; remove it"),
     ({"lora_r": 4}, "lora_r has no effect without adapters; write adapters: lora, or remove it"),
     ({"weights": "random"}, "weights: random needs task: pretrain without adapters"),
-    ({"adapters": "qlora", "preset": "zero3"}, "adapters: qlora excludes preset: zero3"),
     ({"columns": {"promt": "a"}}, "columns: the trainer reads no 'promt'; did you mean 'prompt'?"),
     ({"columns": {"text": 3}}, "columns: text = 3 is not the name of a column; write a text"),
     ({"dataset": "rows.jsonl"}, "there is no file rows.jsonl; write the path of one, or a name"),

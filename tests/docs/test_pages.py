@@ -347,7 +347,8 @@ MEMBERS = {name for key in KEYS.values() for name in key.members or ()}
 PATHS = {*KEYS, *ALIASES, *SECTIONS, *MEMBERS}
 # Names of other libraries, of files, of results, as they are there.
 FOREIGN = {
-    "add_param_group", "clip_gradients", "compute_loss", "compute_metrics", "current_difficulties",
+    "add_param_group", "bnb_4bit_quant_storage", "clip_gradients", "compute_loss",
+    "compute_metrics", "current_difficulties", "prepare_model_for_kbit_training",
     "dynamo_plugin", "from_config", "fsdp_activation_checkpointing", "fsdp_auto_wrap_policy",
     "fsdp_cpu_ram_efficient_loading", "fsdp_offload_params", "global_step120", "load_state",
     "lr_scale", "manual_backward", "merge_adapter", "metrics.jsonl", "optimizer.state",

@@ -15,6 +15,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError, RankMismatchError, ReleasedParameterError
 from hf_zero.loading.shard_only import hold
+from hf_zero.logging import in_units
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.attributes import refusal
 from hf_zero.zero.layout.parameter import OwnedParameter, ReleasedParameter
@@ -324,3 +325,35 @@ def test_a_model_that_is_only_held_can_be_cast(rank, model):
     assert alike(whole[PACKED[0]], want[PACKED[0]])
     with pytest.raises(ReleasedParameterError, match=r"to on enter\.weight"):
         enter.data.to(torch.bfloat16)
+
+
+@in_turn("stage, kept", [(2, "{whole} whole on each rank"), (3, "{shards} in shards and {rest} ")])
+def test_the_start_says_what_is_kept_in_how_many_bits(stage, kept):
+    def run(rank, model):
+        hold(model, ZeroConfig(stage=3), stage)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        request = config_of(stage, zero_optimization=zero)
+        engine = start(model, adam(model), request)
+        engine.destroy()
+
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "hf_zero.planning.start_summary.logger.info",
+            lambda form, *args: lines.append(form % args),
+        )
+        on_ranks(RANKS, run, build=build(width=128))
+    said = next(line for line in lines if "stage" in line)
+    model = build(width=128)()
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.element_size() == 1]
+    states = [block.up.base_layer.weight.quant_state for block in model.blocks]
+    scales = sum(state.absmax.nbytes for state in states)
+    rest = sum(state.code.nbytes for state in states)
+    bits = sum(state.shape.numel() for state in states)
+    sizes = sum(p.nbytes for p in frozen) + scales
+    bytes_of = sum(p.numel() for p in frozen if not hasattr(p, "quant_state"))
+    wanted = kept.format(whole=in_units(sizes + rest), shards=in_units(sizes), rest=in_units(rest))
+    assert f"frozen quantized weights: {bits:,} in 4 bits, {bytes_of:,} in 8 bits; " in said
+    assert f"with their scales {wanted}" in said

@@ -7,6 +7,7 @@ keys) on lazy tensors; then each rank reads its own elements. So no rank ever ho
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -38,6 +39,7 @@ from hf_zero.integrations.bitsandbytes import keep_packing
 from hf_zero.integrations.transformers.quantized_loading import quantizes_in_shards
 from hf_zero.loading import Building, LazyTensor, make_pending, make_real, record_in
 from hf_zero.loading.shard_only import hold
+from hf_zero.logging import log_rank0
 from hf_zero.setup import providers as providers
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.sharding import sharding_of
@@ -212,6 +214,14 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
             and checkpoint_files
             and expected_keys is None
         )
+        if lazily and not known:
+            method = quantizer.quantization_config.quant_method
+            log_rank0(
+                f"{type(model).__name__} is quantized by {getattr(method, 'value', method)}: each "
+                "rank loads the whole model; BitsAndBytesConfig(load_in_4bit=True) is read into "
+                "shards",
+                logging.WARNING,
+            )
         if not lazily or not known:
             return original(model, state_dict, checkpoint_files, load_config, expected_keys)
         assert loading is not None

@@ -111,6 +111,14 @@ def tensors_of(parameter: torch.Tensor) -> Iterator[Attribute]:
         yield from _search(_attributes(parameter), "", {id(parameter)})
 
 
+def elements_of(parameter: torch.Tensor) -> int:
+    """Return the number of weights that the bytes of ``parameter`` hold: of packed ones, the size
+    of the shape in their ``quant_state``.
+    """
+    shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
+    return parameter.numel() if shape is None else math.prod(shape)
+
+
 def describe(parameter: torch.Tensor) -> str:
     """Return class and attached tensors of ``parameter``, to compare ranks; "" for a plain one."""
     kind = given_class(parameter)
@@ -135,7 +143,7 @@ def refusal(parameter: torch.Tensor, device: torch.device) -> str | None:
     if not plain or not _combines(kind):
         return (
             f"is a {kind.__name__}, whose memory cannot be laid out flat; pass a model "
-            "of plain nn.Parameters"
+            "of plain nn.Parameters, or one that bitsandbytes has quantized to 4 bits"
         )
     if parameter.device.type != device.type and source_of(parameter) is None:
         return (
@@ -150,7 +158,8 @@ def refusal(parameter: torch.Tensor, device: torch.device) -> str | None:
         ):
             return (
                 f"is a {kind.__name__} whose attribute {path} keeps its whole memory alive; "
-                "delete the attribute before hf_zero.initialize"
+                "delete the attribute before hf_zero.initialize, or quantize with "
+                "BitsAndBytesConfig(load_in_4bit=True)"
             )
     return None
 
