@@ -1,4 +1,4 @@
-"""bitsandbytes' dynamic maps: the values of 8-bit codes, from seven decades of equal steps each.
+"""bitsandbytes' dynamic maps: the values of 8-bit codes, from seven decades of equal steps.
 
 Decade ``i`` of ten to the power of ``i - 6`` has 2^i values, 2^(i+1) without a sign, in the middle
 of equal steps between a tenth and the whole of it; 0 and 1 complete the map. Values ascend with
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 DECADES = 7
-FIRST_CELL, LAST_CELL = (127 - 23) << 7, 127 << 7  # upper 16 bits of 2^-23 and of 1
 
 
 @cache
@@ -38,17 +37,22 @@ def magnitudes(signed: bool) -> Tensor:
 
 
 @cache
-def edges(signed: bool) -> Tensor:
-    """Return the middle between each magnitude and the next, fp32 [128 or 255]."""
+def regions(signed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the lines by which the rank of the nearest magnitude is found, in fp32: the edges
+    between 0, the decades and 1, [8], and of each of these regions the slope, the shift and the
+    largest rank, [9].
+    """
     ranks = magnitudes(signed)
-    return (ranks[:-1] + ranks[1:]) / 2
-
-
-@cache
-def cells(signed: bool) -> tuple[Tensor, Tensor]:
-    """Return (edges fp32, ranks uint8) by cell, as kernels/cpu/kernels.h describes them."""
-    bits = torch.arange(FIRST_CELL, LAST_CELL + 1, dtype=torch.int32) << 16
-    starts, middles = bits.view(torch.float32), edges(signed)
-    ranks = torch.bucketize(starts, middles)
-    above = torch.cat([middles, torch.tensor([torch.inf])])[ranks]
-    return above.contiguous(), ranks.to(torch.uint8).contiguous()
+    slopes, shifts, tops, edges = [0.0], [0.0], [0.0], []
+    for decade in range(DECADES):
+        first, steps = int(tops[-1]) + 1, 2**decade if signed else 2 ** (decade + 1)
+        whole = 10.0 ** (decade + 1 - DECADES)
+        slopes.append(steps / (0.9 * whole))
+        shifts.append(first - 0.1 * whole * slopes[-1])
+        tops.append(first + steps - 1.0)
+        edges.append(float(ranks[first - 1] + ranks[first]) / 2)
+    last = len(ranks) - 1
+    slopes, shifts, tops = [*slopes, 0.0], [*shifts, float(last)], [*tops, float(last)]
+    edges.append(float(ranks[last - 1] + ranks[last]) / 2)
+    tables = [torch.tensor(each, dtype=torch.float32) for each in (edges, slopes, shifts, tops)]
+    return tables[0], tables[1], tables[2], tables[3]

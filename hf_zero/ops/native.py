@@ -49,7 +49,7 @@ def _loaded() -> tuple[Any, str]:
     if not hasattr(core, "set_dynamic_map"):
         return None, "it was built from other sources: install hf-zero again"
     for signed in (False, True):
-        tables = (dynamic_map.values(signed), *dynamic_map.cells(signed))
+        tables = (dynamic_map.values(signed), *dynamic_map.regions(signed))
         core.set_dynamic_map(signed, *(table.data_ptr() for table in tables))
     core.set_threads(default_share().threads)
     return core, ""

@@ -302,8 +302,11 @@ def encode_dynamic(
     zero = ZERO_CODE if signed else 0
     scales, live = _scales(source) if scales is None else (scales, scales > 0)
     each = scales.repeat_interleave(BLOCK)[: source.numel()]
-    middles = dynamic_map.edges(signed).to(source.device)
-    code = torch.bucketize((source.abs() / each), middles)
+    edges, slopes, shifts, tops = (t.to(source.device) for t in dynamic_map.regions(signed))
+    part = source.abs() * each.reciprocal()
+    region = torch.bucketize(part, edges)
+    code = torch.minimum(part * slopes[region] + shifts[region], tops[region]).nan_to_num(0.0)
+    code = code.to(torch.int64)
     if signed:
         below = ZERO_CODE - code.clamp(max=ZERO_CODE)
         code = torch.where(source < 0, below, code + ZERO_CODE)

@@ -16,15 +16,18 @@ constexpr int64_t kPart = 32768;  // elements of one work item of a thread; whol
 constexpr int kAhead = 512;  // prefetch distance, in elements
 constexpr int64_t kLongPart = 1 << 20;  // the longest work item, where cuts have no effect
 
-// A table of 8-bit codes (hf_zero/ops/dynamic_map.py). A cell is the floats in [0, 1] whose upper 16
-// bits are equal; those below 2^-23 share the first one. It has the rank of its smallest magnitude
-// among those of the table, and the edge above which the next rank is nearer.
-constexpr uint32_t kFirstCell = (127 - 23) << 7;
-constexpr int kCells = (127 << 7) - kFirstCell + 1;
+// A table of 8-bit codes (hf_zero/ops/dynamic_map.py): the value of each code, and regions of
+// magnitudes in [0, 1] with a line each that gives the rank of the nearest. Region r + 1 is above
+// edges[r]. Ranks end at `tops`.
+constexpr int kRegions = 9;
 struct DynamicMap {
     float values[256];
-    float edges[kCells];
-    uint8_t ranks[kCells];
+    float edges[kRegions - 1];
+    float slopes[16], shifts[16], tops[16];
+    // For an exponent between -31 and 0: the region of the smallest magnitude, and the edge that
+    // ends it, infinite beyond the largest.
+    uint32_t regions[32];
+    float ends[32];
 };
 extern DynamicMap dynamic_maps[2];  // without and with a sign; set once, at the start
 

@@ -125,6 +125,32 @@ static void decode_block(float* x, const uint8_t* codes, float scale, int n) {
 
 constexpr uint32_t kZeroCode = 127;  // with a sign: negative values have lower codes, -1 has none
 
+// Return the ranks of the nearest magnitudes, as a float before it is cut to an integer.
+HFZ_INLINE F rank_of(const DynamicMap& map, F part) {
+#if HFZ_WIDTH == 16 && defined(__AVX512F__)
+    const auto lookup = [](const float* table, __m512i at) {
+        return _mm512_permutex2var_ps(_mm512_loadu_ps(table), at, _mm512_loadu_ps(table + 16));
+    };
+    const auto in_16 = [](const float* table, __m512i at) { return _mm512_permutexvar_ps(at, _mm512_loadu_ps(table)); };
+    // the lower five bits of 96, ..., 127 count from 0
+    const __m512i exponent = (__m512i)larger((U)part >> 23, all(96u));
+    const __m512i start = _mm512_permutex2var_epi32(_mm512_loadu_si512(map.regions), exponent, _mm512_loadu_si512(map.regions + 16));
+    const __mmask16 above = _mm512_cmp_ps_mask((__m512)part, lookup(map.ends, exponent), _CMP_GT_OQ);
+    const __m512i region = _mm512_mask_add_epi32(start, above, start, _mm512_set1_epi32(1));
+    const F slope = (F)in_16(map.slopes, region), shift = (F)in_16(map.shifts, region), top = (F)in_16(map.tops, region);
+#else
+    F slope = all(map.slopes[0]), shift = all(map.shifts[0]), top = all(map.tops[0]);
+    for (int r = 1; r < kRegions; ++r) {
+        const auto above = part > map.edges[r - 1];
+        slope = choose(above, all(map.slopes[r]), slope);
+        shift = choose(above, all(map.shifts[r]), shift);
+        top = choose(above, all(map.tops[r]), top);
+    }
+#endif
+    const F rank = part * slope + shift;
+    return choose(rank > top, top, rank);
+}
+
 template <bool SIGNED>
 static void encode_dynamic_block(uint8_t* codes, float* scale, const float* x, int n) {
     const DynamicMap& map = dynamic_maps[SIGNED];
@@ -132,21 +158,11 @@ static void encode_dynamic_block(uint8_t* codes, float* scale, const float* x, i
         __builtin_memset(codes, SIGNED ? kZeroCode : 0, n);
         return;
     }
-    // Tables are read one element at a time: gathers of vectors take longer on CPUs that guard them
-    // (Downfall, CVE-2022-40982).
-    alignas(64) float parts[kBlock];
-    alignas(64) uint32_t cells[kBlock];
-    const F s = all(*scale);
+    const F inverse = all(1.0f / *scale);
     over_vectors(n, [&](int i, int k) {
-        const F part = (F)(load<U>(reinterpret_cast<const uint32_t*>(x + i), k) & 0x7fffffffu) / s;
-        store(parts + i, part, k);
-        store(cells + i, larger((U)part >> 16, all(kFirstCell)) - kFirstCell, k);
-    });
-    for (int i = 0; i < n; ++i) cells[i] = map.ranks[cells[i]] + (parts[i] > map.edges[cells[i]]);
-    over_vectors(n, [&](int i, int k) {
-        U code = load<U>(cells + i, k);
+        const U bits = load<U>(reinterpret_cast<const uint32_t*>(x + i), k);
+        U code = (U)__builtin_convertvector(rank_of(map, (F)(bits & 0x7fffffffu) * inverse), I);
         if (SIGNED) {
-            const U bits = load<U>(reinterpret_cast<const uint32_t*>(x + i), k);
             const U below = kZeroCode - choose(code > kZeroCode, all(kZeroCode), code);
             code = choose((bits >> 31) != 0u, below, code + kZeroCode);
         }
@@ -157,7 +173,7 @@ static void encode_dynamic_block(uint8_t* codes, float* scale, const float* x, i
 template <bool SIGNED>
 static void decode_dynamic_block(float* x, const uint8_t* codes, float scale, int n) {
     const float* const values = dynamic_maps[SIGNED].values;
-    for (int i = 0; i < n; ++i) x[i] = values[codes[i]] * scale;
+    over_vectors(n, [&](int i, int k) { store(x + i, gathered(values, widened(load<B>(codes + i, k))) * all(scale), k); });
 }
 
 // ---- blocks of any kind ----

@@ -4,7 +4,9 @@
 #include <pybind11/stl.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -67,11 +69,24 @@ void decode(Address out, Address codes, Address scales, int kind, int64_t numel)
     hfz::over_parts(numel, 0, [&](int64_t, int64_t begin, int64_t end) { run(at<float>(out), from, begin, end); });
 }
 
-void set_dynamic_map(bool has_sign, Address values, Address edges, Address ranks) {
+// `values` has 256 numbers, `edges` one for each region but the first, the others one for each.
+void set_dynamic_map(bool has_sign, Address values, Address edges, Address slopes, Address shifts, Address tops) {
     hfz::DynamicMap& map = hfz::dynamic_maps[has_sign];
     std::memcpy(map.values, at<const float>(values), sizeof map.values);
     std::memcpy(map.edges, at<const float>(edges), sizeof map.edges);
-    std::memcpy(map.ranks, at<const uint8_t>(ranks), hfz::kCells);
+    for (int region = 0; region < hfz::kRegions; ++region) {
+        map.slopes[region] = at<const float>(slopes)[region];
+        map.shifts[region] = at<const float>(shifts)[region];
+        map.tops[region] = at<const float>(tops)[region];
+    }
+    for (int exponent = 0; exponent < 32; ++exponent) {
+        const float smallest = std::ldexp(1.0f, exponent - 31);
+        int region = 0;
+        while (region < hfz::kRegions - 1 && map.edges[region] < smallest) ++region;
+        const bool last = region == hfz::kRegions - 1;
+        map.regions[exponent] = region;
+        map.ends[exponent] = last ? std::numeric_limits<float>::infinity() : map.edges[region];
+    }
 }
 
 // Messages of `rows` rows, `stride` bytes apart, with `numel` elements each: addresses of the
@@ -210,8 +225,8 @@ void bind_sweeps(py::module_& m) {
     m.def("cast", cast, py::arg("out"), py::arg("out_kind"), py::arg("source"), py::arg("kind"), py::arg("numel"), py::arg("scale"), Free());
     m.def("accumulate", accumulate, py::arg("out"), py::arg("source"), py::arg("kind"), py::arg("numel"), py::arg("scale"), Free());
     m.def("encode", encode, py::arg("codes"), py::arg("scales"), py::arg("kind"), py::arg("source"), py::arg("numel"), Free());
-    m.attr("CELLS") = hfz::kCells;
-    m.def("set_dynamic_map", set_dynamic_map, py::arg("has_sign"), py::arg("values"), py::arg("edges"), py::arg("ranks"));
+    m.def("set_dynamic_map", set_dynamic_map, py::arg("has_sign"), py::arg("values"), py::arg("edges"), py::arg("slopes"), py::arg("shifts"),
+          py::arg("tops"));
     m.def("decode", decode, py::arg("out"), py::arg("codes"), py::arg("scales"), py::arg("kind"), py::arg("numel"), Free());
     py::class_<Rows>(m, "Rows")
         .def(py::init([](Address scales, Address codes, int64_t stride, int bits, int64_t block, int64_t rows, int64_t numel) {

@@ -152,6 +152,18 @@ HFZ_INLINE B narrowed_to_bytes(U x) {
 #endif
 }
 
+HFZ_INLINE F gathered(const float* from, U at) {
+#if HFZ_WIDTH == 16 && defined(__AVX512F__)
+    return (F)_mm512_i32gather_ps((__m512i)at, from, 4);
+#elif HFZ_WIDTH == 8 && defined(__AVX2__)
+    return (F)_mm256_i32gather_ps(from, (__m256i)at, 4);
+#else
+    F x{};
+    for (int i = 0; i < W; ++i) x[i] = from[at[i]];
+    return x;
+#endif
+}
+
 // ---- bfloat16 ----
 
 HFZ_INLINE F from_bf16(H x) { return (F)(widened(x) << 16); }

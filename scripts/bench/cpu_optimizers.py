@@ -58,12 +58,16 @@ class Memory:
             Blocks.zeros(numel, signed=True),
             Blocks.zeros(numel, signed=False),
         )
+        self.dynamic_mean, self.dynamic_square = (
+            Blocks.zeros(numel, signed=True, dynamic=True),
+            Blocks.zeros(numel, signed=False, dynamic=True),
+        )
         self.step = 0
 
     def clear(self) -> None:
         for moment in (self.mean, self.square, self.mean16, self.square16):
             moment.zero_()
-        for blocks in (self.mean8, self.square8):
+        for blocks in (self.mean8, self.square8, self.dynamic_mean, self.dynamic_square):
             blocks.codes.zero_()
             blocks.scales.zero_()
 
@@ -152,6 +156,9 @@ def contenders(m: Memory) -> dict[str, Contender]:
         ),
         "hf-zero bf16 in and out, 8-bit moments": Contender(
             ours(m.mean8, m.square8, True), 16 + 16 / 256, narrow=True, tolerance=1e-3
+        ),
+        "hf-zero fp32, moments in bitsandbytes' 8 bits": Contender(
+            ours(m.dynamic_mean, m.dynamic_square, False), 16 + 16 / 256, tolerance=1e-3
         ),
         "torch foreach fp32": Contender(run_foreach, 28),
         "hf-zero LAMB fp32": Contender(lamb, 40, lamb=True),
