@@ -81,9 +81,9 @@ def sections(page: str, text: str) -> Iterator[Section]:
         lambda block: re.sub(r"[^\n]", " ", block[0]), text
     )  # a comment is no heading
     headings = list(HEADING.finditer(blank))
-    for place, heading in enumerate(headings):
+    for index, heading in enumerate(headings):
         level = len(heading[1])
-        after = (other.start() for other in headings[place + 1 :] if len(other[1]) <= level)
+        after = (other.start() for other in headings[index + 1 :] if len(other[1]) <= level)
         yield Section(page, heading[2], level, text[heading.start() : next(after, len(text))])
 
 
@@ -139,20 +139,22 @@ def find(topic: str) -> str:
     if ALIASES.get(topic) in SECTIONS:
         return find(ALIASES[topic])
     wanted = anchor_of(anchor or topic)
-    held = [section for name, text in texts.items() for section in sections(name, text)]
+    known_sections = [section for name, text in texts.items() for section in sections(name, text)]
     matching = [
-        each for each in held if each.anchor == wanted and (not anchor or each.page == page)
+        each
+        for each in known_sections
+        if each.anchor == wanted and (not anchor or each.page == page)
     ]
     keys = _keys(texts["keys"])
     if matching and not (
         topic in keys and all(each.title.strip("`") != topic for each in matching)
     ):
         return min(matching, key=lambda each: (each.page != "keys", each.level)).text
-    shown = _rows(topic, keys) or _mentions(topic, held)
+    shown = _rows(topic, keys) or _mentions(topic, known_sections)
     if shown:
         return shown
     words = (word for text in texts.values() for word in WORD.findall(text))
-    names = (*words, *(each.title.strip("`") for each in held), *texts, *keys)
+    names = (*words, *(each.title.strip("`") for each in known_sections), *texts, *keys)
     known = {anchor_of(name): name for name in names}  # Offload and offload are one topic
     hint = _mean(topic, [*known.values()])
     raise ConfigError(f"no page, heading or key {topic!r} in the documentation{hint}")
@@ -227,7 +229,7 @@ def _count(wanted: list[str], words: list[str]) -> int:
     """Return how often ``wanted`` occurs in ``words``, in its order."""
     length = len(wanted)
     places = range(len(words) - length + 1) if wanted else ()
-    return sum(words[place : place + length] == wanted for place in places)
+    return sum(words[start : start + length] == wanted for start in places)
 
 
 def stems(text: str) -> list[str]:

@@ -201,9 +201,9 @@ def _libraries() -> Iterator[Finding]:
             text = f"{library.release} ({library.standing}): {off[0]}{more} off: {reason}"
             yield Finding("libraries", library.library, "off", text)
         if not library.failed:
-            held = "" if library.standing == "tested" else ", but all probes hold"
+            probes = "" if library.standing == "tested" else ", but all probes hold"
             yield Finding(
-                "libraries", library.library, "ok", f"{library.release}: {library.standing}{held}"
+                "libraries", library.library, "ok", f"{library.release}: {library.standing}{probes}"
             )
 
 

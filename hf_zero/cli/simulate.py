@@ -195,8 +195,8 @@ def _stages(found: Simulation) -> PrintableTable:
         caption="Sent in a step: by this rank, to neighbours and in collectives. Waiting: for the "
         "other stages and for messages.",
     )
-    held = [each.peak_bytes for each in found.stages]
-    tiers = [tier for tier in ("ram", "disk") if any(each[tier] for each in held)]
+    peaks = [each.peak_bytes for each in found.stages]
+    tiers = [tier for tier in ("ram", "disk") if any(each[tier] for each in peaks)]
     for name in ("stage", "rank", "parameters", "device", *tiers, "sent", "computing", "waiting"):
         table.add_column(name, justify="right")
     for stage in found.stages:
@@ -223,9 +223,9 @@ def _collectives(found: Simulation) -> PrintableTable:
     for collective in found.collectives:
         key = collective.phase, collective.operation, collective.group
         rows[key] += collective.count
-        held = sums.setdefault(key, [0, 0])
-        held[0] += collective.nbytes
-        held[1] += collective.wire_bytes
+        totals = sums.setdefault(key, [0, 0])
+        totals[0] += collective.nbytes
+        totals[1] += collective.wire_bytes
     sent = sum(each[1] for each in sums.values())
     for name, footer in (
         ("phase", ""), ("operation", ""), ("group", ""), ("number", ""), ("bytes", ""),

@@ -125,9 +125,9 @@ def _table(found: RecordedRun, steps: int | None) -> PrintableTable:
     for name, label in (("mfu", "MFU"), ("exposed_communication", "exposed communication")):
         if figures[name] is not None:
             table.add_row(label, f"{figures[name]:.1%}", "")
-    for tier, held in figures["memory"].items():
-        predicted = "" if held["predicted"] is None else f"{in_units(held['predicted'])} predicted"
-        table.add_row(f"state, {tier}", in_units(held["bytes"] or 0), predicted)
+    for tier, row in figures["memory"].items():
+        predicted = "" if row["predicted"] is None else f"{in_units(row['predicted'])} predicted"
+        table.add_row(f"state, {tier}", in_units(row["bytes"] or 0), predicted)
     if figures["seconds_left"] is not None:
         table.add_row("left", _duration(figures["seconds_left"]), "")
     table.add_row("last written", f"{_duration(figures['seconds_since_update'])} ago", "")

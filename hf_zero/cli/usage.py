@@ -94,7 +94,7 @@ def _said(error: Any, context: Any, given: list[str]) -> tuple[str, list[Any]]:
 def _bad_value(error: Any, parameter: Any) -> str:
     """Return the message for a value of another type, or out of range."""
     errors: list[Any] = getattr(error.__cause__, "errors", list)()
-    given = f"{_name(parameter)} {errors[0]['input']}" if errors else _name(parameter)
+    option = f"{_name(parameter)} {errors[0]['input']}" if errors else _name(parameter)
     kind = getattr(parameter, "type_descriptor", None) or getattr(parameter, "type", None)
     parses = getattr(getattr(kind, "parameter_info", kind), "parser", getattr(kind, "func", None))
     kind = getattr(kind, "annotation", kind)
@@ -102,11 +102,11 @@ def _bad_value(error: Any, parameter: Any) -> str:
     wanted = KINDS.get(getattr(kind, "__name__", getattr(kind, "name", "")))
     least = re.search(r"greater than or equal to (\S+)|x>=(\S+)", error.message)
     if wanted is None or parses is not None:  # the command's own message
-        return f"{given}: {error.message}"
+        return f"{option}: {error.message}"
     most = re.search(r"less than or equal to (\S+)|x<=(\S+)", error.message)
     bounds = [f"of at least {least[1] or least[2]}"] if least else []
     bounds += [f"of at most {most[1] or most[2]}"] if most else []
-    return " ".join([f"{given} is not {wanted}", *bounds])
+    return " ".join([f"{option} is not {wanted}", *bounds])
 
 
 def _name(parameter: Any) -> str:

@@ -87,17 +87,17 @@ def explain(reading: ConfigReading, check: Check = refusals) -> list[ExplainRow]
     by key, why ``initialize`` refuses values.
     """
     rows = []
-    given = reading.given()
-    refused = check(given)
+    values = reading.given()
+    refused = check(values)
     value: Any
     for path, key in {**KEYS, **ACCELERATE_KEYS, **KEYS}.items():  # equal names mean the former
         if path in reading.autos:
             value, note = AUTO, "to be filled in by Accelerate or the Trainer"
         elif path in reading.values or (_acts(path) and not key.idle(reading.values)):
-            value, note = given.get(path, key.default), key.note
+            value, note = values.get(path, key.default), key.note
             if path in refused:
                 note = f"{REFUSED}{refused[path]}"
-            elif idle := _idle_params(path, given) or key.why_idle(given, reading.autos):
+            elif idle := _idle_params(path, values) or key.why_idle(values, reading.autos):
                 note = f"{NO_EFFECT}{idle}"
             elif key.status is Status.INERT:
                 note = f"{NO_EFFECT}{note}"
@@ -158,7 +158,7 @@ def as_summary(rows: list[ExplainRow]) -> list[str]:
             elif source.startswith(COMPUTED):
                 source, value = COMPUTED, f"{value} ({source.removeprefix(f'{COMPUTED}: ')})"
             values.setdefault(source, []).append(f"{row.key} = {value}")
-    lines = [line for source, held in values.items() for line in _filled(f"{source}: ", held)]
+    lines = [line for source, texts in values.items() for line in _filled(f"{source}: ", texts)]
     if off:
         lines += _filled("off: ", off)
     if idle:

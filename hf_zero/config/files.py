@@ -280,8 +280,10 @@ def load_text(text: str) -> dict[str, Any] | None:
 
 def _mapping(value: Any, label: str, example: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        held = "is empty" if value is None else f"holds a {type(value).__name__}"
-        raise ConfigError(f"{label} {held}, not keys and values; write a mapping such as {example}")
+        fault = "is empty" if value is None else f"holds a {type(value).__name__}"
+        raise ConfigError(
+            f"{label} {fault}, not keys and values; write a mapping such as {example}"
+        )
     size, depth = _extent(value, {})
     if size > MOST_VALUES:
         raise ConfigError(

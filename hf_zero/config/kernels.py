@@ -31,7 +31,7 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 
     Raises ValueError for an unknown name.
     """
-    given = set(names)
-    if unknown := given - set(NAMES):
+    chosen = set(names)
+    if unknown := chosen - set(NAMES):
         raise ValueError(min(unknown))
-    return tuple(name for name in NAMES if name in given)
+    return tuple(name for name in NAMES if name in chosen)

@@ -458,7 +458,7 @@ def section(path: str, made_of: type, **more: Any) -> Any:
 def sections_of(settings: type) -> dict[str, tuple[str, type]]:
     """Return path and dataclass of each section, by the name of its field in ``settings``."""
     declared = {item.name: item.metadata.get("section") for item in dataclasses.fields(settings)}
-    return {name: held for name, held in declared.items() if held}
+    return {name: section_of for name, section_of in declared.items() if section_of}
 
 
 def declared_keys(settings: type) -> Iterator[Key]:

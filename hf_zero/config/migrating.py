@@ -108,10 +108,10 @@ def _refuse_programs(before: Mapping[str, Any], source: str) -> None:
     names = {str(name).replace("-", "_") for name in before}
     for program, (keys, other) in PROGRAMS.items():
         if (present := [key for key in keys if key in names]) and (len(present) > 1 or not other):
-            held = before.get(other)
+            file = before.get(other)
             part = (
-                f"pass {held}, which its key {other} names"
-                if isinstance(held, str)
+                f"pass {file}, which its key {other} names"
+                if isinstance(file, str)
                 else (
                     "write its sections for DeepSpeed, such as zero_optimization, into a file of "
                     "their own, and pass that"

@@ -148,11 +148,11 @@ def translate_fsdp(
     if not isinstance(written, Mapping):
         raise ConfigError(f"fsdp_config is {shown(written)}, not keys and values; write a section")
     values = {str(name).removeprefix("fsdp_"): value for name, value in written.items()}
-    given = [name for name in ("sharding_strategy", "reshard_after_forward") if name in values]
-    strategy = str(values[given[0]]).upper() if given else "FULL_SHARD"
+    strategies = [name for name in ("sharding_strategy", "reshard_after_forward") if name in values]
+    strategy = str(values[strategies[0]]).upper() if strategies else "FULL_SHARD"
     stage, hybrid = _STRATEGIES.get(strategy, (3, False))
     section["zero_stage"] = stage
-    if not given:
+    if not strategies:
         findings.append(KeyFinding("fsdp_config", None, "translated", "zero_stage: 3, as in FSDP"))
     for full, value in written.items():
         key, name = f"fsdp_config.{full}", str(full).removeprefix("fsdp_")
@@ -161,19 +161,21 @@ def translate_fsdp(
         if name not in _FSDP_NAMES:
             findings.append(_unknown_below("fsdp_config", full, value, "fsdp_", _FSDP_NAMES))
             continue
-        if name in given[1:]:
+        if name in strategies[1:]:
             note = "fsdp_sharding_strategy says it"
         elif wrong := _wrong_in_fsdp(name, value):
             findings.append(KeyFinding(key, value, "to fix", f"{shown(value)} is {wrong}"))
             continue
-        elif name in given:
+        elif name in strategies:
             added = {"zero_stage": stage} | (
                 {"replicate_size": hosts} if hybrid and hosts > 1 else {}
             )
         elif note is None:
             added, note = _switched(name, value, stage)
         if added:
-            beside = "; one host has one copy of the shards" if name in given and hybrid else ""
+            beside = (
+                "; one host has one copy of the shards" if name in strategies and hybrid else ""
+            )
             add_translated(added, key, value, section, findings, beside if hosts == 1 else "")
         elif note is None:
             findings.append(KeyFinding(key, value, "left out", "hf-zero has no such choice"))
@@ -326,8 +328,8 @@ def add_translated(
 ) -> None:
     """Add the keys ``added`` to ``section``, and the finding that ``key`` is translated to them."""
     for target, choice in added.items():
-        held = section.get(target, {})
-        section[target] = held | choice if isinstance(choice, dict) else choice
+        present = section.get(target, {})
+        section[target] = present | choice if isinstance(choice, dict) else choice
     text = ", ".join(f"{target}: {plain(choice)}" for target, choice in added.items())
     findings.append(KeyFinding(key, value, "translated", text + note))
 

@@ -295,13 +295,13 @@ class ConfigReading:
             )
         places = (f"{zero}.offload_optimizer", f"{zero}.offload_param")
         chosen = [
-            f"{place}.pin_memory"
-            for place in places
-            if self.values.get(f"{place}.device", "none") != "none"
+            f"{section_path}.pin_memory"
+            for section_path in places
+            if self.values.get(f"{section_path}.device", "none") != "none"
         ]
         self._move(
             f"{zero}.cpu_offload_use_pin_memory",
-            chosen or [f"{place}.pin_memory" for place in places],
+            chosen or [f"{section_path}.pin_memory" for section_path in places],
             bool,
             label,
         )

@@ -59,20 +59,20 @@ def _dialect() -> dict[str, Any]:
         else:
             _place(root, written, {"$ref": _pointer(path)})
     for name, short in _SHORT.items():
-        held = root["properties"][name]
-        root["properties"][name] = {"anyOf": [held, short]}
+        schema = root["properties"][name]
+        root["properties"][name] = {"anyOf": [schema, short]}
     return root
 
 
 def _place(root: dict[str, Any], path: str, leaf: dict[str, Any]) -> None:
     *sections, name = path.split(".")
-    place = root
+    node = root
     for section in sections:
         new = {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
-        place = place["properties"].setdefault(section, new)
-        if "$ref" in place:  # an alias of a section, whose keys are already in the schema
+        node = node["properties"].setdefault(section, new)
+        if "$ref" in node:  # an alias of a section, whose keys are already in the schema
             return
-    place["properties"].setdefault(name, leaf)
+    node["properties"].setdefault(name, leaf)
 
 
 def _pointer(path: str) -> str:
@@ -109,11 +109,11 @@ def _accelerate() -> dict[str, Any]:
     inside: dict[str, Any] = {}
     for path, key in ACCELERATE_KEYS.items():
         section, _, name = path.rpartition(".")
-        place = inside if section else top
-        place[name] = (
+        properties = inside if section else top
+        properties[name] = (
             {"anyOf": [dict(key.kind.schema), {"type": "null"}]} if key.kind.schema else {}
         )
-        place[name]["description"] = described(key)
+        properties[name]["description"] = described(key)
     for name, path in TRANSLATED.items():
         inside[name] = _leaf(KEYS[path])
     for name in PASSED_ON:
@@ -155,13 +155,13 @@ def reference() -> str:
     """Return Markdown with a heading for each section of the dialect and an item for each of its
     keys: those that act, those without effect, those that are not built.
     """
-    held: dict[str, list[Key]] = {}
+    by_section: dict[str, list[Key]] = {}
     for path, key in KEYS.items():
-        held.setdefault(path.rpartition(".")[0], []).append(key)
+        by_section.setdefault(path.rpartition(".")[0], []).append(key)
     parts = []
-    for section in sorted(held):
+    for section in sorted(by_section):
         parts.append(f"## `{section}`" if section else "## Top level")
-        rows = sorted(held[section], key=lambda key: list(Status).index(key.status))
+        rows = sorted(by_section[section], key=lambda key: list(Status).index(key.status))
         parts.append("\n".join(map(_item, rows)))
     return "\n\n".join(parts)
 

@@ -55,9 +55,9 @@ class ZeroConfig(Settings):
     _reading: ConfigReading = field(init=False, compare=False, repr=False)
 
     def __init__(self, stage: int, **keywords: Unpack[Keywords]):
-        given = {name: value for name, value in keywords.items() if value is not None}
+        written = {name: value for name, value in keywords.items() if value is not None}
         unknown = [name for name in keywords if name not in KEYWORDS]
-        known = {name: value for name, value in given.items() if name in KEYWORDS}
+        known = {name: value for name, value in written.items() if name in KEYWORDS}
         reading = ConfigReading().read(_as_dialect(known | {"stage": stage}), "keyword")
         for name in unknown:
             dialect = name.partition(".")[0] in {path.partition(".")[0] for path in KEYS}
@@ -323,12 +323,12 @@ class ZeroConfig(Settings):
             key.field: reading.values.get(path, key.default) for path, key in table if key.field
         }
         for name, (_, made_of) in sections_of(type(self)).items():
-            held = {item.name: values[f"{name}.{item.name}"] for item in fields(made_of)}
+            members = {item.name: values[f"{name}.{item.name}"] for item in fields(made_of)}
             if made_of in (OptimizerConfig, SchedulerConfig):
-                kind, params = held["type"], dict(held["params"] or {})
+                kind, params = members["type"], dict(members["params"] or {})
                 values[name] = None if kind is None else made_of(kind, params)
             else:
-                values[name] = made_of(**held)
+                values[name] = made_of(**members)
         if values["stage"] != 3 and values["offload_param"].on:
             values["offload_param"] = replace(values["offload_param"], device="none")
         values |= {"world_size": world_size, "_reading": reading}

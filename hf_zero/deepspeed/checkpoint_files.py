@@ -104,10 +104,10 @@ def agreed_target(engine: Any, save_dir: str | os.PathLike[str], tag: Any) -> Ta
     """
     if not save_dir:
         raise ConfigError(f"save_checkpoint needs a folder, not {save_dir!r}; pass save_dir")
-    given: Target = os.fspath(save_dir), None if tag is None else str(tag)
+    target: Target = os.fspath(save_dir), None if tag is None else str(tag)
     if engine.world_size == 1:
-        return given
-    every: list[Target] = get_world_group().all_gather_object(given, "the target of a save")
+        return target
+    every: list[Target] = get_world_group().all_gather_object(target, "the target of a save")
     others = [(rank, each) for rank, each in enumerate(every) if each != every[0]]
     mode = str(_section(engine).get("tag_validation", "warn")).lower()
     if others and mode != "ignore":

@@ -220,8 +220,10 @@ class DeepSpeedEngine(ReportingEngine):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """Return the whole model's state dict (collective at stage 3)."""
-        given: dict[str, Any] = {} if destination is None else {"destination": destination}
-        state: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **given)
+        options: dict[str, Any] = {} if destination is None else {"destination": destination}
+        state: dict[str, Any] = self.module.state_dict(
+            prefix=prefix, keep_vars=keep_vars, **options
+        )
         if exclude_frozen_parameters:
             for name, parameter in self.module.named_parameters():
                 if not parameter.requires_grad:
@@ -372,11 +374,11 @@ class StatesAway:
         device memory.
         """
         chosen = set(include)
-        held: dict[int, tuple[torch.UntypedStorage, set[str]]] = {}
+        storages: dict[int, tuple[torch.UntypedStorage, set[str]]] = {}
         for kind, tensor in _state_of(engine):
             storage = tensor.untyped_storage()
-            held.setdefault(storage._cdata, (storage, set()))[1].add(kind)
-        for storage, kinds_in_it in held.values():
+            storages.setdefault(storage._cdata, (storage, set()))[1].add(kind)
+        for storage, kinds_in_it in storages.values():
             if storage.nbytes() and kinds_in_it <= chosen:
                 host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
                 host.copy_(_bytes(storage), non_blocking=non_blocking)

@@ -114,8 +114,8 @@ class GatherReplacedLayerParams:
     """
 
     def __init__(self, params: Any, module: nn.Module, enabled: bool = True) -> None:
-        given = [params] if isinstance(params, torch.Tensor) else list(params)
-        self.enabled = enabled and any("tensor" in sharding_of(each).axes for each in given)
+        parameters = [params] if isinstance(params, torch.Tensor) else list(params)
+        self.enabled = enabled and any("tensor" in sharding_of(each).axes for each in parameters)
         self.module = module
 
     def __enter__(self) -> None:
@@ -161,11 +161,11 @@ def create(expert_parallel_size_: int, mp_size: int | None = None, **_: Any) -> 
 def _size(group_name: str) -> int:
     """Return the size in ``group_name``, which must be 1 or the job's. Raises ConfigError."""
     parallel, asked = get_parallel(), group_name.removeprefix(NAME)
-    held = 1 if parallel is None else parallel.dims.expert
-    if not asked.isdigit() or int(asked) not in (1, held):
+    size = 1 if parallel is None else parallel.dims.expert
+    if not asked.isdigit() or int(asked) not in (1, size):
         raise ConfigError(
             f"expert group {group_name!r} is not there: the experts of this job are spread over "
-            f"{held} ranks; name {NAME}{held}"
+            f"{size} ranks; name {NAME}{size}"
         )
     return int(asked)
 
@@ -220,8 +220,8 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[Any]:
     """Return parameters, or groups of them, with those of experts, if any, in separate groups."""
-    given = list(model_parameters)
-    if given and isinstance(given[0], dict):
-        return split_groups(given)
-    groups = split_groups({"params": given})
-    return given if len(groups) == 1 else groups
+    parameters = list(model_parameters)
+    if parameters and isinstance(parameters[0], dict):
+        return split_groups(parameters)
+    groups = split_groups({"params": parameters})
+    return parameters if len(groups) == 1 else groups

@@ -161,12 +161,12 @@ def init_inference(
     values.
     """
     if isinstance(config, (str, os.PathLike)):
-        given = load_file(config)
+        values = load_file(config)
     else:
-        given = dict(config or {})
-    for key in given.keys() & more.keys():
-        if given[key] != more[key]:
+        values = dict(config or {})
+    for key in values.keys() & more.keys():
+        if values[key] != more[key]:
             raise ConfigError(
-                f"{key} is {given[key]!r} in config and {more[key]!r} as an argument; pass one"
+                f"{key} is {values[key]!r} in config and {more[key]!r} as an argument; pass one"
             )
-    return InferenceEngine(model, DeepSpeedInferenceConfig(**(given | more)))
+    return InferenceEngine(model, DeepSpeedInferenceConfig(**(values | more)))

@@ -34,9 +34,9 @@ _SIGNATURE = inspect.signature(_initialize)
 @wraps(_initialize)
 def initialize(*args: Any, **kwargs: Any) -> Any:
     """Run :func:`hf_zero.initialize`; the engine is a :class:`DeepSpeedEngine`."""
-    given = _SIGNATURE.bind(*args, **kwargs)
-    given.apply_defaults()
-    arguments = given.arguments
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
     if not isinstance(arguments["args"], torch.nn.Module):
         _as_deepspeed(arguments)
     answer = start(SetupRequest.read(DeepSpeedEngine, **arguments, takes_over=_take_over))
@@ -72,10 +72,10 @@ def _as_deepspeed(arguments: dict[str, Any]) -> None:
     clips = takes_default_clipping(config, own)
     config = without_autos(config)
     for section, name in (("optimizer", "optimizer"), ("scheduler", "lr_scheduler")):
-        given, written = arguments[name], getattr(config, section)
-        if given is not None and written is not None:
+        argument, written = arguments[name], getattr(config, section)
+        if argument is not None and written is not None:
             log_rank0(
-                f"the {name} that is passed ({type(given).__name__}) is used, and the "
+                f"the {name} that is passed ({type(argument).__name__}) is used, and the "
                 f"configuration's {section} {written.type!r} is not",
                 logging.WARNING,
             )

@@ -47,51 +47,53 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Ends the process with the exit code of a failure.
     """
-    given = parse_args(args)
-    runner = RUNNERS.get(given.launcher.lower())
+    options = parse_args(args)
+    runner = RUNNERS.get(options.launcher.lower())
     for name, instead in NOT_BUILT.items():
         built = {"launcher_args": runner, "enable_each_rank_log": runner is None}.get(name)
-        if getattr(given, name) and not built:
+        if getattr(options, name) and not built:
             raise NotBuiltError(
                 f"--{name} of the deepspeed command is not built in this version; {instead}"
             )
-    if runner is None and given.launcher.lower() not in OVER_SSH:
+    if runner is None and options.launcher.lower() not in OVER_SSH:
         raise NotBuiltError(
-            f"--launcher {given.launcher} is not built in this version; write one of "
+            f"--launcher {options.launcher} is not built in this version; write one of "
             f"{', '.join([*OVER_SSH, *RUNNERS])}"
         )
-    if max(given.num_nodes, given.num_gpus) >= 0 and (given.include or given.exclude):
+    if max(options.num_nodes, options.num_gpus) >= 0 and (options.include or options.exclude):
         raise ConfigError(
             "--num_nodes and --num_gpus cannot be given with --include or --exclude; write the "
             "hosts and slots there"
         )
-    os.environ.setdefault("HF_ZERO_LOG_LEVEL", "error" if given.quiet else given.log_level)
+    os.environ.setdefault("HF_ZERO_LOG_LEVEL", "error" if options.quiet else options.log_level)
     warn_once()
     default = Path(DEFAULT_HOSTFILE)
-    hostfile = Path(given.hostfile) if given.hostfile else default if default.is_file() else None
+    hostfile = (
+        Path(options.hostfile) if options.hostfile else default if default.is_file() else None
+    )
     files = [Path(folder, ENVIRONMENT_FILE) for folder in (Path.home(), Path.cwd())]
     files = [file for file in dict.fromkeys(files) if file.is_file()]
     if runner is not None:
-        _run_by(runner, given, hostfile, files)
+        _run_by(runner, options, hostfile, files)
         return
     request = Request(
-        given.user_script,
-        tuple(given.user_args),
-        given.module,
-        given.no_python,
-        local_rank_argument=not given.no_local_rank,
+        options.user_script,
+        tuple(options.user_args),
+        options.module,
+        options.no_python,
+        local_rank_argument=not options.no_local_rank,
         hostfile=hostfile,
-        include=given.include,
-        exclude=given.exclude,
-        num_nodes=_unless_negative(given.num_nodes),
-        num_procs=_unless_negative(given.num_gpus),
-        master_addr=given.master_addr or None,
-        master_port=given.master_port or (DEFAULT_PORT if given.no_ssh else None),
-        node_rank=_unless_negative(given.node_rank) if given.no_ssh else None,
+        include=options.include,
+        exclude=options.exclude,
+        num_nodes=_unless_negative(options.num_nodes),
+        num_procs=_unless_negative(options.num_gpus),
+        master_addr=options.master_addr or None,
+        master_port=options.master_port or (DEFAULT_PORT if options.no_ssh else None),
+        node_rank=_unless_negative(options.node_rank) if options.no_ssh else None,
         env_files=tuple(files),
-        log_dir=Path(given.enable_each_rank_log) if given.enable_each_rank_log else None,
-        ssh=_ssh(given.launcher.lower()),
-        ssh_port=given.ssh_port,
+        log_dir=Path(options.enable_each_rank_log) if options.enable_each_rank_log else None,
+        ssh=_ssh(options.launcher.lower()),
+        ssh_port=options.ssh_port,
     )
     code = carry_out(plan(request, _ranks_here))
     if code:

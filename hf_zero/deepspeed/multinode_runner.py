@@ -64,11 +64,11 @@ class MultiNodeRunner(ABC):
 
     def validate_args(self) -> None:
         """Raise ConfigError for options that cannot be passed on."""
-        given = vars(self.args)
+        options = vars(self.args)
         filters = () if self.takes_filters else ("include", "exclude")
         numbers = () if self.takes_numbers else ("num_nodes", "num_gpus")
-        asked = [name for name in filters if given.get(name)]
-        asked += [name for name in numbers if given.get(name, -1) != -1]
+        asked = [name for name in filters if options.get(name)]
+        asked += [name for name in numbers if options.get(name, -1) != -1]
         if asked:
             raise ConfigError(
                 f"{self.name} does not take --{' and --'.join(asked)}; write a hostfile of the "
@@ -97,8 +97,8 @@ class MultiNodeRunner(ABC):
 
     def _meeting(self) -> dict[str, str]:
         """Return the rendezvous variables that the options give."""
-        given = (("MASTER_ADDR", "master_addr"), ("MASTER_PORT", "master_port"))
-        values = {name: getattr(self.args, option, None) for name, option in given}
+        variables = (("MASTER_ADDR", "master_addr"), ("MASTER_PORT", "master_port"))
+        values = {name: getattr(self.args, option, None) for name, option in variables}
         return {name: str(value) for name, value in values.items() if value}
 
 

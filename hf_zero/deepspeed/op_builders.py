@@ -154,17 +154,17 @@ class PinHandle:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is within a tensor made by this handle, or is pinned by torch."""
         start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        inside = (at <= start and stop <= at + held.nbytes for at, held in self._held.items())
+        inside = (at <= start and stop <= at + locked.nbytes for at, locked in self._held.items())
         return any(inside) or bool(tensor.is_pinned())
 
     def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
         """Unlock the memory, which is freed with the last tensor on it; return False for a tensor
         not made by this handle.
         """
-        held = self._held.pop(locked_tensor.data_ptr(), None)
-        if held is not None and not held.is_pinned():
-            _LIBC.munlock(held.data_ptr(), max(1, held.nbytes))
-        return held is not None
+        locked = self._held.pop(locked_tensor.data_ptr(), None)
+        if locked is not None and not locked.is_pinned():
+            _LIBC.munlock(locked.data_ptr(), max(1, locked.nbytes))
+        return locked is not None
 
 
 pin_handle: Any = PinHandle

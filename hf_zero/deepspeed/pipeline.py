@@ -35,8 +35,8 @@ class PipeInstruction:
         self.__dict__.update(kwargs)
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{key}={value!r}" for key, value in self.kwargs.items())
-        return f"{self.name}({given})"
+        arguments = ", ".join(f"{key}={value!r}" for key, value in self.kwargs.items())
+        return f"{self.name}({arguments})"
 
 
 class WeightUpdate(PipeInstruction, name="OptimizerStep"):

@@ -36,20 +36,20 @@ def clip_grad_norm_(
     With expert parameters, which differ by rank, it is collective: all ranks clip by the mean of
     their norms. Raises NotBuiltError for an engine's parameters, whose gradients are sharded.
     """
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if any(isinstance(parameter, OwnedParameter) for parameter in given):
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(isinstance(parameter, OwnedParameter) for parameter in tensors):
         refuse(
             "clip_grad_norm_ of parameters that an engine owns",
             "write gradient_clipping into the configuration: engine.step() clips by the norm over "
             "all ranks",
         )
-    if not any(map(is_expert_parameter, given)):
-        return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
-    gradients = [parameter.grad for parameter in given if parameter.grad is not None]
+    if not any(map(is_expert_parameter, tensors)):
+        return nn.utils.clip_grad_norm_(tensors, max_norm, norm_type)
+    gradients = [parameter.grad for parameter in tensors if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients, norm_type) / process_group.get_world_size()
     norm = norm.to(process_group.default_device())  # without gradients it is on the CPU
     all_reduce(norm)
-    nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+    nn.utils.clip_grads_with_norm_(tensors, max_norm, norm)
     return norm
 
 
@@ -68,16 +68,16 @@ class CheckOverflow:
         self.params = [p for group in param_groups or () for p in group]
 
     def check(self, param_groups: Iterable[Iterable[nn.Parameter]] | None = None) -> bool:
-        given = self.params if param_groups is None else [p for g in param_groups for p in g]
-        return self.has_overflow(given)
+        checked = self.params if param_groups is None else [p for g in param_groups for p in g]
+        return self.has_overflow(checked)
 
     def has_overflow(
         self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None
     ) -> bool:
-        given = list(params)
-        overflow = any(p.grad is not None and bool(has_inf_or_nan(p.grad)) for p in given)
+        parameters = list(params)
+        overflow = any(p.grad is not None and bool(has_inf_or_nan(p.grad)) for p in parameters)
         if has_moe_params is None:
-            has_moe_params = any(map(is_expert_parameter, given))
+            has_moe_params = any(map(is_expert_parameter, parameters))
         return _on_any_rank(overflow) if has_moe_params else overflow
 
     def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
@@ -104,8 +104,8 @@ def get_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) ->
 
 def get_weight_norm(parameters: Any, norm_type: float = 2.0, mpu: Any = None) -> float:
     """Return the norm of the values; -1 if it is not finite."""
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    return _finite(torch.nn.utils.get_total_norm([p.detach().float() for p in given], norm_type))
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return _finite(torch.nn.utils.get_total_norm([p.detach().float() for p in tensors], norm_type))
 
 
 def _finite(norm: torch.Tensor) -> float:

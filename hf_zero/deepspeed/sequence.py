@@ -221,14 +221,14 @@ class TiledFusedLogitsLoss:
         x: [batch, seqlen, hidden], y: [batch, seqlen, ...], mask: [batch, seqlen] or None; tiles
         are [tokens, ...]. Raises ConfigError for other shapes or another reduction.
         """
-        given = [x, y] if mask is None else [x, y, mask]
-        for name, tensor in zip(("x", "y", "mask"), given):
+        arguments = [x, y] if mask is None else [x, y, mask]
+        for name, tensor in zip(("x", "y", "mask"), arguments):
             if tensor.dim() < 2 or tensor.shape[:2] != x.shape[:2]:
                 raise ConfigError(
                     f"{name} has the shape {tuple(tensor.shape)}; pass x, y and mask with the same "
                     "batch and sequence length before other dimensions"
                 )
-        stretches = zip(*(tensor.flatten(0, 1).chunk(shards) for tensor in given))
+        stretches = zip(*(tensor.flatten(0, 1).chunk(shards) for tensor in arguments))
         parts = [_recomputed(fn, module, *stretch) for stretch in stretches]
         return _reduced(torch.stack(parts), output_reduction)
 

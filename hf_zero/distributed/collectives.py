@@ -328,7 +328,7 @@ class MeshDim:
     @property
     def peers(self) -> tuple[int, ...]:
         """Global ranks of the other members."""
-        return tuple(rank for place, rank in enumerate(self.ranks) if place != self.rank)
+        return tuple(rank for index, rank in enumerate(self.ranks) if index != self.rank)
 
     def gather_in_two_hops(self, across: MeshDim, node: MeshDim) -> None:
         """Gather ``across`` nodes, then within each ``node`` (two_hops.py)."""

@@ -59,11 +59,11 @@ class DimMaker:
         self._check_connections(sets)
         mine, groups = next(ranks for ranks in sets if self.rank in ranks), [None, None]
         if any(len(ranks) > 1 for ranks in sets):
-            for place in range(places):
+            for index in range(places):
                 for ranks in sets:
-                    dim = self._group(ranks, name, gathers=not place)
+                    dim = self._group(ranks, name, gathers=not index)
                     if self.rank in ranks:
-                        groups[place] = dim
+                        groups[index] = dim
         if shares:
             groups[1] = groups[0]
         return MeshDim(
@@ -252,7 +252,7 @@ class FlatMeshMaker:
     def _hops(self, rows: Sequence[Sequence[int]], name: str, kind: str) -> tuple[MeshDim, MeshDim]:
         """Return the dimensions across the nodes of each of ``rows``, and within them."""
         size = self._options.hop
-        across = [row[place::size] for row in rows for place in range(size)]
+        across = [row[index::size] for row in rows for index in range(size)]
         within = [row[at : at + size] for row in rows for at in range(0, len(row), size)]
         return (
             self._counted(across, f"{name} across nodes", f" across nodes{kind}", 1),

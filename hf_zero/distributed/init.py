@@ -59,7 +59,7 @@ def init_distributed(
     if is_initialized():
         return
     by_address = init_method not in (None, "env://")
-    place = None if by_address else announce(rank, world_size, port)
+    rendezvous = None if by_address else announce(rank, world_size, port)
     seconds = (
         timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or DEFAULT_TIMEOUT
     )
@@ -67,27 +67,27 @@ def init_distributed(
     backend = backends_asked(backend, device)
     kinds.set_device(device)
     meeting = (
-        place.master_addr
-        if place
+        rendezvous.master_addr
+        if rendezvous
         else urlsplit(init_method or "").hostname
         if by_address
         else LOOPBACK
     )
     if meeting is not None and meeting != LOOPBACK:
-        source = place.address_source if place else f"init_method={init_method}"
+        source = rendezvous.address_source if rendezvous else f"init_method={init_method}"
         wait_for_address(meeting, source, min(RESOLVE_SECONDS, seconds))
-    choose_interface(meeting, bool(place and place.several_hosts), interface)
+    choose_interface(meeting, bool(rendezvous and rendezvous.several_hosts), interface)
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if by_address:
         where = str(init_method)
         group: dict[str, Any] = {"init_method": init_method, "rank": rank, "world_size": world_size}
-    elif place is not None:
-        if place.launcher is not None:
+    elif rendezvous is not None:
+        if rendezvous.launcher is not None:
             log_rank0(
-                f"{place.world_size} ranks, started by {place.launcher}, meet at "
-                f"{place.master_addr}:{place.master_port}"
+                f"{rendezvous.world_size} ranks, started by {rendezvous.launcher}, meet at "
+                f"{rendezvous.master_addr}:{rendezvous.master_port}"
             )
-        world_size = place.world_size
+        world_size = rendezvous.world_size
         group = {}
     else:
         group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -95,10 +95,10 @@ def init_distributed(
 
     def join() -> None:
         allow_connections(world_size)
-        if place is not None:
-            store = _connect(place, seconds)
-            own = store_of_attempt(store, place.rank, world_size, timedelta(seconds=seconds))
-            group.update(store=own, rank=place.rank, world_size=world_size)
+        if rendezvous is not None:
+            store = _connect(rendezvous, seconds)
+            own = store_of_attempt(store, rendezvous.rank, world_size, timedelta(seconds=seconds))
+            group.update(store=own, rank=rendezvous.rank, world_size=world_size)
         dist.init_process_group(backend, timeout=limit, **group)
 
     _join(world_size, where, join)

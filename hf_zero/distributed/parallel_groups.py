@@ -127,11 +127,11 @@ def init_parallel(
     if not is_initialized():
         return ParallelGroups(dims, device or default_device(), timeout)
     stack = _groups.setdefault(default_store(), [])
-    held = next((each for each in stack if each.dims == dims), None)
-    if held is None:
-        held = ParallelGroups(dims, device or default_device(), timeout, stack)
-    stack[:] = [each for each in stack if each is not held] + [held]
-    return held
+    groups = next((each for each in stack if each.dims == dims), None)
+    if groups is None:
+        groups = ParallelGroups(dims, device or default_device(), timeout, stack)
+    stack[:] = [each for each in stack if each is not groups] + [groups]
+    return groups
 
 
 def get_parallel() -> ParallelGroups | None:
@@ -142,8 +142,8 @@ def get_parallel() -> ParallelGroups | None:
 
 def dims_in_effect() -> ParallelDims:
     """Return the dimensions of the current groups, or those of a data-parallel job."""
-    held = get_parallel()
-    return ParallelDims(get_world_size()) if held is None else held.dims
+    groups = get_parallel()
+    return ParallelDims(get_world_size()) if groups is None else groups.dims
 
 
 def restorer() -> Callable[[], None]:

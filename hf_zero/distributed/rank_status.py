@@ -527,8 +527,8 @@ def diagnose_hang(
     over = {each: post for each, post in posts.items() if post["state"] in (*OVER, UNREACHABLE)}
     log, number, what, _ = own.get("wait", ("", 0, "the others", ()))
     if over:
-        place = f" (number {number} of {log})" if log else ""
-        return _in_vain(f"rank {rank} waits for {what}{place}", over)
+        position = f" (number {number} of {log})" if log else ""
+        return _in_vain(f"rank {rank} waits for {what}{position}", over)
     if not log:
         return None
     return (
@@ -567,8 +567,8 @@ def _never_joins(
         # destroyed the engine will come.
         closed = "" if own["logs"][log][2] else post["logs"].get(log, (0, [], ""))[2]
         if post["state"] == DEAD:
-            place = f"(number {number} of {log})"
-            return _in_vain(f"rank {rank} waits for {what} {place}", {peer: post})
+            position = f"(number {number} of {log})"
+            return _in_vain(f"rank {rank} waits for {what} {position}", {peer: post})
         if post["state"] == "ended" or closed:
             how = closed or f"ended ({post['why']})"
             return _same(

@@ -225,8 +225,8 @@ class PassTracker:
         elif statement["first"] is not None:
             role, number, what = statement["first"]
             log = self._logs[role]
-            place = number - (log.sequence_number - len(log.recent))
-            same = 0 <= place < len(log.recent) and log.recent[place] == what
+            index = number - (log.sequence_number - len(log.recent))
+            same = 0 <= index < len(log.recent) and log.recent[index] == what
             same = same and statement["broken"] in map(self._described, passes)
         else:
             began = [(str(one), dict(zip(self._logs, one.began))) for one in passes]

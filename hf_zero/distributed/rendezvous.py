@@ -127,10 +127,10 @@ def announce(rank: int = -1, world_size: int = -1, port: int | None = None) -> P
 
     None: this process is alone.
     """
-    place = discover(os.environ, rank, world_size, port)
-    if place is not None:
-        os.environ.update(place.variables())
-    return place
+    rendezvous = discover(os.environ, rank, world_size, port)
+    if rendezvous is not None:
+        os.environ.update(rendezvous.variables())
+    return rendezvous
 
 
 def discover(
@@ -207,10 +207,10 @@ def _given(environ: Mapping[str, str], name: str, argument: int) -> Number | Non
     there = _number(environ, name)
     if argument < 0:
         return there
-    given = Number(argument, f"init_distributed({name.lower()})")
+    number = Number(argument, f"init_distributed({name.lower()})")
     if there is not None and there.value != argument:
-        raise LaunchError(f"{given} contradicts {there}; pass one of them")
-    return given
+        raise LaunchError(f"{number} contradicts {there}; pass one of them")
+    return number
 
 
 def _launcher(environ: Mapping[str, str]) -> Launcher | None:

@@ -96,7 +96,7 @@ class StageMessages:
         for peer in range(self.size):
             for pair in ((self.rank, peer), (peer, self.rank)):
                 if peer != self.rank:
-                    source, target = (self.ranks[place] for place in pair)
+                    source, target = (self.ranks[index] for index in pair)
                     log = CollectiveLog(
                         f"pipeline messages of {name} from rank {source} to rank {target}",
                         (source, target),

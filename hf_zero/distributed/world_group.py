@@ -99,9 +99,11 @@ class RankGroup:
             pending = self.log.issue(what, needs)
             works: list[Any] = [SimpleNamespace(wait=finish)]  # a blocking call is its own wait
             if self._agrees:
-                place = None if source is None else self.ranks.index(source)
+                source_index = None if source is None else self.ranks.index(source)
                 own = self.ranks.index(self.rank)
-                works += tagged_barrier(pending, self.ranks, own, self._group, self.watchdog, place)
+                works += tagged_barrier(
+                    pending, self.ranks, own, self._group, self.watchdog, source_index
+                )
             Handle(works, self.watchdog, pending).wait()
         except BaseException:
             if not done:
@@ -135,15 +137,15 @@ class RankGroup:
             )
         # As bytes: not every backend supports every dtype. A conjugate or negative view, or one
         # with gaps, is sent as a resolved contiguous copy.
-        held = tensor.resolve_conj().resolve_neg().contiguous()
-        flat = held.as_strided((held.numel(),), (1,)).view(torch.uint8)
+        dense = tensor.resolve_conj().resolve_neg().contiguous()
+        flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
         self._call(
             f"broadcast of {tuple(tensor.shape)} {tensor.dtype} from rank {source}",
             partial(dist.broadcast, flat, source, self._group),
             source,
         )
-        if held.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
-            tensor.copy_(held)
+        if dense.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
+            tensor.copy_(dense)
 
     def broadcast_object(
         self, value: Any, source: int | None = None, what: str = "an object"
@@ -180,18 +182,18 @@ class RankGroup:
             return [value]
         common, own = common_size(sizes), self.ranks.index(self.rank)
         on = CPU if backend_serving(CPU) else default_device()
-        held = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else None
+        message = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else None
         whole = [torch.zeros(max(common, size), dtype=torch.uint8, device=on) for size in sizes]
-        if held is not None:
-            whole[own][: len(value)].copy_(held)
+        if message is not None:
+            whole[own][: len(value)].copy_(message)
 
         def exchange() -> None:
             if common:
                 parts = [each[:common] for each in whole]
                 dist.all_gather(parts, whole[own][:common].clone(), self._group)
-            for place, size in enumerate(sizes):
+            for index, size in enumerate(sizes):
                 if size > common:
-                    dist.broadcast(whole[place][common:], self.ranks[place], self._group)
+                    dist.broadcast(whole[index][common:], self.ranks[index], self._group)
 
         self._call(f"exchange of {what}", exchange)
         return [
@@ -221,10 +223,10 @@ class RankGroup:
                 if part:
                     message[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
                 dist.gather(message, parts, self.ranks[0], self._group)
-                for place, received in enumerate(parts or ()):
-                    if begin < sizes[place]:
-                        size = min(step, sizes[place] - begin)
-                        take(place, received[:size].cpu().numpy().tobytes())
+                for index, received in enumerate(parts or ()):
+                    if begin < sizes[index]:
+                        size = min(step, sizes[index] - begin)
+                        take(index, received[:size].cpu().numpy().tobytes())
 
         self._call(f"gather of {what}", rounds)
 

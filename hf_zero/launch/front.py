@@ -182,18 +182,18 @@ class _Front:
         carriage return ends a line too, for progress bars.
         """
         prefix = f"[{name}] ".encode() if len(self._starts) > 1 else b""
-        held = b""
+        line = b""
         while block := os.read(source.fileno(), 1 << 16):
-            held += block
+            line += block
             end = 0
             pieces = []
-            for piece in PIECE.finditer(held):
+            for piece in PIECE.finditer(line):
                 pieces.append(prefix + piece[0])
                 end = piece.end()
-            held = held[end:]
+            line = line[end:]
             self._write(sink, b"".join(pieces))
-        if held:
-            self._write(sink, prefix + held + b"\n")
+        if line:
+            self._write(sink, prefix + line + b"\n")
 
     def _write(self, sink: BinaryIO, data: bytes) -> None:
         # If the reader of our output is gone, discard the output: the ranks must not block.

@@ -127,19 +127,21 @@ def select(
     Raises LaunchError for unknown hosts and slots, for filters combined with numbers, and unless
     ``may_be_empty`` for a filter that leaves no host.
     """
-    given = [option for option, value in (("--include", include), ("--exclude", exclude)) if value]
+    options = [
+        option for option, value in (("--include", include), ("--exclude", exclude)) if value
+    ]
     numbers = [
         option
         for option, value in (("--num-nodes", num_nodes), ("--num-procs", num_procs))
         if value is not None
     ]
-    if len(given) > 1 or (given and numbers):
+    if len(options) > 1 or (options and numbers):
         raise LaunchError(
-            f"{' and '.join([*given, *numbers])} cannot be given together; keep one way to choose"
+            f"{' and '.join([*options, *numbers])} cannot be given together; keep one way to choose"
         )
     chosen = list(hosts)
     if include or exclude:
-        option, text = (given[0], include or exclude)
+        option, text = (options[0], include or exclude)
         named = _read_filter(option, text, {host.name: host for host in hosts})
         if include:
             chosen = [

@@ -367,14 +367,14 @@ def exported(
     for path in files:
         out.update(_read(path))
     for entry in asked:
-        name, given, value = entry.partition("=")
+        name, separator, value = entry.partition("=")
         if NAME.fullmatch(name) is None:
             raise LaunchError(f"--export {entry!r} is not NAME or NAME=VALUE")
-        if not given and name not in environ:
+        if not separator and name not in environ:
             raise LaunchError(
                 f"--export {name}: it is not set here; set it, or pass --export {name}=VALUE"
             )
-        out[name] = value if given else environ[name]
+        out[name] = value if separator else environ[name]
     return out
 
 
@@ -390,8 +390,8 @@ def _read(path: Path) -> dict[str, str]:
         text = line.strip()
         if not text or text.startswith("#"):
             continue
-        name, given, value = text.partition("=")
-        if not given or NAME.fullmatch(name.strip()) is None:
+        name, separator, value = text.partition("=")
+        if not separator or NAME.fullmatch(name.strip()) is None:
             raise LaunchError(f"{path}, line {number}: {text!r} is not NAME=VALUE")
         out[name.strip()] = value.strip()
     return out

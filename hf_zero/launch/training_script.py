@@ -83,8 +83,8 @@ def _card(training: TrainingFile) -> list[str]:
     if data.exists() or data.is_absolute():
         return []
     names = {"model_name": Path(training.output_dir).name, "dataset_name": training.dataset}
-    given = ", ".join(f"{name}={_literal(value)}" for name, value in names.items())
-    return [f"trainer.create_model_card({given})"]
+    arguments = ", ".join(f"{name}={_literal(value)}" for name, value in names.items())
+    return [f"trainer.create_model_card({arguments})"]
 
 
 def _docstring(training: TrainingFile, trainer: str) -> list[str]:
@@ -176,8 +176,8 @@ def _parts(training: TrainingFile) -> dict[str, str]:
             "target_modules": training.lora_target_modules,
             "task_type": "CAUSAL_LM",
         }
-        given = ", ".join(f"{name}={_literal(value)}" for name, value in options.items())
-        parts["peft_config"] = f"LoraConfig({given})"
+        arguments = ", ".join(f"{name}={_literal(value)}" for name, value in options.items())
+        parts["peft_config"] = f"LoraConfig({arguments})"
     return parts
 
 

@@ -13,12 +13,12 @@ from hf_zero.zero.state_bytes import KINDS, TIERS, held_bytes
 
 def breakdown(engine: Any) -> str:
     """Return the bytes of this rank's state by kind and tier, allocated ones, and free ones."""
-    held = held_bytes(engine)
+    state = held_bytes(engine)
     parts = [
-        f"{kind} on {tier} {in_units(held[kind, tier])}"
+        f"{kind} on {tier} {in_units(state[kind, tier])}"
         for kind in KINDS
         for tier in TIERS
-        if held[kind, tier]
+        if state[kind, tier]
     ]
     parts += [
         f"{name} {in_units(size)}"

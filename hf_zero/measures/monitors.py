@@ -45,8 +45,8 @@ class DeepSpeedMonitorConfig:
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     """Return the sections of a configuration dict. Raises ConfigError for invalid keys in them."""
     names = [each.name for each in fields(DeepSpeedMonitorConfig)]
-    given = {name: param_dict[name] for name in names if name in param_dict}
-    return DeepSpeedMonitorConfig.of(ZeroConfig.from_dict(given, foreign=True))
+    sections = {name: param_dict[name] for name in names if name in param_dict}
+    return DeepSpeedMonitorConfig.of(ZeroConfig.from_dict(sections, foreign=True))
 
 
 def _library(name: str, monitor: str) -> Any:
@@ -147,8 +147,8 @@ class CometMonitor(Monitor):
         self._written: dict[str, int] = {}
         if self.writes:
             names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
-            given = {name: getattr(comet_config, name) for name in names}
-            self.experiment = _library("comet_ml", "comet").start(**given)
+            settings = {name: getattr(comet_config, name) for name in names}
+            self.experiment = _library("comet_ml", "comet").start(**settings)
             if comet_config.experiment_name is not None:
                 self.experiment.set_name(comet_config.experiment_name)
 

@@ -247,12 +247,12 @@ class EngineMeasures(StepMeasures):
     def _note_totals(self) -> None:
         """Append what has been counted since the engine was made, and the bytes of its state."""
         assert self.file is not None and self.counts is not None and self._figures is not None
-        held = [
+        state = [
             {"kind": kind, "tier": tier, "bytes": size}
             for (kind, tier), size in self._figures.held.items()
             if size
         ]
-        self.file.note("totals", {"collectives": self.counts.totals(), "state": held})
+        self.file.note("totals", {"collectives": self.counts.totals(), "state": state})
 
     def finish(self, engine: Any) -> None:
         if self.times.on:

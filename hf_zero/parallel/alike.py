@@ -46,8 +46,8 @@ def differing(
     rank that does not know a code passes None.
     """
     unknown = -torch.inf
-    given = [sign * code if code is not None else unknown for code in codes for sign in (1, -1)]
-    most = torch.tensor(given, dtype=torch.float64, device=device)
+    messages = [sign * code if code is not None else unknown for code in codes for sign in (1, -1)]
+    most = torch.tensor(messages, dtype=torch.float64, device=device)
     for dim in dims:
         dim.all_reduce(most, name, maximum=True).wait()
     return [
@@ -60,6 +60,6 @@ def hash_of(tensors: Iterable[torch.Tensor]) -> int:
     code = 0
     for tensor in tensors:
         code = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), code)
-        held = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        code = zlib.crc32(held.numpy().tobytes(), code)
+        content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        code = zlib.crc32(content.numpy().tobytes(), code)
     return code

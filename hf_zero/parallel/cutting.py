@@ -42,8 +42,8 @@ def cut(parameter: nn.Parameter, sharding: Sharding) -> None:
             "a parameter that is to be cut among ranks belongs to an engine; cut the model before "
             "hf_zero.initialize"
         )
-    held, source = sharding_of(parameter), source_of(parameter)
-    done = held.box.cuts if held.box is not None else ()
+    present, source = sharding_of(parameter), source_of(parameter)
+    done = present.box.cuts if present.box is not None else ()
     assert sharding.box is not None
     left = tuple(each for each in sharding.box.cuts if each not in done)
     box = Box(tuple(parameter.shape), left)
@@ -91,9 +91,9 @@ class HoldsParts(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         for name, parameter in self._parameters.items():
-            given = state_dict.get(prefix + name)
+            value = state_dict.get(prefix + name)
             if parameter is None or isinstance(parameter, OwnedParameter):
                 continue
-            if isinstance(given, torch.Tensor):
-                state_dict[prefix + name] = own_part(sharding_of(parameter), given)
+            if isinstance(value, torch.Tensor):
+                state_dict[prefix + name] = own_part(sharding_of(parameter), value)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

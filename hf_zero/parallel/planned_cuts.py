@@ -39,7 +39,7 @@ def planned_cuts(
     if expert > 1:
         cuts |= cuts_of_experts(model, dims.coordinate(rank, "expert"), expert, cuts)
     for parameter in experts_of_layers(model):
-        held = cuts.get(parameter, sharding_of(parameter))
-        if "expert" not in held.axes:
-            cuts[parameter] = replace(held, axes=tuple(sorted({*held.axes, "expert"})))
+        sharding = cuts.get(parameter, sharding_of(parameter))
+        if "expert" not in sharding.axes:
+            cuts[parameter] = replace(sharding, axes=tuple(sorted({*sharding.axes, "expert"})))
     return cuts

@@ -121,8 +121,8 @@ def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Fre
             ram += nbytes if where == "cpu" else 0
             gpu += 0 if kinds.is_host(where) or where == "meta" else nbytes
     free = measure(device, [*config.offload_optimizer.nvme_path, *config.offload_param.nvme_path])
-    held = (ram, 0) if free.host_device else (gpu, ram)
-    return replace(free.with_room(*held), held=held)
+    occupied = (ram, 0) if free.host_device else (gpu, ram)
+    return replace(free.with_room(*occupied), held=occupied)
 
 
 def _occupied(parameter: torch.Tensor) -> tuple[int, str, int]:

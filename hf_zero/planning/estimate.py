@@ -264,11 +264,14 @@ def estimate(
     asked = asked_for(ranks, precision, optimizer, **job)
     # Validated at stage 3, which allows every offload section; the rows of smaller stages do not
     # offload parameters.
-    given: dict[str, Any] = {"offload_optimizer": offload_optimizer, "offload_param": offload_param}
-    sections = ZeroConfig(3, **given)
+    offload: dict[str, Any] = {
+        "offload_optimizer": offload_optimizer,
+        "offload_param": offload_param,
+    }
+    sections = ZeroConfig(3, **offload)
     settings = asked.settings
     optimizer_section, param_section = (
-        getattr(sections if given[name] is not None else settings, name) for name in given
+        getattr(sections if offload[name] is not None else settings, name) for name in offload
     )
     name, module = open_model(model, needs_loss=bool(sequence_lengths))
     plans = plans_of(module, asked, asked.settings.placed(3, optimizer_section, param_section))
@@ -402,8 +405,8 @@ def asked_for(
             raise ConfigError(f"precision {precision!r} is unknown; choose one of fp32, bf16, fp16")
         exact = PRECISIONS[precision]
         settings = ZeroConfig(3, bf16=exact == "bf16", fp16=exact == "fp16")
-    given = {SEQUENCE: sequence_parallel, CONTEXT: context_parallel}
-    sizes = {key: size for key, size in given.items() if size is not None}
+    axes = {SEQUENCE: sequence_parallel, CONTEXT: context_parallel}
+    sizes = {key: size for key, size in axes.items() if size is not None}
     if sizes:
         settings = settings.override(sizes, "what was asked for")
     if config is not None or sizes:
@@ -468,9 +471,9 @@ def plans_of(module: nn.Module, asked: Asked, settings: ZeroConfig) -> list[Engi
             rank=stage * dims.in_a_stage,
             device=asked.device,
             cuts=cuts,
-            held=held,
+            held=parameters,
         )
-        for stage, held in enumerate(stages)
+        for stage, parameters in enumerate(stages)
     ]
 
 

@@ -199,8 +199,8 @@ def state_bytes(plan: EnginePlan, between_steps: bool = False) -> Counter[tuple[
 def _secondary(flat: FlatPlan, plan: EnginePlan) -> int:
     """Return the bytes of this rank's secondary shard, within its node."""
     node = plan.extensions.node
-    held = flat.spec.sharded and node > 1
-    return flat.spec.layout.padded // node * flat.spec.dtype.itemsize if held else 0
+    sharded = flat.spec.sharded and node > 1
+    return flat.spec.layout.padded // node * flat.spec.dtype.itemsize if sharded else 0
 
 
 def _rounded(flat: FlatPlan, plan: EnginePlan) -> int:

@@ -93,7 +93,7 @@ def traffic(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
     """Yield a chart of bytes on the wire for each run, all on one scale."""
     rows_of = [list(_traffic_rows(run)) for run in runs]
     most = max((_most(rows, "step") for rows in rows_of), default=0)
-    for place, (run, rows) in enumerate(zip(runs, rows_of)):
+    for index, (run, rows) in enumerate(zip(runs, rows_of)):
         if not rows:
             continue
         alone = len({row["step"] for row in rows}) == 1
@@ -114,14 +114,14 @@ def traffic(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
             },
         }
         note = "sent by rank 0 in each step"
-        yield _for_run(runs, run, Chart(f"wire{place}", "Bytes on the wire", note, spec))
+        yield _for_run(runs, run, Chart(f"wire{index}", "Bytes on the wire", note, spec))
 
 
 def memory(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
     """Yield a chart of memory by tier, predicted and measured, for each run, all on one scale."""
     rows_of = [list(_memory_rows(run)) for run in runs]
     most = max((_most(rows, "line") for rows in rows_of), default=0)
-    for place, (run, rows) in enumerate(zip(runs, rows_of)):
+    for index, (run, rows) in enumerate(zip(runs, rows_of)):
         if not rows:
             continue
         order = list(dict.fromkeys(row["line"] for row in rows))
@@ -149,7 +149,7 @@ def memory(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
         note = (
             "of rank 0: predicted before training, without activations; measured as updates begin"
         )
-        yield _for_run(runs, run, Chart(f"memory{place}", "Memory", note, spec))
+        yield _for_run(runs, run, Chart(f"memory{index}", "Memory", note, spec))
 
 
 def timeline(place: int, found: Timeline) -> Chart:
@@ -319,7 +319,7 @@ def _lines(
         if figure in row
     ]
     if any(row["value"] is not None for row in rows):
-        colours = {what: f"var(--c{place})" for place, what in enumerate(figures.values(), 1)}
+        colours = {what: f"var(--c{index})" for index, what in enumerate(figures.values(), 1)}
         spec = _drawn(runs, rows, "what", colours, ",~f", {"zero": True}, "linear")
         yield Chart(name, title, note, spec)
 
@@ -458,11 +458,11 @@ def _memory_rows(run: RecordedRun) -> Iterator[Spec]:
         predicted = [each for each in run.header.get("predicted", ()) if each["tier"] == tier]
         for each in predicted:
             yield row("predicted", tier, each["kind"], each["what"], each["bytes"])
-        held = [each for each in run.totals.get("state", ()) if each["tier"] == tier]
-        for each in held:
+        state = [each for each in run.totals.get("state", ()) if each["tier"] == tier]
+        for each in state:
             yield row("measured", tier, each["kind"], each["kind"], each["bytes"])
         most = max(run.figure(f"{tier}_bytes"), default=0)
-        if not held and most:
+        if not state and most:
             yield row("measured", tier, "state", "state", most)
         peak = max(run.figure("peak_device_bytes"), default=0)
         if tier == "device" and peak:

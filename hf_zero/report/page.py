@@ -117,8 +117,8 @@ def _sections(
     tables = [_named(runs, each, _collectives(each)) for each in runs]
     yield _section("Communication", _charts(charts.traffic(runs), drawn), *tables)
     parts = [
-        _named(runs, runs[place], _charts([charts.timeline(place, chart)], drawn) + _exposed(chart))
-        for place, chart in enumerate(timelines)
+        _named(runs, runs[index], _charts([charts.timeline(index, chart)], drawn) + _exposed(chart))
+        for index, chart in enumerate(timelines)
         if chart is not None
     ]
     yield _section("Timeline", *parts)
@@ -152,7 +152,7 @@ def _charts(found: Iterable[Chart], drawn: list[Chart]) -> str:
 
 def _heading(runs: Sequence[RecordedRun]) -> str:
     title = ' <span class="faint">against</span> '.join(
-        f'<span class="run{place}">{escape(run.name)}</span>' for place, run in enumerate(runs)
+        f'<span class="run{index}">{escape(run.name)}</span>' for index, run in enumerate(runs)
     )
     lines = [_line(run) for run in runs]
     named = lines if len(runs) == 1 else [f"{run.name}: {line}" for run, line in zip(runs, lines)]
@@ -334,10 +334,10 @@ def _table(
     """Return a table of text; ``kinds``: the classes of its columns."""
     head = "".join(f'<th class="{kind}">{escape(text)}</th>' for text, kind in zip(heads, kinds))
     body = "".join(
-        f"<tr{' class=differs' if place < len(marked) and marked[place] else ''}>"
+        f"<tr{' class=differs' if index < len(marked) and marked[index] else ''}>"
         + "".join(f'<td class="{kind}">{escape(text)}</td>' for text, kind in zip(row, kinds))
         + "</tr>"
-        for place, row in enumerate(rows)
+        for index, row in enumerate(rows)
     )
     first = f"<thead><tr>{head}</tr></thead>" if any(heads) else ""
     return f'<div class="table"><table>{first}<tbody>{body}</tbody></table></div>'

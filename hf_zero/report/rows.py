@@ -76,8 +76,8 @@ def misfits(value: Any, shape: Any, where: str = "") -> Iterator[str]:
             elif name == key:
                 yield f"{where}.{name}".lstrip(".") + " is absent"
     elif isinstance(shape, list) and isinstance(value, list):
-        for place, each in enumerate(value):
-            yield from misfits(each, shape[0], f"{where}[{place}]")
+        for index, each in enumerate(value):
+            yield from misfits(each, shape[0], f"{where}[{index}]")
     elif isinstance(shape, (Mapping, list)):
         yield _told(where, value, "an object" if isinstance(shape, Mapping) else "a list")
     elif isinstance(shape, frozenset):

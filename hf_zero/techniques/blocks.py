@@ -56,10 +56,10 @@ def layers_of(model: nn.Module, key: str) -> list[Layer]:
         if not _has_strides(block):
             stacks.setdefault(path.rpartition(".")[0], []).append(block)
     found = [
-        Layer(block, stack, place, len(blocks), place == 1 and not _returns_a_tensor(block))
+        Layer(block, stack, index, len(blocks), index == 1 and not _returns_a_tensor(block))
         for stack, blocks in stacks.items()
         if len(blocks) > 1
-        for place, block in enumerate(blocks, 1)
+        for index, block in enumerate(blocks, 1)
     ]
     if not found:
         raise ConfigError(
@@ -167,9 +167,9 @@ def hidden_state(
     """Return the input hidden state of ``block``, the first floating-point tensor in the order of
     its signature, and its index or name among the arguments; None if there is none.
     """
-    for place, value in enumerate(args):
+    for index, value in enumerate(args):
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return place, value
+            return index, value
     names = inspect.signature(type(block).forward).parameters if kwargs else ()
     for name in [*(name for name in names if name in kwargs), *kwargs]:
         value = kwargs[name]

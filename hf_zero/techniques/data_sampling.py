@@ -444,7 +444,7 @@ def _by_step(schedule: DifficultySchedule) -> Callable[[int], Number]:
 
 def sampled_metrics(config: ZeroConfig) -> dict[str, dict[str, Any]]:
     """Return the settings of the metrics by which ``config`` selects samples."""
-    return {name: held for name, held in metrics_of(config).items() if name not in LENGTHS}
+    return {name: settings for name, settings in metrics_of(config).items() if name not in LENGTHS}
 
 
 def of_config(config: ZeroConfig) -> DifficultySampling | None:

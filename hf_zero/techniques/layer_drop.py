@@ -130,7 +130,7 @@ class LayerDrop(DrawsForBlocks):
         of_blocks = [{id(p) for p in layer.block.parameters()} for layer in self._layers]
         if trained - set[int]().union(*of_blocks):
             return []
-        return [at for at, held in enumerate(of_blocks) if held & trained]
+        return [at for at, parameters in enumerate(of_blocks) if parameters & trained]
 
     def _left_out(self, micro_batch: int, p: Sequence[float], rank: int) -> list[bool]:
         """Return, for each block, whether ``rank`` skips it, given keep probabilities ``p``."""
@@ -171,21 +171,21 @@ class LayerDrop(DrawsForBlocks):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        given = hidden_state(block, args, kwargs)
+        hidden = hidden_state(block, args, kwargs)
         p, layer = drawn[block], self._of[block]
         before = self._before.take(layer)
-        if p == 0.0 and given is not None:
+        if p == 0.0 and hidden is not None:
             self._before.note(layer, before)
-            return _passed(block, args, kwargs, with_first(before, given[1]))
+            return _passed(block, args, kwargs, with_first(before, hidden[1]))
         output = run(*args, **kwargs)
         state = first_of(output)
-        if given is None or not isinstance(state, torch.Tensor) or state.shape != given[1].shape:
+        if hidden is None or not isinstance(state, torch.Tensor) or state.shape != hidden[1].shape:
             raise ConfigError(
                 f"{KEY} cannot leave out {described(block)}: it does not map a hidden state to "
                 "another of the same shape; remove the key"
             )
         if p < 1.0:
-            output = with_first(output, torch.lerp(given[1].to(state.dtype), state, 1.0 / p))
+            output = with_first(output, torch.lerp(hidden[1].to(state.dtype), state, 1.0 / p))
         return self._before.note(layer, output)
 
     def remove(self) -> None:

@@ -165,15 +165,15 @@ class DifficultySchedule:
                 f"{section}.min_difficulty = {self.min_difficulty} is above max_difficulty = "
                 f"{self.max_difficulty}; exchange them"
             )
-        given = settings.get("schedule_config") or {}
+        schedule_config = settings.get("schedule_config") or {}
         for name in _NEEDS[self.schedule_type]:
-            if given.get(name) is None:
+            if schedule_config.get(name) is None:
                 raise ConfigError(
                     f"{section}.schedule_config has no {name}, which {self.schedule_type} needs; "
                     f"write {section}.schedule_config.{name}"
                 )
         # None: a custom function
-        self._schedule = self._read(given)
+        self._schedule = self._read(schedule_config)
 
     def at(self, step: int) -> Number:
         """Return the difficulty of optimizer step ``step``, counted from 1."""

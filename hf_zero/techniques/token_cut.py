@@ -54,11 +54,11 @@ class TokenCut:
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ][1:]
         names += [f"number {number}" for number in range(len(names) + 1, len(args) + 1)]
-        given = [
+        cut_arguments = [
             state if at == place else self._argument(name, value)
             for at, (name, value) in enumerate(zip(names, args))
         ]
-        return tuple(given), {
+        return tuple(cut_arguments), {
             name: state if name == place else self._argument(name, value)
             for name, value in kwargs.items()
         }
@@ -75,9 +75,11 @@ class TokenCut:
             return None  # it would hold only part of the tokens
         unknown: list[Any] = []
         list(tensors_in(value, unknown))
-        held = [each for each in unknown if next(tensors_in(each), None) is not None]
-        if held:
-            raise self._wrong(name, f"a {type(held[0]).__name__}, whose tensors have unknown roles")
+        with_tensors = [each for each in unknown if next(tensors_in(each), None) is not None]
+        if with_tensors:
+            raise self._wrong(
+                name, f"a {type(with_tensors[0]).__name__}, whose tensors have unknown roles"
+            )
         beside = isinstance(value, (tuple, list))
         return map_tensors(value, partial(self._tensor, name, beside))
 
@@ -85,12 +87,12 @@ class TokenCut:
         """Return the tensor ``value``, cut; ``beside``: it is an item of a tuple or list, as
         position embeddings are.
         """
-        sizes = [place for place, size in enumerate(value.shape) if size == self._tokens]
+        sizes = [dim for dim, size in enumerate(value.shape) if size == self._tokens]
         if not sizes:
             return value
         if name.startswith(ELSEWHERE):  # [rows, heads, tokens, tokens of the other sequence]
             return self._take(name, value, [2]) if value.dim() == 4 and 2 in sizes else value
-        last = [place for place in (value.dim() - 2, value.dim() - 1) if place in sizes]
+        last = [dim for dim in (value.dim() - 2, value.dim() - 1) if dim in sizes]
         masks = name == self._mask or value.dtype == torch.bool
         if value.dim() == 4 and last and (masks or 1 not in sizes or len(last) == 2):
             return self._take(name, value, last[:1] if beside and not masks else last)
@@ -109,12 +111,12 @@ class TokenCut:
             raise self._wrong(name, f"a tensor of shape {list(value.shape)}")
         if places:
             value = value.expand(rows, *value.shape[1:])
-        for place in places:
+        for dim in places:
             shape = [1] * value.dim()
-            shape[0], shape[place] = rows, read
+            shape[0], shape[dim] = rows, read
             sizes = list(value.shape)
-            sizes[place] = read
-            value = value.gather(place, self._kept.view(shape).expand(sizes))
+            sizes[dim] = read
+            value = value.gather(dim, self._kept.view(shape).expand(sizes))
         return value
 
     def _wrong(self, name: str, what: str) -> ConfigError:

@@ -238,7 +238,7 @@ class TokenDrop(DrawsForBlocks):
         before = self._before.take(layer)
         if block not in self._chosen:
             return self._before.note(layer, run(*args, **kwargs))
-        place, state = hidden_state(block, args, kwargs) or (None, None)
+        index, state = hidden_state(block, args, kwargs) or (None, None)
         first = self._rows_first
         if state is not None and state.dim() > 1 and not first:
             state = state.transpose(0, 1)
@@ -252,7 +252,7 @@ class TokenDrop(DrawsForBlocks):
         part = states.gather(1, places)
         given = part if first else part.transpose(0, 1)
         cut = TokenCut(block, sampled, tokens, self._section.model_mask_name, self._uncut)
-        args, kwargs = cut.arguments(args, kwargs, place, given)
+        args, kwargs = cut.arguments(args, kwargs, index, given)
         output = run(*args, **kwargs)
         new = first_of(output)
         if not isinstance(new, torch.Tensor) or new.shape != given.shape:

@@ -205,9 +205,9 @@ class _Kept:
         forward = None if self._hooks is None else self._hooks.forward_at_work
         if forward is None:
             return find()
-        held = forward.drawn.get(self)
+        draws = forward.drawn.get(self)
         if torch._C._current_graph_task_id() != -1:  # inside a backward: a recomputation
-            return held if isinstance(held, Routes) else find()
+            return draws if isinstance(draws, Routes) else find()
         key = find()
-        forward.drawn[self] = key if held is None else _SEVERAL
+        forward.drawn[self] = key if draws is None else _SEVERAL
         return key

@@ -42,10 +42,10 @@ def expert_group(parameter: torch.Tensor) -> str | None:
 
 def split(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the shared parameters and the expert parameters, as two lists."""
-    given = list(parameters)
+    listed = list(parameters)
     return (
-        [p for p in given if not is_expert_parameter(p)],
-        [p for p in given if is_expert_parameter(p)],
+        [p for p in listed if not is_expert_parameter(p)],
+        [p for p in listed if is_expert_parameter(p)],
     )
 
 
@@ -58,10 +58,10 @@ def split_groups(
     An expert group has the options of its original group, "moe": True and the name of its expert
     group as "name"; groups of more than ``max_group_size`` elements are split between parameters.
     """
-    given = [groups] if isinstance(groups, dict) else list(groups)
+    listed = [groups] if isinstance(groups, dict) else list(groups)
     shared: list[dict[str, Any]] = []
     experts: list[dict[str, Any]] = []
-    for group in given:
+    for group in listed:
         common, own = split(group["params"])
         shared.append({**group, "params": common})
         by_name: dict[str | None, list[nn.Parameter]] = {}
@@ -77,13 +77,13 @@ def split_groups(
 
 def _cut(parameters: list[nn.Parameter], most: int | None) -> list[list[nn.Parameter]]:
     parts: list[list[nn.Parameter]] = [[]]
-    held = 0
+    numel = 0
     for parameter in parameters:
-        if most is not None and parts[-1] and held + parameter.numel() > most:
+        if most is not None and parts[-1] and numel + parameter.numel() > most:
             parts.append([])
-            held = 0
+            numel = 0
         parts[-1].append(parameter)
-        held += parameter.numel()
+        numel += parameter.numel()
     return parts
 
 

@@ -55,15 +55,15 @@ class Dispatches(HoldsParts):
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         """Compute [S, hidden] from states [S, hidden], expert indices [S, k] and weights [S, k]."""
-        held: _Experts = self.__dict__[RECORD]
+        experts: _Experts = self.__dict__[RECORD]
         output = run_experts(
             hidden_states,
             top_k_index,
             top_k_weights,
-            held.count,
+            experts.count,
             self._run,
-            held.axis,
-            held.name,
+            experts.axis,
+            experts.name,
             self.__dict__.get(KEPT),
         )
         return output.to(hidden_states.dtype)
@@ -160,9 +160,9 @@ def spread_experts(model: nn.Module, config: ZeroConfig) -> None:
             before = f"{path}.experts" if path else "experts"
             names = tuple(f"{before}.deepspeed_experts.{number}" for number in numbers)
             for tensor in itertools.chain(expert.parameters(), expert.buffers()):
-                held = sharding_of(tensor)
-                axes = tuple(sorted({*held.axes, AXIS}))
-                set_sharding(tensor, replace(held, axes=axes, names=names))
+                sharding = sharding_of(tensor)
+                axes = tuple(sorted({*sharding.axes, AXIS}))
+                set_sharding(tensor, replace(sharding, axes=axes, names=names))
 
 
 def on_model(model: nn.Module) -> dict[str, RoutesOfForwards]:
@@ -204,8 +204,8 @@ def cuts_of_experts(
         for name in names:
             parameter, named = module._parameters[name], True
             assert parameter is not None
-            held = (others or {}).get(parameter, sharding_of(parameter))
-            if AXIS in held.axes:
+            sharding = (others or {}).get(parameter, sharding_of(parameter))
+            if AXIS in sharding.axes:
                 continue
             experts = parameter.shape[0]
             if experts % size:
@@ -213,7 +213,7 @@ def cuts_of_experts(
                     f"{path}.{name} holds {experts} experts, which {AUTOEP_SIZE} = {size} does not "
                     f"divide; choose a size that divides {experts}"
                 )
-            cuts[parameter] = held.further(tuple(parameter.shape), AXIS, 0, rank, size)
+            cuts[parameter] = sharding.further(tuple(parameter.shape), AXIS, 0, rank, size)
     if not named:
         raise ConfigError(
             f"{type(model).__name__} names no experts (ep_plan), and {AUTOEP_SIZE} is {size}; "

@@ -222,8 +222,8 @@ class PipelineTraining(TrainingEngine):
         Inputs and labels are compared separately: a rank may have only those that it uses.
         """
         codes: list[int | None] = []
-        for place in (0, 1):
-            leaves = tree_flatten([batch[place] for batch in self._window])[0]
+        for index in (0, 1):
+            leaves = tree_flatten([batch[index] for batch in self._window])[0]
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             codes.append(hash_of(tensors) if tensors else None)
         groups = get_parallel()

@@ -137,9 +137,9 @@ class PipelineModule(StagedModule):
         for start in range(0, len(functions), every):
             chosen = functions[start : start + every]
             run = partial(self._run, chosen, first + start, self.micro_offset + 1)
-            given = inputs if isinstance(inputs, tuple) else (inputs,)
+            args = inputs if isinstance(inputs, tuple) else (inputs,)
             recomputes = torch.is_grad_enabled() and self._is_recomputed(chosen)
-            inputs = self._checkpointing[0](run, *given) if recomputes else run(*given)
+            inputs = self._checkpointing[0](run, *args) if recomputes else run(*args)
         return inputs
 
     def _run(
@@ -215,9 +215,9 @@ class LayerSpec:
         self.module_kwargs = module_kwargs
 
     def __repr__(self) -> str:
-        given = [*map(repr, self.module_args)]
-        given += [f"{name}={value!r}" for name, value in self.module_kwargs.items()]
-        return f"{self.typename.__name__}({', '.join(given)})"
+        args = [*map(repr, self.module_args)]
+        args += [f"{name}={value!r}" for name, value in self.module_kwargs.items()]
+        return f"{self.typename.__name__}({', '.join(args)})"
 
     def build(self, log: bool = False) -> nn.Module:
         return self.typename(*self.module_args, **self.module_kwargs)

@@ -199,9 +199,9 @@ class Stage:
                 for leaf in leaves:
                     assert leaf is not None
                     leaf.requires_grad_()
-                given = iter(_Received.apply(*leaves) if leaves else ())
+                received = iter(_Received.apply(*leaves) if leaves else ())
                 activations = tuple(
-                    next(given) if wanted else each for each, wanted in zip(activations, grads)
+                    next(received) if wanted else each for each, wanted in zip(activations, grads)
                 )
             else:
                 del self._inputs[micro_batch]

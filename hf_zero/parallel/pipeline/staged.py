@@ -105,25 +105,25 @@ def make_parallel_for(model: nn.Module) -> None:
     """Reset the job's pipeline and tensor parallelism to those of ``model``, since another model of
     this process may have set others (collective if so).
     """
-    held = get_parallel()
-    if held is None:
+    groups = get_parallel()
+    if groups is None:
         return
     if isinstance(model, StagedModule):
-        if held.dims.pipeline != model.num_stages:
+        if groups.dims.pipeline != model.num_stages:
             _make_parallel(model.topology)
-    elif max(held.dims.pipeline, held.dims.tensor) > 1:
+    elif max(groups.dims.pipeline, groups.dims.tensor) > 1:
         marks = map(sharding_of, model.parameters())
         # the tensor-parallel size determines the ranks of the experts
-        whole = held.dims.expert == 1 and not any(mark.axes or mark.partial for mark in marks)
-        init_parallel(held.dims.resized(pipeline=1, tensor=1 if whole else held.dims.tensor))
+        whole = groups.dims.expert == 1 and not any(mark.axes or mark.partial for mark in marks)
+        init_parallel(groups.dims.resized(pipeline=1, tensor=1 if whole else groups.dims.tensor))
 
 
 def _topology_of(num_stages: int, world: int) -> ProcessTopology:
     """Return the topology of ``world`` ranks in pipelines of ``num_stages``, with the job's
     tensor-parallel ranks as its last axis.
     """
-    held = get_parallel()
-    tensor = 1 if held is None else held.dims.tensor
+    groups = get_parallel()
+    tensor = 1 if groups is None else groups.dims.tensor
     if num_stages < 1 or world % (num_stages * tensor):
         beside = f" with {tensor} tensor-parallel ranks each" if tensor > 1 else ""
         raise ConfigError(
@@ -149,19 +149,19 @@ def _make_parallel(topology: ProcessTopology) -> None:
     dims = ParallelDims.over(
         topology.world_size(), tensor=tensor, pipeline=topology.get_dim("pipe")
     )
-    held = get_parallel()
+    groups = get_parallel()
     # Stages may be added to tensor parallelism: its ranks are neighbours with and without stages.
-    if held is None or held.dims in (dims, ParallelDims.over(dims.world, tensor=tensor)):
+    if groups is None or groups.dims in (dims, ParallelDims.over(dims.world, tensor=tensor)):
         init_parallel(dims)
-    elif max(held.dims.tokens, held.dims.expert) > 1:
+    elif max(groups.dims.tokens, groups.dims.expert) > 1:
         raise ConfigError(
-            f"the job is parallel as {held.dims}: sequences in parts and experts on several ranks "
-            "are not built beside the stages of a pipeline; leave hf_zero.sequence_parallel and "
-            "ep_size out, or train the whole model without stages"
+            f"the job is parallel as {groups.dims}: sequences in parts and experts on several "
+            "ranks are not built beside the stages of a pipeline; leave hf_zero.sequence_parallel "
+            "and ep_size out, or train the whole model without stages"
         )
     else:
         raise ConfigError(
-            f"the job is parallel as {held.dims}, and the pipeline's topology is {topology}; the "
+            f"the job is parallel as {groups.dims}, and the pipeline's topology is {topology}; the "
             "number of stages stays for the life of the processes, after engine.destroy() too: "
             "start new ones for another, and split layers (hf_zero.tensor_parallel) before stages"
         )
@@ -186,15 +186,17 @@ def mark_tied(module: StagedModule, groups: ParallelGroups) -> None:
             holders.setdefault(name, {})[stage] = what
     buffers = [name for name, _ in module.named_buffers()]
     names = get_world_group().all_gather_object(buffers, "buffers of the stages")
-    every_name = {*holders, *(name for held in names for name in held)}
+    every_name = {*holders, *(name for stages in names for name in stages)}
     module.elsewhere = frozenset(every_name - set(own) - set(buffers))
-    for name, held in holders.items():
-        if len(held) > 1 and len(set(held.values())) > 1:
+    for name, stages in holders.items():
+        if len(stages) > 1 and len(set(stages.values())) > 1:
             raise PartitionError(
-                f"{name} is tied over stages {sorted(held)} of the pipeline, and differs "
-                f"there: {list(held.values())}; build it alike on all of them"
+                f"{name} is tied over stages {sorted(stages)} of the pipeline, and differs "
+                f"there: {list(stages.values())}; build it alike on all of them"
             )
-    tied = {name: tuple(sorted(held)) for name, held in sorted(holders.items()) if len(held) > 1}
+    tied = {
+        name: tuple(sorted(stages)) for name, stages in sorted(holders.items()) if len(stages) > 1
+    }
     set_tied(module, tied)
 
 

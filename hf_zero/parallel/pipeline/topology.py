@@ -23,7 +23,8 @@ class ProcessTopology:
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
         coordinate: Any = self.ProcessCoord
         self.mapping: dict[Any, int] = {
-            coordinate(*place): rank for rank, place in enumerate(product(*map(range, self.dims)))
+            coordinate(*coordinates): rank
+            for rank, coordinates in enumerate(product(*map(range, self.dims)))
         }
         self._coords = list(self.mapping)
 
@@ -78,8 +79,8 @@ class ProcessTopology:
             return []
         others = [each for each in self.axes if each != axis]
         return [
-            self.filter_match(**dict(zip(others, place)))
-            for place in product(*(range(self.get_dim(other)) for other in others))
+            self.filter_match(**dict(zip(others, coordinates)))
+            for coordinates in product(*(range(self.get_dim(other)) for other in others))
         ]
 
     def filter_match(self, **coords: int) -> list[int]:

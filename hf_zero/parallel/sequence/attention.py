@@ -147,9 +147,9 @@ def _places(
             torch.tensor(starts)[:, None] + torch.arange(length)
             for length, starts in documents.by_length(rows).items()
         ]
-        whole = upload(torch.cat([place.flatten() for place in indices]), device)
-        parts = whole.split([place.numel() for place in indices])
-        return whole, tuple(part.view_as(place) for part, place in zip(parts, indices))
+        whole = upload(torch.cat([tokens.flatten() for tokens in indices]), device)
+        parts = whole.split([tokens.numel() for tokens in indices])
+        return whole, tuple(part.view_as(tokens) for part, tokens in zip(parts, indices))
 
 
 def scatter_heads(dim: MeshDim, key: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -250,7 +250,7 @@ def _swap(dim: MeshDim, key: str, rows: Sequence[torch.Tensor]) -> list[tuple[to
     handle.wait()
     parts = [part.split([each.shape[1] for each in flat]) for part in came.view(dim.size, -1)]
     return [
-        tuple(part[place].view(each.shape[1:]) for part in parts) for place, each in enumerate(rows)
+        tuple(part[index].view(each.shape[1:]) for part in parts) for index, each in enumerate(rows)
     ]
 
 

@@ -231,14 +231,14 @@ class SequenceBatches:
             batches = _gather_objects(self.dim, on_cpu(batch))
             if any(each is None for each in batches):
                 return
-            for place, each in enumerate(batches):
-                self._left = len(batches) - place - 1
+            for index, each in enumerate(batches):
+                self._left = len(batches) - index - 1
                 if skip:
                     skip -= 1
                     continue
                 if last is not None:
                     # Accelerate ends an accumulation window with the last batch of a loader
-                    self.loader.end_of_dataloader = last and place + 1 == len(batches)
+                    self.loader.end_of_dataloader = last and index + 1 == len(batches)
                 yield self._placed(cut(each, self.dim.rank, self.division))
 
     def _placed(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -120,13 +120,13 @@ def _to_kernel(pattern: Pattern, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """
     width = max(tensor.shape[-1] for tensor in tensors if tensor.dim() == 4)
     width = -(-width // 8) * 8
-    given = []
+    converted = []
     for each in tensors:
         if each.dim() == 4 and each.shape[-1] < width:
             each = F.pad(each, (0, width - each.shape[-1]))
         each = (each.flip(1) if pattern is Pattern.REVERSED else each).transpose(1, 2)
-        given.append(each.contiguous() if each.dim() == 3 else each)
-    return given
+        converted.append(each.contiguous() if each.dim() == 3 else each)
+    return converted
 
 
 def _from_kernel(pattern: Pattern, tensor: torch.Tensor) -> torch.Tensor:

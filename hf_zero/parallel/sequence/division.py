@@ -47,10 +47,10 @@ class Division:
     def part(self, whole: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
         """Return the tokens of ``rank``, one of :attr:`ranks`, along ``dim`` of ``whole``."""
         if self.context > 1:
-            rank, place = divmod(rank, self.sequence)
+            rank, ring_rank = divmod(rank, self.sequence)
             chunks = whole.chunk(2 * self.context, dim)
             both = torch.cat([chunks[rank], chunks[-1 - rank]], dim)
-            return both.chunk(self.sequence, dim)[place]
+            return both.chunk(self.sequence, dim)[ring_rank]
         return whole.chunk(self.sequence, dim)[rank]
 
     def whole(self, parts: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:

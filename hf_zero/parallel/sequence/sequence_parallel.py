@@ -74,15 +74,15 @@ def sequence_parallel(
     """
     if not process_group.is_initialized():
         init_distributed()
-    held = get_parallel()
+    groups = get_parallel()
     if size is None and context_parallel_size is None:
-        if held is None or held.dims.tokens == 1:
+        if groups is None or groups.dims.tokens == 1:
             raise ConfigError(
                 f"hf_zero.sequence_parallel() was called without a size, and this job is not "
                 f"sequence parallel; pass the number of ranks, or write {KEY} or {CONTEXT} in the "
                 "configuration and call it after initialize"
             )
-        size, context_parallel_size = held.dims.sequence, held.dims.context
+        size, context_parallel_size = groups.dims.sequence, groups.dims.context
     division = Division(_one_of(size, KEY), _one_of(context_parallel_size, CONTEXT))
     dims = sequence_dims(division, dims_in_effect())
     return SequenceParallel(init_parallel(dims), attention, in_evaluation)
@@ -107,11 +107,11 @@ def sequence_dims(division: Division, dims: ParallelDims) -> ParallelDims:
         raise ConfigError(
             f"{division} does not divide {readers} ranks{of}; choose a divisor of {readers}"
         )
-    held = Division(dims.sequence, dims.context)
-    if held not in (Division(), division):
+    present = Division(dims.sequence, dims.context)
+    if present not in (Division(), division):
         raise ConfigError(
             f"{division} was asked for in a job whose ranks are sequence parallel in groups of "
-            f"{held.ranks} ({held}); the size stays for the life of the processes, after "
+            f"{present.ranks} ({present}); the size stays for the life of the processes, after "
             "engine.destroy() too: start new ones for another"
         )
     return dims.resized(sequence=division.sequence, context=division.context)

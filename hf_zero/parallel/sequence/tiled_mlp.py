@@ -71,16 +71,16 @@ class TiledMlps(Stateless):
         def forward(*args: Any, **kwargs: Any) -> Any:
             named: dict[int | str, Any] = dict(enumerate(args))
             named.update(kwargs)
-            given = {name: each for name, each in named.items() if each is not None}
-            name, x = next(iter(given.items()), (0, None))
+            arguments = {name: each for name, each in named.items() if each is not None}
+            name, x = next(iter(arguments.items()), (0, None))
             tokens = x.shape[-2] if isinstance(x, torch.Tensor) and x.dim() > 1 else 1
             shards = min(self._shards, tokens)
             if shards == 1:
                 return plain(*args, **kwargs)
-            if len(given) > 1 or name not in (0, *kwargs):
+            if len(arguments) > 1 or name not in (0, *kwargs):
                 raise ConfigError(
                     f"{KEY} cannot cut the tokens of {described(module)}, which is called with "
-                    f"{len(given)} arguments of unknown roles; remove the section"
+                    f"{len(arguments)} arguments of unknown roles; remove the section"
                 )
             assert isinstance(x, torch.Tensor)
             run = plain if isinstance(name, int) else lambda part: plain(**{name: part})

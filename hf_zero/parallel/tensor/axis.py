@@ -288,31 +288,31 @@ class WeightGradients:
     """The gradients of ``weights``, by the number of their layer; these layers read one input."""
 
     def __init__(self, weights: Mapping[int, nn.Parameter]):
-        self._places = {number: place for place, number in enumerate(weights)}
+        self._places = {number: index for index, number in enumerate(weights)}
         self.weights: Sequence[nn.Parameter] = list(weights.values())
         self._conv1d: set[int] = set()
         self._arrived: dict[int, torch.Tensor] = {}
 
     def holds(self, number: int, module: nn.Module) -> bool:
         """Whether the gradient of ``module``, layer ``number``, is one of these."""
-        place = self._places.get(number)
-        return place is not None and module._parameters.get("weight") is self.weights[place]
+        index = self._places.get(number)
+        return index is not None and module._parameters.get("weight") is self.weights[index]
 
     def product(self, number: int, module: Any, x: torch.Tensor) -> torch.Tensor:
         """Return the output of ``module``, layer ``number``, for ``x``, without recording the
         gradient of its weight.
         """
-        place, bias = self._places[number], module.bias
-        weight = self.weights[place].detach()
+        index, bias = self._places[number], module.bias
+        weight = self.weights[index].detach()
         if is_conv1d(module):
-            self._conv1d.add(place)
+            self._conv1d.add(index)
             y = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
             y = y.view(*x.shape[:-1], weight.shape[-1])
         else:
             y = F.linear(x, weight, bias)
         node = y.grad_fn
         assert node is not None
-        node.register_prehook(partial(self._arrive, place))
+        node.register_prehook(partial(self._arrive, index))
         return y
 
     def _arrive(self, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -322,14 +322,14 @@ class WeightGradients:
     def compute(self, x: torch.Tensor) -> list[torch.Tensor | None]:
         """Return the gradients, from input ``x`` and the gradients that arrived; None: none did."""
         grads: list[torch.Tensor | None] = []
-        for place, weight in enumerate(self.weights):
-            arrived = self._arrived.pop(place, None)
+        for index, weight in enumerate(self.weights):
+            arrived = self._arrived.pop(index, None)
             if arrived is None:
                 grads.append(None)
                 continue
             rows = arrived.reshape(-1, arrived.shape[-1])
             inputs = x.reshape(-1, x.shape[-1]).to(rows.dtype)
-            first, second = (inputs, rows) if place in self._conv1d else (rows, inputs)
+            first, second = (inputs, rows) if index in self._conv1d else (rows, inputs)
             grads.append(first.t().mm(second).to(weight.dtype))
         return grads
 

@@ -215,8 +215,8 @@ class ExpertParts(Sharded):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         part = self._part
         x = copy_to(x, part.axis, part.name)
-        given, named = self._copied(args, kwargs)
-        y = super().forward(x, *given, **named)  # type: ignore[misc]
+        copied, named = self._copied(args, kwargs)
+        y = super().forward(x, *copied, **named)  # type: ignore[misc]
         return sum_over(y, part.axis, part.name)
 
 
@@ -324,8 +324,8 @@ class EnteringCaches:
             _check(name, given)
             for cache in _parts(given):
                 if cache not in self._own:
-                    for place, layer in enumerate(cache.layers):
-                        self._cut(model, f"layer {place} of {name}", place, layer)
+                    for index, layer in enumerate(cache.layers):
+                        self._cut(model, f"layer {index} of {name}", index, layer)
                     self._own.add(cache)
 
     def _after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

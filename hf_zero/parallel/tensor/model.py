@@ -168,17 +168,17 @@ def _check_same_size(record: TensorParallel | None, size: int) -> None:
 
 def dims_of(size: int) -> ParallelDims:
     """Return the mesh dimensions of the job with tensor-parallel groups of ``size``."""
-    held = get_parallel()
-    if held is None:
+    groups = get_parallel()
+    if groups is None:
         return ParallelDims.over(process_group.get_world_size(), tensor=size)
-    if held.dims.expert > 1 and held.dims.tensor != size:
+    if groups.dims.expert > 1 and groups.dims.tensor != size:
         raise ConfigError(
             f"tensor_parallel.autotp_size = {size} in a job whose experts are spread over "
-            f"{held.dims.expert} ranks already, which would become other ranks; call "
+            f"{groups.dims.expert} ranks already, which would become other ranks; call "
             "hf_zero.tensor_parallel before hf_zero.expert_parallel, or write both sections into "
             "the configuration"
         )
-    return held.dims.resized(tensor=size)
+    return groups.dims.resized(tensor=size)
 
 
 def _multiplies_itself(model: nn.Module) -> bool:
@@ -248,9 +248,9 @@ def _placed(
     """Return ``cuts``, extended by the whole parameters whose gradient is partial."""
     partial = _rehearse(inner, plan, rank, size)
     for parameter, is_partial in partial.items():
-        held = cuts.get(parameter, sharding_of(parameter))
-        if held.partial != is_partial:
-            cuts[parameter] = replace(held, partial=is_partial)
+        sharding = cuts.get(parameter, sharding_of(parameter))
+        if sharding.partial != is_partial:
+            cuts[parameter] = replace(sharding, partial=is_partial)
     return cuts
 
 

@@ -229,7 +229,7 @@ def _adapted(
     layer's own.
     """
     yield from _layers(f"{name}.base_layer", base, style)
-    held: dict[str, Any] = {each: getattr(module, each, {}) for each in _LOW_RANK}
+    adapters: dict[str, Any] = {each: getattr(module, each, {}) for each in _LOW_RANK}
     plain = not any(getattr(module, "use_dora", {}).values()) and not getattr(
         module, "lora_magnitude_vector", {}
     )
@@ -241,7 +241,7 @@ def _adapted(
     sizes = {
         layer.weight.shape[dim]
         for kind, dim in (("lora_A", 1), ("lora_B", 0))
-        for layer in held[kind].values()
+        for layer in adapters[kind].values()
         if sharding_of(layer.weight) is WHOLE_OF_ALL
     }
     if cut is not None and not sizes <= set(cut.whole):
@@ -249,15 +249,15 @@ def _adapted(
             f"the adapter of {name} was made for this rank's part of it; add adapters before "
             "hf_zero.tensor_parallel"
         )
-    if held["lora_embedding_A"] and style.cuts:
+    if adapters["lora_embedding_A"] and style.cuts:
         yield name, module, LayerStyle(layers.AdapterOfPart, takes="any"), True
     inputs = style.cuts == "inputs"
     for kind, wanted in (("lora_A", inputs), ("lora_B", not inputs)):
-        for key, layer in held[kind].items():
+        for key, layer in adapters[kind].items():
             if wanted:
                 yield f"{name}.{kind}.{key}", layer, style, True
     if style.runs is not None and issubclass(style.runs, layers.Rowwise):
-        for key, layer in held["lora_dropout"].items():
+        for key, layer in adapters["lora_dropout"].items():
             if isinstance(layer, nn.Dropout):
                 dropout = LayerStyle(layers.PartDropout, takes="any")
                 yield f"{name}.lora_dropout.{key}", layer, dropout, True

@@ -185,20 +185,20 @@ def gradients(outputs: Iterable[torch.Tensor]) -> dict[nn.Parameter, set[str]]:
         if not parts[output.grad_fn]:
             by_node[output.grad_fn].add(_COMPLETE)
     for node in reversed(order):
-        kind, given = _border(node), by_node[node]
-        if kind is borders._CopyTo and _COMPLETE in given:
+        kind, states = _border(node), by_node[node]
+        if kind is borders._CopyTo and _COMPLETE in states:
             raise ConfigError(
                 f"{node.name} sums the gradient of its inputs over the tensor-parallel ranks, and "
                 "what it gives is read by layers that are whole, too; have these read what comes "
                 "before it, or cut them"
             )
         if parts[node]:
-            given = {_COMPLETE if kind is borders._Split else _PARTIAL}
-        elif kind in (borders._CopyTo, borders._CopyLast) and given:
-            given = {_COMPLETE}
+            states = {_COMPLETE if kind is borders._Split else _PARTIAL}
+        elif kind in (borders._CopyTo, borders._CopyLast) and states:
+            states = {_COMPLETE}
         for child in _children(node):
             if not parts[child]:
-                by_node[child] |= given
+                by_node[child] |= states
     return {node.variable: by_node[node] for node in order if hasattr(node, "variable")}
 
 

@@ -98,7 +98,7 @@ class Verification:
                 f"{[list(each.shape) for each in outputs]}, cut, and of "
                 f"{[list(each.shape) for each in self._outputs]}, whole; {_REMEDY}"
             )
-        named = {f"output {place}": each for place, each in enumerate(self._outputs)}
+        named = {f"output {index}": each for index, each in enumerate(self._outputs)}
         self._compare("outputs", dict(zip(named, outputs)), named)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -129,7 +129,7 @@ class Verification:
     def _finish(self) -> None:
         for handle in self._handles:
             handle.remove()
-        reached = [(self._outputs[place], given) for place, given in self._given.items()]
+        reached = [(self._outputs[index], given) for index, given in self._given.items()]
         torch.autograd.backward(
             [output for output, _ in reached],
             [given.to(output.dtype) for output, given in reached],

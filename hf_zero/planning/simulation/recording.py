@@ -230,8 +230,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [*tensors_of(args)]
-        for each in given:
+        inputs = [*tensors_of(args)]
+        for each in inputs:
             self._take(each.untyped_storage())
         if func in _READS:
             out = _read(func, args, kwargs)
@@ -251,7 +251,7 @@ class Recorder(TorchDispatchMode):
             if formula is not None:
                 work.flops += formula(*args, **kwargs, out_val=out)
             elif fresh or func._schema.is_mutable:
-                work.nbytes += sum(each.nbytes for each in (*given, *outputs))
+                work.nbytes += sum(each.nbytes for each in (*inputs, *outputs))
         return out
 
     def add_flops(self, flops: float) -> None:
@@ -309,9 +309,9 @@ class Recorder(TorchDispatchMode):
             self.high, self.high_place = self.now + more, self._place
         if self.recording is None:
             return
-        held, phase = self.now + more + self._gathered, self._place.phase
-        if held > self.recording.peaks.get(phase, (-1, self._place))[0]:
-            self.recording.peaks[phase] = held, self._place
+        nbytes, phase = self.now + more + self._gathered, self._place.phase
+        if nbytes > self.recording.peaks.get(phase, (-1, self._place))[0]:
+            self.recording.peaks[phase] = nbytes, self._place
 
 
 @contextmanager
@@ -339,7 +339,7 @@ def _as_if_read(engine: Any) -> Iterator[None]:
         if not total.is_meta:
             return read(flats, total)
         return [
-            [world * (flat.gradient.used >> place & 1) for place in range(len(flat.members))]
+            [world * (flat.gradient.used >> index & 1) for index in range(len(flat.members))]
             for flat in flats
         ]
 

@@ -91,9 +91,12 @@ def _described(out: Any, args: Any) -> _Made | list[_Made] | None:
     if type(out) is not torch.Tensor or not out.is_meta or out.is_complex():
         return None
     storage = out.untyped_storage()
-    held = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
     description = tuple(out.shape), out.stride(), out.dtype
-    if storage._cdata in held or storage.nbytes() != _empty(description).untyped_storage().nbytes():
+    if (
+        storage._cdata in storages
+        or storage.nbytes() != _empty(description).untyped_storage().nbytes()
+    ):
         return None
     return description
 

@@ -230,8 +230,8 @@ def simulate(
     figures = [
         _figures(own, recording, spent[own.rank]) for own, recording in zip(plans, recordings)
     ]
-    place = next(n for n, own in enumerate(plans) if own.rank == options.get("rank", 0))
-    own, recording, here = plans[place], recordings[place], figures[place]
+    index = next(n for n, own in enumerate(plans) if own.rank == options.get("rank", 0))
+    own, recording, here = plans[index], recordings[index], figures[index]
     phases = _phases(own, recording)
     settings = own.settings
     return Simulation(
@@ -322,13 +322,13 @@ def plans_of_stages(
         default = 3 if asked.dims.pipeline == 1 else 1
         stage = default if job.get("config") is None else asked.settings.stage
     spread = {"enabled": True, "autoep_size": experts}
-    given = {
+    keys = {
         "replicate_size": replicas,
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": micro_batches,
         "expert_parallel": None if experts is None else spread,
     }
-    settings = _placed(asked, given, stage, offload_optimizer, offload_param)
+    settings = _placed(asked, keys, stage, offload_optimizer, offload_param)
     plans = plans_of(module, asked, settings)
     ranks_of = asked.dims.ranks_along(rank, "pipeline")
     return name, [
