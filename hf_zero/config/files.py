@@ -41,7 +41,7 @@ class SourcedDict(dict[str, Any]):
     filler: str = DICT
 
     @classmethod
-    def of(cls, mapping: Mapping[str, Any], label: str) -> SourcedDict:
+    def wrap(cls, mapping: Mapping[str, Any], label: str) -> SourcedDict:
         """Wrap ``mapping``, with ``label`` as the source of each value; a SourcedDict is returned
         as it is.
         """

@@ -229,7 +229,7 @@ class ReportingEngine(Engine):
         """The enabled monitors, to which a script may write events of its own, too."""
         if isinstance(self.measures, EngineMeasures):
             return self.measures.monitor
-        return MonitorMaster(DeepSpeedMonitorConfig.of(self.config))
+        return MonitorMaster(DeepSpeedMonitorConfig.from_config(self.config))
 
     @property
     def flops_profiler(self) -> FlopsProfiler:

@@ -205,7 +205,7 @@ class DeepSpeedConfig:
         self.world_size = ranks
         self._values: dict[str, Any] = dict(values)
         self._named = {
-            "monitor_config": DeepSpeedMonitorConfig.of(self.zero_config_native),
+            "monitor_config": DeepSpeedMonitorConfig.from_config(self.zero_config_native),
             "zero_config": DeepSpeedZeroConfig(**values.get(ZERO, {})),
             "zero_enabled": self.zero_config_native.stage > 0,
             "zero_optimization_stage": self.zero_config_native.stage,

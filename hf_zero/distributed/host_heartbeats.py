@@ -112,7 +112,7 @@ class HostHeartbeats:
             return ""
         one = len({rank_hosts.host_of(rank) for rank in ranks}) == 1
         return (
-            f"{rank_hosts.of(ranks)} {'is' if len(ranks) == 1 else 'are'} unreachable: no "
+            f"{rank_hosts.named(ranks)} {'is' if len(ranks) == 1 else 'are'} unreachable: no "
             f"heartbeat of {'this host' if one else 'these hosts'} for {self.timeout:g} s "
             "(host_timeout), because of a crash, a hang or the network, perhaps that of the host "
             "that reports this. Restart the job; if a host may pause for longer, set a longer "
@@ -131,7 +131,7 @@ class HostHeartbeats:
                 "the heartbeats of %s do not arrive regularly: does the network drop UDP between "
                 "hosts? If such a host becomes unreachable, ranks notice only after the timeout of "
                 "%g s",
-                rank_hosts.of(rank for group in ranks for rank in group),
+                rank_hosts.named(rank for group in ranks for rank in group),
                 self._wait_timeout,
             )
 
@@ -200,8 +200,8 @@ def _warn(reasons: Sequence[str], world: int, timeout: float) -> None:
     missing = [rank for rank, reason in enumerate(reasons) if reason not in ("", ONE_HOST)]
     if missing and not _is_one_host(world):
         log_rank0(
-            f"no heartbeats between hosts: {reasons[missing[0]]} ({rank_hosts.of(missing[:1])}). "
-            f"If a host becomes unreachable, ranks notice only after the timeout of {timeout:g} s",
+            f"no heartbeats between hosts: {reasons[missing[0]]} ({rank_hosts.named(missing[:1])}). If "
+            f"a host becomes unreachable, ranks notice only after the timeout of {timeout:g} s",
             logging.WARNING,
         )
 

@@ -198,7 +198,7 @@ def numbers(ranks: Sequence[int]) -> str:
     return ", ".join(text for part in parts for text in part)
 
 
-def of(ranks: Iterable[int]) -> str:
+def named(ranks: Iterable[int]) -> str:
     """Return ``rank 1 on worker-0 (10.0.0.1), ranks 2, 3 on worker-1 (10.0.0.2)``; only the numbers
     if :func:`learn` was never called.
     """

@@ -214,7 +214,7 @@ class Watchdog:
                 self._conclude(*diagnosis)
                 return RankMismatchError(diagnosis.text)
         if cause is None:
-            others = rank_hosts.of(
+            others = rank_hosts.named(
                 rank
                 for rank in pending.needs
                 if self.rank_status is None or rank != self.rank_status.rank
@@ -412,8 +412,8 @@ class Watchdog:
             needed = late or [rank for rank in pending.needs if rank != rank_status.rank]
             text = (
                 f"rank {rank_status.rank} has waited {waited:.0f} s, which is the timeout, for "
-                f"{pending}; {rank_hosts.of(needed)} {'has' if len(needed) == 1 else 'have'} not "
-                "joined it. See where such a rank is (py-spy dump): it hangs, or it has finished a "
+                f"{pending}; {rank_hosts.named(needed)} {'has' if len(needed) == 1 else 'have'} "
+                "not joined it. See where such a rank is (py-spy dump): it hangs, or it has finished a "
                 "loop of fewer steps than the others. If it is only slow, set a longer timeout in "
                 "the config"
             )

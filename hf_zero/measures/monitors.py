@@ -32,7 +32,7 @@ class DeepSpeedMonitorConfig:
     csv_monitor: CsvSection = field(default_factory=CsvSection)
 
     @classmethod
-    def of(cls, config: ZeroConfig) -> DeepSpeedMonitorConfig:
+    def from_config(cls, config: ZeroConfig) -> DeepSpeedMonitorConfig:
         """Return the sections of a whole configuration."""
         return cls(config.tensorboard, config.wandb, config.comet, config.csv_monitor)
 
@@ -46,7 +46,7 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     """Return the sections of a configuration dict. Raises ConfigError for invalid keys in them."""
     names = [each.name for each in fields(DeepSpeedMonitorConfig)]
     sections = {name: param_dict[name] for name in names if name in param_dict}
-    return DeepSpeedMonitorConfig.of(ZeroConfig.from_dict(sections, foreign=True))
+    return DeepSpeedMonitorConfig.from_config(ZeroConfig.from_dict(sections, foreign=True))
 
 
 def _library(name: str, monitor: str) -> Any:

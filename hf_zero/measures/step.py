@@ -78,7 +78,7 @@ class EngineMeasures(StepMeasures):
         self._rank, self._line = rank, StepLine(config, rank)
         self._every, self._world = self._line.every, engine.world_size
         self.times = StepTimes(config.wall_clock_breakdown, self._every or 1, device, rank)
-        monitors = DeepSpeedMonitorConfig.of(config)
+        monitors = DeepSpeedMonitorConfig.from_config(config)
         with raise_on_all_ranks("open its monitors") if monitors.enabled else spans.NOTHING:
             self.monitor = MonitorMaster(monitors)
         self._memory = config.memory_breakdown

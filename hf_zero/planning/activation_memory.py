@@ -50,7 +50,7 @@ class Saving:
     tiled_mlp: TiledMlpSection = field(default_factory=TiledMlpSection)
 
     @classmethod
-    def of(cls, config: ZeroConfig) -> Saving:
+    def from_config(cls, config: ZeroConfig) -> Saving:
         kernels = () if isinstance(config.kernels, str) else config.kernels
         return cls(config.activation_checkpointing, kernels, config.tiled_mlp)
 
@@ -174,7 +174,7 @@ def length_estimate(plan: EnginePlan, length: int) -> LengthEstimate:
     config = plan.settings.on_device(device.type)
     sequences = Sequences(length, config.train_micro_batch_size_per_gpu or 1, division)
     ways = []
-    for name, saving, keys in Saving.of(config).and_more():
+    for name, saving, keys in Saving.from_config(config).and_more():
         nbytes = activation_bytes(plan.model, sequences, plan.dtypes, saving, device)
         ways.append(ActivationWay(name, keys, nbytes.kept, nbytes.most))
     return LengthEstimate(length, sequences.rows, length // division.ranks, tuple(ways))

@@ -98,7 +98,7 @@ class LayerDrop(DrawsForBlocks):
         self._training: list[int] = []
 
     @classmethod
-    def of(cls, config: ZeroConfig) -> LayerDrop | None:
+    def from_config(cls, config: ZeroConfig) -> LayerDrop | None:
         """Return the technique configured in ``config``, or None."""
         section = config.progressive_layer_drop
         return cls(section, config.seed or 0) if section.enabled else None

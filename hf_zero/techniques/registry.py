@@ -52,9 +52,9 @@ TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
     # after the curricula: eigenvalues are measured on truncated batches
     "quantize_training": quantize_training,
     "weight_quantization": weight_quantization,
-    LAYER_DROP: LayerDrop.of,
-    TOKEN_DROP: TokenDrop.of,
-    TILED_MLP: TiledMlps.of,
+    LAYER_DROP: LayerDrop.from_config,
+    TOKEN_DROP: TokenDrop.from_config,
+    TILED_MLP: TiledMlps.from_config,
 }
 
 

@@ -103,7 +103,7 @@ class TokenDrop(DrawsForBlocks):
         self._watching: Any = None
 
     @classmethod
-    def of(cls, config: ZeroConfig) -> TokenDrop | None:
+    def from_config(cls, config: ZeroConfig) -> TokenDrop | None:
         """Return the technique configured in ``config``, or None. Raises ConfigError for missing or
         contradictory keys.
         """

@@ -93,7 +93,7 @@ def test_parts_of_sequences_are_those_of_shorter_ones_and_what_is_exchanged(
 
 def test_what_a_configuration_saves_is_not_added_again() -> None:
     keys = {"kernels": ["loss", "norms"], "tiled_mlp": {"enabled": True}}
-    ways = list(Saving.of(ZeroConfig.from_dict(keys)).and_more())
+    ways = list(Saving.from_config(ZeroConfig.from_dict(keys)).and_more())
     recomputed = {"activation_checkpointing": {"blocks": True}}
     found = [(name, added) for name, _, added in ways]
     assert found == [("", {}), ("blocks recomputed", recomputed)]

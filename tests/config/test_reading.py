@@ -318,7 +318,7 @@ def test_all_mistakes_are_reported_at_once_of_a_file_that_was_copied() -> None:
         "optimizer": {"params": {"lr": 1}},
         "zero_optimization.reduce_bucketsize": 1,
     }
-    copied = copy.deepcopy(SourcedDict.of(config, "config file ds.json"))
+    copied = copy.deepcopy(SourcedDict.wrap(config, "config file ds.json"))
     with pytest.raises(ConfigError) as caught:
         ZeroConfig.from_dict(copied)
     first, *listed = str(caught.value).splitlines()

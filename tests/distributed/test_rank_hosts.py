@@ -44,7 +44,7 @@ def test_every_rank_learns_every_host(known: list[str], monkeypatch: pytest.Monk
         monkeypatch.setenv("HF_ZERO_HOST", "worker-0")
         rank_hosts.learn(store, 0, 3)
     assert known == ["worker-0 (127.0.0.1)", "worker-1 (127.0.0.1)", "worker-1 (127.0.0.1)"]
-    said = rank_hosts.of([0, 1, 2])
+    said = rank_hosts.named([0, 1, 2])
     assert said == "rank 0 on worker-0 (127.0.0.1), ranks 1, 2 on worker-1 (127.0.0.1)"
 
 
@@ -67,7 +67,7 @@ def test_the_name_that_the_user_gives_goes_before_a_launchers_and_the_machines_o
 
 
 def test_a_collective_that_breaks_names_the_peers_and_their_hosts(known: list[str]) -> None:
-    assert rank_hosts.of([0, 3]) == "ranks 0, 3"  # nobody told their hosts
+    assert rank_hosts.named([0, 3]) == "ranks 0, 3"  # nobody told their hosts
     known += ["a (10.0.0.1)", "b (10.0.0.2)"]
     log = CollectiveLog("gathers", [0, 1], 60.0)
     handle = Handle([Lost()], Watchdog(enabled=False), log.issue("all-gather of layer.1", (1,)))

@@ -320,7 +320,7 @@ CAPACITIES = (Capacity(1.0, 0), Capacity(0.5, 3), Capacity(1, 0, False))
 def test_weights_counts_and_loss(case):
     k, capacity = case
     scores = logits(spread=2.0)
-    most = capacity.of(TOKENS, GATED, k)
+    most = capacity.limit(TOKENS, GATED, k)
     found = (
         routing.top1(scores, capacity, selects_at_random=False)
         if k == 1

@@ -29,7 +29,7 @@ ROWS, TOKENS = 2, 24
 def documents_of(lengths, window=0):
     """Documents of these lengths in each row; one row stands for all rows."""
     rows = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
-    return dataclasses.replace(Documents.of(0, torch.stack(rows)), window=window)
+    return dataclasses.replace(Documents.from_positions(0, torch.stack(rows)), window=window)
 
 
 WHOLE, PACKED = [[TOKENS]], [[5, 1, 7, 8, 3], [9, 15]]

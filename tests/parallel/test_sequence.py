@@ -233,7 +233,7 @@ def test_places_of_documents_are_made_once():
         with torch.inference_mode(inference):
             q = torch.randn(2, 1, 16, 3, requires_grad=not inference)
             # as each block has it, from its mask
-            documents = Documents.from_mask(Documents.of(1, positions).as_mask())
+            documents = Documents.from_mask(Documents.from_positions(1, positions).as_mask())
             assert documents is not None
             out = attention._by_document(lambda q, k, v: v.transpose(1, 2), q, q, q, documents)
         assert torch.equal(out, q.transpose(1, 2))
@@ -301,7 +301,7 @@ def test_documents_of_a_part_are_known_without_its_values():
     packed = batches.cut({"input_ids": places, "position_ids": places}, 1, Division(2))[
         "position_ids"
     ]
-    assert batches.documents_of(packed) == Documents.of(0, places)
+    assert batches.documents_of(packed) == Documents.from_positions(0, places)
     assert batches.documents_of(packed[:1]) is None
     packed += 1
     assert batches.documents_of(packed) is None

@@ -133,7 +133,7 @@ def _sourced(mapping: Mapping[str, Any], label: str) -> SourcedDict:
     """
     if "zero_optimization" not in mapping:
         ZeroConfig.from_dict(mapping, source=label, allow_auto=True, foreign=True)
-    return SourcedDict.of(mapping, label)
+    return SourcedDict.wrap(mapping, label)
 
 
 def remember_launch(config: Any) -> None:

@@ -291,7 +291,7 @@ def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
             original(self, args, auto_find_batch_size)
             return
         refuse_full_eval(self.config, args)
-        self.config = SourcedDict.of(self.config, DICT)
+        self.config = SourcedDict.wrap(self.config, DICT)
         self.config.filler = "the training arguments"
         open_left_out(self.config)
         original(self, args, auto_find_batch_size)

@@ -33,7 +33,7 @@ class Capacity:
     least: int
     drops: bool = True
 
-    def of(self, tokens: int, experts: int, k: int) -> int | None:
+    def limit(self, tokens: int, experts: int, k: int) -> int | None:
         """Return the capacity for ``tokens``, ``experts`` and ``k`` choices; None: no limit."""
         if not self.drops:
             return None
@@ -95,7 +95,7 @@ def top1(
     chosen = (logits + gumbel(logits) if noisy else gates).argmax(1)
     if used is not None:
         chosen = chosen.where(used.to(chosen.device).bool(), experts)
-    most = capacity.of(len(logits), experts, 1)
+    most = capacity.limit(len(logits), experts, 1)
     order = torch.rand(len(chosen), device=chosen.device).argsort() if selects_at_random else None
     taken = _fits(_places(chosen, order), most) & (chosen < experts)
     assigned = chosen.where(taken, experts)
@@ -120,7 +120,7 @@ def top2(logits: torch.Tensor, capacity: Capacity, samples: bool = True) -> Rout
     )
     second = others.argmax(1)
     chosen = torch.cat([first, second])
-    most = capacity.of(tokens, experts, 2)
+    most = capacity.limit(tokens, experts, 2)
     places = _places(chosen)
     taken = _fits(places, most)
     assigned = chosen.where(taken, experts)

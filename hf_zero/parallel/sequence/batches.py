@@ -87,7 +87,7 @@ def cut(batch: Any, rank: int, division: Division) -> dict[str, Any]:
             f"for {division.key}; pass [rows, {length}]"
         )
     if documents is None:
-        documents = Documents.of(0, positions)
+        documents = Documents.from_positions(0, positions)
         if mask is not None:
             _check_packing(mask, positions, division.key)
     batch["position_ids"] = positions.expand(rows, -1)

@@ -55,7 +55,7 @@ class Documents:
         return zlib.crc32(repr((self.length, self.spans)).encode()) or 1
 
     @classmethod
-    def of(cls, number: int, positions: torch.Tensor) -> Documents:
+    def from_positions(cls, number: int, positions: torch.Tensor) -> Documents:
         """Find the documents in ``positions`` [rows, tokens] of whole sequences. The host waits."""
         positions = positions.cpu()
         rows, length = positions.shape

@@ -276,7 +276,7 @@ class SameBatches:
             )
         if documents is None or _UNKNOWN in codes:
             parts = all_gather(dim, "position_ids", positions)
-            return Documents.of(0, division.whole(parts.unbind()))
+            return Documents.from_positions(0, division.whole(parts.unbind()))
         return documents
 
 

@@ -35,7 +35,7 @@ class TiledMlps(Stateless):
         self._undo: list[Any] = []
 
     @classmethod
-    def of(cls, config: ZeroConfig) -> TiledMlps | None:
+    def from_config(cls, config: ZeroConfig) -> TiledMlps | None:
         """Return the technique if ``config`` enables it, else None."""
         return cls(config.tiled_mlp) if config.tiled_mlp.enabled else None
 
