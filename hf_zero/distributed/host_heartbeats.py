@@ -200,8 +200,9 @@ def _warn(reasons: Sequence[str], world: int, timeout: float) -> None:
     missing = [rank for rank, reason in enumerate(reasons) if reason not in ("", ONE_HOST)]
     if missing and not _is_one_host(world):
         log_rank0(
-            f"no heartbeats between hosts: {reasons[missing[0]]} ({rank_hosts.named(missing[:1])}). If "
-            f"a host becomes unreachable, ranks notice only after the timeout of {timeout:g} s",
+            f"no heartbeats between hosts: {reasons[missing[0]]} "
+            f"({rank_hosts.named(missing[:1])}). If a host becomes unreachable, ranks notice only "
+            f"after the timeout of {timeout:g} s",
             logging.WARNING,
         )
 

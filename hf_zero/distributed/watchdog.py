@@ -413,9 +413,9 @@ class Watchdog:
             text = (
                 f"rank {rank_status.rank} has waited {waited:.0f} s, which is the timeout, for "
                 f"{pending}; {rank_hosts.named(needed)} {'has' if len(needed) == 1 else 'have'} "
-                "not joined it. See where such a rank is (py-spy dump): it hangs, or it has finished a "
-                "loop of fewer steps than the others. If it is only slow, set a longer timeout in "
-                "the config"
+                "not joined it. See where such a rank is (py-spy dump): it hangs, or it has "
+                "finished a loop of fewer steps than the others. If it is only slow, set a longer "
+                "timeout in the config"
             )
             verdict = HangDiagnosis(text, text)
         if waited >= NOTED_SECONDS:
