@@ -29,7 +29,7 @@ from hf_zero.optim.segment_table import (
     plain_settings,
     scaled_rates,
 )
-from hf_zero.optim.segments import Flat, Segment, masters, split
+from hf_zero.optim.segments import Flat, Segment, masters
 from hf_zero.optim.sharded_tensors import OneRank, ShardedTensors, ShardRanks
 from hf_zero.optim.state import StateEntries
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
@@ -96,14 +96,14 @@ class BoundOptimizer:
         self.numbers = GroupNumbers(self._entries, self._table)
         self.factors = TensorFactors(self._entries, self._table)
         self.loads = 0  # calls of load_tensor
-        self._flats, self._ranks = [flat for flat in flats if flat.trainable], ranks or OneRank()
+        self._flats, self.ranks = [flat for flat in flats if flat.trainable], ranks or OneRank()
         if any(flat.offloaded for flat in self._flats):
             refuse_offload(optimizer)
         self.sums: ShardedTensors | None = None  # set only for an update that needs whole tensors
         if isinstance(optimizer, WholeTensorOptimizer):
             table, flats = self._table, self._flats
             self.sums = ShardedTensors(
-                optimizer, flats, group_of, lambda: table.segments, self._ranks, kernels
+                optimizer, flats, group_of, lambda: table.segments, self.ranks, kernels
             )
         slots: dict[str, Slot] = {
             slot.name: slot for flat in self._flats for slot in flat.layout.slots
@@ -373,12 +373,15 @@ class BoundOptimizer:
             else:
                 _copy(held[part.offset : part.offset + values.numel()], values)
 
-    def forget(self) -> None:
-        """Reset all state to before the first step."""
+    def forget(self, parted: Iterable[int] = ()) -> None:
+        """Reset all state to before the first step; ``parted``: the groups whose parameters will
+        have made different numbers of steps.
+        """
         self.numbers.note_load([])
         self._table.offloaded.wait()
         dict.clear(self.optimizer.state)
-        self._table.parted.clear()
+        self._table.device.together = False
+        self._table.parted = set(parted)
         self._table.offloaded.renew_all()
 
     def scalars(self) -> list[dict[str, float]]:
@@ -463,36 +466,33 @@ class BoundOptimizer:
         table = self._table
         return snapshots.described(packed, table.segments, table.parted, self._flats)
 
-    def fitted(self, packed: dict[str, Any]) -> dict[str, Any]:
-        """Return ``packed``, a state dict of this model, in the form that the optimizer's own
-        ``load_state_dict`` takes: segments are cut at the borders of its entries, and its entries
-        at the borders of segments. A state dict without positions is returned unchanged. Collective
-        if it was saved over other flat buffers.
-
-        Raises:
-            UnsupportedOptimizerError: other groups, or elements are missing.
+    def with_positions(self, packed: dict[str, Any]) -> dict[str, Any]:
+        """Return ``packed``, a state dict of this model, with positions: those of the present
+        segments if it has none. Raises UnsupportedOptimizerError for other groups, or other
+        segments.
         """
         self._same_groups(packed["param_groups"], "a state dict")
-        kind, cut = type(self.optimizer).__name__, self._table.segments
-        packed = snapshots.over_flats(packed, self._flats, cut, self._ranks, kind)
-        saved = snapshots.read(packed, kind)
-        if saved is None:
+        if snapshots.KEY in packed:
             return packed
-        self._table.replace(
-            {
-                segment: split(segment, saved.borders(segment))
-                for segment in self._table.segments
-                if segment.parts
-            }
+        saved, live = (
+            [len(g["params"]) for g in of] for of in (packed["param_groups"], self.groups)
         )
-        self._table.parted = set(saved.parted)
-        return saved.over(self._table.segments)
+        if saved != live:
+            raise UnsupportedOptimizerError(
+                f"a state dict of {saved} tensors a group cannot go into optimizer "
+                f"{type(self.optimizer).__name__}, which steps {live} segments on this rank; load "
+                "what its own state_dict() returned under an engine, or use load_checkpoint"
+            )
+        return snapshots.described(packed, self._table.segments, self._table.parted, self._flats)
 
-    def unpacked(self) -> None:
-        """Update the bookkeeping after the optimizer's ``load_state_dict`` has replaced state."""
-        self.numbers.note_load(self.scalars(), self.apart())
-        self._table.device.together = False
-        self._table.offloaded.unpacked()
+    def settings_of(self, packed: dict[str, Any]) -> dict[str, Any]:
+        """Return ``packed`` without its entries, for the optimizer's own ``load_state_dict``."""
+        sizes = [len(group["params"]) for group in self.groups]
+        groups = [
+            {**group, "params": [*range(size)]}
+            for group, size in zip(packed["param_groups"], sizes)
+        ]
+        return {**packed, "state": {}, "param_groups": groups}
 
     def fresh(self, group: int) -> dict[str, Any]:
         """Return the state of a parameter of one element in ``group`` before its first step."""

@@ -288,23 +288,6 @@ class OffloadedState:
                 }
         return {**packed, "state": {place: entry for place, entry in entries.items() if entry}}
 
-    def unpacked(self) -> None:
-        """Move the entries that the optimizer's own ``load_state_dict`` has set into the arrays of
-        the segments.
-        """
-        live = self._entries.optimizer.state
-        for segment in self._all:
-            storage = segment.parts[0].flat.storage
-            given = live.pop(segment.tensor, {})
-            if given.keys().isdisjoint(storage.names()):
-                self._renew(segment)
-            for name, value in given.items():
-                if name in storage.names():
-                    storage.store(name, segment.start, value)
-                    given[name] = self._entry(segment, name)
-                    self._fresh.discard(segment)
-            live[segment.tensor].update(given)
-
 
 def _usual(group: Mapping[str, Any]) -> bool:
     return not group.get("differentiable") and not group.get("capturable")

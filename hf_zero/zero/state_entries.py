@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +23,6 @@ from hf_zero.optim.bound_optimizer import ParameterNumbers
 from hf_zero.optim.segment_table import Factors
 from hf_zero.optim.state import is_elementwise
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-
-if TYPE_CHECKING:
-    from hf_zero.zero.engine_parts import EngineParts
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +96,7 @@ def names_by_kind(kinds: Mapping[str, Collection[str]]) -> dict[str, set[str]]:
 class EngineState:
     """The entries of ``engine``. Updates of offloaded state are waited for."""
 
-    def __init__(self, engine: EngineParts):
+    def __init__(self, engine: Any):
         self.bound, self._mesh = engine.bound, engine.mesh
         self._fresh: dict[int, tuple[dict[str, float], dict[str, torch.Tensor]]] = {}
 
@@ -108,7 +105,7 @@ class EngineState:
         ``optimizer``; offloaded ones may be copies.
         """
         if optimizer and flat.trainable:
-            return self.bound.tensors(flat.optimizer_shard)  # type: ignore[no-any-return]
+            return self.bound.tensors(flat.optimizer_shard)
         master = flat.optimizer_shard.master
         return {MASTER: (flat.shard if master is None else master).detach()}
 
@@ -161,7 +158,7 @@ class EngineState:
         """Return the numbers of each parameter of a group, as far as known on any rank; ``names``
         maps this rank's names to those of the whole model. Collective.
         """
-        return self.bound.by_parameter(  # type: ignore[no-any-return]
+        return self.bound.by_parameter(
             names, lambda each: self._mesh.all_gather_object(each, "step counts")
         )
 
@@ -169,7 +166,7 @@ class EngineState:
 @torch.no_grad()
 def transfer(
     source: StateSource,
-    engine: EngineParts,
+    engine: Any,
     weights: bool = True,
     optimizer: bool = True,
     keeps: bool = False,
@@ -222,7 +219,8 @@ def _fill(
             continue
         elif not flat.trainable:
             out = out.clone()  # others may read the shard until it is stored
-        source.read(of_kind, out)
+        if kind in held:  # the same on all ranks, which ``arrays`` need not be
+            source.read(of_kind, out)
         if kind != MASTER:
             state.bound.load_tensor(shard, kind, out)
         elif MASTER in shard.storage.names():

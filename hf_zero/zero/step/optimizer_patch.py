@@ -12,8 +12,11 @@ import torch
 
 from hf_zero.errors import PartitionError
 from hf_zero.optim.elementwise import give_back
+from hf_zero.optim.snapshots import KEY
 from hf_zero.optim.state import SegmentStates
 from hf_zero.zero.layout.parameter import name_of, owner_of
+from hf_zero.zero.state_entries import transfer
+from hf_zero.zero.step.saved_segments import SavedSegments
 
 TAKEN = ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict")
 # with this attribute GradScaler.step passes itself to an optimizer's step, as grad_scaler
@@ -83,13 +86,17 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
 
     def load_state_dict(state_dict: dict[str, Any]) -> None:
         alive = engine()
-        if alive is not None:
-            alive.updater.finish()
-            state_dict = alive.bound.fitted(state_dict)
-        type(optimizer).load_state_dict(optimizer, state_dict)
+        if alive is None:
+            type(optimizer).load_state_dict(optimizer, state_dict)
+            watch_state()
+            return
+        alive.updater.finish()
+        state_dict = alive.bound.with_positions(state_dict)
+        source = SavedSegments(state_dict, alive)
+        type(optimizer).load_state_dict(optimizer, alive.bound.settings_of(state_dict))
         watch_state()
-        if alive is not None:
-            alive.bound.unpacked()
+        alive.bound.forget(state_dict[KEY]["parted"])
+        transfer(source, alive, weights=False)
 
     def wait() -> None:
         alive = engine()

@@ -1,0 +1,216 @@
+"""The state dict of the user's optimizer under an engine, as a source of state.
+
+Its entries are those of segments (``hf_zero/optim/snapshots.py``), which are cut elsewhere in the
+course of a run. With other units, or other parameters that stay whole, a rank owns other elements:
+ranks then exchange them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.optim.bound_optimizer import ParameterNumbers
+from hf_zero.optim.segment_table import Factors
+from hf_zero.optim.sharded_tensors import OneRank
+from hf_zero.optim.snapshots import KEY, layout_of
+from hf_zero.optim.state import is_elementwise, is_scalar
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.sharding import WholeNames
+from hf_zero.zero.state_entries import StateEntry, StateSource, names_by_kind
+
+
+class _Run(NamedTuple):
+    """Elements ``[start, stop)`` of a parameter, at ``offset`` of entry ``entry``."""
+
+    start: int
+    stop: int
+    entry: int
+    offset: int
+
+
+@dataclass(eq=False)
+class _Saved:
+    """The content of one rank's state dict, by parameter of the whole model."""
+
+    runs: dict[str, list[_Run]] = field(default_factory=dict)
+    kinds: dict[str, set[str]] = field(default_factory=dict)
+    group_of: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, dict[str, float] | None] = field(default_factory=dict)
+    factors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    shared: list[Counter[tuple[tuple[str, float], ...]]] = field(default_factory=list)  # by group
+    refusal: str = ""
+
+
+class SavedSegments(StateSource):
+    """The state in ``packed``, a state dict of the optimizer of ``engine``. Collective, as is a
+    transfer of it, if it was saved over other flat buffers.
+
+    Raises UnsupportedOptimizerError, on all ranks, for elements that it lacks, for parameters in
+    other groups, and for state of whole tensors that no optimizer here keeps.
+    """
+
+    def __init__(self, packed: Mapping[str, Any], engine: Any):
+        bound, flats = engine.bound, engine.sharded_model.trainable
+        self._kind, self._state = type(engine.optimizer).__name__, packed["state"]
+        self._own = WholeNames(engine.module).own_of(bound.group_of)
+        self._group_of = bound.group_of
+        layout = layout_of(flat.optimizer_shard for flat in flats)
+        former = packed[KEY].get("layout", layout)
+        self._ranks = OneRank() if former == layout else bound.ranks
+        wanted = {
+            self._own[slot.name]: StateEntry(flat, slot.name, "").range
+            for flat in flats
+            for slot in flat.layout.slots
+            if slot.name in self._own
+        }
+        every = self._ranks.gather_objects((self._read(packed, former), wanted))
+        self._saved: list[_Saved] = [saved for saved, _ in every]
+        self._wanted: list[dict[str, tuple[int, int]]] = [each for _, each in every]
+        for saved in self._saved:
+            if saved.refusal:
+                raise UnsupportedOptimizerError(saved.refusal)
+        groups = {self._own[name]: group for name, group in bound.group_of.items()}
+        for target, each in enumerate(self._wanted):
+            for name in each:
+                for source, _ in self._runs(name, target):
+                    self._check_group(name, self._saved[source].group_of[name], groups.get(name))
+
+    def _check_group(self, name: str, saved: int, live: int | None) -> None:
+        if live is not None and saved != live:
+            raise UnsupportedOptimizerError(
+                f"a state dict of optimizer {self._kind} has {name!r} in group {saved}, here it is "
+                f"in group {live}; build the optimizer with the groups it was saved with"
+            )
+
+    def _read(self, packed: Mapping[str, Any], layout: Mapping[str, Any]) -> _Saved:
+        groups = [at for at, group in enumerate(packed["param_groups"]) for _ in group["params"]]
+        saved = _Saved(shared=[Counter() for _ in packed["param_groups"]])
+        stepped = {group for entry, group in enumerate(groups) if self._state.get(entry)}
+        for entry, places in enumerate(packed[KEY]["places"]):
+            state, group = self._state.get(entry, {}), groups[entry]
+            numel = sum(stop - start for _, start, stop in places)
+            numbers, kinds, factors = dict[str, float](), set[str](), dict[str, torch.Tensor]()
+            for key, value in state.items():
+                if isinstance(value, Mapping):
+                    factors = {name: each.cpu() for name, each in value.items()}
+                elif is_elementwise(key, value, (numel or 1,)):
+                    kinds.add(key)
+                elif is_scalar(key, value, (numel or 1,)):
+                    numbers[key] = float(value)
+                elif value is not None:
+                    shape = tuple(getattr(value, "shape", ()))
+                    saved.refusal = (
+                        f"a state dict of optimizer {self._kind} has state {key!r} of shape "
+                        f"{shape} for {numel} elements: {key!r} is of whole tensors, which ranks "
+                        "do not exchange; use load_checkpoint"
+                    )
+            if state or group not in stepped:
+                saved.shared[group][tuple(sorted(numbers.items()))] += 1
+            for name, run in _runs_of(entry, places, layout):
+                name = self._own.get(name, name)
+                saved.runs.setdefault(name, []).append(run)
+                saved.kinds.setdefault(name, set()).update(kinds)
+                saved.group_of[name] = group
+                saved.numbers[name] = numbers if state or group not in stepped else None
+                if factors:
+                    saved.factors[name] = factors
+        return saved
+
+    def _runs(self, name: str, target: int) -> Iterator[tuple[int, _Run]]:
+        """Yield (rank, run) of the elements of ``name`` that rank ``target`` owns, in order: from
+        its own dict where that has them.
+        """
+        at, stop = self._wanted[target].get(name, (0, 0))
+        while at < stop:
+            fitting = [
+                (rank, run)
+                for rank, saved in enumerate(self._saved)
+                for run in saved.runs.get(name, ())
+                if run.start <= at < run.stop
+            ]
+            if not fitting:
+                raise UnsupportedOptimizerError(
+                    f"a state dict of optimizer {self._kind} has nothing for element {at} of "
+                    f"{name!r}: it was saved by another rank, saved on another number of ranks, at "
+                    "stage 0, or for another model. load_checkpoint takes what save_checkpoint "
+                    "wrote on any ranks and at any stage."
+                )
+            rank, run = min(fitting, key=lambda each: each[0] != target)
+            end = min(run.stop, stop)
+            yield rank, _Run(at, end, run.entry, run.offset + at - run.start)
+            at = end
+
+    # ---- the source ----
+
+    def held(self, flat: FlatBuffer) -> dict[str, set[str]]:
+        kinds: dict[str, set[str]] = {}
+        for name in flat.parameters:
+            own = self._own.get(name, name)
+            kinds[name] = set().union(*(saved.kinds.get(own, ()) for saved in self._saved))
+        return names_by_kind(kinds)
+
+    def read(self, entries: Sequence[StateEntry], out: torch.Tensor) -> None:
+        kind, rank, size = entries[0].kind, self._ranks.rank, self._ranks.size
+        names = {self._own[each.name]: each for each in entries if each.name in self._own}
+
+        def runs(target: int) -> Iterator[tuple[str, int, _Run]]:
+            for name in names:
+                for source, run in self._runs(name, target):
+                    if kind in self._saved[source].kinds[name]:
+                        yield name, source, run
+
+        given = [
+            [run for _, source, run in runs(target) if source == rank] for target in range(size)
+        ]
+        parts = [
+            self._state[run.entry][kind][run.offset : run.offset + run.stop - run.start]
+            for of_target in given
+            for run in of_target
+        ]
+        taken = list(runs(rank))
+        counts = [0] * size
+        for _, source, run in taken:
+            counts[source] += run.stop - run.start
+        sizes = [sum(run.stop - run.start for run in of_target) for of_target in given]
+        sent = torch.cat([part.to(out.dtype) for part in parts]) if parts else out[:0].cpu()
+        received = [*self._ranks.exchange(sent, sizes, counts)]
+        for name, source, run in taken:
+            part, received[source] = received[source].split(
+                [run.stop - run.start, len(received[source]) - run.stop + run.start]
+            )
+            first, _ = names[name].range
+            names[name].part(out)[run.start - first : run.stop - first].copy_(part)
+
+    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterNumbers]:
+        shared = [
+            dict(sum(of_group, Counter[Any]()).most_common(1)[0][0]) if any(of_group) else None
+            for of_group in zip(*(saved.shared for saved in self._saved))
+        ]
+        known = {name: each for saved in self._saved for name, each in saved.numbers.items()}
+        return {
+            name: known.get(self._own[name], shared[self._group_of[name]]) for name in parameters
+        }
+
+    def factors(self, parameters: Mapping[str, nn.Parameter]) -> Factors:
+        known = {name: each for saved in self._saved for name, each in saved.factors.items()}
+        return {name: known.get(self._own[name], {}) for name in parameters}
+
+
+def _runs_of(
+    entry: int, places: Sequence[Any], layout: Mapping[str, Any]
+) -> Iterator[tuple[str, _Run]]:
+    """Yield (parameter, run) of the elements at ``places`` of ``layout``, which ``entry`` has."""
+    offset = 0
+    for key, start, stop in places:
+        for name, first, numel in layout.get(key, ()):
+            begin, end = max(first, start), min(first + numel, stop)
+            if begin < end:
+                yield name, _Run(begin - first, end - first, entry, offset + begin - start)
+        offset += stop - start
