@@ -278,8 +278,8 @@ def course(opened):
     optimizer, make_step, weights, close = opened(1)
     optimizer.load_state_dict(copy.deepcopy(kept[3]))
     if "segments" in kept[3]:  # groups of which parameters have made different numbers of steps
-        parted = [each["segments"]["parted"] for each in (kept[3], optimizer.state_dict())]
-        assert {*parted[0]} <= {*parted[1]}  # over other flats a rank has parameters of more
+        former, now = (each["segments"] for each in (kept[3], optimizer.state_dict()))
+        assert {*former["parted"]} <= {*now["parted"]}  # over other flats, a rank has further ones
     for step in range(2):
         make_step(step)
     found.append(weights())
@@ -351,6 +351,20 @@ def test_a_snapshot_of_offloaded_state(kind, stage, ways, thresholds, tmp_path):
             for way, threshold in zip(ways, thresholds)
         ),
     )
+
+
+@on_each_rank(RANKS, build=Heads)
+def test_groups_whose_step_counts_differ_on_other_ranks_stay_so(rank, model):
+    """A rank whose own parameters have all made as many steps, but not as many as those of others,
+    must report them by parameter.
+    """
+    optimizer, step, _, close = run_on_rank(HeadsJob("adamw", RANKS), model, {"stage": 2}, rank)
+    step(0)
+    packed = copy.deepcopy(optimizer.state_dict())
+    packed["segments"]["parted"] = [0, 1]
+    optimizer.load_state_dict(packed)
+    assert optimizer.state_dict()["segments"]["parted"] == [0, 1]
+    close()
 
 
 def test_elements_of_another_rank_and_other_groups_are_refused():
