@@ -44,6 +44,7 @@ from hf_zero.planning.needs import (
 from hf_zero.planning.traffic import Traffic, codings
 from hf_zero.planning.traffic import traffic as ways
 from hf_zero.zero.extensions import Extensions
+from hf_zero.zero.layout.attributes import elements_of
 from hf_zero.zero.layout.engine_plan import Cuts, EnginePlan, plan, shape_of
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES
@@ -278,7 +279,9 @@ def estimate(
     stages = _stages(plans[0], settings.stage, stage, list(plans[0].stages))
     counts: Counter[bool] = Counter()
     for parameter in module.parameters():
-        counts[parameter.requires_grad] += plans[0].whole_numel(parameter)
+        weights = elements_of(parameter)
+        own = weights if weights != parameter.numel() else plans[0].whole_numel(parameter)
+        counts[parameter.requires_grad] += own
     dims = plans[0].dims
     return MemoryEstimate(
         model=name,

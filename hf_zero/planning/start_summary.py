@@ -9,7 +9,7 @@ from dataclasses import asdict
 from hf_zero.config import ZeroConfig, explaining
 from hf_zero.logging import counted, in_units, logger
 from hf_zero.planning.checking import PreflightReport
-from hf_zero.zero.layout.attributes import attached, elements_of, is_attached
+from hf_zero.zero.layout.attributes import attached, elements_of
 from hf_zero.zero.layout.engine_plan import EnginePlan
 
 
@@ -76,9 +76,9 @@ def _quantized(plan: EnginePlan) -> list[str]:
     held = [(flat, p) for flat in flats for p in flat.parameters.values()]
     weights = Counter[int]()
     for _, parameter in held:
-        if not is_attached(parameter):
-            elements = elements_of(parameter)
-            weights[round(8 * parameter.nbytes / max(elements, 1))] += elements
+        elements = elements_of(parameter)
+        if elements:
+            weights[round(8 * parameter.nbytes / elements)] += elements
     if not weights:
         return []
     shards = sum(p.nbytes for flat, p in held if flat.spec.sharded)

@@ -405,3 +405,40 @@ def test_whether_the_model_fits_beside_the_plan() -> None:
         free = Free(needed.device_bytes + 10, GIB, held=(held, 0))
         report = check(SMALL, config, 1, device=GPU, free=free, optimizer=None)
         assert report.verdict.fits and report.spare is spare
+
+
+def test_a_base_in_4_bits_is_counted_by_its_bytes_and_scales() -> None:
+    """As bitsandbytes packs it: half a byte for a weight, and a byte for 64 of them."""
+    sizes = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "vocab_size": 1000,
+    }
+    four = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    plain = hf_zero.estimate(sizes, ranks=2, precision="bf16")
+    found = hf_zero.estimate({**sizes, "quantization_config": four}, ranks=2, precision="bf16")
+    assert found.total_parameters == plain.total_parameters and found.trainable_parameters == 0
+    layers = 2 * (4 * 1024**2 + 3 * 4096 * 1024)
+    others = found.total_parameters - layers
+    whole = layers // 2 + layers // 64 + 4 * layers // 64 // 256 + 2 * others
+    assert found.at(2).parameters == pytest.approx(whole, rel=1e-3)
+    # scales of scales stay whole at stage 3, as do norms
+    assert found.at(3).parameters == pytest.approx(whole / 2, rel=0.02)
+    assert found.at(3).optimizer == found.at(3).gradients == 0
+
+
+def test_other_quantized_bases_are_said_not_to_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    warn = "hf_zero.integrations.transformers.meta_model._warn_once"
+    monkeypatch.setattr(warn, said.append)
+    sizes = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    hf_zero.estimate({**sizes, "quantization_config": {"quant_method": "gptq", "bits": 4}}, ranks=2)
+    assert "the quantization_config (gptq) is not counted: " in said[0]
+    four = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    model = build_on_meta({**sizes, "quantization_config": four}, needs_loss=True)
+    assert "(bitsandbytes) is not counted in estimates of activations" in said[1]
+    assert all(p.is_floating_point() and p.requires_grad for p in model.parameters())

@@ -357,3 +357,17 @@ def test_the_start_says_what_is_kept_in_how_many_bits(stage, kept):
     wanted = kept.format(whole=in_units(sizes + rest), shards=in_units(sizes), rest=in_units(rest))
     assert f"frozen quantized weights: {bits:,} in 4 bits, {bytes_of:,} in 8 bits; " in said
     assert f"with their scales {wanted}" in said
+
+
+@on_each_rank(RANKS, build=build(width=128))
+def test_the_state_dict_has_the_scales_of_a_merged_weight(rank, model):
+    """A merge quantizes another weight in its place."""
+    layer = model.blocks[0].up.base_layer
+    engine = start(model, adam(model), config_of(3))
+    made = Params4bit.quantised(torch.randn(256, 128), torch.uint8, layer)
+    with hf_zero.GatheredParameters(list(model.parameters())):
+        layer.weight = made
+        state = model.state_dict()
+    for name, value in (("", made), (".absmax", made.quant_state.absmax)):
+        assert alike(state[PACKED[0] + name], value)
+    engine.destroy()

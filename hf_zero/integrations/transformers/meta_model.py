@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import socket
@@ -14,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,13 +25,19 @@ from huggingface_hub import constants
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from hf_zero.errors import ConfigError
 from hf_zero.logging import listed, logger
+from hf_zero.zero.layout.attributes import AttachedParameter
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 TUNED = re.compile(r"-(instruct|it|chat|base)(-hf)?$", re.IGNORECASE)
 MOST_LAYERS, MOST_MODULES = 100_000, 500_000  # of a model; the largest ones have 100,000 modules
+# of bitsandbytes: weights of a scale, and scales of a scale of scales
+BLOCK, NESTED_BLOCK = 64, 256
 # Transformers' tables of classes with a head, those of pretraining tasks first
 HEADS = (
     "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "CAUSAL_LM",
@@ -42,8 +50,10 @@ def build_on_meta(model: Any, needs_loss: bool = False) -> nn.Module:
     config.json, or a name on the hub.
 
     The class is the one that the configuration names in ``architectures``, else the bare model of
-    its type, with a warning. Raises ConfigError if there is no such model, if it has more than
-    :data:`MOST_MODULES` modules, or if the model ``needs_loss`` and is built without its head.
+    its type, with a warning. Weights that its ``quantization_config`` has in bitsandbytes' 4 bits
+    are packed, and all parameters frozen, unless it ``needs_loss``. Raises ConfigError if there is
+    no such model, if it has more than :data:`MOST_MODULES` modules, or if the model ``needs_loss``
+    and is built without its head.
     """
     config = _configuration(model)
     names = config.architectures or ()
@@ -52,7 +62,7 @@ def build_on_meta(model: Any, needs_loss: bool = False) -> nn.Module:
         build: Any = next((cls._from_config for cls in named if cls is not None), None)
         with torch.device("meta"), _few_modules():
             if build is not None:
-                return build(config, dtype=torch.float32)
+                return _as_quantized(build(config, dtype=torch.float32), config, needs_loss)
             bare = transformers.AutoModel.from_config(config, dtype=torch.float32)
     except Exception as error:  # a configuration may hold anything
         raise ConfigError(
@@ -67,6 +77,47 @@ def build_on_meta(model: Any, needs_loss: bool = False) -> nn.Module:
     without = f" without a head; {remedy}" if head else ""
     _warn_once(f"{said}counted as {type(bare).__name__}{without}")
     return bare
+
+
+def _as_quantized(model: Any, config: PreTrainedConfig, runs: bool) -> nn.Module:
+    """Return ``model`` with packed weights and their scales, as ``config`` has them quantized. One
+    that ``runs`` keeps its weights, with a warning.
+    """
+    values = getattr(config, "quantization_config", None) or {}
+    values = values if isinstance(values, Mapping) else values.to_dict()
+    if not values:
+        return model
+    if runs or not values.get("load_in_4bit"):
+        method = values.get("quant_method", "an unknown method")
+        without = (
+            " in estimates of activations and simulations" if values.get("load_in_4bit") else ""
+        )
+        _warn_once(
+            f"the quantization_config ({method}) is not counted{without}: weights are counted as "
+            "those of the model that is not quantized"
+        )
+        return model
+    skipped = HfQuantizer.get_modules_to_not_convert(
+        model, values.get("llm_int8_skip_modules"), model._keep_in_fp32_modules
+    )
+    nested = bool(values.get("bnb_4bit_use_double_quant"))
+    for name, module in model.named_modules():
+        if type(module) in (nn.Linear, Conv1D) and should_convert_module(name, skipped):
+            shape = module.weight.shape
+            blocks = -(-math.prod(shape) // BLOCK)
+            weight = _frozen((-(-math.prod(shape) // 2), 1), torch.uint8)
+            weight.quant_state = SimpleNamespace(shape=shape)  # type: ignore[attr-defined]
+            module._parameters["weight"] = weight
+            scales = torch.uint8 if nested else torch.float32
+            module._parameters["weight.absmax"] = _frozen((blocks,), scales)
+            if nested:
+                again = _frozen((-(-blocks // NESTED_BLOCK),), torch.float32)
+                module._parameters["weight.nested_absmax"] = again
+    return model.requires_grad_(False)
+
+
+def _frozen(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return AttachedParameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
 @contextmanager

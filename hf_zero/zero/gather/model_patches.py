@@ -322,6 +322,8 @@ class ModuleGuards:
                     or sharding_of(parameter).axes
                 )
             ):
+                if is_attached(parameter) and state[key].data_ptr() != parameter.data_ptr():
+                    continue  # a merge has replaced the weight: its module writes new scales
                 # Copies, because a sharded parameter is released again, and a view would be saved
                 # with its whole storage. One copy per parameter: tied names still share memory and
                 # are saved once.

@@ -113,10 +113,12 @@ def tensors_of(parameter: torch.Tensor) -> Iterator[Attribute]:
 
 def elements_of(parameter: torch.Tensor) -> int:
     """Return the number of weights that the bytes of ``parameter`` hold: of packed ones, the size
-    of the shape in their ``quant_state``.
+    of the shape in their ``quant_state``; of scales, none.
     """
     shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
-    return parameter.numel() if shape is None else math.prod(shape)
+    if shape is not None:
+        return math.prod(shape)
+    return 0 if is_attached(parameter) else parameter.numel()
 
 
 def describe(parameter: torch.Tensor) -> str:
