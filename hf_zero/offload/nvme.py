@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -264,7 +264,7 @@ class NvmeStorage:
 
     def _size(self, name: str, sub_group: int) -> int:
         start, stop = self.sub_groups[sub_group]
-        return size_in_file(self._formats[name], stop - start)
+        return size_in_file(self._formats[name].of(sub_group), stop - start)
 
     def _bytes(self, sub_group: int) -> int:
         return sum(self._size(name, sub_group) for name in self._formats)
@@ -272,12 +272,11 @@ class NvmeStorage:
     def _array(self, name: str, sub_group: int, memory: torch.Tensor) -> Moment:
         """Return the array of ``sub_group`` at the beginning of ``memory`` (bytes)."""
         start, stop = self.sub_groups[sub_group]
-        numel, how = stop - start, self._formats[name]
+        numel, how = stop - start, self._formats[name].of(sub_group)
         if how.blocks:
             scales, at = -(-numel // BLOCK), paged(numel)
-            return Blocks(
-                memory[:numel], memory[at : at + 4 * scales].view(torch.float32), how.signed
-            )
+            held = memory[at : at + 4 * scales].view(torch.float32)
+            return Blocks(memory[:numel], held, how.signed, how.dynamic)
         return memory[: numel * how.dtype.itemsize].view(how.dtype)
 
     def _parts(self, sub_group: int, memory: torch.Tensor) -> list[tuple[str, int, torch.Tensor]]:
@@ -365,7 +364,7 @@ class NvmeStorage:
     def keep(self, sub_group: int, arrays: dict[str, Moment]) -> None:
         """Keep a copy of ``arrays``, which could not be written."""
         self._unwritten[sub_group] = {
-            name: Blocks(array.codes.clone(), array.scales.clone(), array.signed)
+            name: replace(array, codes=array.codes.clone(), scales=array.scales.clone())
             if isinstance(array, Blocks)
             else array.clone()
             for name, array in arrays.items()

@@ -25,11 +25,19 @@ Allocator = Callable[[int, torch.dtype], torch.Tensor]  # (numel, dtype) -> zero
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """The format of an array's elements: numbers of a dtype, or 8-bit blocks."""
+    """The format of an array's elements: numbers of a dtype, or 8-bit blocks, ``dynamic`` ones with
+    bitsandbytes' map. Of an array of blocks, those of the sub-groups ``in_numbers`` are numbers.
+    """
 
     dtype: torch.dtype
     blocks: bool = False
     signed: bool = True
+    dynamic: bool = False
+    in_numbers: frozenset[int] = frozenset()
+
+    def of(self, sub_group: int) -> StorageFormat:
+        """Return the format of ``sub_group``."""
+        return StorageFormat(self.dtype) if sub_group in self.in_numbers else self
 
 
 class Storage(Protocol):
@@ -88,12 +96,13 @@ class Storage(Protocol):
 
 
 def moment_format(moments: str, dtype: torch.dtype, signed: bool = True) -> StorageFormat:
-    """Return the format of a moment of ``dtype`` if ``moments`` is ``"fp32"``, ``"bf16"`` or
-    ``"int8"``.
+    """Return the format of a moment of ``dtype`` if ``moments`` is ``"fp32"``, ``"bf16"``,
+    ``"int8"`` or ``"dynamic8"``.
     """
     if moments == "bf16":
         return StorageFormat(torch.bfloat16)
-    return StorageFormat(dtype, blocks=moments == "int8", signed=signed)
+    dynamic = moments == "dynamic8"
+    return StorageFormat(dtype, moments == "int8" or dynamic, signed, dynamic)
 
 
 def overwrite(array: Moment, start: int, values: torch.Tensor) -> None:
@@ -219,7 +228,7 @@ class HostStorage:
         self._numel = numel
         self._allocator = allocator
         self._whole: dict[str, torch.Tensor] = {}
-        self._blocks: dict[str, list[Blocks]] = {}
+        self._blocks: dict[str, list[Moment]] = {}
 
     def names(self) -> list[str]:
         return [*self._whole, *self._blocks]
@@ -227,7 +236,10 @@ class HostStorage:
     def add(self, name: str, how: StorageFormat) -> None:
         if how.blocks:
             self._blocks[name] = [
-                Blocks.zeros(stop - start, how.signed) for start, stop in self.sub_groups
+                Blocks.zeros(stop - start, how.signed, how.dynamic)
+                if how.of(sub_group).blocks
+                else self._allocator(stop - start, how.dtype)
+                for sub_group, (start, stop) in enumerate(self.sub_groups)
             ]
         else:
             self._whole[name] = self._allocator(self._numel, how.dtype)
@@ -240,7 +252,7 @@ class HostStorage:
             return self._whole[name]
         out = torch.zeros(self._numel)
         for (start, stop), blocks in zip(self.sub_groups, self._blocks[name]):
-            out[start:stop] = blocks.decode()
+            out[start:stop] = numbers(blocks)
         return out
 
     def fetch_into(self, name: str, start: int, out: torch.Tensor) -> None:
@@ -272,9 +284,9 @@ class HostStorage:
         return self._whole[name] if name in self._whole else torch.zeros(1).expand(self._numel)
 
     def nbytes(self) -> dict[str, int]:
-        numbers = sum(array.nbytes for array in self._whole.values())
+        whole = sum(array.nbytes for array in self._whole.values())
         blocks = sum(each.nbytes for array in self._blocks.values() for each in array)
-        return {"device": 0, "ram": numbers + blocks, "disk": 0}
+        return {"device": 0, "ram": whole + blocks, "disk": 0}
 
     def close(self) -> None:
         self._whole.clear()

@@ -10,6 +10,7 @@ update.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hf_zero.ops import native
 from hf_zero.optim import state
 from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion, adagrad, adam, lion, sgd
+from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.segments import Flat, MemoryRegion, Segment, apart
 from hf_zero.optim.state import StateEntries
@@ -62,6 +64,7 @@ class OffloadedState:
         self._entries = entries
         self._base = base
         self._moments = moments
+        self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
         self._region_of: dict[str, MemoryRegion] = {}  # by key of the flat buffer
         self._fresh: set[Segment] = set()  # not stepped yet
         # (flat buffer, state name) of the arrays that did not exist when segments were cut
@@ -143,12 +146,15 @@ class OffloadedState:
         compressed = self._moments != "fp32" or groups[group].get("moments", "fp32") != "fp32"
         return rule_of(self._base, groups[group]) if native.available() or compressed else None
 
-    def _format(self, name: str, dtype: torch.dtype, group: int) -> StorageFormat:
+    def _format(self, name: str, dtype: torch.dtype, segment: Segment) -> StorageFormat:
+        group = segment.group
         moments = self._moments
         if moments == "fp32":
             moments = self._entries.groups[group].get("moments", "fp32")
         if moments == "fp32" or dtype != torch.float32:
             return StorageFormat(dtype)
+        if moments == "dynamic8":
+            return self._dynamic_format(name, segment)
         rule = self.rule(group)
         if rule is None or name not in rule.compressible:
             raise ConfigError(
@@ -157,6 +163,22 @@ class OffloadedState:
                 'or Lion, or write "moments": "fp32"'
             )
         return moment_format(moments, dtype, rule.compressible[name])
+
+    def _dynamic_format(self, name: str, segment: Segment) -> StorageFormat:
+        """Return the format of moment ``name`` of the flat buffer of ``segment``, in 8 bits of
+        bitsandbytes where that buffer has parameters of which moments are kept so.
+        """
+        flat, optimizer = segment.parts[0].flat, self._entries.optimizer
+        coded = {
+            each.sub_group
+            for each in self.segments(flat)
+            if not self.names_in_8_bits.isdisjoint(each.names)
+        }
+        if not coded or not isinstance(optimizer, CPUOptimizer) or name not in optimizer.kept:
+            return StorageFormat(torch.float32)
+        in_numbers = frozenset(range(len(flat.storage.sub_groups))) - coded
+        how = moment_format("dynamic8", torch.float32, optimizer.kept[name])
+        return replace(how, in_numbers=in_numbers)
 
     def create_all(self) -> None:
         """Create the state of every segment, see :meth:`create`."""
@@ -172,7 +194,7 @@ class OffloadedState:
             if state.is_elementwise(name, value, (1,)):
                 key = segment.parts[0].flat.key, name
                 if name not in storage.names():
-                    storage.add(name, self._format(name, value.dtype, segment.group))
+                    storage.add(name, self._format(name, value.dtype, segment))
                     self._made.add(key)
                 if key in self._made and bool(value):  # initial values may differ between groups
                     storage.store(name, segment.start, value.expand(segment.stop - segment.start))

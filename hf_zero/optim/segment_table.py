@@ -80,6 +80,7 @@ class SegmentTable:
             stand_in.tensor = torch.nn.Parameter(zero, requires_grad=False)
             self.stand_ins.append(stand_in)
         self.segments = segments + self.stand_ins
+        self.offloaded.names_in_8_bits = self.names_in_8_bits
         self.stand_ins_apart = self.stand_ins if away and not self._adds_up else []
         self.parted = set()
         dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state

@@ -256,7 +256,7 @@ def split(segment: Segment, places: Sequence[int]) -> list[Segment]:
 
 
 def sub_groups(
-    layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str, int], limit: int
+    layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str, Hashable], limit: int
 ) -> list[tuple[int, int]]:
     """Return the runs of :func:`group_runs` as ranges of at most ``limit`` elements."""
     found = []

@@ -289,11 +289,11 @@ def check_optimizer(plan: EnginePlan) -> None:
         return
     parameters = {name: p for spec in plan.units for name, p in spec.parameters}
     check(optimizer, settings.elementwise_optimizers, settings.allow_untested_optimizer)
-    if plan.names_in_8_bits and any(flat.sub_groups is not None for flat in plan.flats):
+    if plan.names_in_8_bits and settings.offload_optimizer.moments != "fp32":
         raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} keeps moments in 8 bits on the device, and "
-            "zero_optimization.offload_optimizer offloads them: remove the section, or use AdamW "
-            'with "offload_optimizer": {"moments": "int8"}'
+            f"{type(optimizer).__name__} keeps moments in 8 bits, and "
+            f"zero_optimization.offload_optimizer.moments is "
+            f"{settings.offload_optimizer.moments!r}; remove that key, or use AdamW with it"
         )
     _refuse_unknown_params(optimizer, {id(p) for p in parameters.values()})
     # state that cannot be carried over

@@ -4,8 +4,11 @@ and in memory.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import hf_zero
@@ -326,11 +329,83 @@ def test_losses_are_those_of_fp32_states():
     assert 0 < off < 0.01 and losses["8"][-1] < 0.5 * losses["8"][0]
 
 
-def test_offload_is_refused_with_what_works():
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_losses_of_300_steps_of_transformers_are_those_of_fp32_states(name, seed):
+    """Means of 20 steps, with new data in each step and embeddings in fp32. A model that learns
+    eight batches by heart, with embeddings in 8 bits, was 0.036 ahead of fp32 as its loss fell.
+    """
+    losses = {}
+    for bits in (8, 32):
+        torch.manual_seed(seed)
+        if name == "gpt2":
+            sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 97}
+            model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+        else:
+            sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+            sizes |= {"intermediate_size": 128, "vocab_size": 97}
+            model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+        model.eval()  # without dropout
+        embedding = model.get_input_embeddings().weight
+        embedding.optim_bits = 32  # as the Trainer has it
+        generator = torch.Generator().manual_seed(seed)
+        optimizer = AdamW8bit(model.parameters(), lr=1e-3, optim_bits=bits)
+        losses[bits] = []
+        for step in range(300):
+            ids = torch.randint(3, 97, (8, 32), generator=generator).sort(1).values
+            given = ids if name == "gpt2" else ids.masked_fill(ids % 7 == step % 7, 1)
+            loss = model(input_ids=given, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[bits].append(float(loss.detach()))
+    eight, full = (torch.tensor(losses[bits]).view(15, 20).mean(1) for bits in (8, 32))
+    assert float((eight - full).abs().max()) < 0.01, (eight, full)
+    assert losses[8] != losses[32]
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_offloaded_state_is_that_of_the_device(kind, device, tmp_path):
+    """Also where it resumes on another number of ranks; sub-groups end with blocks."""
+    weights, want, _ = plainly(kind)
+    stage = 1 + list(KINDS).index(kind) % 3
+    section = {"device": device, "buffer_size": 1000}
+    section |= {"nvme_path": str(tmp_path)} if device == "nvme" else {}
+
+    def train(rank, model, steps, resumes):
+        config = config_of(stage)
+        config["zero_optimization"] |= {"offload_optimizer": section, "sub_group_size": 1000}
+        engine = start(model, KINDS[kind](model.parameters()), config)
+        if resumes:
+            engine.load_checkpoint(tmp_path / "saved")
+        run(engine, steps)
+        found, held = (states(engine), full_weights(engine)), held_bytes(engine)
+        engine.save_checkpoint(tmp_path / "saved")
+        engine.destroy()
+        plan = planned(
+            wide(),
+            config,
+            2 if not resumes else 4,
+            lambda model: KINDS[kind](model.parameters()),
+            rank=rank,
+        )
+        foreseen = sum((plan.optimizer_bytes(flat) for flat in plan.flats), Counter())
+        assert all(held["optimizer", tier] == foreseen[tier] for tier in ("device", "ram", "disk"))
+        return found
+
+    on_ranks(2, train, range(2), False, build=wide)
+    for found, whole in on_ranks(4, train, range(2, STEPS), True, build=wide):
+        assert_equal(found, want)
+        assert_equal(whole, weights)
+
+
+def test_other_offloaded_moments_are_refused():
     def train(rank, model):
         config = config_of(2)
-        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        with pytest.raises(UnsupportedOptimizerError, match=r'AdamW8bit.*"moments": "int8"'):
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "moments": "int8"}
+        with pytest.raises(UnsupportedOptimizerError, match=r"AdamW8bit.*moments is 'int8'"):
             start(model, KINDS["adamw"](model.parameters()), config)
         assert isinstance(model.up.weight, nn.Parameter)
 

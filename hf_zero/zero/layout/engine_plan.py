@@ -32,7 +32,7 @@ from hf_zero.optim.segments import group_runs, sub_groups
 from hf_zero.optim.state import fresh_state, in_numbers, is_elementwise
 from hf_zero.optim.whole_tensor import moments_by_group
 from hf_zero.zero.layout.codecs import UNCOMPRESSED, Codecs
-from hf_zero.zero.layout.flat_layout import FlatLayout
+from hf_zero.zero.layout.flat_layout import BLOCK, FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, is_raw, kept_in_fp32
 from hf_zero.zero.layout.sharding import Sharding, sharding_of
@@ -324,11 +324,27 @@ class EnginePlan:
     def piece_bytes(self, flat: FlatPlan) -> list[int]:
         """Return the bytes of master weights and moments of each offloaded piece of ``flat``."""
         formats = [StorageFormat(flat.wide)]
-        formats += [moment_format(kind, flat.wide) for _, kind in self.moments_of(flat).values()]
+        in_numbers = self._in_numbers(flat)
+        for _, kind in self.moments_of(flat).values():
+            formats.append(replace(moment_format(kind, flat.wide), in_numbers=in_numbers))
         in_files = self.settings.offload_optimizer.device == "nvme"
         size = size_in_file if in_files else size_in_memory
         pieces = flat.sub_groups or ()
-        return [sum(size(how, stop - start) for how in formats) for start, stop in pieces]
+        return [
+            sum(size(how.of(number), stop - start) for how in formats)
+            for number, (start, stop) in enumerate(pieces)
+        ]
+
+    def _in_numbers(self, flat: FlatPlan) -> frozenset[int]:
+        """Return the offloaded pieces of ``flat`` that are not of parameters in 8 bits."""
+        layout, first = flat.spec.layout, flat.spec.owned[0]
+        found = set()
+        for number, (start, stop) in enumerate(flat.sub_groups or ()):
+            pieces = layout.pieces(first + start, first + stop)
+            names = {piece.name for piece in pieces} or {layout.slots[-1].name}
+            if self.names_in_8_bits and names.isdisjoint(self.names_in_8_bits):
+                found.add(number)
+        return frozenset(found)
 
     def file_bytes(self) -> Counter[tuple[str, ...]]:
         """Return the bytes in files, by the folders that share them."""
@@ -640,15 +656,24 @@ def _placed(
             and not settings.zero.keep_parameter_shards
         )
 
+    def pieces(spec: FlatSpec, parameters: Mapping[str, nn.Parameter]) -> tuple[SubGroup, ...]:
+        limit = rules.sub_group_size
+        slots = {slot.name: slot for slot in spec.layout.slots}
+        coded = names_in_8_bits(optimizer, parameters, slots, group_of) if optimizer else ()
+        if not coded:
+            return tuple(sub_groups(spec.layout, spec.owned, group_of, limit))
+        # moments of a piece have one format, and pieces end with blocks
+        formats = {name: (group, name in coded) for name, group in group_of.items()}
+        whole = max(limit // BLOCK, 1) * BLOCK
+        return tuple(sub_groups(spec.layout, spec.owned, formats, whole))
+
     return tuple(
         FlatPlan(
             replace(spec, number=number),
             unit,
             parameters,
             tiers.get(own.key, "device"),
-            tuple(sub_groups(spec.layout, spec.owned, group_of, rules.sub_group_size))
-            if own.key in away
-            else None,
+            pieces(spec, parameters) if own.key in away else None,
             gradient_dtype(own),
             not policy.shards_gradients,
             casts_master(own, spec),
