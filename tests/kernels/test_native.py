@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -55,6 +56,9 @@ def test_variables_choose_the_set(loaded_anew, monkeypatch):
     loaded_anew()
     monkeypatch.setitem(sys.modules, "hf_zero._cpu", None)
     assert not native.available() and "install hf-zero again" in native.why_not()
+    loaded_anew()
+    monkeypatch.setitem(sys.modules, "hf_zero._cpu", ModuleType("hf_zero._cpu"))
+    assert not native.available() and "built from other sources" in native.why_not()
     assert squared_norm(torch.tensor([3.0, 4.0])) == 25.0
     assert native.instruction_set() == "torch" and native.instruction_sets() == []
     assert native.threads() == torch.get_num_threads()

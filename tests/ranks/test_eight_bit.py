@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 import hf_zero
+from hf_zero.deepspeed.engine import _state_of
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops.host import Blocks
 from hf_zero.optim import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
@@ -298,6 +299,57 @@ def test_steps_that_overflow_change_no_code_and_clipped_windows_follow_a_plain_r
 
     found = torch.tensor(on_ranks(2, clipped, build=wide)).view(2, STEPS, 2).mean((0, 2))
     torch.testing.assert_close(found, torch.tensor(want), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_begin_to_train_keep_the_state_of_the_others(stage):
+    """The engine is built again; the bits are those of the same lines in one process."""
+    plain = wide()
+    plain.up.requires_grad_(False)
+    optimizer = KINDS["adamw"](plain.parameters())
+    for step in range(STEPS):
+        plain.up.requires_grad_(step > 1)
+        loss_of(plain, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def train(rank, model):
+        model.up.requires_grad_(False)
+        engine = start(model, KINDS["adamw"](model.parameters()), config_of(stage))
+        run(engine, range(2))
+        engine.module.up.requires_grad_(True)
+        run(engine, range(2, STEPS))
+        assert engine.bound.names_in_8_bits == {"up.weight", "down.weight"}
+        assert_equal(full_weights(engine), {n: p.detach() for n, p in plain.named_parameters()})
+        found = states(engine)
+        for name in ("up", "down"):
+            kept = optimizer.state[plain.get_submodule(name).weight]["exp_avg_sq"].decode()
+            assert torch.equal(found[f"{name}.weight", "exp_avg_sq"].view(-1), kept)
+        engine.destroy()
+
+    on_ranks(2, train, build=wide)
+
+
+def test_states_are_read_written_and_found_in_memory():
+    def train(rank, model):
+        engine = start(model, KINDS["adamw"](model.parameters()), config_of(3))
+        run(engine, range(2))
+        before = states(engine)
+        for (name, key), value in before.items():
+            p = engine.module.get_parameter(name)
+            hf_zero.safe_set_full_optimizer_state(p, value, key)
+        assert_equal(states(engine), before)
+        weight = engine.module.down.weight
+        hf_zero.safe_set_full_optimizer_state(weight, torch.ones(WIDTH, HIDDEN), "exp_avg_sq")
+        assert states(engine)["down.weight", "exp_avg_sq"].eq(1).all()
+        moved = [tensor for kind, tensor in _state_of(engine) if kind == "optim_states"]
+        masters = sum(flat.optimizer_shard.master.nbytes for flat in engine.sharded_model.trainable)
+        assert {tensor.dtype for tensor in moved} == {torch.uint8, torch.float32}
+        engine.destroy()
+        return sum(tensor.nbytes for tensor in moved), masters
+
+    for moments, masters in on_ranks(1, train, build=wide):
+        assert moments < 0.8 * masters  # a quarter each, and fp32 of the small ones
 
 
 def test_the_start_summary_says_what_is_kept_in_8_bits(heard_in_full):
