@@ -68,7 +68,7 @@ def decoder(layers: int, width: int, heads: int, words: int) -> Any:
 def memory() -> Iterator[dict[str, Any]]:
     """Figure 1 of the paper: bytes of model states of 7.5B parameters on 64 devices."""
     for stage in range(4):
-        own = plans_of_stages(None, 64, stage, params=7.5e9)[1][0]
+        _, [own] = plans_of_stages(None, 64, stage, params=7.5e9)
         yield {"figure": "memory", "stage": stage, **model_states(own, narrow=True)}
 
 
@@ -109,7 +109,7 @@ def models() -> Iterator[dict[str, Any]]:
                     "config": CHECKPOINTED, "offload_optimizer": optimizer,
                     "offload_param": parameters, "tensor_parallel": tensor,
                 }  # fmt: skip
-                own = plans_of_stages(model, ranks, stage, **asked)[1][0]
+                _, [own] = plans_of_stages(model, ranks, stage, **asked)
                 at_rest = sum(
                     sum(by_tier.get("device", 0) for by_tier in (
                         flat.parameter_bytes(), flat.gradient_bytes(), own.optimizer_bytes(flat),
