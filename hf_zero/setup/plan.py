@@ -154,6 +154,11 @@ def check_features(resolved: Resolved[Any]) -> None:
         from hf_zero.integrations.fused.sparse_attention import layout_of
 
         layout_of(model, sparse)
+    if settings.pre_layer_norm:
+        from hf_zero.integrations.fused.pre_layer_norm import plan as moved_norms
+        from hf_zero.integrations.fused.shells import calls_of_model
+
+        moved_norms(model, calls_of_model(model))
     check_data(request.training_data, settings)
     if settings.scheduler is not None and optimizer is not None:
         check_scheduler(settings.scheduler, optimizer)

@@ -453,3 +453,15 @@ def test_parameters_without_room_beside_the_engine_are_not_kept(monkeypatch):
     monkeypatch.undo()
     again, first = (trained(each, FEATURES["plain"], 0) for each in (model, other))
     assert all(torch.equal(first[key], again[key]) for key in first)
+
+
+@pytest.mark.parametrize("keys, error", [
+    ({"pre_layer_norm": True}, "pre_layer_norm: .* does not end with a LayerNorm"),
+])  # fmt: skip
+def test_what_a_feature_refuses_is_refused_before_anything_changes(keys, error, monkeypatch):
+    monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
+    model = llama()
+    with pytest.raises(HfZeroError, match=error):
+        hf_zero.initialize(
+            model=model, optimizer=adamw(model), config=configuration(Feature(), keys)
+        )
