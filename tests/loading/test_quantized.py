@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.bitsandbytes import keep_packing
+from hf_zero.integrations.transformers.loading import read_later
+from hf_zero.loading import read_pending
 from hf_zero.loading.shard_only import engines_of
 from tests.helpers.processes import run_processes, say
 from tests.loading.cases import CONFIG, assert_released, let_go, load
@@ -163,6 +165,17 @@ def load_under_config(folder: Path, **more: Any) -> Any:
 def test_maps_over_devices_are_refused(tmp_path: Path) -> None:
     llama(tmp_path)
     run_processes(2, refuses_maps, tmp_path, timeout=120)
+
+
+def test_a_model_that_is_read_later_is_quantized_at_once(tmp_path: Path) -> None:
+    """No engine would read its scales."""
+    llama(tmp_path)
+    cls = transformers.AutoModelForCausalLM
+    want = cls.from_pretrained(tmp_path, **options())
+    with read_later():
+        found = cls.from_pretrained(tmp_path, **options())
+        read_pending(found)
+    assert_same(found, want)
 
 
 # ---- training ----

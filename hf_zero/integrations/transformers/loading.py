@@ -214,7 +214,7 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
             and checkpoint_files
             and expected_keys is None
         )
-        if lazily and not known:
+        if lazily and not known and postponed.get() is None:
             method = quantizer.quantization_config.quant_method
             log_rank0(
                 f"{type(model).__name__} is quantized by {getattr(method, 'value', method)}: each "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.deepspeed.zero_init import current_loading
+from hf_zero.deepspeed.zero_init import current_loading, postponed
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
 from hf_zero.loading import LazyTensor
@@ -25,8 +25,10 @@ FOUR_BITS = "Bnb4BitHfQuantizer"
 
 
 def quantizes_in_shards(quantizer: Any) -> bool:
-    """Whether weights that ``quantizer`` of transformers makes are read into shards."""
-    return type(quantizer).__name__ == FOUR_BITS
+    """Whether weights that ``quantizer`` of transformers makes are read into shards: by an engine,
+    which is made at the end of the loading.
+    """
+    return type(quantizer).__name__ == FOUR_BITS and postponed.get() is None
 
 
 def keep_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +38,7 @@ def keep_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def update_device_map(self: Any, device_map: Any) -> Any:
         loading = current_loading.get()
-        if loading is None or not loading.shards:
+        if loading is None or not loading.shards or not quantizes_in_shards(self):
             return original(self, device_map)
         if isinstance(device_map, str) or (
             isinstance(device_map, dict) and len(set(device_map.values())) > 1
