@@ -422,12 +422,9 @@ class MeshDim:
         packed = own.new_empty(self.size * own.numel())
         handle = self.all_gather([(packed, own)], key)
         into = [full.view(self.size, chunk.numel()) for full, chunk in pairs]
-
-        def unpack() -> None:
-            came = packed.view(self.size, own.numel()).split([each.shape[1] for each in into], 1)
-            torch._foreach_copy_(into, list(came))
-
-        handle.finish_with(unpack)
+        came = packed.view(self.size, own.numel()).split([each.shape[1] for each in into], 1)
+        # no view at the wait: a selective checkpoint would save it among those of the waiting block
+        handle.finish_with(partial(torch._foreach_copy_, into, list(came)))
         return handle
 
     def reduce_packed(self, fulls: Sequence[torch.Tensor], key: str) -> list[Handle]:

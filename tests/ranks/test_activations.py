@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hf_zero.activations import policy as activations
+from hf_zero.zero import sharded_model
 from tests.helpers import oracle
 from tests.helpers.capabilities import RECOMPUTATION, SMALL
 from tests.helpers.cells import in_one_item, in_turn
@@ -153,16 +154,22 @@ def test_host_memory_is_kept_over_steps_and_given_back(rank, model, moved):
 
 
 class CheckpointsItself(torch.nn.Module):
-    """Small blocks, one unit together, each under a selective checkpoint of its own code."""
+    """Small blocks, each under a selective checkpoint of its own code."""
 
     def __init__(self):
         super().__init__()
         self.blocks = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)
+            torch.nn.Sequential(
+                torch.nn.Unflatten(0, (2, 2)),
+                torch.nn.Linear(8, 8),
+                torch.nn.Tanh(),
+                torch.nn.Flatten(0, 1),
+            )
+            for _ in range(3)
         )
 
     def forward(self, x):
-        saved = [torch.ops.aten.addmm.default]
+        saved = [torch.ops.aten.addmm.default, torch.ops.aten.view.default]
         for block in self.blocks:
             x = checkpoint(
                 block,
@@ -173,21 +180,35 @@ class CheckpointsItself(torch.nn.Module):
         return x
 
 
-@in_turn("stage, input_requires_grad", [(1, True), (3, False), (3, True)])
-def test_selective_checkpoints_in_the_models_own_code(stage, input_requires_grad):
+# units of three blocks, and of one, whose updated parameters share a message that blocks wait for
+OWN_CODE = [(1, True, 10_000), (1, True, 100), (3, False, 10_000), (3, True, 10_000)]
+
+
+@in_turn("stage, input_requires_grad, together", OWN_CODE)
+def test_selective_checkpoints_in_the_models_own_code(
+    stage, input_requires_grad, together, monkeypatch
+):
+    monkeypatch.setattr(sharded_model, "OVERLAPS_ON_HOST", True)
+
     def batch():
         generator = torch.Generator().manual_seed(1)
         return torch.randn(4, 8, generator=generator).requires_grad_(input_requires_grad)
 
-    plain = seeded(CheckpointsItself)
-    plain(batch()).square().mean().backward()
-    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    plain, wanted = seeded(CheckpointsItself), []
+    optimizer = adamw(plain)
+    for _ in range(2):
+        plain(batch()).square().mean().backward()
+        wanted.append({name: parameter.grad for name, parameter in plain.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
 
     def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage))
-        engine.backward(engine(batch()).square().mean())
-        for name, grad in full_grads(engine).items():
-            assert torch.allclose(grad, wanted[name], rtol=1e-5, atol=1e-8), name
-        engine.step()
+        zero = {"stage": stage, "stage3_module_granularity_threshold": together}
+        engine = start(model, adamw(model), config_of(stage, zero_optimization=zero))
+        for grads in wanted:
+            engine.backward(engine(batch()).square().mean())
+            for name, grad in full_grads(engine).items():
+                assert torch.allclose(grad, grads[name], rtol=1e-5, atol=1e-8), name
+            engine.step()
 
     on_ranks(2, run, build=lambda: seeded(CheckpointsItself))
