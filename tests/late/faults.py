@@ -211,6 +211,14 @@ FAULTS: dict[str, Fault] = {
         "the second stream of a unit does not wait for its gather": (
             "stage 3, branches on two streams in a unit",
             left_out("wait", "unit.py runs_here"), COPIES),
+        "the forward does not wait for parameters of other ranks": (
+            "stage 2", left_out("wait", "sharded_model.py _finish"), COPIES),
+        "a message is sent while another stream fills it": (
+            "stage 2, branches on two streams that share messages",
+            left_out("wait", "reductions.py flush"), COPIES),
+        "another stream of a unit does not wait for its update": (
+            "stage 2, optimizer on the host, branches on two streams in a unit",
+            left_out("wait", "unit.py runs_here"), COPIES),
         "a gradient of another stream is given back while it is read": (
             "stage 3, branches on two streams in a unit",
             replaced(unit, "raw_grads", _none), COPIES),
