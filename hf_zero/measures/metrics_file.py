@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_zero.distributed.rank_status import first_line
 from hf_zero.errors import ConfigError
 from hf_zero.json_text import parse_json
 from hf_zero.logging import logger
@@ -150,7 +148,6 @@ class MetricsFile:
         self._after = 0  # the step that this run continues
         self._begun = False
         self._has_failed = False
-        self._process = os.getpid()
         self._lock = threading.RLock()  # warnings come from other threads, too
 
     def keep_in(self, folder: str | os.PathLike[str]) -> None:
@@ -195,18 +192,6 @@ class MetricsFile:
             self.waiting.append(row)
             if self._begun and self.folder is not None:
                 self._flush(self.folder)
-
-    def end(self) -> None:
-        """Append the end of the engine, with the error that ends the process, if any. No-op in a
-        forked child, such as a worker of a DataLoader.
-        """
-        if os.getpid() == self._process:
-            error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-            # an interactive session keeps the last error and goes on
-            if error is None or hasattr(sys, "ps1"):
-                self.note("ended", "")
-            else:
-                self.note("ended", first_line(error))
 
     @property
     def lost_steps(self) -> int:

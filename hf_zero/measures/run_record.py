@@ -1,11 +1,12 @@
 """Records of a run beside its figures, for a reader of ``metrics.jsonl``: the header of each start,
-and the warnings of rank 0.
+the warnings of rank 0, and the end.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import platform
 import socket
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from hf_zero.device import kinds
+from hf_zero.distributed.rank_status import first_line
 from hf_zero.logging import logger
 from hf_zero.measures.metrics_file import MetricsFile
 from hf_zero.planning.needs import KINDS, Needs, needs
@@ -77,6 +79,19 @@ def predicted_rows(own: Needs) -> Iterator[dict[str, Any]]:
         for part in parts:
             kind = KINDS.get(part.what, BUFFERS)
             yield {"tier": tier, "kind": kind, "what": part.what, "bytes": part.nbytes}
+
+
+def note_end(file: MetricsFile, process: int) -> None:
+    """Append the end of an engine to ``file``, with the error that ends ``process``, if any. No-op
+    in a forked child, such as a worker of a DataLoader.
+    """
+    if os.getpid() == process:
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        # an interactive session keeps the last error and goes on
+        if error is None or hasattr(sys, "ps1"):
+            file.note("ended", "")
+        else:
+            file.note("ended", first_line(error))
 
 
 def plain(value: Any) -> Any:

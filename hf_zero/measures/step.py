@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -23,7 +24,7 @@ from hf_zero.measures.flops_profiler import StepProfile
 from hf_zero.measures.memory import breakdown, layout
 from hf_zero.measures.metrics_file import MetricsFile
 from hf_zero.measures.monitors import DeepSpeedMonitorConfig, MonitorMaster
-from hf_zero.measures.run_record import WarningRecords, run_header
+from hf_zero.measures.run_record import WarningRecords, note_end, run_header
 from hf_zero.measures.step_line import StepLine
 from hf_zero.measures.times import StepTimes
 from hf_zero.measures.trace import StepTrace
@@ -94,7 +95,7 @@ class EngineMeasures(StepMeasures):
             self.file = MetricsFile(config.metrics.rotate_bytes, header)
             self._warnings = WarningRecords(self.file)
             # at destroy(), when nothing refers to the engine any more, or as the process ends
-            self._end = weakref.finalize(self, self.file.end)
+            self._end = weakref.finalize(self, note_end, self.file, os.getpid())
             engine.mesh.watchdog.records.add(self.file)
         folder = config.metrics.path or config.checkpoint.folder
         if config.metrics.enabled and folder is not None:
