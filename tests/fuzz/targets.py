@@ -204,6 +204,8 @@ ROWS = [
                 "state": [{"kind": "parameters", "tier": "device", "bytes": 4}]},
      "after_step": 3, "time": 1795678828.8},
     {"trace": "trace-steps-2-3.json.gz", "after_step": 3, "time": 1795678828.9},
+    {"planned_steps": 9, "after_step": 0, "time": 1795678829.0},
+    {"ended": "ValueError: no more batches", "after_step": 3, "time": 1795678829.1},
 ]  # fmt: skip
 
 
