@@ -208,8 +208,13 @@ def _short(class_name: str) -> str:
     return class_name.rpartition(".")[2]
 
 
-# classes whose state has the format of another class
-_FORMATS = {OneBitAdam.__name__: "AdamW", ZeroOneAdam.__name__: "AdamW"}
+# classes whose state has the format of another class; checkpoints hold moments in fp32
+_FORMATS = {OneBitAdam.__name__: "AdamW", ZeroOneAdam.__name__: "AdamW"} | {
+    f"{paged}{name}{bits}": name
+    for name in ("Adam", "AdamW", "SGD")  # Lion8bit counts its steps, and Lion does not
+    for paged in ("", "Paged")
+    for bits in ("", "8bit", "32bit")
+}
 
 
 def _kind(class_name: str) -> str:

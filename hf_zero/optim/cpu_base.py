@@ -17,6 +17,8 @@ from hf_zero.ops.host import Blocks
 from hf_zero.zero.layout.flat_layout import LARGE, Slot
 
 MOMENTS = ("fp32", "bf16", "int8", "dynamic8")
+# settings of groups that say in which format moments are kept: no load changes them
+FORMATS = ("moments", "optim_bits", "min_8bit_size", "whole_blocks_of")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -99,15 +101,18 @@ class CPUOptimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of the torch class of the same update; ``moments`` of
-        the groups stay unchanged.
+        """Load a state dict of this class or of the torch class of the same update; the settings
+        :data:`FORMATS` of the groups stay unchanged.
         """
-        settings = [group.get("moments") for group in self.param_groups]
+        formats = [
+            {name: group[name] for name in FORMATS if name in group} for group in self.param_groups
+        ]
         super().load_state_dict(state_dict)
         self._load_in_fp32(state_dict)
-        for group, moments in zip(self.param_groups, settings):
-            if moments is not None:
-                group["moments"] = moments
+        for group, settings in zip(self.param_groups, formats):
+            for name in FORMATS:
+                group.pop(name, None)
+            group.update(settings)
             for param in group["params"]:
                 state = self.state.get(param, {})
                 for name, signed in self.kept.items():

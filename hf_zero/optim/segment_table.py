@@ -26,7 +26,7 @@ from torch import Tensor
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim import segments as cuts
 from hf_zero.optim import state
-from hf_zero.optim.cpu_base import CPUOptimizer
+from hf_zero.optim.cpu_base import FORMATS, CPUOptimizer
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.offloaded_state import OffloadedState
 from hf_zero.optim.own_step import choose_fused
@@ -382,7 +382,9 @@ class TensorFactors:
 
 # Switches choose the implementation in the running process, not the result. A value that JSON
 # cannot hold (a function, say) stays with the running object, too.
-NOT_KEPT = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+NOT_KEPT = frozenset(
+    {"params", "param_names", "foreach", "fused", "capturable", "differentiable", *FORMATS}
+)
 _MISSING = object()
 # notes of the one-bit steps in groups: the step that the variances belong to, the ratio of norms
 FROZEN_AT, ALL_FROZEN_AT, NORM_RATIO = NOTES = ("frozen_at", "all_frozen_at", "norm_ratio")

@@ -119,6 +119,14 @@ def test_a_state_dict_goes_on_in_the_same_bits(kind):
     assert torch.equal(got, want)
 
 
+def test_a_state_dict_leaves_the_format_of_moments():
+    parameter, optimizer = stepped(lambda params: AdamW8bit(params, lr=1e-2, optim_bits=32))
+    other = AdamW8bit([parameter], lr=1.0)
+    other.load_state_dict(optimizer.state_dict())
+    assert isinstance(other.state[parameter]["exp_avg"], Blocks)
+    assert other.param_groups[0]["lr"] == 1e-2 and other.param_groups[0]["optim_bits"] == 8
+
+
 # ---- objects of bitsandbytes and torchao ----
 
 

@@ -200,6 +200,77 @@ def test_a_checkpoint_resumes_bit_for_bit_on_another_world(stage, saves, loads, 
     on_ranks(loads, load, build=wide)
 
 
+FORMERS = {
+    "fp32": (lambda params: AdamW8bit(params, lr=1e-3, optim_bits=32), {}),
+    "larger": (lambda params: AdamW8bit(params, lr=1e-3, min_8bit_size=10_000), {}),
+    "on the host": (
+        lambda params: torch.optim.AdamW(params, lr=1e-3),
+        {"offload_optimizer": {"device": "cpu", "moments": "bf16"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("former", FORMERS)
+def test_a_load_keeps_the_formats_of_the_optimizer_that_loads(former, tmp_path):
+    make, zero = FORMERS[former]
+
+    def save(rank, model):
+        config = config_of(2, zero_optimization={"stage": 2, **zero})
+        engine = start(model, make(model.parameters()), config)
+        run(engine, range(2))
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+
+    def load(rank, model):
+        optimizer = AdamW8bit(model.parameters(), lr=1e-2)
+        engine = start(model, optimizer, config_of(2))
+        engine.load_checkpoint(tmp_path)
+        run(engine, [2])
+        group = optimizer.param_groups[0]
+        assert group["lr"] == 1e-3
+        assert (group["moments"], group["optim_bits"]) == ("dynamic8", 8)
+        assert group["min_8bit_size"] == 4096
+        # an engine that is built again reads the groups
+        model.head.bias.requires_grad_(False)
+        run(engine, [3])
+        assert engine.bound.names_in_8_bits == {"up.weight", "down.weight"}
+        engine.destroy()
+
+    on_ranks(2, save, build=wide)
+    on_ranks(2, load, build=wide)
+
+
+IN_FP32 = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-3, weight_decay=0.01),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("kind", IN_FP32)
+def test_runs_change_between_moments_in_8_bits_and_in_fp32(kind, tmp_path):
+    _, _, losses = plainly(kind, range(6))
+
+    def resume(rank, model, make, steps):
+        engine = start(model, make(model.parameters()), config_of(2))
+        if steps[0]:
+            engine.load_checkpoint(tmp_path)
+        found = states(engine) if steps[0] else {}
+        assert run(engine, steps) == pytest.approx(losses[steps[0] : steps[-1] + 1], abs=0.01)
+        engine.save_checkpoint(tmp_path)
+        after = states(engine)
+        engine.destroy()
+        return found, after
+
+    _, saved = on_ranks(2, resume, KINDS[kind], range(2), build=wide)[0]
+    loaded, saved_in_fp32 = on_ranks(2, resume, IN_FP32[kind], range(2, 4), build=wide)[0]
+    assert_equal(loaded, saved)
+    loaded, _ = on_ranks(4, resume, KINDS[kind], range(4, 6), build=wide)[0]
+    for (name, key), value in saved_in_fp32.items():
+        coarse = value.abs().max() / 25 if name in ("up.weight", "down.weight") else 0.0
+        assert (loaded[name, key] - value).abs().max() <= coarse, (name, key)
+
+
 def test_a_checkpoint_written_while_training_goes_on_has_the_state_of_its_step(tmp_path):
     weights, want, _ = plainly("adamw")
     config = {"checkpoint": {"async_save": True}}
