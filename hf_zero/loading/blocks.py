@@ -11,7 +11,7 @@ import torch
 
 from hf_zero.loading.expressions import Expression
 
-ELEMENTS = 1 << 18  # encoded at a time: libraries take several fp32 copies of them
+ELEMENTS = 1 << 16  # encoded at a time: libraries take several fp32 copies of them
 Encode = Callable[[torch.Tensor], torch.Tensor]
 
 

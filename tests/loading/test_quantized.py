@@ -125,7 +125,8 @@ def loads_within_a_tensor(rank: int, folder: Path) -> None:
         found = load(cls, folder / "large", **options(bnb_4bit_use_double_quant=True))
     peak = memory("VmHWM") - before
     share = sum(flat.shard.nbytes for flat in engines_of(found)[0].flats)
-    assert peak <= share + 2 * math.prod(LARGE), (peak, share)
+    # memory that allocators hold back is counted, too
+    assert peak <= share + 2 * math.prod(LARGE) + (1 << 21), (peak, share)
     # each rank quantizes its own part; the first one reads all once more for scales of scales
     size = sum(file.stat().st_size for file in (folder / "large").glob("*.safetensors"))
     assert read.bytes <= size * (1.6 if rank == 0 else 0.6), (read.bytes, size)
