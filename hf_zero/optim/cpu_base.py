@@ -194,13 +194,13 @@ class CPUOptimizer(torch.optim.Optimizer):
 def in_8_bits(group: Mapping[str, Any], param: Tensor, numel: int) -> bool:
     """Whether moments of ``param``, of ``numel`` elements as a whole, are kept in 8 bits if its
     group has ``moments`` of ``"dynamic8"``: the rule of bitsandbytes, or torchao's, which leaves
-    out parameters that are not whole blocks (``whole_blocks_of``). ``optim_bits`` of 32, of the
-    group or as an attribute of the parameter, excludes it.
+    out parameters that are not whole blocks (``whole_blocks_of``). ``optim_bits`` of 32 excludes
+    it: the attribute of the parameter, or else the setting of the group.
     """
     large = numel >= group.get("min_8bit_size", LARGE)
     whole = numel % (group.get("whole_blocks_of") or 1) == 0
-    bits = {group.get("optim_bits", 8), getattr(param, "optim_bits", 8)}
-    return large and whole and bits == {8}
+    bits = getattr(param, "optim_bits", group.get("optim_bits", 8))
+    return bool(large and whole and bits == 8)
 
 
 def names_in_8_bits(

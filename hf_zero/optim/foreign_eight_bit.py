@@ -50,6 +50,15 @@ class _Adopted(CPUOptimizer):
         bits, size = cls.format_options(optimizer)
         keep_8_bits(optimizer, bits, size)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group with the settings of this class."""
+        super().add_param_group(param_group)
+        self.adopt_groups(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.adopt_groups(self)  # groups that the library has saved lack settings
+
     @classmethod
     def check(cls, optimizer: Any, group: Mapping[str, Any]) -> None:
         """Raise UnsupportedOptimizerError for an option that has no counterpart."""

@@ -153,6 +153,7 @@ def stand_in(module, name, options, groups):
 
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 OPTIONS = {"optim_bits": 8, "min_8bit_size": 4096, "max_unorm": 0.0, "skip_zeros": False}
+TORCHAO = {"block_size": 256, "bf16_stochastic_round": False}
 FOREIGN = {
     "adamw": ("bitsandbytes.optim.adamw", "AdamW8bit", OPTIONS, ADAM),
     "lion": ("bitsandbytes.optim.lion", "Lion", OPTIONS, {**ADAM, "weight_decay": 0.0}),
@@ -185,6 +186,30 @@ def test_objects_are_taken_over_and_given_back(kind):
     assert type(optimizer) is cls
 
 
+@in_one_item({**FOREIGN, "torchao": None})
+def test_groups_that_are_added_or_loaded_get_the_settings_of_the_class(kind):
+    torchao = "torchao.optim.adam", "Adam8bit", TORCHAO, {**ADAM, "amsgrad": False}
+    cls = stand_in(*(FOREIGN.get(kind) or torchao))
+    first, second = (nn.Parameter(spread(5120, 1)) for _ in range(2))
+    saved = cls([{"params": [first]}, {"params": [second]}]).state_dict()
+    optimizer = cls([first])
+    adopt(optimizer)
+    optimizer.add_param_group({"params": [second]})
+    for begin in (lambda: None, lambda: optimizer.load_state_dict(saved)):
+        begin()
+        for p in (first, second):
+            p.grad = spread(5120, 2)
+        optimizer.step()
+        assert torch.equal(first, second)
+        assert optimizer.param_groups[0].keys() == optimizer.param_groups[1].keys()
+    assert all(
+        isinstance(value, Blocks)
+        for p in (first, second)
+        for name, value in optimizer.state[p].items()
+        if name != "step"
+    )
+
+
 def test_overrides_of_the_manager_keep_a_parameter_in_fp32():
     embedding, large = nn.Embedding(100, 64), nn.Parameter(spread(LARGE, 1))
     optimizer = stand_in(*FOREIGN["adamw"])([embedding.weight, large])
@@ -195,13 +220,23 @@ def test_overrides_of_the_manager_keep_a_parameter_in_fp32():
     optimizer.step()
     assert torch.is_tensor(optimizer.state[embedding.weight]["exp_avg"])
     assert isinstance(optimizer.state[large]["exp_avg"], Blocks)
+    module, _, options, groups = FOREIGN["adamw"]
+    in_fp32 = stand_in(module, "AdamW", {**options, "optim_bits": 32}, groups)
+    parameters = nn.Parameter(spread(LARGE, 1)), nn.Parameter(spread(LARGE, 1))
+    optimizer = in_fp32(parameters)
+    optimizer.mng.pid2config[id(parameters[0])] = {"optim_bits": 8}
+    adopt(optimizer)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    kept = [type(optimizer.state[p]["exp_avg"]) for p in parameters]
+    assert kept == [Blocks, torch.Tensor], "an override of 8 bits in an optimizer of 32"
     optimizer = stand_in(*FOREIGN["adamw"])([large])
     optimizer.mng.pid2config[id(large)] = {"lr": 1.0}
     with pytest.raises(UnsupportedOptimizerError, match=r"override of lr.*group of its own"):
         adopt(optimizer)
 
 
-TORCHAO = {"block_size": 256, "bf16_stochastic_round": False}
 REFUSED = {
     "max_unorm": ("bitsandbytes.optim.adam", "Adam8bit", {**OPTIONS, "max_unorm": 1.0}, ADAM),
     "skip_zeros": ("bitsandbytes.optim.adam", "Adam", {**OPTIONS, "skip_zeros": True}, ADAM),
