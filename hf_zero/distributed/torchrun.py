@@ -8,7 +8,6 @@ listens on all addresses of its host, also if it was made for 127.0.0.1, unless 
 from __future__ import annotations
 
 import ipaddress
-import os
 import signal
 import socket
 import threading
@@ -115,6 +114,6 @@ def start_ranks_whole() -> None:
                 signal.signal(number, handler)
         if arrived:
             self.close(signal.Signals(arrived[0]))
-            os.kill(os.getpid(), arrived[0])
+            signal.raise_signal(arrived[0])  # of this thread: it is handled before the return
 
     SubprocessContext._start = start_all  # type: ignore[method-assign]

@@ -135,7 +135,7 @@ def test_a_signal_while_ranks_are_started_leaves_none_behind(
     def start(*args: Any, make: Any = api.get_subprocess_handler, **named: Any) -> Any:
         started.append(make(*args, **named))
         if len(started) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         return started[-1]
 
     monkeypatch.setattr(api, "get_subprocess_handler", start)

@@ -81,7 +81,7 @@ def test_what_a_run_appends_is_served_once(run: Path) -> None:
         for _ in range(2):
             assert "a row of step 7 is damaged" in updates(server)[0]["body"]
         (run / "metrics.jsonl").unlink()
-        assert "has no metrics.jsonl, which a report is" in updates(server)[0]["body"]
+        assert "has no metrics.jsonl, from which" in updates(server)[0]["body"]
         append(run, range(1, 2))
         assert losses(updates(server)[0]) == [8.5]
 
