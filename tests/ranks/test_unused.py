@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import hf_zero
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.update import StagedCopies
 from hf_zero.ops import dispatch
@@ -416,3 +417,26 @@ def test_other_parameters_stay_whole_of_another_number_of_ranks():
     for entry in dicts[1]["state"].values():
         entry["rows"] = torch.ones(2)
     on_ranks(RANKS, loaded, None, "'rows' is of whole tensors", build=job.build)
+
+
+class OneUsed(nn.Module):
+    """The unused parameter fills the part of rank 0, and the used one that of rank 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(64, 64))
+        self.used = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x):
+        return (self.used * x).sum()
+
+
+@on_each_rank(2, build=OneUsed)
+def test_state_is_read_where_a_rank_has_none(rank, model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config_of(2))[0]
+    engine.backward(engine(2.0))
+    engine.step()
+    got = hf_zero.safe_get_full_optimizer_state(model.used, "exp_avg")
+    torch.testing.assert_close(got, torch.full((64, 64), 0.2))
+    engine.destroy()

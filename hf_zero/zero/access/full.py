@@ -348,6 +348,9 @@ def _state(flat: FlatBuffer, parameter: torch.Tensor, name: str, what: str) -> t
     if engine.global_steps == engine.skipped_steps and not engine.bound.loads:
         # in host memory and in files there is state before the first step
         tensors = {"master": tensors["master"]}
+    elif name not in tensors and engine.bound.keeps(name):
+        # no gradient has reached the parameters of this part yet; other ranks may have state
+        return torch.zeros_like(tensors["master"])
     if name not in tensors:
         raise PartitionError(
             f"{what}: the optimizer keeps no state {name!r} for {name_of(parameter)}; it keeps "
