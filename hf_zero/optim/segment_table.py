@@ -85,17 +85,25 @@ class SegmentTable:
         self.parted = set()
         dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state
         self._list()
-        self._divide_by_format(segments)
+        self._divide_by_format(segments, flats)
         if self._adds_up:  # each segment must be a part of one tensor
             self.divide(segments, lambda name: name)
         for live in self._optimizer.param_groups:
             choose_fused(self._base, live)
         self.offloaded.create_all()
 
-    def _divide_by_format(self, segments: Iterable[Segment]) -> None:
-        """Split ``segments`` where parameters with moments in 8 bits begin and end."""
+    def _divide_by_format(self, segments: Iterable[Segment], flats: Sequence[Flat]) -> None:
+        """Split ``segments`` where parameters with moments in 8 bits begin and end, and between
+        flat buffers, which are aligned to blocks each by itself.
+        """
         if self.names_in_8_bits:
-            self.divide(segments, self.names_in_8_bits.__contains__)
+            formats = {
+                slot.name: flat.key
+                for flat in flats
+                for slot in flat.layout.slots
+                if slot.name in self.names_in_8_bits
+            }
+            self.divide(segments, formats.get)
         if isinstance(self._optimizer, CPUOptimizer):
             self._optimizer.segment_format = self._format_of
 

@@ -216,11 +216,13 @@ def divide(segment: Segment, kind_of: Callable[[str], Hashable]) -> list[tuple[H
     """Split ``segment`` wherever a parameter of another kind begins; return (kind, segment) in
     order, not bound yet.
 
-    Padding joins the piece before it. A segment of one kind is returned itself.
+    Padding joins the piece before it; a part of padding only has the kind of the last parameter of
+    its flat buffer. A segment of one kind is returned itself.
     """
     runs: list[tuple[Hashable, int]] = []  # with the place of its first element
     for part in segment.parts:
-        for name, _, _, place in part.pieces():
+        pieces = [(name, place) for name, _, _, place in part.pieces()]
+        for name, place in pieces or [(part.flat.layout.slots[-1].name, part.offset)]:
             kind = kind_of(name)
             if not runs or runs[-1][0] != kind:
                 runs.append((kind, place if runs else 0))

@@ -5,6 +5,7 @@ and in memory.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -198,6 +199,49 @@ def test_a_checkpoint_resumes_bit_for_bit_on_another_world(stage, saves, loads, 
 
     on_ranks(saves, save, build=wide)
     on_ranks(loads, load, build=wide)
+
+
+class Deep(nn.Module):
+    """On some ranks only padding of one flat buffer is in front of moments of the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (WIDTH, 82, 82, 64, 90)
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * self.scale
+
+
+def deep() -> nn.Module:
+    return seeded(Deep)
+
+
+def sharded(stage):
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return config_of(stage, zero_optimization=zero)
+
+
+def test_blocks_begin_with_each_flat_buffer(tmp_path):
+    def save(rank, model):
+        engine = start(model, KINDS["adamw"](model.parameters()), sharded(3))
+        run(engine, range(2))
+        engine.save_checkpoint(tmp_path)
+        moments.append(states(engine))
+        engine.destroy()
+
+    def load(rank, model):
+        engine = start(model, KINDS["adamw"](model.parameters()), sharded(2))
+        engine.load_checkpoint(tmp_path)
+        assert_equal(states(engine), moments[0])
+        engine.destroy()
+
+    moments: list[dict[tuple[str, str], torch.Tensor]] = []
+    on_ranks(4, save, build=deep)
+    on_ranks(2, load, build=deep)
 
 
 FORMERS = {
