@@ -284,9 +284,7 @@ def declared() -> dict[str, Kernel]:
     """Return every declared kernel by its name; imports all modules of hf_zero.ops except the
     kernels' own, which import triton.
     """
-    import hf_zero.ops
-
-    for room in pkgutil.iter_modules(hf_zero.ops.__path__):
+    for room in pkgutil.iter_modules([os.path.dirname(__file__)]):
         if room.name != "triton_kernels":
             importlib.import_module(f"hf_zero.ops.{room.name}")
     return dict(KERNELS)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 DECADES = 7
+EDGES, LINES = DECADES + 1, DECADES + 2  # of the regions
 
 
 @cache
@@ -56,3 +57,14 @@ def regions(signed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     edges.append(float(ranks[last - 1] + ranks[last]) / 2)
     tables = [torch.tensor(each, dtype=torch.float32) for each in (edges, slopes, shifts, tops)]
     return tables[0], tables[1], tables[2], tables[3]
+
+
+@cache
+def device_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the tables of the map with a sign and of that without on ``device``: the values of the
+    codes, then what :func:`regions` returns, concatenated.
+    """
+    signed, unsigned = (
+        torch.cat([values(sign), *regions(sign)]).to(device) for sign in (True, False)
+    )
+    return signed, unsigned

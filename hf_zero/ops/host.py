@@ -2,10 +2,11 @@
 torch reference runs.
 
 Tensors are 1-D, contiguous and on the CPU; with ``on_host=False`` they may be on another device,
-where the reference runs. An update reads the gradient in fp32, bf16 or fp16,
-divides it by ``divisor`` (loss scale and clipping in one number), updates the fp32 master and its
-moments in place and, if ``out`` is given, writes the new master there too, in the dtype of ``out``:
-one pass over memory. ``out`` may be ``grad`` itself.
+where the reference runs, and for :func:`adam` with two ``dynamic`` moments a Triton kernel
+(``eight_bit_adam.py``). An update reads the gradient in fp32, bf16 or fp16, divides it by
+``divisor`` (loss scale and clipping in one number), updates the fp32 master and its moments in
+place and, if ``out`` is given, writes the new master there too, in the dtype of ``out``: one pass
+over memory. ``out`` may be ``grad`` itself.
 
 Element-wise results are bitwise equal on every instruction set, with any number of threads, and
 however a range is cut into calls, as long as ``first`` (the index of element 0 in the whole) and
@@ -41,6 +42,7 @@ from torch import Tensor
 
 from hf_zero.errors import KernelError
 from hf_zero.ops import dynamic_map, native, reference
+from hf_zero.ops.eight_bit_adam import EIGHT_BIT_ADAM
 from hf_zero.ops.native import (
     FLOATS,
     FP32,
@@ -111,15 +113,25 @@ def adam(
         "step_size": lr / (1 - beta1**past),
     }
     core = _core_for(master)
-    if core is None:
-        reference.adam(master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, **numbers, **shared)
-    else:
+    if core is not None:
         moments = {
             **_placed("mean", exp_avg),
             **_placed("square", exp_avg_sq),
             "largest": address(max_exp_avg_sq),
         }
         core.adam(**_addresses(master, grad, shared), **moments, **numbers)
+    elif (
+        isinstance(exp_avg, Blocks)
+        and isinstance(exp_avg_sq, Blocks)
+        and exp_avg.dynamic
+        and exp_avg_sq.dynamic
+        and max_exp_avg_sq is None
+    ):
+        pairs = (exp_avg.codes, exp_avg.scales), (exp_avg_sq.codes, exp_avg_sq.scales)
+        rest = {name: shared[name] for name in ("out", "divisor", "negate")}
+        EIGHT_BIT_ADAM(master, grad, *pairs, **numbers, **rest)
+    else:
+        reference.adam(master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, **numbers, **shared)
 
 
 def lion(

@@ -1,6 +1,6 @@
-"""Kernels over flat buffers: optimizers with each gradient and copy that training has, LAMB, sums
-of squares, blocks of 1, 4 and 8 bits of each dtype that travels, weights rounded to levels, and
-words of Philox.
+"""Kernels over flat buffers: optimizers with each gradient and copy that training has, also with
+moments in 8 bits, LAMB, sums of squares, blocks of 1, 4 and 8 bits of each dtype that travels,
+weights rounded to levels, and words of Philox.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 from hf_zero.ops.flat_tiles import TILE
 from hf_zero.ops.lamb import TILE as LAMB_TILE
 from hf_zero.ops.triton_kernels import (
+    eight_bit_adam,
     flat_norm,
     flat_optimizers,
     level_rounding,
@@ -56,12 +57,31 @@ def lamb(kernel: Any) -> Case:
     return case(kernel, "", types, constants, lamb_kernels.WARPS, 0.5)
 
 
+def eight_bit(grad: str, out: str | None) -> Case:
+    types = {
+        "*u8": "mean square",
+        "*fp32": "master mean_scales square_scales mean_table square_table",
+        "fp32": "divisor keep l2 beta1 rest1 beta2 rest2 root_scale eps step_size",
+    }
+    for argument, kind in (("grad", grad), ("out", out or "fp32")):
+        types[f"*{kind}"] = f"{types.get(f'*{kind}', '')} {argument}"
+    constants = {"NEAR": True, "HAS_L2": False, "HAS_OUT": out is not None}
+    constants |= {"BLOCK": 256, "TILE": eight_bit_adam.TILE}
+    name = f"{grad} gradient, {out or 'no'} copy"
+    kernel, warps = eight_bit_adam.eight_bit_adam_kernel, eight_bit_adam.WARPS
+    aligned = "master grad mean mean_scales square square_scales out numel"
+    return case(kernel, name, types, constants, warps, 0.5, aligned)
+
+
 OPTIMIZERS = [
     update(True, "fp32", None),
     update(True, "fp32", "bf16"),
     update(True, "bf16", "bf16"),
     update(True, "fp16", "fp16"),
     update(False, "fp32", "bf16"),
+    eight_bit("fp32", None),
+    eight_bit("fp32", "bf16"),
+    eight_bit("bf16", "bf16"),
     lamb(lamb_kernels.lamb_measure_kernel),
     lamb(lamb_kernels.lamb_apply_kernel),
     case(
