@@ -1,5 +1,5 @@
-"""Encodings of compressed collectives on a GPU at real sizes: kernels agree with their references
-there and never wait for the device.
+"""Blocks of compressed collectives and of moments on a GPU at real sizes: kernels agree with their
+references there; encodings of collectives never wait for the device.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_zero.ops import dispatch
+from hf_zero.ops import Blocks, adam, dispatch
 from hf_zero.ops import sign_blocks_reference as signs
 from hf_zero.ops import symmetric_blocks_reference as symmetric
 from hf_zero.ops.sign_blocks import SignBlocks
@@ -64,6 +64,28 @@ def test_sign_blocks(dtype):
         table.apply(weights, sent, exponents, numbers, numbers * 1e-3)
         signs.apply(after, sent, exponents, numbers, numbers * 1e-3, *form)
         assert torch.equal(weights, after), chunk
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adam_with_moments_in_8_bits_gives_the_bits_of_the_host(dtype):
+    settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+    settings |= {"decoupled": True, "divisor": 3.0, "on_host": False}
+    for numel in CHUNKS:
+        weights, out = torch.randn(numel), torch.zeros(numel, dtype=torch.bfloat16)
+        states = [
+            (weights.to(device), out.to(device))
+            + tuple(Blocks.zeros(numel, signed, True, device) for signed in (True, False))
+            for device in ("cpu", DEVICE)
+        ]
+        for step in (1, 2, 3):
+            grad = (torch.randn(numel) * torch.randn(numel).mul(3).exp()).to(dtype)
+            for master, copy, mean, square in states:
+                moved = grad.to(master.device)
+                adam(master, moved, mean, square, step=step, out=copy, **settings)
+        for host, device in zip(*states):
+            parts = ("codes", "scales") if isinstance(host, Blocks) else ("data",)
+            for part in parts:
+                assert torch.equal(getattr(host, part), getattr(device, part).cpu()), numel
 
 
 def test_nothing_waits_for_the_device():
