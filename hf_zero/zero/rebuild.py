@@ -242,10 +242,11 @@ def _try(engine: EngineParts, change: Callable[[], None], keeps: bool) -> Engine
 
 def groups_over(engine: EngineParts, new: Iterable[nn.Parameter], group: int | None) -> None:
     """Put the parameters ``new`` of the model into the groups of the optimizer of ``engine`` that
-    hold those in whose places they are, or into ``group``.
+    hold those in whose places they are, or into ``group``. Frozen ones take over a group, too, so
+    that they can train later; they are not added to ``group``.
 
-    Raises PartitionError for a parameter that is not in the model, that is in no other's place, or
-    if there is no such group.
+    Raises PartitionError for a parameter that is not in the model, for a trainable one in no
+    other's place, or if there is no such group.
     """
     groups, known = engine.optimizer.param_groups, engine.sharded_model.parameters
     names: dict[nn.Parameter, list[str]] = {}
@@ -262,11 +263,15 @@ def groups_over(engine: EngineParts, new: Iterable[nn.Parameter], group: int | N
                 f"replace() was given a parameter of shape {tuple(parameter.shape)} that is not in "
                 "the model; put it there first (setattr, model.resize_token_embeddings)"
             )
-        if id(parameter) in place or not parameter.requires_grad:
+        if id(parameter) in place:
             continue
         former = next((known[name] for name in names[parameter] if name in known), None)
-        index = place.get(id(former), group) if group is None else group
+        index = place.get(id(former))
+        if group is not None and parameter.requires_grad:
+            index = group
         if index is None:
+            if not parameter.requires_grad:
+                continue
             raise PartitionError(
                 f"{names[parameter][0]} takes the place of no parameter that the optimizer has; "
                 "pass replace(..., group=index of a group), or call optimizer.add_param_group"

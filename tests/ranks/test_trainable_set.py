@@ -345,6 +345,29 @@ def test_a_module_takes_the_place_of_another(stage: int, outputs: int, group: in
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_frozen_module_takes_the_place_in_the_group_and_trains_later(stage: int) -> None:
+    def change(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 2:
+            former, model[4] = model[4], new_head().requires_grad_(False)
+            engine = engine_of(model)
+            if engine is not None:
+                engine.replace(model[4])
+                return
+            new = dict(zip(former.parameters(), model[4].parameters()))
+            for group in optimizer.param_groups:
+                group["params"] = [new.get(p, p) for p in group["params"]]
+        if step == 4:
+            model[4].requires_grad_(True)
+
+    make = OPTIMIZERS["AdamW"]
+    want = plainly(make, lambda model, *_: [*model.parameters()], change)
+    for got in run_ranks(
+        RANKS, on_engine, make, lambda model, *_: [*model.parameters()], change, settings(stage)
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
 def heads_in_turn(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Put another head into the model, by a group of its own, and the former one back."""
     if step not in (2, 4):
