@@ -264,7 +264,8 @@ class GroupNumbers:
         """
         out: list[dict[str, dict[str, float]]] = [{} for _ in self._entries.groups]
         for segment in self._table.segments:
-            if segment.group in self._table.parted and segment.parts:
+            # another rank reports on a parameter of which there is only padding here
+            if segment.group in self._table.parted and not segment.is_padding:
                 numbers = self._entries.numbers(segment)
                 if numbers or self._table.is_unstepped(segment):
                     out[segment.group] |= dict.fromkeys(segment.names, numbers)

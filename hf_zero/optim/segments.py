@@ -120,6 +120,11 @@ class Segment:
         names = frozenset(name for part in self.parts for name, *_ in part.pieces())
         return names or frozenset(part.flat.layout.slots[-1].name for part in self.parts)
 
+    @cached_property
+    def is_padding(self) -> bool:
+        """Whether it has elements of no parameter."""
+        return not any(True for part in self.parts for _ in part.pieces())
+
     def extend(self, flat: Flat, start: int, stop: int) -> None:
         self.parts.append(SegmentPart(flat, start, stop, self.stop - self.start))
         self.stop += stop - start

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -378,3 +379,52 @@ def test_a_partial_state_dict_changes_what_it_names(stage: int, precision: str) 
         engine.destroy()
 
     run_ranks(2, over)
+
+
+class Units(nn.Module):
+    """Layers that are units, and a parameter that has no dimensions beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (8, 90, 90, 64, 50)
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            rows = torch.tanh(layer(rows))
+        return rows * self.scale
+
+
+def test_a_rank_with_padding_alone_says_nothing_of_its_parameter(tmp_path: Path) -> None:
+    """Rank 1 has only padding of the buffer of ``scale``, whose momentum a load must keep."""
+    momenta: list[torch.Tensor] = []
+
+    def opened(model: Units) -> Any:
+        return start(model, OPTIMIZERS["SGD"](model.parameters()), settings(2))
+
+    def momentum(model: Units) -> torch.Tensor:
+        return hf_zero.safe_get_full_optimizer_state(model.scale, "momentum_buffer").clone()
+
+    def save(rank: int, model: Units) -> None:
+        engine = opened(model)
+        for number, trains in enumerate((True, False, True)):  # other step counts for a weight
+            model.layers[1].weight.requires_grad_(trains)
+            train(engine, rank, range(number, number + 1))
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+        assert engine.bound.apart() == [{}]
+        momenta.append(momentum(model))
+        engine.save_checkpoint(str(tmp_path))
+        engine.destroy()
+
+    def load(rank: int, model: Units) -> None:
+        engine = opened(model)
+        engine.load_checkpoint(str(tmp_path))
+        assert torch.equal(momentum(model), momenta[0]) and float(momenta[0].abs()) > 0
+        engine.destroy()
+
+    for act in (save, load):
+        models = [Units() for _ in range(2)]
+        for model in models[1:]:
+            model.load_state_dict(models[0].state_dict())
+        run_ranks(2, lambda rank, act=act, models=models: act(rank, models[rank]))
