@@ -86,7 +86,9 @@ def migrate(
     """
     _refuse_programs(before, source)
     known = {*TOP, *(path.partition(".")[0] for path in (*KEYS, *ALIASES))}
-    if not any("." in str(name) or closest(str(name), known, least=MISSPELT) for name in before):
+    if not is_trainer(before) and not any(
+        "." in str(name) or closest(str(name), known, least=MISSPELT) for name in before
+    ):
         some = ", ".join(map(repr, [*before][:3])) + (", …" if len(before) > 3 else "")
         raise ConfigError(
             f"{source}: {f'no key of it ({some}) is known to' if before else 'it has no key of'} "

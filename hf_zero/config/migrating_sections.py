@@ -211,11 +211,18 @@ def translate_trainer(
     asked = written.get("fsdp") or ""
     words = [asked] if isinstance(asked, str) else asked if isinstance(asked, list) else []
     older: dict[str, Any] = {}
+    written_as: dict[str, str] = {}  # the word of ``fsdp`` by the key that it stands for
     for word in " ".join(map(str, words)).replace(",", " ").lower().split():
         if word.upper() in _STRATEGIES and word not in ("true", "false"):
+            if "sharding_strategy" in older:
+                first = written_as["fsdp_config.sharding_strategy"]
+                note = f"{first!r} and {word!r} are two strategies; write one of them"
+                findings.append(KeyFinding("fsdp", asked, "to fix", note))
             older["sharding_strategy"] = word.upper()
+            written_as["fsdp_config.sharding_strategy"] = word
         elif word == "offload":
             older["cpu_offload"] = True
+            written_as["fsdp_config.cpu_offload"] = word
         elif word not in ("auto_wrap", "true"):
             findings.append(KeyFinding("fsdp", asked, "to fix", f"{word!r} is no option of it"))
     if asked:
@@ -228,6 +235,9 @@ def translate_trainer(
     rest = {name: each for name, each in values.items() if name not in _XLA}
     section: dict[str, Any] = {}
     translate_fsdp({**older, **rest}, 1, section, findings)
+    for place, finding in enumerate(findings):
+        if finding.key in written_as and finding.key.partition(".")[2] not in rest:
+            findings[place] = finding._replace(key="fsdp", value=written_as[finding.key])
     if section.pop("zero3_init_flag", None) is not None:
         for place, found in enumerate(findings):
             if found.note.startswith("zero3_init_flag: "):

@@ -481,8 +481,21 @@ def test_fsdp_of_the_trainer_becomes_a_configuration_for_deepspeed() -> None:
     zero = after["deepspeed"].pop("zero_optimization")
     assert zero == {"stage": 3, "offload_optimizer": on_cpu, "offload_param": on_cpu}
     assert {*after} == {"output_dir", "bf16", "deepspeed"}
-    for key, wrong in {"fsdp": "full_shard offlaod", "fsdp_config": "fsdp.json"}.items():
-        assert not migrate({**arguments, key: wrong}).runs, key
+    two = {"fsdp": "full_shard shard_grad_op"}
+    for wrong in ({"fsdp": "full_shard offlaod"}, two, {"fsdp_config": "fsdp.json"}):
+        assert not migrate({**arguments, **wrong}).runs, wrong
+
+
+def test_words_of_the_trainers_fsdp_are_reported_as_they_are_written() -> None:
+    """A file may have no other key that is known."""
+    migration = migrate({"output_dir": "out", "fsdp": "shard_grad_op offload"})
+    found = {(each.key, each.value): each.note for each in migration.findings}
+    assert found["fsdp", "shard_grad_op"] == "zero_optimization.stage: 2"
+    assert found["fsdp", "offload"] == "zero_optimization.offload_optimizer.device: cpu"
+    assert {each.key for each in migration.findings} == {"fsdp"}
+    replaced = {"fsdp": "full_shard", "fsdp_config": {"reshard_after_forward": False}}
+    keys = {each.key for each in migrate(replaced).findings}
+    assert "fsdp_config.reshard_after_forward" in keys
 
 
 def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
