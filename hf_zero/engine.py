@@ -380,6 +380,8 @@ class Engine(TrainingEngine):
             )
         self.changes.refuse_within("load_checkpoint()")
         self.wait_for_checkpoint(f"the load of {load_dir}")
+        if self.flats and self.flats[0].engine_flats.switched:
+            self.train_unfrozen()
         with self.mesh.watchdog.during("load"):
             in_memory = False
             if self.memory is not None:

@@ -295,6 +295,7 @@ class _Load(StateSource):
         transfer(self, self.engine, optimizer=saved is not None and self._has_stepped)
         if saved is not None:
             self._load_scaler()
+            self._warn_of_dropped()
         if not module_only:
             for field in fields(self.engine.counters):
                 if field.name in self.manifest.counters:
@@ -389,6 +390,27 @@ class _Load(StateSource):
             for values, live in zip(settings, bound.groups):
                 values |= {name: live[name] for name in SCHEDULED if name in live}
         bound.load_hyperparameters(settings)
+
+    def _warn_of_dropped(self) -> None:
+        """Log which state of the checkpoint is dropped: that of parameters of the optimizer that
+        are frozen now.
+        """
+        given = {id(parameter) for group in self.engine.given for parameter in group}
+        held, saved = self.match.held, self.manifest.slots
+        dropped = [
+            name
+            for flat in self.engine.flats
+            if not flat.trainable
+            for name, parameter in flat.parameters.items()
+            if id(parameter) in given and name in held and saved[held[name]][0].states
+        ]
+        if dropped:
+            text = (
+                f"{self.checkpoint.folder} has optimizer state of {listed(dropped, 3)}, frozen "
+                "here: it is dropped, and begins anew where they train again; to keep it, set "
+                "requires_grad to True before the load, and freeze them after it"
+            )
+            log_rank0(text, logging.WARNING)
 
     def _load_scaler(self) -> None:
         precision = self.engine.config.precision

@@ -43,7 +43,7 @@ class TrainingEngine(EngineParts):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.flats and self.flats[0].engine_flats.switched and torch.is_grad_enabled():
-            self._train_unfrozen()
+            self.train_unfrozen()
         if self._cast_to is not None:
             args, kwargs = map_tensors(
                 (args, kwargs), lambda t: t.to(self._cast_to) if t.is_floating_point() else t
@@ -256,7 +256,7 @@ class TrainingEngine(EngineParts):
 
     # ---- the parameters that train ----
 
-    def _train_unfrozen(self) -> None:
+    def train_unfrozen(self) -> None:
         """Rebuild the engine if parameters that its optimizer has were unfrozen (collective)."""
         self.flats[0].engine_flats.switched = False
         if self.bound is not None and (names := unfrozen(self)):

@@ -1,16 +1,21 @@
-"""Random programs of parallel training against one process: model types of transformers on ranks
-that share layers, sequences, experts or nothing, at every stage, with padding, packing and
-clipping. Each trains, evaluates, generates, is saved, goes back, and goes on in engines of other
-worlds, stages and accumulation. ``HF_ZERO_SEEDS=N`` runs that many.
+"""Random programs of parallel training, and random lives of training state, against one process.
+
+Programs: model types of transformers on ranks that share layers, sequences, experts or nothing, at
+every stage, with padding, packing and clipping. Each trains, evaluates, generates, is saved, goes
+back, and goes on in engines of other worlds, stages and accumulation. ``HF_ZERO_SEEDS=N`` runs that
+many.
 """
 
 import os
 
 from tests.helpers.cells import runs_long
 from tests.helpers.random_programs import ACTS, Program, check, kinds, runnable
+from tests.helpers.random_states import ACTS as ACTS_ON_STATE
+from tests.helpers.random_states import OPTIMIZERS, Life, fails, shrunk
 from tests.helpers.ranks import RanksHung
 
 ALL = 400
+LIVES, FAST_LIVES = 2000, 12
 # sequences, layers, layers of experts, sequences and experts on several ranks
 FAST = (3, 6, 13, 95)
 # those of which causal_zoo.py makes no small model: layers that share weights, odd factors
@@ -21,6 +26,9 @@ def pytest_generate_tests(metafunc):
     if "seed" in metafunc.fixturenames:
         count = int(os.environ.get("HF_ZERO_SEEDS", ALL if runs_long(metafunc.config) else 0))
         metafunc.parametrize("seed", range(count) if count else FAST)
+    if "tenth" in metafunc.fixturenames:
+        count = int(os.environ.get("HF_ZERO_SEEDS", LIVES if runs_long(metafunc.config) else 0))
+        metafunc.parametrize("tenth", range(-(-(count or FAST_LIVES) // 10)))
 
 
 def test_as_in_one_process(seed, tmp_path):
@@ -44,3 +52,18 @@ def test_seeds_draw_every_model_type_and_every_act():
     assert set(kinds()) >= NOT_BUILT
     for some in (programs, [programs[seed] for seed in FAST]):
         assert {act.do for program in some for act in program.life} == set(ACTS)
+
+
+def test_state_as_in_one_process(tenth):
+    """Ten lives of a small model: written, frozen, loaded from its own dicts, saved, resumed."""
+    for seed in range(10 * tenth, 10 * tenth + 10):
+        life = Life.drawn(seed)
+        if fails(life):
+            shorter = shrunk(life)
+            raise AssertionError(f"Life.drawn({seed})\n{fails(shorter)}\n{shorter!r}")
+
+
+def test_lives_draw_every_optimizer_and_every_act():
+    lives = [Life.drawn(seed) for seed in range(10 * -(-FAST_LIVES // 10))]
+    assert {life.optimizer for life in lives} == set(OPTIMIZERS)
+    assert {act.do for life in lives for act in life.acts} == set(ACTS_ON_STATE)

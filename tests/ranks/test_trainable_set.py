@@ -274,6 +274,37 @@ def test_what_is_frozen_keeps_its_state_unless_told_otherwise(stage: int, releas
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("unfreezes", [True, False])
+def test_a_load_keeps_the_state_of_what_is_unfrozen_before_it(
+    unfreezes: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a forward between; the state of what stays frozen is dropped, which the log says."""
+
+    def run(rank: int, resumes: bool) -> float:
+        model = Scaled()
+        model[4].requires_grad_(not resumes)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        engine = hf_zero.initialize(model=model, optimizer=optimizer, config=settings(3))[0]
+        if resumes:
+            model[4].requires_grad_(unfreezes)
+            engine.load_checkpoint(tmp_path)
+            model[4].requires_grad_(True)
+        for step in (0,) if resumes else (0, 1):
+            rows = batch(step)[rank * ROWS : (rank + 1) * ROWS]
+            engine.backward(engine(rows).square().mean())
+            engine.step()
+        moment = hf_zero.safe_get_full_optimizer_state(model[4].weight, "exp_avg_sq")
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+        assert moment is not None
+        return float(moment.sum())
+
+    (before, _), (after, _) = run_ranks(RANKS, run, False), run_ranks(RANKS, run, True)
+    assert (after > before) is unfreezes
+    dropped = [text for text in caplog.messages if "4.weight, 4.bias, frozen here" in text]
+    assert bool(dropped) is not unfreezes, caplog.messages
+
+
 def freeze_then_unfreeze(model: Any, optimizer: torch.optim.Optimizer, step: int) -> Any:
     """Freeze the scale, which rank 0 has, and unfreeze a layer: others then move to rank 0."""
     model.scale.requires_grad_(step < 1)

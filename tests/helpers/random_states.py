@@ -1,0 +1,372 @@
+"""Random lives of training state: a small model of odd sizes, an optimizer and what a script does
+to both between steps, on ranks and in one process of plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.optim import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.models import seeded
+from tests.helpers.offloads import DEVICE, WAYS, offload, stages_of
+from tests.helpers.oracle import total_norm
+from tests.helpers.stacks import on_ranks
+
+ROWS, WIDTH = 12, 50  # of a micro-batch of all ranks together: a multiple of each world
+# of the losses, and of the length of the way that all weights have moved; a norm that differs in
+# its last bit can change a code of 8 bits by one
+LOSS, WEIGHTS, CLIPPED_8_BITS = 1e-5, 1e-4, 1e-3
+
+Optimizer = torch.optim.Optimizer
+Groups = list[dict[str, Any]]
+OPTIMIZERS: dict[str, Callable[[Groups], Optimizer]] = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, 1e-3, eps=1e-4),
+    "Adam amsgrad": lambda groups: torch.optim.Adam(groups, 1e-3, eps=1e-4, amsgrad=True),
+    "SGD": lambda groups: torch.optim.SGD(groups, 0.05),
+    "SGD nesterov": lambda groups: torch.optim.SGD(groups, 0.02, momentum=0.9, nesterov=True),
+    "RMSprop": lambda groups: torch.optim.RMSprop(groups, 1e-3, 0.9, 1e-3, momentum=0.5),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, 1e-2, eps=1e-4),
+    "NAdam": lambda groups: torch.optim.NAdam(groups, 1e-3, eps=1e-4),
+    "AdamW8bit": lambda groups: AdamW8bit(groups, lr=1e-3),
+    "Adam8bit": lambda groups: Adam8bit(groups, lr=1e-3),
+    "Lion8bit": lambda groups: Lion8bit(groups, lr=1e-4),
+    "SGD8bit": lambda groups: SGD8bit(groups, lr=1e-2, momentum=0.9),
+}
+ON_HOST = {"AdamW", "SGD", "SGD nesterov", "Adagrad"}  # of torch's, those that offload has
+# "start": a new engine, often on other ranks; the others are what a script does between steps.
+ACTS = (
+    *("start", "step", "step of two", "skipped", "write", "write all", "set state"),
+    *("freeze", "thaw", "rate", "own state", "own weights", "save", "load"),
+)
+PLAIN = ("step",) * 6 + ("step of two",) * 2 + ACTS[3:]
+
+
+@dataclass(frozen=True)
+class Act:
+    do: str
+    which: int = 0  # of the layers
+    world: int = 1
+    stage: int = 0
+    place: str = DEVICE
+
+
+@dataclass(frozen=True)
+class Life:
+    """The random choices of one seed."""
+
+    seed: int
+    optimizer: str
+    widths: tuple[int, ...]
+    decays: bool  # matrices in one group, the rest in another
+    tied: bool
+    clip: float
+    acts: tuple[Act, ...]
+
+    @staticmethod
+    def drawn(seed: int) -> Life:
+        draw = random.Random(seed)
+        optimizer = draw.choice(list(OPTIMIZERS))
+        widths = tuple(draw.choice((50, 64, 82, 90)) for _ in range(draw.randint(2, 4)))
+        acts: list[Act] = []
+        for part in range(draw.randint(2, 3)):
+            places = WAYS if optimizer in ON_HOST or "8bit" in optimizer else (DEVICE,)
+            place = draw.choice((DEVICE, DEVICE, *places))
+            stage = draw.choice(stages_of(place))
+            acts.append(Act("start", world=draw.choice((1, 2, 2, 3, 4)), stage=stage, place=place))
+            acts += [Act("load")] if part else []
+            count = draw.randint(3, 8)
+            acts += [Act(draw.choice(PLAIN), draw.randrange(len(widths))) for _ in range(count)]
+            acts += [Act("step"), Act("save")]
+        decays, tied = draw.random() < 0.5, draw.random() < 0.3
+        clip = draw.choice((0.0, 0.0, 0.05))
+        return Life(seed, optimizer, widths, decays, tied, clip, tuple(acts[:-1]))
+
+    @property
+    def exact(self) -> bool:
+        """Whether all ranks have the same rows: a gradient that differs in its last bit can change
+        a code of 8 bits by one.
+        """
+        return "8bit" in self.optimizer
+
+    def model(self) -> Net:
+        return seeded(lambda: Net((WIDTH, *self.widths), self.tied))  # type: ignore[return-value]
+
+    def optimizer_of(self, model: nn.Module) -> Optimizer:
+        parameters = list(model.parameters())
+        if not self.decays:
+            return OPTIMIZERS[self.optimizer]([{"params": parameters}])
+        matrices = [p for p in parameters if p.dim() > 1]
+        rest = [p for p in parameters if p.dim() < 2]
+        groups = [{"params": rest, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 0.1}]
+        return OPTIMIZERS[self.optimizer](groups)
+
+    def rows(self, number: int, micro: int, rank: int = 0, world: int = 1) -> torch.Tensor:
+        draw = torch.Generator().manual_seed((self.seed * 101 + number) * 2 + micro)
+        rows = torch.randn(ROWS, WIDTH, generator=draw)
+        return rows if self.exact else rows[rank::world]
+
+
+class Net(nn.Module):
+    """Linear layers of ``widths``, a scalar parameter, and one that no forward uses."""
+
+    def __init__(self, widths: tuple[int, ...], tied: bool) -> None:
+        super().__init__()
+        pairs = list(itertools.pairwise(widths))
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairs)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.unused = nn.Parameter(torch.ones(7))
+        if tied:
+            for layer, later in zip(self.layers, list(self.layers)[1:]):
+                if later.weight.shape == layer.weight.shape:
+                    later.weight = layer.weight
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            rows = torch.tanh(layer(rows))
+        return rows * self.scale
+
+
+@dataclass
+class Seen:
+    losses: list[list[float]] = field(default_factory=list)  # of each step, by micro-batch
+    halved: list[tuple[int, int]] = field(default_factory=list)  # number of the act, dimensions
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Alone:
+    """A life in one process of plain PyTorch. The subclass has an engine in its place."""
+
+    def __init__(self, life: Life) -> None:
+        self.life, self.saved = life, None
+        self.seen = Seen()
+        self.model: Any = None
+        self.frozen: set[int] = set()
+
+    def start(self, act: Act) -> None:
+        self.model = self.life.model()
+        self.freeze_again()
+        self.optimizer: Any = self.life.optimizer_of(self.model)
+
+    def freeze_again(self) -> None:
+        for which, layer in enumerate(self.model.layers):
+            layer.bias.requires_grad_(which not in self.frozen)
+
+    def window(self, number: int, micros: int) -> None:
+        losses = []
+        for micro in range(micros):
+            loss = self.model(self.life.rows(number, micro)).pow(2).mean()
+            (loss / micros).backward()
+            losses.append(float(loss.detach()))
+        gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        if self.life.clip:
+            factor = self.life.clip / (total_norm(gradients) + 1e-6)
+            for gradient in gradients.values():
+                gradient.mul_(min(factor, 1.0))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seen.losses.append(losses)
+
+    def skipped(self, number: int) -> None:
+        """A backward whose gradients are dropped."""
+        self.model(self.life.rows(number, 0)).pow(2).mean().backward()
+        self.optimizer.zero_grad()
+
+    @contextmanager
+    def whole(self, parameter: Any) -> Iterator[None]:
+        yield
+
+    def halve(self, layer: Any, number: int) -> None:
+        """Halve the first moments of ``layer`` that are there, in fp32."""
+        for parameter in () if self.life.exact else (layer.weight, layer.bias):
+            if "exp_avg" in (state := self.optimizer.state.get(parameter, {})):
+                state["exp_avg"].mul_(0.5)
+                self.seen.halved.append((number, parameter.dim()))
+
+    def save(self) -> None:
+        self.saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+
+    def load(self) -> None:
+        if self.saved is not None:
+            weights, state = copy.deepcopy(self.saved)
+            self.model.load_state_dict(weights)
+            self.optimizer.load_state_dict(state)
+
+    def does(self, act: Act, number: int) -> None:
+        layer = self.model.layers[act.which] if self.model is not None else None
+        match act.do:
+            case "start":
+                self.start(act)
+            case "step" | "step of two":
+                self.window(number, 1 + (act.do != "step"))
+            case "skipped":
+                self.skipped(number)
+            case "write" | "write all":
+                written = [layer.bias] if act.do == "write" else list(self.model.parameters())
+                for parameter in written:
+                    with self.whole(parameter), torch.no_grad():
+                        parameter.mul_(1.01).add_(0.001)
+            case "set state":
+                self.halve(layer, number)
+            case "freeze" | "thaw":
+                (self.frozen.add if act.do == "freeze" else self.frozen.discard)(act.which)
+                self.freeze_again()
+            case "rate":
+                for group in self.optimizer.param_groups:
+                    group["lr"] *= 0.7
+            case "own state":
+                self.optimizer.load_state_dict(self.optimizer.state_dict())
+            case "own weights":
+                self.model.load_state_dict(self.model.state_dict())
+            case "save":
+                self.save()
+            case "load":
+                self.load()
+
+
+def in_one_process(life: Life) -> Seen:
+    alone = Alone(life)
+    for number, act in enumerate(life.acts):
+        alone.does(act, number)
+    alone.seen.weights = {n: p.detach().clone() for n, p in alone.model.named_parameters()}
+    return alone.seen
+
+
+class OnRank(Alone):
+    """A part of a life, in one engine, on one rank."""
+
+    def __init__(
+        self, life: Life, rank: int, model: Net, folder: Path, frozen: set[int], want: Seen
+    ) -> None:
+        super().__init__(life)
+        self.rank, self.built, self.folder = rank, model, folder
+        self.frozen, self.halved = set(frozen), want.halved
+        self.saved = (folder / "latest").exists() or None
+
+    def start(self, act: Act) -> None:
+        self.world, self.model = act.world, self.built
+        self.freeze_again()
+        more = {"stage3_param_persistence_threshold": 100} if act.stage == 3 else {}
+        section = offload(act.place, act.stage, self.folder) | more
+        config = config_of(act.stage, zero_optimization=section, gradient_clipping=self.life.clip)
+        self.engine = start(self.model, self.life.optimizer_of(self.model), config)
+        self.optimizer = self.engine.optimizer
+
+    def window(self, number: int, micros: int) -> None:
+        self.engine.set_batches(ROWS, micros)
+        losses = []
+        for micro in range(micros):
+            rows = self.life.rows(number, micro, self.rank, self.world)
+            loss = self.engine(rows).pow(2).mean()
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(float(loss.detach()))
+        self.seen.losses.append(losses)
+
+    def skipped(self, number: int) -> None:
+        self.engine.set_batches(ROWS, 2)
+        self.engine.backward(
+            self.engine(self.life.rows(number, 0, self.rank, self.world)).pow(2).mean()
+        )
+        self.engine.zero_grad()
+
+    @contextmanager
+    def whole(self, parameter: Any) -> Iterator[None]:
+        with hf_zero.GatheredParameters([parameter], modifier_rank=0):
+            yield
+
+    def halve(self, layer: Any, number: int) -> None:
+        for parameter in (layer.weight, layer.bias):
+            if (number, parameter.dim()) in self.halved:
+                value = hf_zero.safe_get_full_optimizer_state(parameter, "exp_avg")
+                assert value is not None
+                hf_zero.safe_set_full_optimizer_state(parameter, value * 0.5, "exp_avg")
+
+    def save(self) -> None:
+        self.engine.save_checkpoint(self.folder)
+        self.saved = True  # type: ignore[assignment]
+
+    def load(self) -> None:
+        if self.saved:  # docs/loop.md: the state of what is frozen at a load is dropped
+            for layer in self.model.layers:
+                layer.bias.requires_grad_(True)
+            self.engine.load_checkpoint(self.folder)
+            self.freeze_again()
+
+
+def _part(rank: int, model: Any, life: Life, part: list[tuple[int, Act]], *known: Any) -> OnRank:
+    on_rank = OnRank(life, rank, model, *known)
+    for number, act in part:
+        on_rank.does(act, number)
+    on_rank.seen.weights = full_weights(on_rank.engine)
+    on_rank.engine.destroy()
+    return on_rank
+
+
+def check(life: Life, folder: Path) -> None:
+    """Compare ``life`` on ranks with the same in one process: the losses of each step, and the
+    weights at the end.
+    """
+    want = in_one_process(life)
+    parts: list[list[tuple[int, Act]]] = []
+    for number, act in enumerate(life.acts):
+        if act.do == "start":
+            parts.append([])
+        parts[-1].append((number, act))
+    losses: list[list[float]] = []
+    frozen: set[int] = set()
+    for part in parts:
+        world = part[0][1].world
+        ranks = on_ranks(world, _part, life, part, folder, frozen, want, build=life.model)
+        frozen = ranks[0].frozen
+        for step in range(len(ranks[0].seen.losses)):
+            of_ranks = torch.tensor([rank.seen.losses[step] for rank in ranks])
+            losses.append(of_ranks.mean(0).tolist())
+    limit = CLIPPED_8_BITS if life.exact and life.clip else WEIGHTS
+    for step, (got, expected) in enumerate(zip(losses, want.losses, strict=True)):
+        off = max(abs(a - b) / abs(b) for a, b in zip(got, expected))
+        assert off < (limit if life.exact else LOSS), (
+            f"loss of step {step}: {got}, alone {expected}"
+        )
+    begun = {name: p.detach() for name, p in life.model().named_parameters()}
+    moved = total_norm({name: value - begun[name] for name, value in want.weights.items()})
+    for name, value in want.weights.items():
+        off = float((ranks[0].seen.weights[name].view_as(value) - value).norm())
+        assert off <= limit * moved, f"{name} is off by {off:.3g} of {moved:.3g}"
+
+
+def fails(life: Life) -> str:
+    """Return the error of ``life``, or "" where it is as in one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            check(life, Path(folder))
+        except Exception as error:  # of an engine as of a comparison
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def shrunk(life: Life) -> Life:
+    """Return ``life`` with as few acts, and as plain ones, as it still fails with."""
+    number = len(life.acts) - 1
+    while number > 0:
+        act = life.acts[number]
+        simpler = [(), *((replace(act, **one),) for one in ({"place": DEVICE}, {"world": 1}))]
+        for instead in simpler if act.do != "start" or number else simpler[1:]:
+            acts = (*life.acts[:number], *instead, *life.acts[number + 1 :])
+            if acts != life.acts and fails(shorter := replace(life, acts=acts)):
+                life = shorter
+                break
+        number -= 1
+    return life
