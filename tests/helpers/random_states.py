@@ -26,9 +26,9 @@ from tests.helpers.oracle import total_norm
 from tests.helpers.stacks import on_ranks
 
 ROWS, WIDTH = 12, 50  # of a micro-batch of all ranks together: a multiple of each world
-# of the losses, and of the length of the way that all weights have moved; a norm that differs in
-# its last bit can change a code of 8 bits by one
-LOSS, WEIGHTS, CLIPPED_8_BITS = 1e-5, 1e-4, 1e-3
+# of the losses, and of the length of the way that all weights have moved. A norm that differs in
+# its last bit can change a code of 8 bits; several ranks sum micro-batches in bf16 in another order
+LOSS, WEIGHTS, CLIPPED_8_BITS, IN_BF16 = 1e-5, 1e-4, 1e-3, 3e-2
 
 Optimizer = torch.optim.Optimizer
 Groups = list[dict[str, Any]]
@@ -73,6 +73,7 @@ class Life:
     decays: bool  # matrices in one group, the rest in another
     tied: bool
     clip: float
+    bf16: bool  # beside fp32 masters
     acts: tuple[Act, ...]
 
     @staticmethod
@@ -91,15 +92,27 @@ class Life:
             acts += [Act(draw.choice(PLAIN), draw.randrange(len(widths))) for _ in range(count)]
             acts += [Act("step"), Act("save")]
         decays, tied = draw.random() < 0.5, draw.random() < 0.3
-        clip = draw.choice((0.0, 0.0, 0.05))
-        return Life(seed, optimizer, widths, decays, tied, clip, tuple(acts[:-1]))
+        clip, bf16 = draw.choice((0.0, 0.0, 0.05)), draw.random() < 0.25
+        if bf16 or "8bit" in optimizer:  # the mean over three ranks of equal numbers is rounded
+            acts = [replace(act, world=4) if act.world == 3 else act for act in acts]
+        return Life(seed, optimizer, widths, decays, tied, clip, bf16, tuple(acts[:-1]))
 
     @property
     def exact(self) -> bool:
         """Whether all ranks have the same rows: a gradient that differs in its last bit can change
-        a code of 8 bits by one.
+        a code of 8 bits, or a weight in bf16, by one.
         """
+        return self.in_8_bits or self.bf16
+
+    @property
+    def in_8_bits(self) -> bool:
         return "8bit" in self.optimizer
+
+    @property
+    def limit(self) -> float:
+        if self.bf16:
+            return IN_BF16
+        return CLIPPED_8_BITS if self.in_8_bits and self.clip else WEIGHTS
 
     def model(self) -> Net:
         return seeded(lambda: Net((WIDTH, *self.widths), self.tied))  # type: ignore[return-value]
@@ -113,10 +126,11 @@ class Life:
         groups = [{"params": rest, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 0.1}]
         return OPTIMIZERS[self.optimizer](groups)
 
-    def rows(self, number: int, micro: int, rank: int = 0, world: int = 1) -> torch.Tensor:
+    def rows(self, number: int, micro: int, rank: int = 0, world: int = 0) -> torch.Tensor:
         draw = torch.Generator().manual_seed((self.seed * 101 + number) * 2 + micro)
         rows = torch.randn(ROWS, WIDTH, generator=draw)
-        return rows if self.exact else rows[rank::world]
+        rows = rows.bfloat16() if self.bf16 and world else rows
+        return rows if self.exact else rows[rank :: world or 1]
 
 
 class Net(nn.Module):
@@ -191,7 +205,8 @@ class Alone:
     def halve(self, layer: Any, number: int) -> None:
         """Halve the first moments of ``layer`` that are there, in fp32."""
         for parameter in () if self.life.exact else (layer.weight, layer.bias):
-            if "exp_avg" in (state := self.optimizer.state.get(parameter, {})):
+            state = self.optimizer.state.get(parameter, {})
+            if "exp_avg" in state:
                 state["exp_avg"].mul_(0.5)
                 self.seen.halved.append((number, parameter.dim()))
 
@@ -259,8 +274,10 @@ class OnRank(Alone):
         self.world, self.model = act.world, self.built
         self.freeze_again()
         more = {"stage3_param_persistence_threshold": 100} if act.stage == 3 else {}
+        self.folder.mkdir(exist_ok=True)
         section = offload(act.place, act.stage, self.folder) | more
         config = config_of(act.stage, zero_optimization=section, gradient_clipping=self.life.clip)
+        config["bf16"] = {"enabled": self.life.bf16}
         self.engine = start(self.model, self.life.optimizer_of(self.model), config)
         self.optimizer = self.engine.optimizer
 
@@ -269,7 +286,7 @@ class OnRank(Alone):
         losses = []
         for micro in range(micros):
             rows = self.life.rows(number, micro, self.rank, self.world)
-            loss = self.engine(rows).pow(2).mean()
+            loss = self.engine(rows).float().pow(2).mean()
             self.engine.backward(loss)
             self.engine.step()
             losses.append(float(loss.detach()))
@@ -315,36 +332,44 @@ def _part(rank: int, model: Any, life: Life, part: list[tuple[int, Act]], *known
     return on_rank
 
 
-def check(life: Life, folder: Path) -> None:
-    """Compare ``life`` on ranks with the same in one process: the losses of each step, and the
-    weights at the end.
-    """
-    want = in_one_process(life)
+def on_engines(life: Life, folder: Path, halved: Seen) -> Seen:
+    """Return the losses, averaged over ranks, and the weights of ``life`` on its ranks."""
     parts: list[list[tuple[int, Act]]] = []
     for number, act in enumerate(life.acts):
         if act.do == "start":
             parts.append([])
         parts[-1].append((number, act))
-    losses: list[list[float]] = []
-    frozen: set[int] = set()
+    seen, frozen = Seen(), set[int]()
     for part in parts:
         world = part[0][1].world
-        ranks = on_ranks(world, _part, life, part, folder, frozen, want, build=life.model)
-        frozen = ranks[0].frozen
+        ranks = on_ranks(world, _part, life, part, folder, frozen, halved, build=life.model)
+        frozen, seen.weights = ranks[0].frozen, ranks[0].seen.weights
         for step in range(len(ranks[0].seen.losses)):
             of_ranks = torch.tensor([rank.seen.losses[step] for rank in ranks])
-            losses.append(of_ranks.mean(0).tolist())
-    limit = CLIPPED_8_BITS if life.exact and life.clip else WEIGHTS
-    for step, (got, expected) in enumerate(zip(losses, want.losses, strict=True)):
-        off = max(abs(a - b) / abs(b) for a, b in zip(got, expected))
-        assert off < (limit if life.exact else LOSS), (
-            f"loss of step {step}: {got}, alone {expected}"
-        )
+            seen.losses.append(of_ranks.mean(0).tolist())
+    return seen
+
+
+def check(life: Life, folder: Path) -> None:
+    """Compare ``life`` on ranks with the same in one process, in bf16 with an engine of one rank
+    at stage 0: the losses of each step, and the weights at the end.
+    """
+    want = in_one_process(life)
+    if life.bf16:
+        halved, alone = want, [replace(a, world=1, stage=0, place=DEVICE) for a in life.acts]
+        want = on_engines(replace(life, acts=tuple(alone)), folder / "alone", halved)
+    got = on_engines(life, folder / "ranks", want if not life.bf16 else halved)
+    for step, (losses, expected) in enumerate(zip(got.losses, want.losses, strict=True)):
+        off = max(abs(a - b) / abs(b) for a, b in zip(losses, expected))
+        where = f"loss of step {step}: {losses}, alone {expected}"
+        assert off < (life.limit if life.exact else LOSS), where
     begun = {name: p.detach() for name, p in life.model().named_parameters()}
-    moved = total_norm({name: value - begun[name] for name, value in want.weights.items()})
+    moved = total_norm(
+        {name: value.view_as(begun[name]) - begun[name] for name, value in want.weights.items()}
+    )
     for name, value in want.weights.items():
-        off = float((ranks[0].seen.weights[name].view_as(value) - value).norm())
-        assert off <= limit * moved, f"{name} is off by {off:.3g} of {moved:.3g}"
+        off = float((got.weights[name].view_as(value) - value).norm())
+        assert off <= life.limit * moved, f"{name} is off by {off:.3g} of {moved:.3g}"
 
 
 def fails(life: Life) -> str:
