@@ -49,6 +49,7 @@ class SegmentTable:
         self.offloaded = OffloadedState(entries, base, moments)
         self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
         self.segments: list[Segment] = []
+        self._segment_of: dict[Tensor, Segment] = {}
         self.stepped: list[Segment] = []  # all at once, by the optimizer's step
         # one zero each, for groups that own nothing on this rank
         self.stand_ins: list[Segment] = []
@@ -109,9 +110,8 @@ class SegmentTable:
 
     def _format_of(self, tensor: Tensor) -> str:
         """Return the format of the moments of the segment ``tensor``."""
-        (segment,) = (segment for segment in self.segments if segment.tensor is tensor)
-        large = segment.parts and not self.names_in_8_bits.isdisjoint(segment.names)
-        return "dynamic8" if large else "fp32"
+        names = self._segment_of[tensor].names
+        return "fp32" if self.names_in_8_bits.isdisjoint(names) else "dynamic8"
 
     def carry(self, carried: state.Carried, group_of: Mapping[str, int]) -> None:
         """Give segments their elements of the state that parameters had before they were cut."""
@@ -140,8 +140,11 @@ class SegmentTable:
             ]
             self.resting = rests
             self.stepped = [segment for segment in self.stepped if segment not in rests]
-        for index, live in enumerate(self._optimizer.param_groups):
-            live["params"] = [segment.tensor for segment in self.segments if segment.group == index]
+        self._segment_of = {segment.tensor: segment for segment in self.segments}
+        for live in self._optimizer.param_groups:
+            live["params"] = []
+        for tensor, segment in self._segment_of.items():
+            self._optimizer.param_groups[segment.group]["params"].append(tensor)
 
     def state_of(self, segment: Segment) -> DeviceState | OffloadedState:
         """Return the store that keeps the state of ``segment``."""

@@ -82,6 +82,14 @@ class SegmentPart:
     stop: int
     offset: int
 
+    def parameters(self) -> list[tuple[str, int]]:
+        """Return (parameter, place of its first element in the segment) of each parameter in this
+        part, as :meth:`FlatLayout.parameters_in`.
+        """
+        first, layout = self.flat.owned[0] + self.start, self.flat.layout
+        found = layout.parameters_in(first, first + self.stop - self.start)
+        return [(name, self.offset + at - first) for name, at in found]
+
     def pieces(self) -> Iterator[tuple[str, int, int, int]]:
         """Yield (parameter, first element, last element + 1, place in the segment) of each
         parameter in this part.
@@ -114,11 +122,8 @@ class Segment:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The parameters with elements in this segment; for a segment of padding only, the last
-        parameter before it.
-        """
-        names = frozenset(name for part in self.parts for name, *_ in part.pieces())
-        return names or frozenset(part.flat.layout.slots[-1].name for part in self.parts)
+        """The parameters of this segment; one of them may have only padding in it."""
+        return frozenset(name for part in self.parts for name, _ in part.parameters())
 
     @cached_property
     def is_padding(self) -> bool:
@@ -200,19 +205,16 @@ def group_runs(
     """Cut an owned range into runs of one group, or of another property of parameters.
 
     Padding joins the run before it; in front of all it is a run of group None, because optimizers
-    of whole tensors expect a tensor at the start of its segment. A range of padding only joins the
-    group of the layout's last parameter.
+    of whole tensors expect a tensor at the start of its segment.
     """
     start, stop = owned
     begins: list[tuple[Group | None, int]] = []
-    for piece in layout.pieces(start, stop):
-        group = group_of.get(piece.name)
-        if not begins and piece.offset > start:
+    for name, offset in layout.parameters_in(start, stop):
+        group = group_of.get(name)
+        if not begins and offset > start:
             begins.append((None, 0))
         if not begins or begins[-1][0] != group:
-            begins.append((group, piece.offset - start))
-    if not begins and start < stop and layout.slots:
-        begins = [(group_of.get(layout.slots[-1].name), 0)]
+            begins.append((group, offset - start))
     ends = [*(begin for _, begin in begins[1:]), stop - start]
     return [Run(group, begin, end) for (group, begin), end in zip(begins, ends)]
 
@@ -221,13 +223,11 @@ def divide(segment: Segment, kind_of: Callable[[str], Hashable]) -> list[tuple[H
     """Split ``segment`` wherever a parameter of another kind begins; return (kind, segment) in
     order, not bound yet.
 
-    Padding joins the piece before it; a part of padding only has the kind of the last parameter of
-    its flat buffer. A segment of one kind is returned itself.
+    Padding joins the piece before it. A segment of one kind is returned itself.
     """
     runs: list[tuple[Hashable, int]] = []  # with the place of its first element
     for part in segment.parts:
-        pieces = [(name, place) for name, _, _, place in part.pieces()]
-        for name, place in pieces or [(part.flat.layout.slots[-1].name, part.offset)]:
+        for name, place in part.parameters():
             kind = kind_of(name)
             if not runs or runs[-1][0] != kind:
                 runs.append((kind, place if runs else 0))

@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 import hf_zero
 from hf_zero.checkpoint.convert.export import convert_checkpoint
+from hf_zero.optim import AdamW8bit
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of
 from tests.helpers.models import Stack
@@ -44,20 +45,27 @@ class Experts(nn.Module):
         return x
 
 
-MODELS: dict[str, tuple[Callable[[int], nn.Module], int]] = {  # and the width of an input
-    "layers": (lambda size: nn.Sequential(*(nn.Linear(4, 4) for _ in range(size))), 4),
-    "experts": (Experts, 4),
-    "blocks": (lambda size: Stack(size // 5), 7),
+def layers(width: int) -> Callable[[int], nn.Module]:
+    return lambda size: nn.Sequential(*(nn.Linear(width, width) for _ in range(size)))
+
+
+# with the width of an input, the optimizer, and the smaller size
+MODELS: dict[str, tuple[Callable[[int], nn.Module], int, Any, int]] = {
+    "layers": (layers(4), 4, torch.optim.AdamW, FEW),
+    "experts": (Experts, 4, torch.optim.AdamW, FEW),
+    "blocks": (lambda size: Stack(size // 5), 7, torch.optim.AdamW, FEW),
+    "8 bits": (layers(64), 64, AdamW8bit, 4 * FEW),
 }
 
 
-def operations(model: nn.Module, width: int, stage: int, folder: Path) -> Any:
+def operations(name: str, size: int, stage: int, folder: Path) -> Any:
     """Yield the name of each operation and what carries it out."""
-    engine: Any = None
+    build, width, optimizer_of, _ = MODELS[name]
+    model, engine = build(size), cast(Any, None)
 
     def initialize() -> None:
         nonlocal engine
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = optimizer_of(model.parameters())
         engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config_of(stage))[0]
 
     def step() -> None:
@@ -65,7 +73,7 @@ def operations(model: nn.Module, width: int, stage: int, folder: Path) -> Any:
         engine.step()
 
     yield "initialize", initialize
-    step()
+    yield "first step", step
     step()
     yield "step", step
     yield "state_dict", engine.state_dict
@@ -83,7 +91,6 @@ def operations(model: nn.Module, width: int, stage: int, folder: Path) -> Any:
 
 def measured(name: str, size: int, stage: int, folder: Path) -> dict[str, tuple[int, float]]:
     """Return the calls and the CPU seconds of each operation at ``size``."""
-    make, width = MODELS[name]
 
     def run(rank: int, model: nn.Module) -> dict[str, tuple[int, float]]:
         found, calls = {}, 0
@@ -93,11 +100,11 @@ def measured(name: str, size: int, stage: int, folder: Path) -> dict[str, tuple[
             calls += event in ("call", "c_call")
 
         seconds = {}
-        for what, call in operations(make(size), width, stage, folder / f"{size}-timed"):
+        for what, call in operations(name, size, stage, folder / f"{size}-timed"):
             begun = time.process_time()
             call()
             seconds[what] = time.process_time() - begun
-        for what, call in operations(make(size), width, stage, folder / f"{size}"):
+        for what, call in operations(name, size, stage, folder / f"{size}"):
             calls = 0
             sys.setprofile(count)
             try:
@@ -115,10 +122,14 @@ def measured(name: str, size: int, stage: int, folder: Path) -> dict[str, tuple[
         gc.enable()
 
 
-@in_turn("name, stage", [("experts", 3)], long=[("blocks", 3), ("layers", 1), ("experts", 1)])
+@in_turn(
+    "name, stage",
+    [("experts", 3)],
+    long=[("blocks", 3), ("layers", 1), ("experts", 1), ("8 bits", 2)],
+)
 def test_four_times_the_model_costs_four_times(name: str, stage: int, tmp_path: Path) -> None:
     measured(name, 10, stage, tmp_path)  # imports, and what is kept for later
-    few, many = (measured(name, FEW * by, stage, tmp_path) for by in (1, TIMES))
+    few, many = (measured(name, MODELS[name][3] * by, stage, tmp_path) for by in (1, TIMES))
     for what, (calls, seconds) in many.items():
         before, lasted = few[what]
         grown = math.log(calls / before, TIMES)

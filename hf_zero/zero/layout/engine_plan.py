@@ -139,9 +139,10 @@ class EnginePlan:
     extensions_of.
 
     units: the partition of the model, the root first. aliases: other names of tied parameters, each
-    with the first name. group_of: the optimizer group of each trainable parameter, by name. flats:
-    the flat buffers of all units, in order. axes: the combinations of axes, besides ZeRO, along
-    which parameters and buffers are cut; () if some are not cut. extensions: what ``extensions_of``
+    with the first name. group_of: the optimizer group of each trainable parameter, by name.
+    formats: the same with whether moments of the parameter are in bitsandbytes' 8 bits. flats: the
+    flat buffers of all units, in order. axes: the combinations of axes, besides ZeRO, along which
+    parameters and buffers are cut; () if some are not cut. extensions: what ``extensions_of``
     returned.
     """
 
@@ -157,6 +158,7 @@ class EnginePlan:
     units: tuple[UnitSpec, ...]
     aliases: dict[str, str]
     group_of: dict[str, int]
+    formats: dict[str, tuple[int, bool]]
     flats: tuple[FlatPlan, ...]
     axes: frozenset[tuple[str, ...]]
     extensions: Any
@@ -301,11 +303,8 @@ class EnginePlan:
         if not self.names_in_8_bits:
             moments = sum(dtype.itemsize for dtype, _ in self.moments_of(flat).values())
             return flat.spec.owned_numel * moments
-        formats = {
-            name: (group, name in self.names_in_8_bits) for name, group in self.group_of.items()
-        }
         found = 0
-        for run in group_runs(flat.spec.layout, flat.spec.owned, formats):
+        for run in group_runs(flat.spec.layout, flat.spec.owned, self.formats):
             if run.group is not None:
                 (group, in_8_bits), numel = run.group, run.stop - run.start
                 for dtype, _ in self._kept(group, flat.wide).values():
@@ -315,11 +314,7 @@ class EnginePlan:
     @cached_property
     def names_in_8_bits(self) -> frozenset[str]:
         """The parameters with moments in bitsandbytes' 8 bits."""
-        if self.optimizer is None:
-            return frozenset()
-        parameters = {name: p for spec in self.units for name, p in spec.parameters}
-        slots = {slot.name: slot for flat in self.flats for slot in flat.spec.layout.slots}
-        return names_in_8_bits(self.optimizer, parameters, slots, self.group_of)
+        return frozenset(name for name, (_, in_8_bits) in self.formats.items() if in_8_bits)
 
     def piece_bytes(self, flat: FlatPlan) -> list[int]:
         """Return the bytes of master weights and moments of each offloaded piece of ``flat``."""
@@ -340,8 +335,7 @@ class EnginePlan:
         layout, first = flat.spec.layout, flat.spec.owned[0]
         found = set()
         for number, (start, stop) in enumerate(flat.sub_groups or ()):
-            pieces = layout.pieces(first + start, first + stop)
-            names = {piece.name for piece in pieces} or {layout.slots[-1].name}
+            names = {name for name, _ in layout.parameters_in(first + start, first + stop)}
             if self.names_in_8_bits and names.isdisjoint(self.names_in_8_bits):
                 found.add(number)
         return frozenset(found)
@@ -436,6 +430,10 @@ def plan(
         _Places(dims, rank, policy.shards(dims.in_a_stage, settings.replicate_size)),
     )
     laid = [(unit, *flat) for unit in units for flat in laying.flats_of(unit, held)]
+    slots = {slot.name: slot for _, spec, _ in laid for slot in spec.layout.slots}
+    parameters = {name: each for _, _, named in laid for name, each in named.items()}
+    coded = () if optimizer is None else names_in_8_bits(optimizer, parameters, slots, group_of)
+    formats = {name: (group, name in coded) for name, group in group_of.items()}
     return EnginePlan(
         model=model,
         settings=settings,
@@ -449,7 +447,8 @@ def plan(
         units=tuple(units),
         aliases=aliases,
         group_of=group_of,
-        flats=_placed(laid, settings, dims, optimizer, device, group_of),
+        formats=formats,
+        flats=_placed(laid, settings, dims, optimizer, device, formats),
         axes=axes,
         extensions=extensions,
         extensions_of=extensions_of,
@@ -618,7 +617,7 @@ def _placed(
     dims: ParallelDims,
     optimizer: torch.optim.Optimizer | None,
     device: torch.device,
-    group_of: Mapping[str, int],
+    formats: Mapping[str, tuple[int, bool]],
 ) -> tuple[FlatPlan, ...]:
     """Return the flat buffers ``laid`` out, with numbers, tiers and dtypes of gradients."""
     rules, policy = PlacementRules(settings, dims.in_a_stage), POLICIES[settings.stage]
@@ -656,16 +655,12 @@ def _placed(
             and not settings.zero.keep_parameter_shards
         )
 
-    def pieces(spec: FlatSpec, parameters: Mapping[str, nn.Parameter]) -> tuple[SubGroup, ...]:
+    def pieces(spec: FlatSpec) -> tuple[SubGroup, ...]:
         limit = rules.sub_group_size
-        slots = {slot.name: slot for slot in spec.layout.slots}
-        coded = names_in_8_bits(optimizer, parameters, slots, group_of) if optimizer else ()
-        if not coded:
-            return tuple(sub_groups(spec.layout, spec.owned, group_of, limit))
         # moments of a piece have one format, and pieces end with blocks
-        formats = {name: (group, name in coded) for name, group in group_of.items()}
-        whole = max(limit // BLOCK, 1) * BLOCK
-        return tuple(sub_groups(spec.layout, spec.owned, formats, whole))
+        if any(formats[slot.name][1] for slot in spec.layout.slots):
+            limit = max(limit // BLOCK, 1) * BLOCK
+        return tuple(sub_groups(spec.layout, spec.owned, formats, limit))
 
     return tuple(
         FlatPlan(
@@ -673,7 +668,7 @@ def _placed(
             unit,
             parameters,
             tiers.get(own.key, "device"),
-            pieces(spec, parameters) if own.key in away else None,
+            pieces(spec) if own.key in away else None,
             gradient_dtype(own),
             not policy.shards_gradients,
             casts_master(own, spec),

@@ -185,6 +185,15 @@ class FlatLayout:
             if a < b:
                 yield ParameterRange(slot.name, a - slot.offset, b - slot.offset, a)
 
+    def parameters_in(self, start: int, stop: int) -> list[tuple[str, int]]:
+        """Return (parameter, its first element in the flat buffer) of each parameter with elements
+        in ``[start, stop)``, in order. A range of padding only belongs to the last parameter.
+        """
+        found = [(piece.name, piece.offset) for piece in self.pieces(start, stop)]
+        if not found and start < stop and self.slots:
+            found = [(self.slots[-1].name, start)]
+        return found
+
     def to_json(self) -> dict[str, Any]:
         return {
             "shards": self.shards,
