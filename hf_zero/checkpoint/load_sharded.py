@@ -30,7 +30,7 @@ from hf_zero.checkpoint.match import (
     reorder_schedule,
     scheduler_to_load,
 )
-from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, elements, open_checkpoint
+from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
 from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_bar
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.device import kinds
@@ -284,15 +284,13 @@ class _Load(StateSource):
 
     @torch.no_grad()
     def apply(self, module_only: bool, rng: bool, loader: bool) -> None:
-        bound, saved = self.engine.bound, self.manifest.optimizer if self.optimizer else None
+        saved = self.manifest.optimizer if self.optimizer else None
         self._load_buffers()
         if self.scheduler is not None:
             self.engine.lr_scheduler.load_state_dict(self.scheduler)
         if saved is not None:  # after the schedule: values that a script set on the groups prevail
             self._load_hyperparameters()
-            if not self._has_stepped:
-                bound.forget()
-        transfer(self, self.engine, optimizer=saved is not None and self._has_stepped)
+        transfer(self, self.engine, optimizer=saved is not None)
         if saved is not None:
             self._load_scaler()
             self._warn_of_dropped()
@@ -337,24 +335,20 @@ class _Load(StateSource):
                 "cannot take; build and quantise it as it was at the save"
             )
 
-    @property
-    def _has_stepped(self) -> bool:
-        """Whether the saved optimizer had stepped a parameter."""
-        saved = self.manifest.optimizer
-        groups = () if saved is None else saved.groups
-        numbers = any(group.scalars or any(group.apart.values()) for group in groups)
-        return numbers or any(flat.states for flat in self.manifest.flats)
-
     # ---- the source of the state ----
 
     def held(self, flat: FlatBuffer) -> Mapping[str, Collection[str]]:
-        runs = self.runs[flat]
-        # a chunk without a state leaves out a part of a parameter
-        wanted = elements(runs[MASTER])
-        names = {*self.match.held, *self.match.buffers}
-        return {
-            kind: names if elements(of_kind) == wanted else () for kind, of_kind in runs.items()
-        }
+        found, names = dict[str, set[str]](), {*self.match.held, *self.match.buffers}
+        for kind, runs in self.runs[flat].items():
+            held = set(map(id, runs))
+            lacking = [run for run in self.runs[flat][MASTER] if id(run) not in held]
+            found[kind] = names.difference(*(self._names(flat, run) for run in lacking))
+        return found
+
+    def _names(self, flat: FlatBuffer, run: CopyRange) -> set[str]:
+        """Return the parameters of ``flat`` with elements in ``run``."""
+        start = flat.owned[0] + run.target
+        return {piece.name for piece in list(flat.layout.pieces(start, start + run.length))}
 
     def read(self, entries: Sequence[StateEntry], out: torch.Tensor) -> None:
         kind = entries[0].kind

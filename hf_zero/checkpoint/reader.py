@@ -137,11 +137,6 @@ def copy_ranges(
         yield last
 
 
-def elements(runs: Iterable[CopyRange]) -> int:
-    """Return the number of elements of ``runs``."""
-    return sum(run.length for run in runs)
-
-
 def _continues(last: CopyRange, run: CopyRange) -> bool:
     same = last.flat is run.flat and last.chunk == run.chunk
     return (

@@ -333,8 +333,7 @@ class BoundOptimizer:
             UnsupportedOptimizerError: no group keeps a state of that name.
         """
         self.loads += 1
-        for segment in self._table.offloaded.segments(flat) if flat.offloaded else ():
-            self._table.offloaded.create(segment)  # its settings may be new
+        self.create_offloaded(flat)  # settings of groups may be new
         if flat.offloaded and name in flat.storage.names():
             self._table.offloaded.load_tensor(flat, name, tensor)
             return
@@ -373,15 +372,20 @@ class BoundOptimizer:
             else:
                 _copy(held[part.offset : part.offset + values.numel()], values)
 
-    def forget(self, parted: Iterable[int] = ()) -> None:
-        """Reset all state to before the first step; ``parted``: the groups whose parameters will
-        have made different numbers of steps.
+    def create_offloaded(self, flat: Flat) -> None:
+        """Create the offloaded state of ``flat`` as of before the first step, where there is none.
+        That resets arrays, so a load begins with it: ``load_state_dict`` of torch drops entries.
         """
+        for segment in self._table.offloaded.segments(flat) if flat.offloaded else ():
+            self._table.offloaded.create(segment)
+
+    def forget(self) -> None:
+        """Reset all state to before the first step."""
         self.numbers.note_load([])
         self._table.offloaded.wait()
         dict.clear(self.optimizer.state)
         self._table.device.together = False
-        self._table.parted = set(parted)
+        self._table.parted = set()
         self._table.offloaded.renew_all()
 
     def scalars(self) -> list[dict[str, float]]:
@@ -430,9 +434,11 @@ class BoundOptimizer:
             found[name] = (apart[names[name]] or None) if names[name] in apart else scalars
         return found
 
-    def load_by_parameter(self, numbers: Mapping[str, ParameterNumbers]) -> None:
+    def load_by_parameter(
+        self, numbers: Mapping[str, ParameterNumbers], parted: Collection[int]
+    ) -> None:
         """Load the numbers of each parameter that a group has; one that is missing in ``numbers``
-        begins without state.
+        begins without state. ``parted``: groups in which they differ on another rank.
 
         Raises UnsupportedOptimizerError for a number that a group does not keep.
         """
@@ -444,7 +450,11 @@ class BoundOptimizer:
             {name: own or {} for name, own in each.items() if own != common}
             for each, common in zip(of_groups, shared)
         ]
+        unstepped = [all(own is None for own in each.values()) for each in of_groups]
         self.load_scalars(shared, apart)
+        self._table.parted = set(parted) | {
+            group for group, each in enumerate(apart) if each and not unstepped[group]
+        }
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return per group the settings that a checkpoint keeps, as JSON-able values (see

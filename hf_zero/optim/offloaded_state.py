@@ -290,13 +290,19 @@ class OffloadedState:
 
     def packed(self, packed: Mapping[str, Any], segments: Iterable[Segment]) -> dict[str, Any]:
         """Return the optimizer's own state dict ``packed`` over ``segments``, in the order of its
-        groups, with arrays in place of their placeholders. All arrays that are in files are read
-        into memory.
+        groups, with copies of arrays in place of their placeholders: a load overwrites the arrays,
+        where torch's leaves those of a state dict unchanged.
         """
         places = {segment: place for place, segment in enumerate(segments)}
         entries = dict(packed["state"])
         for region in self._region_of.values():
-            storage, arrays = region.flats[0][0].storage, self.tensors(region.flats[0][0])
+            flat = region.flats[0][0]
+            storage, arrays = flat.storage, dict[str, Tensor]()
+            flat.wait_for_update()
+            for name in self.names(flat):
+                if name != MASTER:
+                    arrays[name] = torch.empty(region.numel, dtype=storage.dtype(name))
+                    storage.fetch_into(name, 0, arrays[name])
             for segment in region.segments:
                 place = places[segment]
                 entry = entries.get(place, {})

@@ -311,7 +311,7 @@ class GroupNumbers:
                 else scalars[segment.group]
             )
             if not values:
-                if own and segment.parts and min(segment.names) in own:
+                if not segment.parts or (own and min(segment.names) in own):
                     self._table.state_of(segment).unstep(segment)
                 continue
             self._table.state_of(segment).create(segment)

@@ -429,6 +429,7 @@ class DeviceState:
         """Create the state of ``segment`` as of before its first step, if it has none."""
         if self._entries.of(segment):
             return
+        self.together = False
         for name, value in self._entries.fresh(segment.group, segment.tensor).items():
             if is_elementwise(name, value, (1,)):
                 value = self._entries.created(segment, name, value)

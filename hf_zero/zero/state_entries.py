@@ -58,8 +58,11 @@ class StateEntry:
 
 class StateSource:
     """A holder of entries, which :func:`transfer` reads. If :meth:`read` is collective, all ranks
-    have the same entries.
+    have the same entries. ``parted``: groups of whose parameters this rank may not know that they
+    have made different numbers of steps.
     """
+
+    parted: Collection[int] = ()
 
     def held(self, flat: FlatBuffer) -> Mapping[str, Collection[str]]:
         """Return by kind the parameters of ``flat`` all of whose elements on this rank are here;
@@ -174,16 +177,23 @@ def transfer(
     """Write the ``weights`` and the state of the ``optimizer`` that ``source`` has into ``engine``.
 
     States that it lacks begin as before the first step; with ``keeps``, only those that do not
-    exist in the engine. Raises UnsupportedOptimizerError for one that the optimizer does not keep.
+    exist in the engine. A parameter that has no state there begins without. Raises
+    UnsupportedOptimizerError for one that the optimizer does not keep.
     """
-    state, bound = EngineState(engine), engine.bound
+    state, bound, without = EngineState(engine), engine.bound, set[str]()
     for flat in engine.flats:
         held, trains = source.held(flat), optimizer and flat.trainable
+        states = [names for kind, names in held.items() if kind != MASTER]
+        without.update(flat.parameters.keys() - set[str]().union(*states))
         if trains or (weights and MASTER in held):
             _fill(flat, source, held, state, weights, trains, keeps)
     if optimizer and bound is not None:
         parameters = {name: engine.sharded_model.parameters[name] for name in bound.group_of}
-        bound.load_by_parameter(source.numbers(parameters))
+        numbers = source.numbers(parameters)
+        bound.load_by_parameter(
+            {name: each for name, each in numbers.items() if each or keeps or name not in without},
+            source.parted,
+        )
         factors = source.factors(parameters)
         if factors is not None:
             bound.factors.load(factors)
@@ -199,7 +209,10 @@ def _fill(
     keeps: bool,
 ) -> None:
     """Write the part of :func:`transfer` that is in ``flat``."""
-    arrays, shard = state.arrays(flat, optimizer), flat.optimizer_shard
+    shard = flat.optimizer_shard
+    if optimizer:
+        state.bound.create_offloaded(shard)
+    arrays = state.arrays(flat, optimizer)
     kinds = {*held, *arrays} if optimizer else {MASTER}
     entries = {
         kind: [StateEntry(flat, slot.name, kind) for slot in flat.layout.slots]

@@ -219,6 +219,55 @@ def test_a_schedule_goes_on_from_every_source(tmp_path: Path, way: str, schedule
     run_ranks(1, over)
 
 
+# ---- state dicts of the optimizer, kept in memory ----
+
+
+def back_and_forth(optimizer: torch.optim.Optimizer, make_steps: Callable[[range], None]) -> None:
+    """Take two state dicts and load both, the later one last, before the last two steps."""
+    begun = deepcopy(optimizer.state_dict())
+    make_steps(range(2))
+    early = deepcopy(optimizer.state_dict())
+    make_steps(range(2, 3))
+    late = optimizer.state_dict()
+    for each in (begun, early, late, late):
+        optimizer.load_state_dict(each)
+    make_steps(range(3, 4))
+    optimizer.load_state_dict(begun)
+    make_steps(range(4, 6))
+
+
+KINDS = ("optimizer on cpu", "optimizer in files", DEVICE)
+
+
+@in_turn(
+    "name, stage, way", [(name, at % 3 + 1, KINDS[at % 3]) for at, name in enumerate(OPTIMIZERS)]
+)
+def test_a_load_leaves_the_other_state_dicts_as_they_are(
+    tmp_path: Path, name: str, stage: int, way: str
+) -> None:
+    def over(rank: int) -> Any:
+        model = Scaled()
+        section = {"zero_optimization": offload(way, stage, tmp_path)}
+        engine = start(model, OPTIMIZERS[name](model.parameters()), settings(stage) | section)
+        back_and_forth(engine.optimizer, lambda steps: train(engine, rank, steps))
+        weights = [*engine.state_dict().values()]
+        engine.destroy()
+        return weights
+
+    plain = Scaled()
+    optimizer = OPTIMIZERS[name](plain.parameters())
+
+    def make_steps(steps: range) -> None:
+        for step in steps:
+            plain(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    back_and_forth(optimizer, make_steps)
+    for got in run_ranks(2, over):
+        torch.testing.assert_close(got, [*plain.state_dict().values()], rtol=1e-4, atol=1e-6)
+
+
 # ---- a save holds what is there at the call ----
 
 

@@ -12,7 +12,6 @@ import torch
 
 from hf_zero.errors import PartitionError
 from hf_zero.optim.elementwise import give_back
-from hf_zero.optim.snapshots import KEY
 from hf_zero.optim.state import SegmentStates
 from hf_zero.zero.layout.parameter import name_of, owner_of
 from hf_zero.zero.state_entries import transfer
@@ -95,7 +94,6 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
         source = SavedSegments(state_dict, alive)
         type(optimizer).load_state_dict(optimizer, alive.bound.settings_of(state_dict))
         watch_state()
-        alive.bound.forget(state_dict[KEY]["parted"])
         transfer(source, alive, weights=False)
 
     def wait() -> None:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_zero.device.kinds import is_host
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.bound_optimizer import ParameterNumbers
 from hf_zero.optim.segment_table import Factors
@@ -60,7 +59,8 @@ class SavedSegments(StateSource):
     def __init__(self, packed: Mapping[str, Any], engine: Any):
         bound, flats = engine.bound, engine.sharded_model.trainable
         self._kind = type(engine.optimizer).__name__
-        self._state = _apart(packed["state"], engine.optimizer)
+        self._state: Mapping[Any, Any] = packed["state"]
+        self.parted = packed[KEY]["parted"]
         self._own = WholeNames(engine.module).own_of(bound.group_of)
         self._group_of = bound.group_of
         layout = layout_of(flat.optimizer_shard for flat in flats)
@@ -203,27 +203,6 @@ class SavedSegments(StateSource):
     def factors(self, parameters: Mapping[str, nn.Parameter]) -> Factors:
         known = {name: each for saved in self._saved for name, each in saved.factors.items()}
         return {name: known.get(self._own[name], {}) for name in parameters}
-
-
-def _apart(state: Mapping[Any, Any], optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """Return ``state`` with copies of tensors in host memory that are live ones of ``optimizer``:
-    its state is reset, in place where it is offloaded, before anything is read.
-    """
-    live = {
-        value.untyped_storage().data_ptr()
-        for kept in dict.values(optimizer.state)
-        for value in kept.values()
-        if isinstance(value, torch.Tensor) and is_host(value.device)
-    }
-    return {
-        entry: {
-            key: value.clone()
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in live
-            else value
-            for key, value in kept.items()
-        }
-        for entry, kept in state.items()
-    }
 
 
 def _runs_of(
