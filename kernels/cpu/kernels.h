@@ -16,18 +16,17 @@ constexpr int64_t kPart = 32768;  // elements of one work item of a thread; whol
 constexpr int kAhead = 512;  // prefetch distance, in elements
 constexpr int64_t kLongPart = 1 << 20;  // the longest work item, where cuts have no effect
 
-// A table of 8-bit codes (hf_zero/ops/dynamic_map.py): the value of each code, and regions of
-// magnitudes in [0, 1] with a line each that gives the rank of the nearest. Region r + 1 is above
-// edges[r]. Ranks end at `tops`.
-constexpr int kRegions = 9;
+// The regions of magnitudes in [0, 1] of a table of 8-bit codes (hf_zero/ops/dynamic_map.py): ranks
+// are 0 up to `smallest`, then each region, a decade or 1, has a line that gives the rank of the
+// nearest magnitude, up to the rank in `tops`. `ends`: the largest magnitude of each region.
+constexpr int kRegions = 8;
+struct DynamicRegions {
+    float smallest;
+    float ends[kRegions], slopes[kRegions], shifts[kRegions], tops[kRegions];
+};
 struct DynamicMap {
-    float values[256];
-    float edges[kRegions - 1];
-    float slopes[16], shifts[16], tops[16];
-    // For an exponent between -31 and 0: the region of the smallest magnitude, and the edge that
-    // ends it, infinite beyond the largest.
-    uint32_t regions[32];
-    float ends[32];
+    float values[256];  // of each code
+    DynamicRegions regions;
 };
 extern DynamicMap dynamic_maps[2];  // without and with a sign; set once, at the start
 

@@ -87,31 +87,33 @@ HFZ_INLINE U encoded(F x, F scale, U random) {
     return code;
 }
 
-// Set the scale of n <= kBlock elements. Return false if it is 0 or NaN: one value that is not
-// finite spoils its block.
-static bool scale_block(float* scale, const float* x, int n) {
-    U most{};
-    over_vectors(n, [&](int i, int k) { most = larger(most, load<U>(reinterpret_cast<const uint32_t*>(x + i), k) & 0x7fffffffu); });
-    uint32_t largest = 0;
-    for (int i = 0; i < W; ++i) largest = most[i] > largest ? most[i] : largest;
-    float s;
-    __builtin_memcpy(&s, &largest, sizeof s);
-    const bool finite = largest < 0x7f800000u, zero = s < kSmallestScale;
-    *scale = !finite ? __builtin_nanf("") : zero ? 0.0f : s;
-    return finite && !zero;
+HFZ_INLINE U magnitude(F x) { return (U)x & 0x7fffffffu; }
+
+// Return the scale of a block of which `most` has the largest magnitudes, as bits: NaN if one is
+// not finite, since that spoils its block, and 0 if all are too small.
+HFZ_INLINE float scale_of(U most) {
+    const uint32_t largest = largest_of(most);
+    float scale;
+    __builtin_memcpy(&scale, &largest, sizeof scale);
+    return largest >= 0x7f800000u ? __builtin_nanf("") : scale < kSmallestScale ? 0.0f : scale;
 }
 
-// Encode n <= kBlock elements into codes and their scale.
+HFZ_INLINE float scale_of(const float* x, int n) {
+    U most{};
+    over_vectors(n, [&](int i, int k) { most = larger(most, magnitude(load<F>(x + i, k))); });
+    return scale_of(most);
+}
+
+// Encode n <= kBlock elements.
 template <bool SIGNED, bool STOCHASTIC>
-static void encode_block(uint8_t* codes, float* scale, const float* x, int n, Key key, uint32_t index) {
-    if (!scale_block(scale, x, n)) {
+static void encode_block(uint8_t* codes, float scale, const float* x, int n, Key key, uint32_t index) {
+    if (!(scale > 0.0f)) {
         __builtin_memset(codes, 0, n);
         return;
     }
-    const float s = *scale;
     over_vectors(n, [&](int i, int k) {
         const U random = STOCHASTIC ? random_bits(key, index + i) : U{};
-        const U code = encoded<SIGNED, STOCHASTIC>(load<F>(x + i, k), all(s), SIGNED ? random & 0xffffu : random >> 16);
+        const U code = encoded<SIGNED, STOCHASTIC>(load<F>(x + i, k), all(scale), SIGNED ? random & 0xffffu : random >> 16);
         store(codes + i, narrowed_to_bytes(code), k);
     });
 }
@@ -125,55 +127,71 @@ static void decode_block(float* x, const uint8_t* codes, float scale, int n) {
 
 constexpr uint32_t kZeroCode = 127;  // with a sign: negative values have lower codes, -1 has none
 
-// Return the ranks of the nearest magnitudes, as a float before it is cut to an integer.
-HFZ_INLINE F rank_of(const DynamicMap& map, F part) {
+// Return for each magnitude the region in which it is, or the one below that. The upper half of a
+// float is nearly its logarithm, with about 420 numbers to a decade; the first guess changes after
+// every 409.6 of them, from kFirstHalf on.
+constexpr uint32_t kFirstHalf = 0x3500;
+HFZ_INLINE U guessed_region(F part) {
 #if HFZ_WIDTH == 16 && defined(__AVX512F__)
-    const auto lookup = [](const float* table, __m512i at) {
-        return _mm512_permutex2var_ps(_mm512_loadu_ps(table), at, _mm512_loadu_ps(table + 16));
-    };
-    const auto in_16 = [](const float* table, __m512i at) { return _mm512_permutexvar_ps(at, _mm512_loadu_ps(table)); };
-    // the lower five bits of 96, ..., 127 count from 0
-    const __m512i exponent = (__m512i)larger((U)part >> 23, all(96u));
-    const __m512i start = _mm512_permutex2var_epi32(_mm512_loadu_si512(map.regions), exponent, _mm512_loadu_si512(map.regions + 16));
-    const __mmask16 above = _mm512_cmp_ps_mask((__m512)part, lookup(map.ends, exponent), _CMP_GT_OQ);
-    const __m512i region = _mm512_mask_add_epi32(start, above, start, _mm512_set1_epi32(1));
-    const F slope = (F)in_16(map.slopes, region), shift = (F)in_16(map.shifts, region), top = (F)in_16(map.tops, region);
+    const __m512i above = _mm512_subs_epu16((__m512i)part, _mm512_set1_epi32(kFirstHalf << 16));
+    return (U)_mm512_srli_epi32(_mm512_mulhi_epu16(above, _mm512_set1_epi32(160 << 16)), 16);
+#elif HFZ_WIDTH == 8 && defined(__AVX2__)
+    const __m256i above = _mm256_subs_epu16((__m256i)part, _mm256_set1_epi32(kFirstHalf << 16));
+    return (U)_mm256_srli_epi32(_mm256_mulhi_epu16(above, _mm256_set1_epi32(160 << 16)), 16);
 #else
-    F slope = all(map.slopes[0]), shift = all(map.shifts[0]), top = all(map.tops[0]);
-    for (int r = 1; r < kRegions; ++r) {
-        const auto above = part > map.edges[r - 1];
-        slope = choose(above, all(map.slopes[r]), slope);
-        shift = choose(above, all(map.shifts[r]), shift);
-        top = choose(above, all(map.tops[r]), top);
-    }
+    const U half = (U)part >> 16;
+    const U above = choose(half > kFirstHalf, half - kFirstHalf, U{});
+    return (above * 5u) >> 11;  // 160 / 2^16, in bits that SSE2 multiplies
 #endif
-    const F rank = part * slope + shift;
-    return choose(rank > top, top, rank);
+}
+
+// Return the codes of x, or with a sign the distances to kZeroCode: one too far for values below
+// the lowest.
+template <bool SIGNED>
+HFZ_INLINE I dynamic_codes(const DynamicRegions& regions, F x, F inverse) {
+    const F part = (F)magnitude(x) * inverse;
+    const U guess = guessed_region(part);
+    const U region = choose(part > gathered_of_8(regions.ends, guess), guess + 1u, guess);
+    const F rank = part * gathered_of_8(regions.slopes, region) + gathered_of_8(regions.shifts, region);
+    const F nearest = choose(part > regions.smallest, smaller(gathered_of_8(regions.tops, region), rank), F{});
+    return __builtin_convertvector(SIGNED ? (F)((U)nearest | ((U)x & 0x80000000u)) : nearest, I);
 }
 
 template <bool SIGNED>
-static void encode_dynamic_block(uint8_t* codes, float* scale, const float* x, int n) {
-    const DynamicMap& map = dynamic_maps[SIGNED];
-    if (!scale_block(scale, x, n)) {
-        __builtin_memset(codes, SIGNED ? kZeroCode : 0, n);
+static void encode_dynamic_block(uint8_t* codes, float scale, const float* x, int n) {
+    constexpr int zero = SIGNED ? kZeroCode : 0;
+    if (!(scale > 0.0f)) {
+        __builtin_memset(codes, zero, n);
         return;
     }
-    const F inverse = all(1.0f / *scale);
-    over_vectors(n, [&](int i, int k) {
-        const U bits = load<U>(reinterpret_cast<const uint32_t*>(x + i), k);
-        U code = (U)__builtin_convertvector(rank_of(map, (F)(bits & 0x7fffffffu) * inverse), I);
-        if (SIGNED) {
-            const U below = kZeroCode - choose(code > kZeroCode, all(kZeroCode), code);
-            code = choose((bits >> 31) != 0u, below, code + kZeroCode);
+    const DynamicRegions regions = dynamic_maps[SIGNED].regions;  // in registers
+    const F inverse = all(1.0f / scale);
+    for (int i = 0; i < n; i += 4 * W) {
+        I found[4];
+        const int count = n - i < 4 * W ? n - i : 4 * W;
+        if (count == 4 * W) {
+            for (int j = 0; j < 4; ++j) found[j] = dynamic_codes<SIGNED>(regions, load<F>(x + i + W * j, W), inverse) + zero;
+            store_as_bytes(codes + i, found);
+        } else {
+            alignas(64) uint8_t room[4 * W];
+            for (int j = 0; W * j < count; ++j) {
+                const int k = count - W * j < W ? count - W * j : W;
+                found[j] = dynamic_codes<SIGNED>(regions, load<F>(x + i + W * j, k), inverse) + zero;
+            }
+            store_as_bytes(room, found);
+            __builtin_memcpy(codes + i, room, count);
         }
-        store(codes + i, narrowed_to_bytes(code), k);
-    });
+    }
+}
+
+template <bool SIGNED>
+HFZ_INLINE F dynamic_values(const uint8_t* codes, F scale, int n) {
+    return gathered(dynamic_maps[SIGNED].values, widened(load<B>(codes, n))) * scale;
 }
 
 template <bool SIGNED>
 static void decode_dynamic_block(float* x, const uint8_t* codes, float scale, int n) {
-    const float* const values = dynamic_maps[SIGNED].values;
-    over_vectors(n, [&](int i, int k) { store(x + i, gathered(values, widened(load<B>(codes + i, k))) * all(scale), k); });
+    over_vectors(n, [&](int i, int k) { store(x + i, dynamic_values<SIGNED>(codes + i, all(scale), k), k); });
 }
 
 // ---- blocks of any kind ----
@@ -181,7 +199,7 @@ static void decode_dynamic_block(float* x, const uint8_t* codes, float scale, in
 template <bool STOCHASTIC>
 HFZ_INLINE void encode_any(const Moment& to, const float* x, int64_t at, int n, Key key, uint32_t index) {
     uint8_t* const codes = static_cast<uint8_t*>(to.data) + at;
-    float* const scale = to.scales + at / kBlock;
+    const float scale = to.scales[at / kBlock] = scale_of(x, n);
     switch (to.kind) {
         case SIGNED_BLOCKS: return encode_block<true, STOCHASTIC>(codes, scale, x, n, key, index);
         case UNSIGNED_BLOCKS: return encode_block<false, STOCHASTIC>(codes, scale, x, n, key, index);

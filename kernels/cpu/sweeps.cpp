@@ -4,7 +4,6 @@
 #include <pybind11/stl.h>
 
 #include <atomic>
-#include <cmath>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -73,19 +72,13 @@ void decode(Address out, Address codes, Address scales, int kind, int64_t numel)
 void set_dynamic_map(bool has_sign, Address values, Address edges, Address slopes, Address shifts, Address tops) {
     hfz::DynamicMap& map = hfz::dynamic_maps[has_sign];
     std::memcpy(map.values, at<const float>(values), sizeof map.values);
-    std::memcpy(map.edges, at<const float>(edges), sizeof map.edges);
-    for (int region = 0; region < hfz::kRegions; ++region) {
-        map.slopes[region] = at<const float>(slopes)[region];
-        map.shifts[region] = at<const float>(shifts)[region];
-        map.tops[region] = at<const float>(tops)[region];
-    }
-    for (int exponent = 0; exponent < 32; ++exponent) {
-        const float smallest = std::ldexp(1.0f, exponent - 31);
-        int region = 0;
-        while (region < hfz::kRegions - 1 && map.edges[region] < smallest) ++region;
-        const bool last = region == hfz::kRegions - 1;
-        map.regions[exponent] = region;
-        map.ends[exponent] = last ? std::numeric_limits<float>::infinity() : map.edges[region];
+    const float* const edge = at<const float>(edges);
+    map.regions.smallest = edge[0];
+    for (int region = 0; region < hfz::kRegions; ++region) {  // the first line is that of 0
+        map.regions.ends[region] = region + 1 < hfz::kRegions ? edge[region + 1] : std::numeric_limits<float>::infinity();
+        map.regions.slopes[region] = at<const float>(slopes)[region + 1];
+        map.regions.shifts[region] = at<const float>(shifts)[region + 1];
+        map.regions.tops[region] = at<const float>(tops)[region + 1];
     }
 }
 

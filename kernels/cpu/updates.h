@@ -21,20 +21,20 @@ HFZ_INLINE void write_out(const Update& u, int64_t at, int n) {
     if (u.out.data != nullptr) narrow(u.out, u.master + at, at, n, u.stream);
 }
 
-// Update one tile in fp32. Constants are in registers: the compiler cannot know that stores do not
-// alias `a`.
-template <bool L2, bool LARGEST>
-static void adam_tile(const Adam& a, float* w, const float* g, float* m, float* v, float* x, int n) {
+// Update n elements in fp32 from the moments that mean_of(i, k) and square_of(i, k) read; write the
+// new ones to m and v, and call seen(i, k). Constants are in registers: the compiler cannot
+// know that stores do not alias `a`.
+template <bool L2, bool LARGEST, class Mean, class Square, class Seen>
+HFZ_INLINE void adam_elements(const Adam& a, int64_t at, int n, const float* g, float* m, float* v, Mean mean_of, Square square_of, Seen seen) {
+    float *const w = a.update.master + at, *const x = LARGEST ? a.largest + at : nullptr;
     const F keep = all(a.keep), l2 = all(a.l2), beta1 = all(a.beta1), beta2 = all(a.beta2), eps = all(a.eps);
     const F rest1 = all(a.one_minus_beta1), rest2 = all(a.one_minus_beta2);
     const F root_scale = all(a.root_scale), step_size = all(a.minus_step_size);
     const bool near = a.one_minus_beta1 < 0.5f;  // torch.lerp's two forms
     over_vectors(n, [&](int i, int k) {
         soon(w + i);
-        soon(m + i);
-        soon(v + i);
         soon(g + i);
-        F grad = load<F>(g + i, k), mean = load<F>(m + i, k), square = load<F>(v + i, k);
+        F grad = load<F>(g + i, k), mean = mean_of(i, k), square = square_of(i, k);
         const F weight = load<F>(w + i, k) * keep;
         if (L2) grad += weight * l2;
         const F way = grad - mean;
@@ -42,6 +42,7 @@ static void adam_tile(const Adam& a, float* w, const float* g, float* m, float* 
         square = square * beta2 + (grad * rest2) * grad;
         store(m + i, mean, k);
         store(v + i, square, k);
+        seen(i, k);
         if (LARGEST) {
             const F before = load<F>(x + i, k);
             square = choose((before != before) | (before > square), before, square);
@@ -51,21 +52,69 @@ static void adam_tile(const Adam& a, float* w, const float* g, float* m, float* 
     });
 }
 
-static void adam(const Adam& a, int64_t begin, int64_t end) {
+template <bool L2, bool LARGEST>
+static void adam_tile(const Adam& a, int64_t at, int n, const float* g, float* m_room, float* v_room) {
+    float *const m = moment(m_room, a.mean, at, n), *const v = moment(v_room, a.square, at, n);
+    adam_elements<L2, LARGEST>(
+        a, at, n, g, m, v,
+        [&](int i, int k) {
+            soon(m + i);
+            return load<F>(m + i, k);
+        },
+        [&](int i, int k) {
+            soon(v + i);
+            return load<F>(v + i, k);
+        },
+        [](int, int) {});
+    const int64_t index = a.update.first + at;
+    keep_moment(a.mean, m, at, n, index, a.update.key, false);
+    keep_moment(a.square, v, at, n, index, a.update.key, true);
+}
+
+// As adam_tile, with both moments in dynamic blocks: what reads them there, and finds the scales,
+// runs while the update divides.
+template <bool L2, bool LARGEST>
+static void adam_tile_of_dynamic_blocks(const Adam& a, int64_t at, int n, const float* g, float* m, float* v) {
+    uint8_t *const means = static_cast<uint8_t*>(a.mean.data) + at, *const squares = static_cast<uint8_t*>(a.square.data) + at;
+    float *const mean_scales = a.mean.scales + at / kBlock, *const square_scales = a.square.scales + at / kBlock;
+    const auto over_blocks = [n](auto each) {
+        for (int from = 0; from < n; from += kBlock) each(from, n - from < kBlock ? n - from : kBlock);
+    };
+    over_blocks([&](int from, int count) {
+        float &mean_scale = mean_scales[from / kBlock], &square_scale = square_scales[from / kBlock];
+        const F mean_unit = all(mean_scale), square_unit = all(square_scale);
+        U mean_most{}, square_most{};
+        adam_elements<L2, LARGEST>(
+            a, at + from, count, g + from, m + from, v + from,
+            [&](int i, int k) { return dynamic_values<true>(means + from + i, mean_unit, k); },
+            [&](int i, int k) { return dynamic_values<false>(squares + from + i, square_unit, k); },
+            [&](int i, int k) {
+                mean_most = larger(mean_most, magnitude(load<F>(m + from + i, k)));
+                square_most = larger(square_most, magnitude(load<F>(v + from + i, k)));
+            });
+        mean_scale = scale_of(mean_most);
+        square_scale = scale_of(square_most);
+    });
+    over_blocks([&](int from, int count) { encode_dynamic_block<true>(means + from, mean_scales[from / kBlock], m + from, count); });
+    over_blocks([&](int from, int count) { encode_dynamic_block<false>(squares + from, square_scales[from / kBlock], v + from, count); });
+}
+
+template <bool L2, bool LARGEST>
+static void adam_range(const Adam& a, int64_t begin, int64_t end) {
     alignas(64) float g_room[kTile], m_room[kTile], v_room[kTile];
-    const bool l2 = a.l2 != 0.0f, largest = a.largest != nullptr;
-    const auto tile = largest ? (l2 ? adam_tile<true, true> : adam_tile<false, true>) : (l2 ? adam_tile<true, false> : adam_tile<false, false>);
+    const bool dynamic = a.mean.kind == SIGNED_DYNAMIC && a.square.kind == UNSIGNED_DYNAMIC;
+    const auto tile = dynamic ? adam_tile_of_dynamic_blocks<L2, LARGEST> : adam_tile<L2, LARGEST>;
     over_tiles(a.update.first, begin, end, [&](int64_t at, int n) {
-        const float* const g = gradient(a.update, g_room, at, n);
-        float* const m = moment(m_room, a.mean, at, n);
-        float* const v = moment(v_room, a.square, at, n);
-        tile(a, a.update.master + at, g, m, v, largest ? a.largest + at : nullptr, n);
-        const int64_t index = a.update.first + at;
-        keep_moment(a.mean, m, at, n, index, a.update.key, false);
-        keep_moment(a.square, v, at, n, index, a.update.key, true);
+        tile(a, at, n, gradient(a.update, g_room, at, n), m_room, v_room);
         write_out(a.update, at, n);
     });
     end_of_stream(a.update.stream);
+}
+
+static void adam(const Adam& a, int64_t begin, int64_t end) {
+    const auto range = a.largest ? (a.l2 != 0.0f ? adam_range<true, true> : adam_range<false, true>)
+                                 : (a.l2 != 0.0f ? adam_range<true, false> : adam_range<false, false>);
+    range(a, begin, end);
 }
 
 static void lion(const Lion& a, int64_t begin, int64_t end) {

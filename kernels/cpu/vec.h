@@ -49,6 +49,19 @@ HFZ_INLINE U larger(U a, U b) {
     return a > b ? a : b;
 #endif
 }
+HFZ_INLINE uint32_t largest_of(U x) {
+    uint32_t largest = 0;
+    for (int i = 0; i < W; ++i) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+}
+
+HFZ_INLINE F smaller(F a, F b) {
+#if HFZ_WIDTH == 16 && defined(__AVX512F__)
+    return (F)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return a < b ? a : b;
+#endif
+}
 
 // Load all W elements, or the first n of them followed by zeros.
 template <class V, class T>
@@ -152,6 +165,21 @@ HFZ_INLINE B narrowed_to_bytes(U x) {
 #endif
 }
 
+// Store four vectors as bytes, numbers below 0 as 0.
+HFZ_INLINE void store_as_bytes(uint8_t* to, const I* x) {
+#if HFZ_WIDTH == 16 && defined(__AVX512F__)
+    const __m512i low = _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]), high = _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]);
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high)));
+#elif HFZ_WIDTH == 8 && defined(__AVX2__)
+    const __m256i low = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]), high = _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order));
+#else
+    for (int i = 0; i < 4; ++i) store(to + W * i, narrowed_to_bytes((U)choose(x[i] > 0, x[i], I{})), W);
+#endif
+}
+
 HFZ_INLINE F gathered(const float* from, U at) {
 #if HFZ_WIDTH == 16 && defined(__AVX512F__)
     return (F)_mm512_i32gather_ps((__m512i)at, from, 4);
@@ -161,6 +189,17 @@ HFZ_INLINE F gathered(const float* from, U at) {
     F x{};
     for (int i = 0; i < W; ++i) x[i] = from[at[i]];
     return x;
+#endif
+}
+
+// Return entries of a table of eight.
+HFZ_INLINE F gathered_of_8(const float* from, U at) {
+#if HFZ_WIDTH == 16 && defined(__AVX512F__)
+    return (F)_mm512_permutexvar_ps((__m512i)at, _mm512_castps256_ps512(_mm256_loadu_ps(from)));
+#elif HFZ_WIDTH == 8 && defined(__AVX2__)
+    return (F)_mm256_permutevar8x32_ps(_mm256_loadu_ps(from), (__m256i)at);
+#else
+    return gathered(from, at);
 #endif
 }
 

@@ -259,6 +259,8 @@ def measure(numel: int, rounds: int, deepspeed: str | None) -> tuple[list[dict[s
         / best["torch fused + casts"],
         "fp32 bandwidth / triad (>= 0.85)": 28 / best["hf-zero fp32"] / triad,
         "LAMB / torch fused AdamW (<= 1.30)": best["hf-zero LAMB fp32"] / best["torch fused fp32"],
+        "fp32 / moments in bitsandbytes' 8 bits (>= 0.80)": best["hf-zero fp32"]
+        / best["hf-zero fp32, moments in bitsandbytes' 8 bits"],
         "bf16 in and out bandwidth / triad (>= 0.85)": 28 / best["hf-zero bf16 in and out"] / triad,
     }
     if "DeepSpeedCPUAdam fp32" in best:

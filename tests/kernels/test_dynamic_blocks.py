@@ -7,6 +7,7 @@ import torch
 
 from hf_zero.errors import KernelError
 from hf_zero.ops import dynamic_map
+from hf_zero.ops import reference as reference_kernels
 from hf_zero.ops.host import Blocks
 from tests.helpers.buffers import reference
 
@@ -54,6 +55,21 @@ def test_blocks_keep_the_nearest_value_and_survive_a_checkpoint_in_fp32(isa, sig
     blocks = Blocks.zeros(512, signed, dynamic=True)
     blocks.encode(spoilt)
     assert blocks.decode()[256:].isnan().all() and blocks.decode()[:256].eq(1).all()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_at_the_edges_of_regions_are_those_of_the_reference(isa, signed):
+    edges = dynamic_map.regions(signed)[0].view(torch.int32)
+    near = (edges[:, None] + torch.arange(-64, 65)).view(-1)
+    everywhere = torch.arange(0, 0x3F81, dtype=torch.int32) << 16
+    parts = torch.cat([near.int(), everywhere]).view(torch.float32)
+    parts = torch.cat([parts, -parts])
+    parts = torch.nn.functional.pad(parts, (0, -parts.numel() % 255)).view(-1, 255)
+    values = torch.nn.functional.pad(parts, (1, 0), value=1.0).view(-1)  # the scale of each block
+    made = Blocks.zeros(values.numel(), signed, dynamic=True)
+    made.encode(values)
+    codes, _ = reference_kernels.encode_dynamic(values, signed)
+    assert torch.equal(made.codes, codes)
 
 
 def test_a_part_of_blocks_is_overwritten_from_the_start_of_a_block():

@@ -98,6 +98,14 @@ def test_every_body_gives_the_bits_of_the_reference(every_body: str) -> None:
             compare(lambda g, n=numel, of=(grad, out): state(n, *of, g), **changes)
 
 
+def test_amsgrad_takes_the_largest_second_moment_so_far(isa: str) -> None:
+    def made(guarded: Guarded) -> State:
+        largest = guarded(numbers(2500, 5).square() * 1e-4)
+        return {**state(2500, torch.float32, None, guarded), "max_exp_avg_sq": largest}
+
+    compare(made)
+
+
 def test_elements_past_the_end_of_a_block_do_not_raise_its_scale(every_body: str) -> None:
     """The gradient shrinks the only element of the block more than a step shrinks any other."""
 
