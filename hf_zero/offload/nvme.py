@@ -21,7 +21,7 @@ from hf_zero.device import streams
 from hf_zero.offload.nvme_files import FileExtent, NvmeFiles
 from hf_zero.offload.storage import Allocator, StorageFormat, SubGroup, numbers, overwrite
 from hf_zero.ops.files import ALIGNMENT, Priority
-from hf_zero.ops.host import BLOCK, Blocks, Moment
+from hf_zero.ops.moment_blocks import BLOCK, Blocks, Moment
 
 
 class Owner(Protocol):

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from hf_zero.device import kinds
-from hf_zero.ops.host import BLOCK, Blocks, Moment
+from hf_zero.ops.moment_blocks import BLOCK, Blocks, Moment
 
 SHARD, MASTER = "shard", "master"
 SubGroup = tuple[int, int]  # elements [start, stop) of owned

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from hf_zero.offload.storage import MASTER
-from hf_zero.ops.host import Blocks, Moment
+from hf_zero.ops.moment_blocks import Blocks, Moment
 
 if TYPE_CHECKING:
     from hf_zero.optim.segments import Flat, Segment

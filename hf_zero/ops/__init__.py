@@ -8,9 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
-    "BLOCK": "hf_zero.ops.host",
-    "Blocks": "hf_zero.ops.host",
-    "Moment": "hf_zero.ops.host",
+    "BLOCK": "hf_zero.ops.moment_blocks",
+    "Blocks": "hf_zero.ops.moment_blocks",
+    "Moment": "hf_zero.ops.moment_blocks",
     "accumulate": "hf_zero.ops.host",
     "adagrad": "hf_zero.ops.host",
     "adam": "hf_zero.ops.host",
@@ -34,9 +34,6 @@ _EXPORTS = {
 __all__ = list(_EXPORTS)
 
 if TYPE_CHECKING:
-    from hf_zero.ops.host import BLOCK as BLOCK
-    from hf_zero.ops.host import Blocks as Blocks
-    from hf_zero.ops.host import Moment as Moment
     from hf_zero.ops.host import accumulate as accumulate
     from hf_zero.ops.host import adagrad as adagrad
     from hf_zero.ops.host import adam as adam
@@ -50,6 +47,9 @@ if TYPE_CHECKING:
     from hf_zero.ops.host import scatter as scatter
     from hf_zero.ops.host import sgd as sgd
     from hf_zero.ops.host import squared_norm as squared_norm
+    from hf_zero.ops.moment_blocks import BLOCK as BLOCK
+    from hf_zero.ops.moment_blocks import Blocks as Blocks
+    from hf_zero.ops.moment_blocks import Moment as Moment
     from hf_zero.ops.native import available as available
     from hf_zero.ops.native import instruction_set as instruction_set
     from hf_zero.ops.native import set_threads as set_threads

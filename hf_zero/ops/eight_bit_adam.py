@@ -7,7 +7,6 @@ the gradient may differ there in its last place, and a moment by one code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +14,7 @@ from torch import Tensor
 
 from hf_zero.ops import reference
 from hf_zero.ops.dispatch import Kernel
-
-
-@dataclass(eq=False)
-class _Moment:
-    codes: Tensor
-    scales: Tensor
-    signed: bool
-    dynamic: bool = True
+from hf_zero.ops.moment_blocks import Blocks
 
 
 def adam_reference(
@@ -49,8 +41,8 @@ def adam_reference(
     reference.adam(
         master,
         grad,
-        _Moment(*mean, signed=True),
-        _Moment(*square, signed=False),
+        Blocks(*mean, signed=True, dynamic=True),
+        Blocks(*square, signed=False, dynamic=True),
         None,
         keep=keep,
         l2=l2,

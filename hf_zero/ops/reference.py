@@ -21,7 +21,7 @@ _LOW32 = 0xFFFFFFFF
 
 
 class Encoded(Protocol):
-    """Moments in 8 bits; see :class:`hf_zero.ops.host.Blocks`."""
+    """Moments in 8 bits; see :class:`hf_zero.ops.moment_blocks.Blocks`."""
 
     codes: Tensor
     scales: Tensor

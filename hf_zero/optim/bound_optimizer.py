@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.sub_group_update import Counted, Rule, Update
-from hf_zero.ops.host import Blocks
+from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim import snapshots, state
 from hf_zero.optim.cpu_base import names_in_8_bits
 from hf_zero.optim.elementwise import update_base

@@ -3,7 +3,7 @@ state of torch.optim.
 
 ``moments`` is the storage format of Adam's and Lion's moments: ``"fp32"`` (4 bytes each),
 ``"bf16"`` (2 bytes, rounded stochastically), ``"int8"`` or ``"dynamic8"`` (1 byte and a scale per
-256, see :mod:`hf_zero.ops.host`). With the last, moments of small parameters are fp32, and the
+256, see ``ops/moment_blocks.py``). With the last, moments of small parameters are fp32, and the
 update runs on any device (``eight_bit.py``).
 """
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
-from hf_zero.ops.host import Blocks
+from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.zero.layout.flat_layout import LARGE, Slot
 
 MOMENTS = ("fp32", "bf16", "int8", "dynamic8")
@@ -28,7 +28,7 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     A subclass lists in ``kept`` the states that a group's ``moments`` setting applies to, and
     whether they are signed. In memory they are fp32 tensors, bf16 tensors or
-    :class:`~hf_zero.ops.host.Blocks`. A state dict holds plain tensors of the parameter's shape,
+    :class:`~hf_zero.ops.Blocks`. A state dict holds plain tensors of the parameter's shape,
     as torch.optim's does: Blocks are decoded, and encode to the same codes when they are loaded. So
     a state dict can be loaded under any setting of ``moments``, and into the torch class of the
     same update.

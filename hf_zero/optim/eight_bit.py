@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops import dynamic_map
-from hf_zero.ops.host import Blocks
+from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim.cpu import CPUSGD, CPUAdam, CPULion
 from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.zero.layout.flat_layout import LARGE

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_zero.errors import UnsupportedOptimizerError
-from hf_zero.ops.host import BLOCK
+from hf_zero.ops.moment_blocks import BLOCK
 from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.eight_bit import (
     Adam8bit,

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops import dynamic_map
-from hf_zero.ops.host import Blocks
+from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim import AdamW8bit, Lion8bit, SGD8bit
 from hf_zero.optim.elementwise import adopt, check, give_back
 from tests.helpers.buffers import reference
