@@ -49,8 +49,9 @@ class AsyncSaves:
     ``writer`` exists from the first such save on.
     """
 
-    def __init__(self, mesh: Mesh, shards: SharedShards):
+    def __init__(self, mesh: Mesh, shards: SharedShards, keeps_staging: bool):
         self.writer: AsyncSaver | None = None
+        self._keeps_staging = keeps_staging
         self._mesh = mesh
         self._shards = shards
 
@@ -63,7 +64,7 @@ class AsyncSaves:
             )
         if self.writer is None:
             mesh = self._mesh
-            self.writer = AsyncSaver(mesh, mesh.rank, mesh.world, mesh.device)
+            self.writer = AsyncSaver(mesh, mesh.rank, mesh.world, mesh.device, self._keeps_staging)
             # so that all ranks learn of a failure after the same step
             self._shards.serve()
         return self.writer
@@ -120,7 +121,9 @@ class Engine(TrainingEngine):
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         super()._build(plan, mesh, installed)
         torch_state_dict.install()
-        self.async_saves = AsyncSaves(mesh, self.schedule.shards)
+        self.async_saves = AsyncSaves(
+            mesh, self.schedule.shards, self.config.checkpoint.keep_staging
+        )
         self.measures = measures_of(self, plan)
         self.memory = MemoryCheckpoints.of(self, plan)
         self.window_start = WindowStart()

@@ -224,19 +224,23 @@ def after_commit(folder: Path, action: Action) -> None:
 
 class AsyncSaver:
     """Background saves of one engine, one at a time. The staging memory is as large as this rank's
-    file and is kept between saves.
+    file, and is freed when the file is written.
 
     mesh: the engine's mesh, through whose store the threads exchange messages.
     device: the device of the state; staging memory is pinned if that is a GPU.
+    keeps_staging: keep the staging memory for the next save.
     """
 
-    def __init__(self, mesh: Any, rank: int, world: int, device: torch.device):
+    def __init__(
+        self, mesh: Any, rank: int, world: int, device: torch.device, keeps_staging: bool = False
+    ):
         self._rank, self._world = rank, world
         self._mail = mesh.store_messages("saves")
         self._arena = HostArena(pin=True, device=device)
         self._device = device
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._image = self._memory  # of the next save
+        self._keeps_staging = keeps_staging
+        self._memory = torch.empty(0, dtype=torch.uint8)  # kept between saves
+        self._image: torch.Tensor | None = None  # of the save that starts next
         self._stall = 0.0
         self.number = 0  # sequence number of the last save that was started
         self._running: tuple[SaveJob, Future[None]] | None = None
@@ -253,8 +257,8 @@ class AsyncSaver:
 
     @property
     def nbytes(self) -> int:
-        """Size of the staging memory in bytes."""
-        return self._memory.numel()
+        """Bytes of the staging memory that exists."""
+        return self._arena.nbytes
 
     def wait(self, what: str = "", below: Path | None = None) -> None:
         """Return when no save is being written; with ``below``, when none is being written into
@@ -300,22 +304,31 @@ class AsyncSaver:
         if image is not None:
             self._image, self._stall = image, 0.0
             return ""
-        if self._memory.numel() < size:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old block first
+        memory = self._memory
+        if memory.numel() < size:
+            memory = self._memory = self._memory.new_empty(0)  # free the old block first
             try:
-                self._memory = self._arena.take(size, torch.uint8)
+                # without: a search for huge pages can cost more than the copy, in every save
+                huge_pages = self._keeps_staging or self._arena.pinned
+                memory = self._arena.take(size, torch.uint8, huge_pages=huge_pages)
             except HostMemoryError as error:
                 return str(error)
-        copy_to_memory(self._memory, plan, tensors, self._device)
-        self._image, self._stall = self._memory[:size], time.perf_counter() - begun
+        copy_to_memory(memory, plan, tensors, self._device)
+        self._image, self._stall = memory[:size], time.perf_counter() - begun
+        if self._keeps_staging:
+            self._memory = memory
         return ""
+
+    def discard(self) -> None:
+        """Drop the copy of a save that has not been started; nothing to do after :meth:`start`."""
+        self._image = None
 
     def start(self, job: SaveJob, plan: FilePlan) -> None:
         """Start the thread that writes the staged file of ``plan`` and commits. Returns at once."""
         self._thread = None
         self.number += 1
-        image = bytes_view(self._image)
-        self._image = self._memory  # a file of a generation goes when the thread has written it
+        assert self._image is not None
+        image, self._image = [bytes_view(self._image)], None  # the thread alone refers to it
         ended: Future[None] = Future()
         exchange = _ByStore(self._mail, self.number, job)
         work = partial(_run, job, image, plan, exchange, self._stall)
@@ -362,12 +375,16 @@ def _set_result(future: Future[Any], action: Callable[[], Any]) -> None:
         future.set_result(result)
 
 
-def _run(job: SaveJob, image: memoryview, plan: FilePlan, exchange: _ByStore, stall: float) -> None:
-    """Run one save on the thread of one rank. Raises CheckpointError if it failed."""
+def _run(
+    job: SaveJob, image: list[memoryview], plan: FilePlan, exchange: _ByStore, stall: float
+) -> None:
+    """Run one save on the thread of one rank. Raises CheckpointError if it failed. The ``image`` is
+    taken out of its list, so that its memory is freed when it is written.
+    """
     begun, final = time.perf_counter(), job.target.final
     try:
         failure, _ = job.run(
-            lambda: write_image(job.path, image, plan),
+            lambda: write_image(job.path, image.pop(), plan),
             exchange,
             lambda: finished(final, whole=True),
         )

@@ -163,6 +163,8 @@ def save(
             background.start(job, own.file)
             return target.final
         exchanges = 0  # this save is not one in the background
+        if background is not None:
+            background.discard()
         if not_staged and rank == 0:
             logger.warning(
                 "%s is written while training waits, because it cannot be copied to "
@@ -172,9 +174,11 @@ def save(
             )
         failure, cause = job.run(write, ByCollectives(job_ranks))
     except BaseException as error:
-        # Any other error has ended the save on this rank alone: others may have started theirs.
-        if background is not None and exchanges and not isinstance(error, CheckpointError):
-            background.withdraw(before, target, error, fails=exchanges == 2)
+        if background is not None:
+            background.discard()
+            # Any other error has ended the save on this rank alone: others may have started theirs.
+            if exchanges and not isinstance(error, CheckpointError):
+                background.withdraw(before, target, error, fails=exchanges == 2)
         if rank == 0:
             target.abort()
         raise

@@ -154,10 +154,18 @@ class HostArena:
         """Bytes mapped for live tensors: each tensor's size, rounded up to a page."""
         return sum(self._mapped.values())
 
-    def take(self, numel: int, dtype: torch.dtype, file: int | None = None) -> torch.Tensor:
+    def take(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        file: int | None = None,
+        huge_pages: bool = True,
+    ) -> torch.Tensor:
         """Return ``numel`` zeros of ``dtype``: [numel], at an address that is a multiple of the
         page. With the descriptor of a ``file`` of so many bytes, the memory is the file: elements
         are what it holds, and writes to them change it; pages that it lacks are allocated.
+        Memory that lives for a moment takes small pages (``huge_pages`` False), which a system
+        finds at once.
 
         Raises HostMemoryError, and OSError where the file system has no room for the file.
         """
@@ -185,8 +193,8 @@ class HostArena:
                 f"the system says: {os.strerror(ctypes.get_errno())} (see ulimit -v); "
                 f"{free / 1e9:.2f} GB are free",
             )
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            # a kernel without huge pages refuses the first; small pages work too
+        for advice in ("MADV_DONTFORK", *(["MADV_HUGEPAGE"] if huge_pages else [])):
+            # a kernel without huge pages refuses the last; small pages work too
             if hasattr(mmap, advice):
                 _LIBC.madvise(address, nbytes, getattr(mmap, advice))
         if self._node is not None and not _prefer_node(address, nbytes, self._node):

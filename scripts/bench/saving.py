@@ -7,9 +7,10 @@ contender on stdout.
 
 Ranks are processes. ``write`` is each rank writing a file of its size by O_DIRECT, 16 MiB at a
 time, with an fsync, and no hash; ``save`` is ``engine.save_checkpoint``; ``stall`` is how long
-``save_checkpoint(blocking=False)`` keeps training, the first time (staging memory is made) and
-later, with ``--memory`` right after a step whose generation in memory it takes; ``behind`` is the
-time until the files are whole, with nothing else to do meanwhile.
+``save_checkpoint(blocking=False)`` keeps training, the first time and later, with ``--memory``
+right after a step whose generation in memory it takes; ``behind`` is the time until the files are
+whole, with nothing else to do meanwhile. ``dcp`` is how long ``async_save`` of
+torch.distributed.checkpoint keeps training, with the same tensors.
 ``read`` is each rank reading its file once, ``load`` is ``engine.load_checkpoint``, which compares
 what it reads with the hashes of its blocks, ``trust`` the same with ``verify=False``; before each
 the files are dropped from the page cache, and each is first as often as the others. ``of_trust`` is
@@ -38,6 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import hf_zero
@@ -138,8 +140,18 @@ def measure(rank: int, port: int, folder: Path, options: argparse.Namespace) -> 
     def masters() -> list[torch.Tensor]:
         return [flat.optimizer_shard.master.detach().clone() for flat in engine.flats]
 
+    def tensors() -> dict[str, torch.Tensor]:
+        """The tensors of this rank's file, under names that no other rank has."""
+        return {
+            f"{rank}/{flat.key}/{name}": each
+            for flat in engine.flats
+            for name, each in engine.bound.tensors(flat.optimizer_shard).items()
+        }
+
     step()
-    clock = Clock()
+    clock, written = Clock(), list[Any]()
+    apart = dist.new_group(backend="gloo")  # its thread communicates beside this one
+    save_by_dcp = partial(dcp.async_save, checkpoint_id=folder / "dcp", process_group=apart)
     run, mine = folder / "run", f"rank-{rank:05d}-of-{options.ranks:05d}.safetensors"
     for at in range(options.rounds):
         clock.time("save", lambda: engine.save_checkpoint(str(run), tag="waits"))
@@ -150,8 +162,11 @@ def measure(rank: int, port: int, folder: Path, options: argparse.Namespace) -> 
             engine.memory.wait()
         begun = time.perf_counter()
         clock.time("stall", lambda: engine.save_checkpoint(str(run), tag="beside", blocking=False))
+        staging = engine.async_saves.writer.nbytes
         engine.wait_for_checkpoint()
         clock.note("behind", time.perf_counter() - begun)
+        clock.time("dcp", lambda: written.append(save_by_dcp(tensors())))
+        written[-1].result()
         saved = masters()
         step()
         # its pages are there before the clock runs
@@ -173,8 +188,6 @@ def measure(rank: int, port: int, folder: Path, options: argparse.Namespace) -> 
             assert torch.equal(before, after), "what was loaded is not what was saved"
     total: list[Any] = [None] * options.ranks
     dist.all_gather_object(total, size)
-    assert engine.async_saves.writer is not None
-    staging = engine.async_saves.writer.nbytes
     engine.destroy()
     if rank == 0:
         report(clock, sum(total), staging, options)
@@ -185,6 +198,8 @@ def report(clock: Clock, nbytes: int, staging: int, options: argparse.Namespace)
     best = {name: min(rounds) for name, rounds in clock.seconds.items()}
     first, *later = clock.seconds["stall"]
     best["stall"] = min(later, default=first)
+    first_of = {name: clock.seconds[name][0] for name in ("stall", "dcp")}
+    best["dcp"] = min(clock.seconds["dcp"][1:], default=first_of["dcp"])
     base = {"save": "write", "behind": "write", "load": "read", "trust": "read"}
 
     def paired(name: str) -> float:
@@ -204,7 +219,8 @@ def report(clock: Clock, nbytes: int, staging: int, options: argparse.Namespace)
             "seconds": round(seconds, 4), "gb_per_s": round(nbytes / seconds / 1e9, 3),
             **({"of_raw_speed": round(best[base[name]] / seconds, 3),
             "of_raw_paired": paired(name)} if name in base else {}),
-            **({"first_seconds": round(first, 4), "of_save": round(seconds / best["save"], 3),
+            **({"first_seconds": round(first_of[name], 4)} if name in first_of else {}),
+            **({"of_save": round(seconds / best["save"], 3),
             "from_memory": options.memory, "staging_bytes": staging} if name == "stall" else {}),
             **({"of_trust": of_trust} if name == "load" else {}),
             **({"cpu_seconds": [round(each, 4) for each in clock.cpu[name]]}

@@ -97,7 +97,7 @@ def test_what_comes_next_raises_on_all_ranks(tmp_path, monkeypatch):
 
 
 def test_a_second_save_and_a_load_wait_for_the_first(tmp_path, held, heard_in_full):
-    """A wait that is interrupted leaves the thread its memory, which the next save uses again."""
+    """A wait that is interrupted leaves the thread its memory."""
     waits = f"the save of {tmp_path} waits for {tmp_path / 'one'}, which is still being written"
 
     def release() -> None:
@@ -119,7 +119,7 @@ def test_a_second_save_and_a_load_wait_for_the_first(tmp_path, held, heard_in_fu
         heard_in_full.clear()
         threading.Thread(target=release, daemon=True).start()
         engine.save_checkpoint(str(tmp_path), tag="three", blocking=False)
-        assert (tmp_path / "one").is_dir() and engine.async_saves.writer.nbytes == memory
+        assert memory and (tmp_path / "one").is_dir()
         return engine.load_checkpoint(str(tmp_path))[0]
 
     assert Setup(ranks=1).run(run) == [str(tmp_path / "three")]
@@ -127,6 +127,53 @@ def test_a_second_save_and_a_load_wait_for_the_first(tmp_path, held, heard_in_fu
     assert verify_checkpoint(tmp_path, "one").whole
     told = f"saved {tmp_path / 'one'} in the background: "
     assert any(told in line and "; training waited" in line for line in heard_in_full)
+
+
+def refuse(numel: int, dtype: torch.dtype, huge_pages: bool) -> torch.Tensor:
+    raise HostMemoryError("0.10 GB are not to be had")
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_staging_memory_is_freed_when_the_file_is_written(
+    keeps: bool, tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another rank has no room for its copy; ``keep_staging`` keeps it."""
+    setup = Setup()
+    commit, seen = save_job.SaveJob._publish, []
+
+    def publish(self: Any, *rest: Any) -> str:
+        seen.append(writers[0].nbytes)
+        return commit(self, *rest)
+
+    monkeypatch.setattr(save_job.SaveJob, "_publish", publish)
+    writers: dict[int, Any] = {}
+
+    def run(rank: int, models: list[torch.nn.Module]) -> None:
+        config = {**setup.config, "checkpoint": {"keep_staging": keeps}}
+        engine = start(models[rank], setup.optimizer(models[rank]), config)
+        writer = writers[rank] = engine.async_saves.get_writer()
+        taken = []
+        for tag in ("one", "two"):
+            held.clear()
+            torch.distributed.barrier()
+            engine.save_checkpoint(str(tmp_path), tag=tag, blocking=False)
+            taken.append(writer.nbytes)
+            torch.distributed.barrier()
+            held.set()
+            engine.wait_for_checkpoint()
+            assert writer.nbytes == (taken[0] if keeps else 0)
+        assert taken == taken[:1] * 2 and taken[0] > 0
+        if rank == 1 and not keeps:  # all ranks write in the call
+            writer._arena.take = refuse
+        engine.save_checkpoint(str(tmp_path), tag="three", blocking=False)
+        if not keeps:
+            assert writer._image is None
+        engine.wait_for_checkpoint()
+        assert writer.nbytes == (taken[0] if keeps else 0)
+        engine.destroy()
+
+    run_ranks(2, run, setup.models())
+    assert all(bool(nbytes) == keeps for nbytes in seen)
 
 
 class Killed(BaseException):
@@ -170,9 +217,6 @@ def test_killed_between_the_copy_and_the_end(tmp_path, monkeypatch):
 def test_without_room_or_a_store_all_ranks_write_while_training_waits(
     tmp_path: Path, heard_in_full: list[str]
 ) -> None:
-    def refuse(self: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        raise HostMemoryError("0.10 GB are not to be had")
-
     def run(engine: Any, rank: int) -> None:
         behind = engine.async_saves.get_writer()
         take, mail = behind._arena.take, behind._mail
@@ -180,7 +224,7 @@ def test_without_room_or_a_store_all_ranks_write_while_training_waits(
             if lacks == "store":
                 behind._arena.take, behind._mail = take, None
             elif rank == 1:
-                behind._arena.take = refuse.__get__(behind._arena)
+                behind._arena.take = refuse
             engine.save_checkpoint(str(tmp_path), tag=lacks, blocking=False)
             assert (tmp_path / "latest").read_text() == lacks, "it is there when the call returns"
         behind._mail = mail

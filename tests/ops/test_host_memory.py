@@ -66,6 +66,9 @@ def test_memory_is_what_was_asked_for_and_there(populate, monkeypatch):
         assert not tensor.any()
         del tensor, arena
     assert "hg" in mapping["VmFlags"].split()
+    brief = HostArena().take(nbytes, torch.uint8, huge_pages=False)
+    mapping = mapping_of(brief.data_ptr())
+    assert mapping is not None and "hg" not in mapping["VmFlags"].split()
 
 
 def test_tensors_of_every_dtype_stand_on_pages_of_their_own() -> None:
