@@ -443,7 +443,7 @@ class MeshDim:
     ) -> list[Any]:
         """Send ``sent[peer]`` to each peer, receive into ``received[peer]``; return the works."""
         works: list[Any] = []
-        tag = _tag(pending)
+        tag = message_tag(pending)
         for peer in self._peers:
             if received[peer].numel():
                 works.append(dist.irecv(received[peer], self.ranks[peer], group, tag))
@@ -585,7 +585,7 @@ class MeshDim:
         """Return the element-wise maximum of ``own``, in host memory: in log2(ranks) rounds over
         the default group.
         """
-        tag = _tag(pending)
+        tag = message_tag(pending)
         for step in (1 << power for power in range((self.size - 1).bit_length())):
             came = torch.empty_like(own)
             source, target = (self.ranks[(self.rank + way) % self.size] for way in (-step, step))
@@ -624,7 +624,7 @@ class MeshDim:
 
         All such messages have one size, so gloo survives a mismatch.
         """
-        code = float(_tag(pending) & 0xFFFFF)
+        code = float(message_tag(pending) & 0xFFFFF)
         message = torch.zeros(self._small + 2, dtype=torch.float64)
         message[: tensor.numel()] = tensor.reshape(-1)
         message[-2], message[-1] = code, code * code
@@ -691,7 +691,7 @@ def tagged_barrier(
     The ``source`` of a broadcast waits for no rank: it gets the works to wait for once its values
     are sent.
     """
-    empty, tag = torch.zeros(1, dtype=torch.uint8), _tag(pending)
+    empty, tag = torch.zeros(1, dtype=torch.uint8), message_tag(pending)
     sent: list[Any] = []
     came: list[Any] = []
     if watchdog.verdict:
@@ -711,7 +711,7 @@ def tagged_barrier(
     return []
 
 
-def _tag(pending: PendingCollective) -> int:
+def message_tag(pending: PendingCollective) -> int:
     """Return the tag of the point-to-point messages of a collective: those of different collectives
     never match, whatever their sizes are.
     """

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from hf_zero.distributed.collectives import (
     DEFAULT_TIMEOUT,
     Handle,
     call_each,
+    message_tag,
     tagged_barrier,
 )
 from hf_zero.distributed.process_group import (
@@ -63,6 +65,75 @@ def common_size(sizes: Sequence[int]) -> int:
     return best
 
 
+FRAME = 1024  # bytes of the first message, which has the size and all of a short content
+_SIZE = 8  # bytes of the size
+
+
+class RankTree:
+    """Messages of any size along a binomial tree of ``ranks`` (global), whose root is the one at
+    index ``root``, with this one at index ``own``: a rank exchanges them with at most log2(ranks)
+    others. Their ``tag`` is that of the collective, so that ranks need not agree on it before it
+    runs (collectives.py, the note).
+    """
+
+    def __init__(self, ranks: Sequence[int], own: int, root: int, group: Any, tag: int):
+        self._group, self._tag = group, tag
+        size, place = len(ranks), (own - root) % len(ranks)
+        lowest = place & -place or 1 << (size - 1).bit_length()
+        steps = (1 << power for power in range((lowest - 1).bit_length()))
+        at = [place + step for step in steps if place + step < size]
+        self._children = [ranks[(each + root) % size] for each in at]
+        self._parent = ranks[(place - lowest + root) % size] if place else None
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """Return the values of this rank and of those below it, in the order of the tree: on the
+        root, of all ranks from it on.
+        """
+        values = [value]
+        frames = [torch.empty(FRAME, dtype=torch.uint8) for _ in self._children]
+        works: list[Any] = [
+            dist.irecv(frame, child, self._group, self._tag)
+            for frame, child in zip(frames, self._children)
+        ]
+        for frame, work, child in zip(frames, works, self._children):
+            work.wait()
+            values += pickle.loads(self._rest(frame, child))
+        if self._parent is not None:
+            self._send(pickle.dumps(values), [self._parent])
+        return values
+
+    def broadcast(self, value: bytes) -> bytes:
+        """Return the ``value`` of the root."""
+        if self._parent is not None:
+            frame = torch.empty(FRAME, dtype=torch.uint8)
+            dist.recv(frame, self._parent, self._group, self._tag)
+            value = self._rest(frame, self._parent)
+        self._send(value, self._children[::-1])
+        return value
+
+    def _rest(self, frame: torch.Tensor, sender: int) -> bytes:
+        """Return the content whose first message is ``frame``."""
+        content = frame.numpy().tobytes()
+        size = int.from_bytes(content[:_SIZE], "little")
+        content = content[_SIZE : _SIZE + size]
+        if size > len(content):
+            rest = torch.empty(size - len(content), dtype=torch.uint8)
+            dist.recv(rest, sender, self._group, self._tag)
+            content += rest.numpy().tobytes()
+        return content
+
+    def _send(self, value: bytes, ranks: Sequence[int]) -> None:
+        content = bytearray(len(value).to_bytes(_SIZE, "little") + value)
+        short = len(content) <= FRAME
+        message = torch.frombuffer(content.ljust(FRAME) if short else content, dtype=torch.uint8)
+        parts = [message] if short else [message[:FRAME], message[FRAME:]]
+        works: list[Any] = [
+            dist.isend(part, rank, self._group, self._tag) for rank in ranks for part in parts
+        ]
+        for work in works:
+            work.wait()
+
+
 class RankGroup:
     """Blocking, rarely used collectives over ``ranks`` (global) on ``group`` (None: the default
     group). ``agrees``: the ranks agree on each by gloo messages first.
@@ -81,9 +152,16 @@ class RankGroup:
         self.log, self.watchdog = log, watchdog
         self._group, self._agrees = group, agrees
 
-    def _call(self, what: str, call: Callable[[], Any], source: int | None = None) -> None:
+    def _call(
+        self,
+        what: str,
+        call: Callable[[], Any],
+        source: int | None = None,
+        by_tree: Callable[[RankTree], None] | None = None,
+    ) -> None:
         """Run ``call``, a blocking collective, once the ranks that it needs are at it: all, or the
-        ``source`` of a broadcast.
+        ``source`` of a broadcast. Where ranks agree by messages, ``by_tree`` does the same by a few
+        messages, which need no agreement.
         """
         needs = None if source is None else () if source == self.rank else (source,)
         if self.watchdog.operation:
@@ -98,9 +176,15 @@ class RankGroup:
         try:
             pending = self.log.issue(what, needs)
             works: list[Any] = [SimpleNamespace(wait=finish)]  # a blocking call is its own wait
-            if self._agrees:
-                source_index = None if source is None else self.ranks.index(source)
-                own = self.ranks.index(self.rank)
+            source_index = None if source is None else self.ranks.index(source)
+            own = self.ranks.index(self.rank)
+            if self._agrees and by_tree is not None:
+                root, tag = source_index or 0, message_tag(pending)
+
+                def call() -> None:
+                    by_tree(RankTree(self.ranks, own, root, self._group, tag))
+
+            elif self._agrees:
                 works += tagged_barrier(
                     pending, self.ranks, own, self._group, self.watchdog, source_index
                 )
@@ -155,10 +239,16 @@ class RankGroup:
         if len(self.ranks) == 1:
             return value
         box = [value]
+
+        def by_tree(tree: RankTree) -> None:
+            sent = tree.broadcast(pickle.dumps(value) if source == self.rank else b"")
+            box[0] = pickle.loads(sent) if source != self.rank else value
+
         self._call(
             f"broadcast of {what} from rank {source}",
             partial(dist.broadcast_object_list, box, source, self._group),
             source,
+            by_tree,
         )
         return box[0]
 
@@ -167,8 +257,13 @@ class RankGroup:
         if len(self.ranks) == 1:
             return [value]
         box: list[Any] = [None] * len(self.ranks)
+
+        def by_tree(tree: RankTree) -> None:
+            every = pickle.loads(tree.broadcast(pickle.dumps(tree.gather(pickle.dumps(value)))))
+            box[:] = map(pickle.loads, every)
+
         call = partial(dist.all_gather_object, box, value, self._group)
-        self._call(f"exchange of {what}", call)
+        self._call(f"exchange of {what}", call, by_tree=by_tree)
         return box
 
     def all_gather_bytes(self, value: bytes, what: str = "bytes") -> list[bytes]:
