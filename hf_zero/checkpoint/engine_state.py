@@ -367,7 +367,9 @@ class Described:
                 left_out += held
                 continue
             key = stage_key(flat)
-            flats.append(FlatEntry(key, flat.trainable, flat.dtype, flat.layout, (), flat.raw))
+            narrow = flat.trainable and flat.spec.wide == torch.bfloat16
+            kinds = flat.trainable, flat.dtype, flat.layout, (), flat.raw, narrow
+            flats.append(FlatEntry(key, *kinds))
             dtypes |= {name: dtype_of(engine.param_dtypes[name]) for name in held}
         order = model_order(engine.module, engine.aliases, dtypes)
         group_of = {} if engine.bound is None else engine.bound.group_of
@@ -444,7 +446,9 @@ def stored_width(plan: EnginePlan, flat: FlatPlan) -> int:
     """Return the bytes that a checkpoint keeps for each element of ``flat``: weight and moments."""
     if not flat.spec.trainable:
         return flat.spec.dtype.itemsize
-    return flat.wide.itemsize + sum(dtype.itemsize for dtype, _ in plan.moments_of(flat).values())
+    return flat.spec.wide.itemsize + sum(
+        dtype.itemsize for dtype, _ in plan.moments_of(flat).values()
+    )
 
 
 def planned_size(plan: EnginePlan) -> int:

@@ -85,6 +85,7 @@ class FlatEntry:
     chunks: tuple[Chunk, ...]
     raw: bool = False
     """Bytes that only their module can read: never cast."""
+    bf16_masters: bool = False
 
     @cached_property
     def weights(self) -> str:
@@ -95,8 +96,10 @@ class FlatEntry:
         """Return the dtype in which the weights must be stored; None for an optimizer state, whose
         dtype is given in the file's header.
         """
-        if tensor == MASTER:
+        if tensor == MASTER and not self.bf16_masters:
             return torch.float64 if self.dtype == torch.float64 else torch.float32
+        if tensor == MASTER:
+            return torch.bfloat16
         return self.dtype if tensor == SHARD else None
 
     @cached_property
@@ -120,6 +123,7 @@ class FlatEntry:
             "trainable": self.trainable,
             "dtype": dtype_name(self.dtype),
             "raw": self.raw,
+            **({"bf16_masters": True} if self.bf16_masters else {}),
             "layout": self.layout.to_json(),
             "chunks": chunks,
         }
@@ -218,10 +222,11 @@ def _innermost(name: str) -> str:
 
 
 FORMAT = "hf-zero/checkpoint"
-PADDED_VERSION = 4  # written if there is padding between parameters
+BF16_VERSION = 5  # written if there are master weights in bf16
+PADDED_VERSION = 4  # written otherwise if there is padding between parameters
 PARTS_VERSION = 3  # written otherwise if the manifest has parts of tensors
 VERSION = 2  # written otherwise
-READ = (1, 2, 3, 4)  # versions that can be read; version 1 has SHA-256 alone
+READ = (1, 2, 3, 4, 5)  # versions that can be read; version 1 has SHA-256 alone
 MANIFEST_NAME = "manifest.json"
 MAX_ELEMENTS = 1 << 56  # of a tensor; its bytes then fit 64 bits
 MAX_MANIFEST = 1 << 30  # bytes; a larger manifest is damage, not a model
@@ -275,6 +280,8 @@ class Manifest:
     @property
     def version(self) -> int:
         """Version of the format in which this manifest is written."""
+        if any(flat.bf16_masters for flat in self.flats):
+            return BF16_VERSION
         if any(flat.layout.end > flat.layout.numel for flat in self.flats):
             return PADDED_VERSION
         cut = any(slot.box is not None for parts in self.parts.values() for _, slot in parts)
@@ -503,6 +510,7 @@ def read_flat(data: dict[str, Any], version: int = PADDED_VERSION) -> FlatEntry:
         FlatLayout.from_json(layout, adjacent=version < PADDED_VERSION),
         chunks,
         _typed(data.get("raw", False), bool, "raw"),
+        _typed(data.get("bf16_masters", False), bool, "bf16_masters"),
     )
 
 

@@ -115,7 +115,8 @@ def _complete_offload(reading: ConfigReading) -> None:
     """Derive the dtype of the moments, in place: 16-bit optimizer states are bf16 moments."""
     if MOMENTS in reading.filled:
         reading.discard(MOMENTS)
-    if reading.values.get(BF16_STATES) and MOMENTS not in reading.values:
+    states = reading.values.get("bf16.enabled") and reading.values.get(BF16_STATES)
+    if states and MOMENTS not in reading.values:
         reading.fill(MOMENTS, "bf16", f"computed: {BF16_STATES}")
 
 
@@ -142,23 +143,9 @@ def _check_offload(reading: ConfigReading) -> None:
                     "a local NVMe disk, or a list of folders, one a disk"
                 )
             )
-    if not values.get(BF16_STATES):
+    if not (values.get("bf16.enabled") and values.get(BF16_STATES)):
         return
-    if (
-        values.get(f"{OPTIMIZER}.device", "none") == "none"
-        and f"{OPTIMIZER}.device" not in reading.autos
-    ):
-        if complete or f"{OPTIMIZER}.device" in values:
-            reading.mistakes.append(
-                NotBuiltError(
-                    f"{BF16_STATES} = {shown(True, sources[BF16_STATES])} ({sources[BF16_STATES]}) "
-                    "asks for optimizer states in bf16 on the device, which this version of "
-                    "hf-zero does not provide; offload the optimizer "
-                    f"({OPTIMIZER}.device: cpu), where moments may be bf16, or remove the key or "
-                    "write false"
-                )
-            )
-    elif values.get(MOMENTS) != "bf16":
+    if values.get(MOMENTS) != "bf16":
         reading.mistakes.append(
             ConfigError(
                 f"{MOMENTS} = {shown(values.get(MOMENTS), sources[MOMENTS])} ({sources[MOMENTS]}) "

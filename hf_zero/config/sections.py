@@ -136,12 +136,21 @@ class Fp16Section:
     min_loss_scale: float = key(number(above=0), 1.0)
 
 
+def _without_bf16_state(values: Mapping[str, Any]) -> str:
+    keys = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
+    rounds = values.get("bf16.enabled") and any(values.get(key) for key in keys)
+    return "" if rounds else f"neither {keys[0]} nor {keys[1]} is on"
+
+
 @dataclass(frozen=True)
 class Bf16Section:
-    """Training in bfloat16 with fp32 master weights."""
+    """Training in bfloat16, with master weights and moments in fp32 or in bf16."""
 
     enabled: bool = key(BOOLEAN, False)
     check_grad_overflow: bool = key(BOOLEAN, False, idle=without("bf16.enabled"))
+    bf16_master_weights_and_grads: bool = key(BOOLEAN, False, idle=without("bf16.enabled"))
+    bf16_optimizer_states: bool = key(BOOLEAN, False, idle=without("bf16.enabled"))
+    stochastic_rounding_seed: int = key(COUNT, 0, idle=_without_bf16_state)
 
 
 @dataclass(frozen=True)

@@ -32,18 +32,14 @@ SUB_GROUP_ELEMENTS = 4096
 @dataclass(frozen=True)
 class ShardSpec:
     """The properties of a flat buffer that its placement depends on: the elements that this rank
-    owns, their dtype, and whether they train.
+    owns, their dtype, whether they train, and the dtype of masters and of sums of gradients.
     """
 
     key: str
     numel: int
     dtype: torch.dtype
     trainable: bool
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The dtype of masters and of sums of gradients."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+    wide: torch.dtype = torch.float32
 
 
 def room_beside_a_step(device: torch.device) -> int:
@@ -120,8 +116,8 @@ class PlacementRules:
         """
         chosen = []
         for spec in specs:
-            own_master = 4 if spec.key in with_master else 0
-            room -= (own_master + 4 * moments + 4) * spec.numel
+            own_master = spec.wide.itemsize if spec.key in with_master else 0
+            room -= (own_master + 4 * moments + spec.wide.itemsize) * spec.numel
             if room < 0:
                 break
             chosen.append(spec.key)

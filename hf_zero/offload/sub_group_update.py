@@ -17,6 +17,7 @@ from hf_zero.offload.storage import MASTER
 from hf_zero.ops.moment_blocks import Blocks, Moment
 
 if TYPE_CHECKING:
+    from hf_zero.optim.bf16_state import Bf16State
     from hf_zero.optim.segments import Flat, Segment
     from hf_zero.optim.sharded_tensors import ShardedTensors
 
@@ -105,11 +106,13 @@ class Update:
         divisor: float,
         number: int,
         sums: ShardedTensors | None = None,
+        bf16: Bf16State | None = None,
     ) -> None:
         self._bound, self._number = bound, number
         self._rules, self._groups, self._divisor = rules, groups, divisor
         self._counted: dict[Segment, Counted] = {}
         self._tensors = sums
+        self._bf16 = bf16
         self._prepared: dict[Segment, Tensor] = {}  # in the current round
         self._results: dict[Segment, tuple[Tensor, ...]] = {}  # of finished rounds
         # sub-groups still to be acquired, in the order of their announcement
@@ -243,12 +246,16 @@ class Update:
         self, segment: Segment, held: Mapping[str, Any], grad: Tensor, out: Tensor | None
     ) -> None:
         rule, counted = self._rules[segment.group], self._counted[segment]
+        wide = held if self._bf16 is None else self._bf16.widen(held)
+        writes = rule is not None and wide[MASTER] is held[MASTER]
         if rule is None:
-            self._bound.step_sub_group(segment, held, grad, self._divisor, counted.fresh)
-            if out is not None:
-                out.copy_(held[MASTER])
-            return
-        rule.update(held, grad, out, self._call(segment))
+            self._bound.step_sub_group(segment, wide, grad, self._divisor, counted.fresh)
+        else:
+            rule.update(wide, grad, out if writes else None, self._call(segment))
+        if self._bf16 is not None:
+            self._bf16.narrow(segment, held, wide, self._number)
+        if out is not None and not writes:
+            out.copy_(held[MASTER])
 
     def _call(self, segment: Segment) -> Call:
         counted = self._counted[segment]

@@ -203,7 +203,7 @@ def _keep(moment: Moment, values: Tensor, shared: dict[str, Any], upper: bool) -
     random = random_bits(shared["key"], shared["first"], values.numel())
     random = random >> 16 if upper else random & 0xFFFF
     if isinstance(moment, Tensor):
-        moment.copy_(_to_bf16(values, random))
+        moment.copy_(to_bf16(values, random))
     else:
         codes, scales = encode(values, moment.signed, random)
         moment.codes.copy_(codes)
@@ -213,20 +213,25 @@ def _keep(moment: Moment, values: Tensor, shared: dict[str, Any], upper: bool) -
 # ---- rounding ----
 
 
-def random_bits(key: int, first: int, numel: int) -> Tensor:
+def random_bits(key: int, first: int, numel: int, device: torch.device | None = None) -> Tensor:
     """Return 32 random bits (int64 [numel]) for the elements from ``first`` on: a hash of ``key``
     and the index of each.
     """
-    index = torch.arange(first, first + numel, dtype=torch.int64)
-    x = _signed(key) + (index >> 32) * _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    x = x ^ _shift(x, 31)
-    a, b = x & _LOW32, _shift(x, 32)
+    index = torch.arange(first, first + numel, dtype=torch.int64, device=device)
+    a, b = key_words(key, index)
     x = (index & _LOW32) ^ a
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _LOW32
     x = ((x ^ (x >> 13) ^ b) * 0xC2B2AE35) & _LOW32
     return x ^ (x >> 16)
+
+
+def key_words(key: int, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two words of 32 bits, int64, from ``key`` and the upper 32 bits of each index."""
+    x = _signed(key) + (index >> 32) * _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    x = x ^ _shift(x, 31)
+    return x & _LOW32, _shift(x, 32)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -247,7 +252,7 @@ def _floats(bits: Tensor) -> Tensor:
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
-def _to_bf16(x: Tensor, random: Tensor) -> Tensor:
+def to_bf16(x: Tensor, random: Tensor) -> Tensor:
     """Round up with a probability proportional to the cut-off bits; ``random`` is below 2^16."""
     rounded = _floats((_bits(x) + random) & 0xFFFF0000)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)

@@ -14,6 +14,7 @@ from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.sub_group_update import Counted, Rule, Update
 from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim import snapshots, state
+from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.cpu_base import names_in_8_bits
 from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.fused import FusedStep
@@ -68,6 +69,7 @@ class BoundOptimizer:
         moments: storage format of offloaded states that a host rule allows it for: ``"fp32"``,
             ``"bf16"`` or ``"int8"``.
         ranks: the ranks that share ``flats``; None: this rank owns them whole.
+        bf16: what is kept in bf16 between steps; None: nothing.
 
     Raises:
         UnsupportedOptimizerError: state exists that cannot be carried over, or an optimizer that
@@ -85,13 +87,14 @@ class BoundOptimizer:
         kernels: Any = "auto",
         moments: str = "fp32",
         ranks: ShardRanks | None = None,
+        bf16: Bf16State | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.group_of = dict(group_of)
         self._base = update_base(type(optimizer))
-        self._own = OwnStep(optimizer, self._base)
-        self._fused = FusedStep(optimizer, self._base, self._own.step, kernels)
-        self._entries = StateEntries(optimizer)
+        self._own = OwnStep(optimizer, self._base, bf16)
+        self._fused = FusedStep(optimizer, self._base, self._own.step, kernels, bf16)
+        self._entries = StateEntries(optimizer, bf16)
         self._table = SegmentTable(self._entries, self._base, self._fused, moments)
         self.numbers = GroupNumbers(self._entries, self._table)
         self.factors = TensorFactors(self._entries, self._table)
@@ -167,6 +170,7 @@ class BoundOptimizer:
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         shards: Mapping[str, Tensor] | None = None,
+        number: int = 0,
     ) -> set[str]:
         """Make one update from the gradients of the flat buffers.
 
@@ -182,6 +186,7 @@ class BoundOptimizer:
                 host.
             shards: key of a flat buffer -> a tensor to write the new values of its ``owned``
                 elements to as well, rounded to its dtype.
+            number: differs between steps and is equal on all ranks: it seeds stochastic rounding.
 
         Returns:
             The keys of ``shards`` that have been written; empty if the optimizer's own step has
@@ -209,7 +214,7 @@ class BoundOptimizer:
             segments = table.stepped
             if left_out:
                 segments = [segment for segment in segments if segment not in left_out]
-            if not self._own.update(segments, grad_scale, found_inf):
+            if not self._own.update(segments, grad_scale, found_inf, number):
                 optimizer._opt_called = True
                 return written
             if table.parted:  # segments of a split group get their first state in different steps
@@ -236,7 +241,7 @@ class BoundOptimizer:
         self._table.offloaded.begin_first_steps()
         rules = [self._table.offloaded.rule(index) for index in range(len(self.groups))]
         groups = [current_settings(group) for group in self.groups]
-        return Update(self, rules, groups, divisor, number, self.sums)
+        return Update(self, rules, groups, divisor, number, self.sums, self._entries.bf16)
 
     def offloaded_segments(self, flat: Flat) -> list[Segment]:
         """Return the segments of ``flat``, whose state is offloaded."""

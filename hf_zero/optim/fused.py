@@ -32,7 +32,9 @@ from hf_zero.ops.flat_optimizers import (
 )
 from hf_zero.ops.flat_tiles import PHASE, FlatRun, Tiles
 from hf_zero.optim.adam_lion import Adam, Lion
+from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.elementwise import elementwise_base
+from hf_zero.optim.own_step import is_own
 from hf_zero.optim.segments import MemoryRegion, Segment, SegmentPart
 
 _MOMENTS = {"flat_adam": ("exp_avg", "exp_avg_sq"), "flat_lion": ("exp_avg",)}
@@ -60,10 +62,12 @@ class FusedStep:
         base: type | None,
         step: Callable[..., Any],
         kernels: Any,
+        bf16: Bf16State | None = None,
     ):
         self._optimizer = optimizer
         self._base = base
-        self._kernel = KERNELS.get(base) if base is not None else None
+        # the launch reads and writes state in fp32
+        self._kernel = KERNELS.get(base) if base is not None and bf16 is None else None
         self._kernels = kernels
         self._own_step = is_own(step, optimizer)
         self.reset(None)
@@ -428,16 +432,6 @@ def reads_16_bits(optimizer: torch.optim.Optimizer, kernels: Any, device: torch.
         for group in optimizer.param_groups
     ]
     return all(is_plain(group, base) for group in plain)
-
-
-def is_own(step: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step`` is the method of the class, at most wrapped by a scheduler that counts
-    calls.
-    """
-    function = getattr(
-        step, "__wrapped__" if getattr(step, "_wrapped_by_lr_sched", False) else "__func__", None
-    )
-    return function is type(optimizer).step
 
 
 def is_plain(group: Mapping[str, Any], base: type | None) -> bool:

@@ -139,7 +139,7 @@ class OffloadedState:
         if isinstance(self._entries.optimizer, WholeTensorOptimizer):
             return rule_of(self._base, groups[group])
         mine = [segment for segment in self._all if segment.group == group]
-        if any(segment.tensor.dtype != torch.float32 for segment in mine):
+        if any(segment.tensor.dtype == torch.float64 for segment in mine):
             return None
         # Without the native core torch's own update is faster than the reference, but supports fp32
         # only.
@@ -151,7 +151,8 @@ class OffloadedState:
         moments = self._moments
         if moments == "fp32":
             moments = self._entries.groups[group].get("moments", "fp32")
-        if moments == "fp32" or dtype != torch.float32:
+        narrow = self._entries.bf16 is not None and self._entries.bf16.moments
+        if moments == "fp32" or dtype != torch.float32 or narrow:
             return StorageFormat(dtype)
         if moments == "dynamic8":
             return self._dynamic_format(name, segment)
@@ -206,7 +207,8 @@ class OffloadedState:
         """Return the state before the first step, in plain numbers whatever its storage format."""
         group = state.in_numbers(self._entries.groups[segment.group])
         like = torch.zeros(1, dtype=segment.tensor.dtype)
-        return state.fresh_state(self._entries.optimizer, group, like)
+        found = state.fresh_state(self._entries.optimizer, group, like)
+        return found if self._entries.bf16 is None else self._entries.bf16.fresh(found)
 
     def unstep(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""

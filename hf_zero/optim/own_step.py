@@ -12,9 +12,10 @@ from torch import Tensor
 
 from hf_zero.offload.storage import MASTER
 from hf_zero.optim.adam_lion import Adam
+from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.offloaded_state import BEGIN_WITH_GRADIENT
 from hf_zero.optim.segments import Segment
-from hf_zero.optim.state import kept
+from hf_zero.optim.state import kept, step_dtype
 
 # Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with its op.
 _OPS: dict[type, str] = {
@@ -24,6 +25,16 @@ _OPS: dict[type, str] = {
     torch.optim.SGD: "aten::_fused_sgd_",
     torch.optim.Adagrad: "aten::_fused_adagrad_",
 }
+
+
+def is_own(step: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` is the method of the class, at most wrapped by a scheduler that counts
+    calls.
+    """
+    function = getattr(
+        step, "__wrapped__" if getattr(step, "_wrapped_by_lr_sched", False) else "__func__", None
+    )
+    return function is type(optimizer).step
 
 
 def choose_fused(base: type | None, group: dict[str, Any]) -> None:
@@ -40,7 +51,8 @@ def choose_fused(base: type | None, group: dict[str, Any]) -> None:
     ):
         return
     kinds = {(tensor.dtype, tensor.device.type) for tensor in group["params"]}
-    if all(dtype == torch.float32 and _has_kernel(op, device) for dtype, device in kinds):
+    stepped = {(step_dtype(dtype), device) for dtype, device in kinds}
+    if all(dtype == torch.float32 and _has_kernel(op, device) for dtype, device in stepped):
         group["fused"] = True
 
 
@@ -51,19 +63,58 @@ def _has_kernel(op: str, device_type: str) -> bool:
 
 
 class OwnStep:
-    """Steps of ``optimizer``; ``base`` is its class among those with a known update."""
+    """Steps of ``optimizer``; ``base`` is its class among those with a known update, ``bf16`` what
+    it keeps in bf16.
+    """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, base: Any) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, base: Any, bf16: Bf16State | None = None
+    ) -> None:
         self._optimizer = optimizer
         self._base = base
+        self._bf16 = bf16
         self.step = optimizer.step  # with the wrappers LR schedulers have put on the object
 
     def update(
-        self, segments: Sequence[Segment], grad_scale: Tensor | None, found_inf: Tensor | None
+        self,
+        segments: Sequence[Segment],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        number: int = 0,
     ) -> bool:
         """Step ``segments`` from the gradients of their flat buffers, divided by ``grad_scale``.
-        Return False if the host has read ``found_inf`` and nothing may change.
+        Return False if the host has read ``found_inf`` and nothing may change. ``number``: that of
+        the step, for the rounding to bf16.
         """
+        if self._bf16 is None:
+            return self._update(segments, grad_scale, found_inf, self.step)
+        optimizer: Any = self._optimizer
+        batches, step = self._bf16.batches(segments), self._bare
+        # a step of the user's, and hooks that read gradients, need all segments at once
+        if not is_own(self.step, optimizer) or optimizer._optimizer_step_pre_hooks:
+            batches, step = [list(segments)], self.step
+        made = []
+
+        def run(optimizer: torch.optim.Optimizer) -> None:
+            assert self._bf16 is not None
+            for batch in batches:
+                with self._bf16.widened(batch, optimizer.state, number):
+                    made.append(self._update(batch, grad_scale, found_inf, step))
+
+        if step == self._bare:
+            torch.optim.Optimizer.profile_hook_step(run)(optimizer)
+        else:
+            run(optimizer)
+        return all(made)
+
+    def _update(
+        self,
+        segments: Sequence[Segment],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        step: Callable[[], Any],
+    ) -> bool:
+        """Make :meth:`update` of ``segments`` by ``step``, all at once."""
         unfused = self._groups_to_unfuse(segments) if self._base is torch.optim.SGD else ()
         for group in unfused:
             group["fused"] = False
@@ -75,7 +126,7 @@ class OwnStep:
                 segment.gradient() if segment.parts else torch.zeros_like(segment.tensor)
                 for segment in segments
             ]
-            self._over(segments, gradients, grad_scale, found_inf, in_kernel, self.step)
+            self._over(segments, gradients, grad_scale, found_inf, in_kernel, step)
         finally:
             for group in unfused:
                 group["fused"] = True
@@ -205,4 +256,6 @@ class OwnStep:
 
     def _begin_with_zeros(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
-            self._optimizer.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
+            dtype = step_dtype(tensor.dtype)
+            zeros = torch.zeros_like(tensor, dtype=dtype)
+            self._optimizer.state[tensor]["momentum_buffer"] = zeros

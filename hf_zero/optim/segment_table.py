@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.optim import bf16_state, state
 from hf_zero.optim import segments as cuts
-from hf_zero.optim import state
 from hf_zero.optim.cpu_base import FORMATS, CPUOptimizer
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.offloaded_state import OffloadedState
@@ -43,6 +43,7 @@ class SegmentTable:
         self._optimizer = entries.optimizer
         self._base = base
         self._fused = fused
+        self._widens = entries.bf16 is not None
         # A step sums over the ranks, so no segment can be stepped apart from the others.
         self._adds_up = isinstance(entries.optimizer, WholeTensorOptimizer)
         self.device = DeviceState(entries)
@@ -87,6 +88,8 @@ class SegmentTable:
         dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state
         self._list()
         self._divide_by_format(segments, flats)
+        if self._widens:
+            self._divide_by_length()
         if self._adds_up:  # each segment must be a part of one tensor
             self.divide(segments, lambda name: name)
         for live in self._optimizer.param_groups:
@@ -107,6 +110,15 @@ class SegmentTable:
             self.divide(segments, formats.get)
         if isinstance(self._optimizer, CPUOptimizer):
             self._optimizer.segment_format = self._format_of
+
+    def _divide_by_length(self) -> None:
+        """Split the segments on the device that are longer than a batch of widened ones."""
+        longest, pieces = bf16_state.WIDENED, {}
+        for segment in self.segments:
+            if segment.parts and not segment.offloaded:
+                places = range(longest, segment.stop - segment.start, longest)
+                pieces[segment] = cuts.split(segment, places)
+        self.replace(pieces)
 
     def _format_of(self, tensor: Tensor) -> str:
         """Return the format of the moments of the segment ``tensor``."""

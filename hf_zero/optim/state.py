@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.segments import Flat, MemoryRegion, Segment, SegmentPart, cut
 from hf_zero.zero.layout.flat_layout import Slot
+
+if TYPE_CHECKING:
+    from hf_zero.optim.bf16_state import Bf16State
 
 # Numbers that torch.optim keeps beside the tensors, with their values before the first step.
 _SCALARS: dict[str, float] = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": 0.0}
@@ -109,9 +112,8 @@ def _stepped_twin(
     """Return a throw-away twin of ``optimizer`` after one step over a throw-away parameter of one
     element, with a gradient of zero.
     """
-    probe = torch.nn.Parameter(
-        torch.zeros(1, dtype=like.dtype, device=like.device), requires_grad=False
-    )
+    begin = torch.zeros(1, dtype=step_dtype(like.dtype), device=like.device)
+    probe = torch.nn.Parameter(begin, requires_grad=False)
     probe.grad = torch.zeros_like(probe)
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(vars(optimizer))
@@ -136,6 +138,11 @@ def _stepped_twin(
 def in_numbers(group: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``group`` with moments of plain numbers, whatever their storage format."""
     return {**group, "moments": "fp32"} if "moments" in group else group
+
+
+def step_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which master weights of ``dtype`` are stepped: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def scalar_like(value: Any, number: float) -> Any:
@@ -344,8 +351,8 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
 class StateEntries:
     """Access to the entries of ``optimizer.state`` by segment."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, bf16: Bf16State | None = None) -> None:
+        self.optimizer, self.bf16 = optimizer, bf16
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -378,7 +385,8 @@ class StateEntries:
 
     def fresh(self, group: int, like: Tensor) -> dict[str, Any]:
         """Return the state before the first step of a parameter like ``like`` in ``group``."""
-        return fresh_state(self.optimizer, self.groups[group], like)
+        found = fresh_state(self.optimizer, self.groups[group], like)
+        return found if self.bf16 is None else self.bf16.fresh(found)
 
     def blocks(self, segment: Segment) -> dict[str, Blocks]:
         """Return the states of ``segment`` that are in 8 bits."""
@@ -443,7 +451,8 @@ class DeviceState:
         """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""
         live = self._entries.optimizer.state[segment.tensor]
         if name not in live:
-            live[name] = torch.zeros_like(segment.tensor)
+            dtype = step_dtype(segment.tensor.dtype)
+            live[name] = torch.zeros_like(segment.tensor, dtype=dtype)
         if isinstance(live[name], Blocks):
             live[name].put(at, values)
             return

@@ -19,6 +19,7 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError, UnsupportedOptimizerError
 from hf_zero.offload.placement import Placement
 from hf_zero.ops import native
+from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.state import collect
@@ -219,6 +220,7 @@ class ShardedModel:
             config.kernels,
             self.placement.moments,
             MeshRanks(self.mesh),
+            Bf16State.of(config),
         )
 
 

@@ -150,6 +150,8 @@ struct Kernels {
     bool (*finite)(const Array&, int64_t begin, int64_t end);
     void (*cast)(const Array& out, const Array& source, float scale, bool stream, int64_t begin, int64_t end);
     void (*accumulate)(float* out, const Array& source, float scale, int64_t begin, int64_t end);
+    // Round to bf16 stochastically: `first` is the index of element 0, on which random bits depend.
+    void (*round_stochastically)(uint16_t* out, const float* source, uint64_t key, int64_t first, int64_t begin, int64_t end);
     void (*encode)(const Moment& out, const float* source, int64_t begin, int64_t end);
     void (*decode)(float* out, const Moment& source, int64_t begin, int64_t end);
     // Quantise `source`, or its difference to `minus` if there is one.

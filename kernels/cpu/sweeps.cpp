@@ -56,6 +56,11 @@ void accumulate(Address out, Address source, int kind, int64_t numel, double sca
                     [&](int64_t, int64_t begin, int64_t end) { run(at<float>(out), from, static_cast<float>(scale), begin, end); });
 }
 
+void round_stochastically(Address out, Address source, int64_t numel, uint64_t key, int64_t first) {
+    const auto run = hfz::kernels().round_stochastically;
+    hfz::over_parts(numel, first, [&](int64_t, int64_t begin, int64_t end) { run(at<uint16_t>(out), at<const float>(source), key, first, begin, end); });
+}
+
 void encode(Address codes, Address scales, int kind, Address source, int64_t numel) {
     const auto run = hfz::kernels().encode;
     const hfz::Moment to{at<void>(codes), kind, at<float>(scales)};
@@ -217,6 +222,7 @@ void bind_sweeps(py::module_& m) {
     m.def("all_finite", all_finite, py::arg("source"), py::arg("kind"), py::arg("numel"), Free());
     m.def("cast", cast, py::arg("out"), py::arg("out_kind"), py::arg("source"), py::arg("kind"), py::arg("numel"), py::arg("scale"), Free());
     m.def("accumulate", accumulate, py::arg("out"), py::arg("source"), py::arg("kind"), py::arg("numel"), py::arg("scale"), Free());
+    m.def("round_stochastically", round_stochastically, py::arg("out"), py::arg("source"), py::arg("numel"), py::arg("key"), py::arg("first"), Free());
     m.def("encode", encode, py::arg("codes"), py::arg("scales"), py::arg("kind"), py::arg("source"), py::arg("numel"), Free());
     m.def("set_dynamic_map", set_dynamic_map, py::arg("has_sign"), py::arg("values"), py::arg("edges"), py::arg("slopes"), py::arg("shifts"),
           py::arg("tops"));

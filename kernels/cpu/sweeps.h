@@ -79,6 +79,10 @@ static void accumulate(float* out, const Array& source, float scale, int64_t beg
     });
 }
 
+static void round_stochastically(uint16_t* out, const float* source, uint64_t key, int64_t first, int64_t begin, int64_t end) {
+    over_tiles(first, begin, end, [&](int64_t at, int n) { keep_moment({out, BF16, nullptr}, source + at, at, n, first + at, key, false); });
+}
+
 static void encode(const Moment& out, const float* source, int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += kBlock)
         encode_any<false>(out, source + at, at, static_cast<int>(end - at < kBlock ? end - at : kBlock), {}, 0);

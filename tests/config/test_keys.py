@@ -59,8 +59,6 @@ def complete(key: Key, value: Any) -> dict[str, Any]:
         zero[key.path.split(".")[1]]["nvme_path"] = "/local_nvme"
     if key.path == "zero_optimization.cpu_offload_param":
         zero["stage"] = 3
-    if key.path == "bf16.bf16_optimizer_states":
-        config["offload_optimizer"] = "cpu"
     if key.path in ("optimizer.params", "scheduler.params"):
         config[key.path.split(".")[0]]["type"] = "AdamW"
     return config

@@ -194,8 +194,6 @@ FSDP {unknown: 1} => unknown: left out,
     => activation_checkpointing.partition_activations: left out, tensor-parallel
 {bf16: {}, autotuning: {enabled: true}} => autotuning: left out, --fit
 {bf16: {}, autotuning: {enabled: false}} => autotuning: no effect, does not provide autotuning
-{bf16: {enabled: true, bf16_optimizer_states: true}}
-    => bf16.bf16_optimizer_states: left out, hf-zero does not provide optimizer states
 
 # -- keys without effect
 {zero_optimization: {stage: 2, offload_param: {device: cpu}}}

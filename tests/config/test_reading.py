@@ -91,8 +91,7 @@ def test_an_unknown_key_of_a_foreign_file_is_told_once(heard: list[str]) -> None
 
 
 def test_what_is_done_instead_is_told_of_a_foreign_file(heard: list[str]) -> None:
-    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True}
-    said = {"estimate --fit": {"autotuning": {"enabled": True}}, "in fp32": {"bf16": bf16}}
+    said = {"estimate --fit": {"autotuning": {"enabled": True}}}
     for part, section in said.items():
         heard.clear()
         ZeroConfig.from_dict(section, source=f"file with {part}", foreign=True)

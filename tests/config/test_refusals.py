@@ -79,8 +79,6 @@ REFUSED = """
 {zero_optimization: {cpu_offload: true, offload_optimizer: {device: nvme, nvme_path: /a}}}
     => cpu_offload = true contradicts ~ = "nvme"
 ! {aio: {use_gds: true}} => use_gds = true asks for reads from NVMe into GPU memory
-! {bf16: {bf16_optimizer_states: true}}
-    => asks for optimizer states in bf16 on the device ~ offload the optimizer
 
 # -- for a number of ranks
 4> {train_batch_size: 10, train_micro_batch_size_per_gpu: 2}

@@ -58,10 +58,7 @@ def consistent(nested: dict[str, Any]) -> dict[str, Any]:
         if section.get("device") == "nvme" and section.get("nvme_path", "none") in ("none", []):
             section["nvme_path"] = "/local_nvme"
     if nested.get("bf16", {}).get("bf16_optimizer_states"):
-        section = nested.setdefault("zero_optimization", {}).setdefault("offload_optimizer", {})
-        section.pop("moments", None)
-        if section.get("device", "none") == "none":
-            section["device"] = "cpu"
+        zero.get("offload_optimizer", {}).pop("moments", None)
     return nested
 
 

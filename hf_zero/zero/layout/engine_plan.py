@@ -26,10 +26,11 @@ from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.offload.nvme import paged, size_in_file
 from hf_zero.offload.placement import PlacementRules, ShardSpec
 from hf_zero.offload.storage import StorageFormat, SubGroup, moment_format, size_in_memory
+from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.cpu_base import names_in_8_bits
 from hf_zero.optim.fused import reads_16_bits
 from hf_zero.optim.segments import group_runs, sub_groups
-from hf_zero.optim.state import fresh_state, in_numbers, is_elementwise
+from hf_zero.optim.state import fresh_state, in_numbers, is_elementwise, step_dtype
 from hf_zero.optim.whole_tensor import moments_by_group
 from hf_zero.zero.layout.codecs import UNCOMPRESSED, Codecs
 from hf_zero.zero.layout.flat_layout import BLOCK, FlatLayout
@@ -90,18 +91,6 @@ class FlatPlan:
     casts_master: bool
 
     @property
-    def needs_master(self) -> bool:
-        """Whether an update on the device needs master weights besides the parameter shard, even if
-        that is on the device, too.
-        """
-        return self.spec.dtype in SIXTEEN_BITS or self.spec.sends_differences
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The dtype of its master weights."""
-        return shard_spec(self.spec).wide
-
-    @property
     def device_gradient_numel(self) -> int:
         """Number of elements of the sum of its gradients on the device."""
         if self.sub_groups is not None and not self.sums_whole:
@@ -129,7 +118,7 @@ class FlatPlan:
 
 def shard_spec(spec: FlatSpec) -> ShardSpec:
     """Return the properties of a flat buffer that its placement depends on."""
-    return ShardSpec(spec.key, spec.owned_numel, spec.dtype, spec.trainable)
+    return ShardSpec(spec.key, spec.owned_numel, spec.dtype, spec.trainable, spec.wide)
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,16 +249,21 @@ class EnginePlan:
             settings, like = self.optimizer.param_groups[group], torch.zeros(1, dtype=dtype)
             kind = self.rules.moments
             kind = str(settings.get("moments", "fp32")) if kind == "fp32" else kind
-            numbers = fresh_state(self.optimizer, in_numbers(settings), like)
+            numbers = self._as_kept(fresh_state(self.optimizer, in_numbers(settings), like))
             # on the device, 8-bit moments are counted by optimizer_bytes
             blocks = settings.get("moments") in ("int8", "dynamic8")
-            there = numbers if blocks else fresh_state(self.optimizer, settings, like)
+            there = fresh_state(self.optimizer, settings, like)
+            there = numbers if blocks else self._as_kept(there)
             self._kept_by_group[group, dtype] = {
-                name: (there[name].dtype, kind if dtype == torch.float32 else "fp32")
+                name: (there[name].dtype, "fp32" if dtype == torch.float64 else kind)
                 for name, value in numbers.items()
                 if is_elementwise(name, value, (1,))
             }
         return self._kept_by_group[group, dtype]
+
+    def _as_kept(self, state: dict[str, Any]) -> dict[str, Any]:
+        bf16 = Bf16State.of(self.settings)
+        return state if bf16 is None else bf16.fresh(state)
 
     @cached_property
     def _kept_by_group(
@@ -284,7 +278,7 @@ class EnginePlan:
         found: dict[str, tuple[torch.dtype, str]] = {}
         for run in group_runs(flat.spec.layout, flat.spec.owned, self.group_of):
             if run.group is not None:
-                found = self._kept(run.group, flat.wide) | found
+                found = self._kept(run.group, flat.spec.wide) | found
         return found
 
     def optimizer_bytes(self, flat: FlatPlan) -> Counter[str]:
@@ -293,7 +287,8 @@ class EnginePlan:
             return Counter()
         if flat.sub_groups is None:
             numel = flat.spec.owned_numel
-            own = flat.wide.itemsize if flat.needs_master or flat.shard_tier != "device" else 0
+            needs_master = flat.spec.needs_master or flat.shard_tier != "device"
+            own = flat.spec.wide.itemsize if needs_master else 0
             return Counter({"device": numel * own + self._moment_bytes(flat)})
         in_files = self.settings.offload_optimizer.device == "nvme"
         return Counter({"disk" if in_files else "ram": sum(self.piece_bytes(flat))})
@@ -307,7 +302,7 @@ class EnginePlan:
         for run in group_runs(flat.spec.layout, flat.spec.owned, self.formats):
             if run.group is not None:
                 (group, in_8_bits), numel = run.group, run.stop - run.start
-                for dtype, _ in self._kept(group, flat.wide).values():
+                for dtype, _ in self._kept(group, flat.spec.wide).values():
                     found += size_in_memory(StorageFormat(dtype, blocks=in_8_bits), numel)
         return found
 
@@ -318,10 +313,10 @@ class EnginePlan:
 
     def piece_bytes(self, flat: FlatPlan) -> list[int]:
         """Return the bytes of master weights and moments of each offloaded piece of ``flat``."""
-        formats = [StorageFormat(flat.wide)]
+        formats, wide = [StorageFormat(flat.spec.wide)], step_dtype(flat.spec.wide)
         in_numbers = self._in_numbers(flat)
         for _, kind in self.moments_of(flat).values():
-            formats.append(replace(moment_format(kind, flat.wide), in_numbers=in_numbers))
+            formats.append(replace(moment_format(kind, wide), in_numbers=in_numbers))
         in_files = self.settings.offload_optimizer.device == "nvme"
         size = size_in_file if in_files else size_in_memory
         pieces = flat.sub_groups or ()
@@ -428,6 +423,7 @@ def plan(
         moments_by_group(optimizer),
         cuts,
         _Places(dims, rank, policy.shards(dims.in_a_stage, settings.replicate_size)),
+        settings.precision == "bf16" and settings.bf16.bf16_master_weights_and_grads,
     )
     laid = [(unit, *flat) for unit in units for flat in laying.flats_of(unit, held)]
     slots = {slot.name: slot for _, spec, _ in laid for slot in spec.layout.slots}
@@ -535,6 +531,7 @@ class _Laying:
     moments: Sequence[tuple[str, ...]]
     cuts: Cuts
     places: _Places
+    bf16_masters: bool
     _places_of: dict[tuple[str, ...], tuple[int, int, int]] = field(default_factory=dict)
 
     def flats_of(
@@ -608,7 +605,16 @@ class _Laying:
             if kind.compressed and trainable
             else None,
             sharding=sharding,
+            wide=self._wide(dtype),
         )
+
+    def _wide(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of master weights, and of sums of gradients, of parameters that compute
+        in ``dtype``.
+        """
+        if dtype == torch.float64 or (self.bf16_masters and dtype == torch.bfloat16):
+            return dtype
+        return torch.float32
 
 
 def _placed(
@@ -647,7 +653,7 @@ def _placed(
         return (
             spec.sharded
             and spec.trainable
-            and spec.dtype in SIXTEEN_BITS
+            and spec.dtype.itemsize < spec.wide.itemsize
             and plain
             and not spec.sends_differences
             and own.key not in away

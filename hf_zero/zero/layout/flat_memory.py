@@ -39,7 +39,7 @@ class FlatMemory:
             [shard_spec(f.spec) for f in plan.flats if f.spec.sharded and not f.casts_master],
             {each.spec.key: each.shard_tier for each in plan.flats},
         )
-        own_masters = [f for f in training if f.sub_groups is None and f.needs_master]
+        own_masters = [f for f in training if f.sub_groups is None and f.spec.needs_master]
         self._masters = _arena([(f.spec.owned_numel, torch.float32) for f in own_masters], device)
         sums = [(f.device_gradient_numel, f.gradient_dtype) for f in training]
         on_device = [f.sums_whole or f.sub_groups is None for f in training]
@@ -67,7 +67,7 @@ class FlatMemory:
         the values of the latter.
         """
         planned = self._plans[flat]
-        pieces, needs, dtype = planned.sub_groups, planned.needs_master, planned.gradient_dtype
+        pieces, needs, dtype = planned.sub_groups, flat.spec.needs_master, planned.gradient_dtype
         memory = next(self._gradients) if planned.sums_whole or pieces is None else None
         host: torch.Tensor | None = None
         if pieces is not None:
@@ -82,7 +82,7 @@ class FlatMemory:
                 master = next(self._masters).copy_(own) if needs else flat.shard
             flat.optimizer_shard.keep_in(DeviceStorage({MASTER: master}), needs or flat.is_away)
         # 16-bit gradients are upcast once something is added
-        upcasts = self._upcasts and dtype.itemsize == 2
+        upcasts = self._upcasts and dtype.itemsize < flat.spec.wide.itemsize
         flat.gradient.place(memory, planned.sums_whole, host, upcasts)
 
 
@@ -93,19 +93,12 @@ def ways_back(
     adjacent memory.
     """
     masters = _arena(
-        [
-            (flat.spec.owned_numel, torch.float64 if flat.dtype == torch.float64 else torch.float32)
-            for flat in flats
-            if keeps_master(flat)
-        ],
+        [(flat.spec.owned_numel, flat.spec.wide) for flat in flats if keeps_master(flat)],
         device,
     )
     alone = [flat for flat in flats if flat.gradient.accumulated_grad is None]
     grads = gradient_memories(
-        [
-            (flat.spec.owned_numel, torch.float32 if _needs_master(flat) else flat.dtype)
-            for flat in alone
-        ],
+        [(flat.spec.owned_numel, flat.spec.wide) for flat in alone],
         device,
         keeps_gradients,
     )
@@ -119,13 +112,9 @@ def ways_back(
     }
 
 
-def _needs_master(flat: FlatBuffer) -> bool:
-    return flat.dtype in (torch.bfloat16, torch.float16) or flat.spec.sends_differences
-
-
 def keeps_master(flat: FlatBuffer) -> bool:
     """Whether an update on the device needs master weights of ``flat`` besides its shard."""
-    return _needs_master(flat) or flat.is_away
+    return flat.spec.needs_master or flat.is_away
 
 
 def _arena(

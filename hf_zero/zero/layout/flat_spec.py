@@ -27,7 +27,8 @@ class FlatSpec:
     owns. reduce_codec, gather_codec: codec of its gradient in a reduce-scatter, and of its values
     in an all-gather of shards or of a step's updates; None: uncompressed. momentum_blocks: codec of
     its momentum, if the optimizer sends that. mesh: the ranks that hold its values. sharding: the
-    ``Sharding`` of its parameters, without their boxes.
+    ``Sharding`` of its parameters, without their boxes. wide: dtype of its master weights and of
+    sums of its gradients.
     """
 
     number: int
@@ -45,6 +46,7 @@ class FlatSpec:
     momentum_blocks: SignBlocks | None = None
     mesh: FlatMesh | None = None
     sharding: Sharding = WHOLE
+    wide: torch.dtype = torch.float32
 
     @property
     def owned_numel(self) -> int:
@@ -57,6 +59,13 @@ class FlatSpec:
         values in every dtype.
         """
         return self.gather_codec is not None and self.gather_codec.differences
+
+    @property
+    def needs_master(self) -> bool:
+        """Whether an update on the device needs master weights besides the parameter shard, even if
+        that is on the device, too.
+        """
+        return self.dtype != self.wide or self.sends_differences
 
     def own_range(self, name: str) -> tuple[int, int, int]:
         """Return the range of this rank's part of parameter ``name``: (first element of the

@@ -18,10 +18,11 @@ from hf_zero.distributed.recovery import PassTracker
 from hf_zero.errors import OffloadError, PartitionError
 from hf_zero.logging import logger
 from hf_zero.offload.gradient_offload import GradientOffload
-from hf_zero.offload.placement import ShardSpec, room_beside_a_step
+from hf_zero.offload.placement import room_beside_a_step
 from hf_zero.offload.storage import MASTER
 from hf_zero.offload.update import StagedCopies, Updater
 from hf_zero.zero.extensions import StepExtension
+from hf_zero.zero.layout.engine_plan import shard_spec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_memory import keeps_master, ways_back
 from hf_zero.zero.layout.training_state import GradientBuffer
@@ -173,7 +174,7 @@ class OptimizerStep:
             hooks = self.bound.optimizer._optimizer_step_post_hooks
             put_off = self.bound.without_post_hooks() if hooks else NOTHING
             with span("update", "parameters on the device"), put_off:
-                written = self.bound.step(divisor, shards=self._shards_to_write())
+                written = self.bound.step(divisor, shards=self._shards_to_write(), number=steps)
             for each in self.extensions:
                 resting.update(each.update(divisor))
             if self.updater.units:
@@ -270,9 +271,7 @@ class OptimizerStep:
         model.placement.measures = False
         self.updater.finish()
         chunks = [
-            ShardSpec(flat.key, flat.spec.owned_numel, flat.dtype, True)
-            for flat in self.model.trainable
-            if flat.optimizer_shard.offloaded
+            shard_spec(flat.spec) for flat in self.model.trainable if flat.optimizer_shard.offloaded
         ]
         names = {
             name for flat in model.trainable for name in self.bound.tensors(flat.optimizer_shard)

@@ -1,0 +1,157 @@
+"""Training state in bf16 between steps: master weights, moments.
+
+[Note: widened steps]
+A step widens the bf16 state of its segments to fp32, runs the update of the optimizer on it, and
+rounds the results stochastically. The random bits of an element come from the seed, the names of
+its parameter and of the state, the number of the step, and its index in the parameter. So ranks,
+stages, buckets and tiers, which cut parameters anywhere, do not change them, and neither does a
+resume. On the device, segments are widened in batches of at most :data:`WIDENED` elements, and the
+fp32 values of one batch exist at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.config import ZeroConfig
+from hf_zero.offload.storage import MASTER
+from hf_zero.ops.stochastic_rounding import round_stochastically
+from hf_zero.optim.segments import Segment
+from hf_zero.optim.state import is_elementwise
+
+WIDENED = 1 << 24  # elements; a multiple of the blocks of 8-bit moments
+_LOW64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Bf16State:
+    """What is kept in bf16: the master weights of parameters that compute in bf16 (``masters``),
+    the states of the optimizer that have a number for each element (``moments``); ``seed`` of the
+    rounding.
+    """
+
+    masters: bool
+    moments: bool
+    seed: int = 0
+
+    @classmethod
+    def of(cls, settings: ZeroConfig) -> Bf16State | None:
+        """Return what ``settings`` ask for; None: all is kept in fp32."""
+        if settings.precision != "bf16":
+            return None
+        section = settings.bf16
+        kept = section.bf16_master_weights_and_grads, section.bf16_optimizer_states
+        return cls(*kept, section.stochastic_rounding_seed) if any(kept) else None
+
+    def widen(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``arrays``, master weights and states by name, with copies in fp32 of those in
+        bf16.
+        """
+        return {
+            name: value.float() if self._is_narrow(name, value) else value
+            for name, value in arrays.items()
+        }
+
+    def fresh(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``state``, of a parameter of one element before its first step, in the dtypes in
+        which it is kept.
+        """
+        return {
+            name: value.bfloat16() if self._narrows(name, value, (1,)) else value
+            for name, value in state.items()
+        }
+
+    def _narrows(self, name: str, value: Any, shape: Sequence[int]) -> bool:
+        """Whether the optimizer's state ``name`` of a segment of ``shape`` is kept in bf16."""
+        elementwise = self.moments and is_elementwise(name, value, shape)
+        return elementwise and value.dtype == torch.float32
+
+    def _is_narrow(self, name: str, value: Any) -> bool:
+        chosen = self.masters if name == MASTER else self.moments
+        return chosen and isinstance(value, Tensor) and value.dtype == torch.bfloat16
+
+    def narrow(
+        self, segment: Segment, arrays: Mapping[str, Any], wide: Mapping[str, Any], number: int
+    ) -> None:
+        """Round the arrays of ``segment`` in ``wide`` into those of ``arrays`` that are in bf16.
+        ``number``: that of the step.
+        """
+        for name, value in arrays.items():
+            if self._is_narrow(name, value):
+                self._round(segment, name, value, wide[name], number)
+
+    def _round(self, segment: Segment, name: str, out: Tensor, values: Tensor, number: int) -> None:
+        """Round ``values`` of ``segment`` into ``out``; padding stays."""
+        for part in segment.parts:
+            for parameter, start, stop, at in part.pieces():
+                own = slice(at, at + stop - start)
+                box = part.flat.layout.by_name[parameter].box
+                whole = parameter if box is None else f"{parameter} {box.to_json()}"
+                key = key_of(self.seed, whole, name, number)
+                round_stochastically(out[own], values[own], key, start)
+
+    # ---- on the device ----
+
+    def batches(self, segments: Sequence[Segment]) -> list[list[Segment]]:
+        """Return ``segments`` in batches to be widened together; at least one."""
+        found: list[list[Segment]] = [[]]
+        numel = 0
+        for segment in segments:
+            if found[-1] and numel + segment.tensor.numel() > WIDENED:
+                found.append([])
+                numel = 0
+            found[-1].append(segment)
+            numel += segment.tensor.numel()
+        return found
+
+    @contextmanager
+    def widened(
+        self, segments: Sequence[Segment], states: MutableMapping[Any, dict[str, Any]], number: int
+    ) -> Iterator[None]:
+        """Context in which ``segments`` have their master weights, and ``states`` their states, in
+        fp32. After it they are in bf16 again, in the same memory, those that it has created, too.
+        """
+        narrow: dict[Segment, dict[str, Any]] = {}
+        for segment in segments:
+            entries = states.get(segment.tensor, {})
+            arrays = narrow[segment] = {MASTER: segment.tensor.data, **entries}
+            for name, value in self.widen(arrays).items():
+                if name == MASTER:
+                    segment.tensor.data = value
+                else:
+                    entries[name] = value
+        try:
+            yield
+            for segment, arrays in narrow.items():
+                entries = states.get(segment.tensor, {})
+                wide = {MASTER: segment.tensor.data, **entries}
+                for name, value in entries.items():
+                    if name not in arrays and self._narrows(name, value, segment.tensor.shape):
+                        arrays[name] = torch.zeros_like(value, dtype=torch.bfloat16)
+                self.narrow(segment, arrays, wide, number)
+        finally:
+            for segment, arrays in narrow.items():
+                segment.tensor.data = arrays[MASTER]
+                for name, value in arrays.items():
+                    if name != MASTER and self._is_narrow(name, value):
+                        states[segment.tensor][name] = value
+
+
+def key_of(seed: int, parameter: str, state: str, number: int) -> int:
+    """Return the key of the random bits with which step ``number`` rounds ``state`` of
+    ``parameter``.
+    """
+    return (_hash(f"{seed} {parameter} {state}") + number * 0xD1342543DE82EF95) & _LOW64
+
+
+@cache
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,139 @@
+"""Master weights and moments in bf16, rounded stochastically: the bits of plain torch with the same
+rounding, on any number of ranks, at every stage, in every tier, and after a resume elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.ops import reference
+from hf_zero.optim import AdamW8bit, bf16_state
+from hf_zero.optim.bf16_state import key_of
+from hf_zero.zero.state_bytes import held_bytes
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.plans import planned
+from tests.helpers.stacks import on_ranks
+from tests.ranks.test_eight_bit import assert_equal, batch, states, wide
+
+KINDS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1, foreach=False),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
+    "adamw8bit": lambda params: AdamW8bit(params, lr=1e-3, weight_decay=0.1),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.5),
+}
+STEPS, SEED = 5, 7
+
+
+def settings(stage, moments=False, masters=True, **more):
+    section = {"enabled": True, "bf16_optimizer_states": moments}
+    section |= {"bf16_master_weights_and_grads": masters, "stochastic_rounding_seed": SEED}
+    return config_of(stage, bf16=section, **more)
+
+
+def loss_of(net, step):
+    return net(batch(step).bfloat16()).float().pow(2).mean()
+
+
+def run(engine, steps):
+    """The same batch on each rank, so that the reduced gradient is that of one rank."""
+    for step in steps:
+        engine.backward(loss_of(engine, step))
+        engine.step()
+
+
+def rounded(values, name, state, step):
+    """``values`` in bf16: up if the cut-off 16 bits and 16 random ones carry."""
+    random = reference.random_bits(key_of(SEED, name, state, step), 0, values.numel())
+    bits = values.reshape(-1).view(torch.int32).long() + (random & 0xFFFF)
+    return (bits >> 16 << 16).to(torch.int32).view(torch.float32).view(values.shape)
+
+
+def plainly(kind, moments=False, steps=range(STEPS)):
+    """Weights and states of one process without an engine: a model in bf16, whose weights an
+    optimizer in fp32 steps.
+    """
+    model = wide().bfloat16()
+    named = dict(model.named_parameters())
+    masters = {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
+    optimizer = KINDS[kind](masters.values())
+    for step in steps:
+        loss_of(model, step).backward()
+        for name, p in named.items():
+            masters[name].grad, p.grad = p.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for name, master in masters.items():
+                master.copy_(rounded(master, name, "master", step))
+                named[name].copy_(master)
+                for state, value in optimizer.state[master].items() if moments else ():
+                    if state != "step":
+                        value.copy_(rounded(value, name, state, step))
+    found = {
+        (name, state): value.decode().view(master.shape) if hasattr(value, "decode") else value
+        for name, master in masters.items()
+        for state, value in optimizer.state[master].items()
+        if state != "step"
+    }
+    return {name: p.detach() for name, p in masters.items()}, found
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_any_number_of_ranks_has_the_bits_of_one_process(stage, world, monkeypatch):
+    """Also of segments that are widened in batches."""
+    monkeypatch.setattr(bf16_state, "WIDENED", 1024)
+    kind, moments = list(KINDS)[stage], stage % 2 == 1
+    weights, want = plainly(kind, moments)
+
+    def train(rank, model):
+        engine = start(model, KINDS[kind](model.parameters()), settings(stage, moments))
+        run(engine, range(STEPS))
+        assert_equal(full_weights(engine), weights)
+        found = states(engine)
+        assert_equal({key: value.float() for key, value in found.items()}, want)
+        dtypes = {flat.optimizer_shard.master.dtype for flat in engine.sharded_model.trainable}
+        assert dtypes == {torch.bfloat16}
+        engine.destroy()
+
+    on_ranks(world, train, build=wide)
+
+
+@pytest.mark.parametrize("moments", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "adamw8bit"])
+def test_offloaded_state_has_the_bits_of_the_device(kind, device, moments, tmp_path):
+    """Also where it resumes on another number of ranks, on the device and offloaded."""
+    moments = moments and kind != "adamw8bit"
+    weights, want = plainly(kind, moments)
+    stage = 1 + list(KINDS).index(kind) % 3
+    section = {"device": device, "buffer_size": 1000}
+    section |= {"nvme_path": str(tmp_path)} if device == "nvme" else {}
+
+    def train(rank, model, steps, offloads, saved):
+        config = settings(stage, moments)
+        if offloads:
+            config["zero_optimization"] |= {"offload_optimizer": section, "sub_group_size": 1000}
+        engine = start(model, KINDS[kind](model.parameters()), config)
+        if steps[0]:
+            engine.load_checkpoint(tmp_path / saved)
+        run(engine, steps)
+        engine.save_checkpoint(tmp_path / f"after{steps[-1]}")
+        found, held = (states(engine), full_weights(engine)), held_bytes(engine)
+        world = engine.mesh.world
+        engine.destroy()
+        plan = planned(wide(), config, world, lambda m: KINDS[kind](m.parameters()), rank=rank)
+        foreseen = sum((plan.optimizer_bytes(flat) for flat in plan.flats), Counter())
+        assert all(held["optimizer", tier] == foreseen[tier] for tier in ("device", "ram", "disk"))
+        return found
+
+    on_ranks(2, train, range(2), True, "", build=wide)
+    on_ranks(4, train, range(2, 3), False, "after1", build=wide)
+    for found, whole in on_ranks(1, train, range(3, STEPS), True, "after2", build=wide):
+        assert_equal(whole, weights)
+        for key, value in found.items():  # the host's kernel rounds fp32 moments of AdamW last
+            off = 0.0 if moments or kind != "adamw" else 1e-6 * float(want[key].abs().max())
+            torch.testing.assert_close(value.float(), want[key], rtol=0, atol=off)
