@@ -365,7 +365,12 @@ class _Load(StateSource):
             for name in group.parameters
         }
         held = self.match.held  # one that is not held was frozen or missing at the save
-        return {name: saved.get(held[name]) for name in parameters if name in held}
+        found = {name: saved.get(held[name]) for name in parameters if name in held}
+        if not self.engine.bound.keeps("step"):
+            # of the same update, the classes with moments in 8 bits may count steps
+            for name, numbers in found.items():
+                found[name] = numbers and {k: n for k, n in numbers.items() if k != "step"}
+        return found
 
     def factors(self, parameters: Mapping[str, nn.Parameter]) -> Factors:
         held, names = self.match.held, self.engine.bound.factors.names

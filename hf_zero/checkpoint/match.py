@@ -221,7 +221,7 @@ def _short(class_name: str) -> str:
 # classes whose state has the format of another class; checkpoints hold moments in fp32
 _FORMATS = {OneBitAdam.__name__: "AdamW", ZeroOneAdam.__name__: "AdamW"} | {
     f"{paged}{name}{bits}": name
-    for name in ("Adam", "AdamW", "SGD")  # Lion8bit counts its steps, and Lion does not
+    for name in ("Adam", "AdamW", "Lion", "SGD")
     for paged in ("", "Paged")
     for bits in ("", "8bit", "32bit")
 }

@@ -43,13 +43,18 @@ class Bf16State:
     seed: int = 0
 
     @classmethod
-    def of(cls, settings: ZeroConfig) -> Bf16State | None:
-        """Return what ``settings`` ask for; None: all is kept in fp32."""
+    def of(cls, settings: ZeroConfig, optimizer: Any) -> Bf16State | None:
+        """Return what ``settings`` ask for, or an ``optimizer`` of torchao by
+        ``bf16_stochastic_round``; None: all is kept in fp32.
+        """
         if settings.precision != "bf16":
             return None
         section = settings.bf16
-        kept = section.bf16_master_weights_and_grads, section.bf16_optimizer_states
-        return cls(*kept, section.stochastic_rounding_seed) if any(kept) else None
+        masters = section.bf16_master_weights_and_grads
+        masters = masters or bool(getattr(optimizer, "bf16_stochastic_round", False))
+        if not masters and not section.bf16_optimizer_states:
+            return None
+        return cls(masters, section.bf16_optimizer_states, section.stochastic_rounding_seed)
 
     def widen(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``arrays``, master weights and states by name, with copies in fp32 of those in

@@ -209,6 +209,7 @@ class BoundOptimizer:
             )
             table.device.together = True  # in the arenas
         else:
+            table.begin_rounded()
             if fused.ready:
                 fused.part()
             segments = table.stepped

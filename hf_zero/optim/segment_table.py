@@ -178,6 +178,16 @@ class SegmentTable:
         self.replace({segment: [piece for _, piece in found] for segment, found in divided.items()})
         return divided
 
+    def begin_rounded(self) -> None:
+        """Create the state of segments that are stepped for the first time where it begins with
+        other numbers than zero and is kept in bf16: offloaded state begins rounded, too.
+        """
+        if not (self._widens and self.device.begins_rounded):
+            return
+        for segment in self.stepped:
+            if self.is_unstepped(segment):
+                self.device.create(segment)
+
     def replace(self, pieces: Mapping[Segment, list[Segment]]) -> None:
         """Replace segments by the pieces they were cut into, with their state."""
         changed = {segment: found for segment, found in pieces.items() if len(found) > 1}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
@@ -420,6 +421,19 @@ class DeviceState:
         # whether each state of a region is known to be in one piece of memory; segments get their
         # first state apart
         self.together = False
+
+    @cached_property
+    def begins_rounded(self) -> bool:
+        """Whether a state in bf16 begins with other numbers than zero in a group."""
+        groups, like = range(len(self._entries.groups)), torch.zeros(1)
+        bf16 = self._entries.bf16
+        return bf16 is not None and any(
+            value.dtype == torch.bfloat16 and bool(value)
+            for group in groups
+            if bf16.moments
+            for name, value in self._entries.fresh(group, like).items()
+            if is_elementwise(name, value, (1,))
+        )
 
     def cut(self, flats: Sequence[Flat], group_of: Mapping[str, int]) -> None:
         """Cut ``flats``, whose state is on the device, into bound segments without state."""

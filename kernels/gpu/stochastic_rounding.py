@@ -17,7 +17,7 @@ SPAN = 1 << 32  # elements with the same words of the key
 
 # Grid: tiles. ``first``: the lower 32 bits of the index of element 0; no index exceeds them.
 @triton.jit(do_not_specialize=["a", "b", "first"])
-def round_kernel(out, source, numel, a, b, first, TILE: tl.constexpr):
+def stochastic_round_kernel(out, source, numel, a, b, first, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < numel
     bits = tl.load(source + at, mask=inside, other=0.0).to(tl.uint32, bitcast=True)
@@ -36,7 +36,7 @@ def round_(out: Tensor, source: Tensor, key: int, first: int) -> None:
     while at < numel:
         low = (first + at) % SPAN
         count = min(numel - at, SPAN - low)
-        round_kernel[(triton.cdiv(count, TILE),)](
+        stochastic_round_kernel[(triton.cdiv(count, TILE),)](
             out[at:], source[at:], count, *words_of(key, first + at), low, TILE, num_warps=WARPS
         )
         at += count

@@ -5,18 +5,25 @@ rounding, on any number of ranks, at every stage, in every tier, and after a res
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+import hf_zero
+from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops import reference
-from hf_zero.optim import AdamW8bit, bf16_state
+from hf_zero.optim import AdamW8bit, Lamb, OneBitAdam, bf16_state
 from hf_zero.optim.bf16_state import key_of
+from hf_zero.zero.access.local import safe_get_local_fp32_param
 from hf_zero.zero.state_bytes import held_bytes
+from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.models import seeded
 from tests.helpers.plans import planned
 from tests.helpers.stacks import on_ranks
+from tests.optim.test_eight_bit import ADAM, TORCHAO, stand_in
 from tests.ranks.test_eight_bit import assert_equal, batch, states, wide
 
 KINDS = {
@@ -137,3 +144,113 @@ def test_offloaded_state_has_the_bits_of_the_device(kind, device, moments, tmp_p
         for key, value in found.items():  # the host's kernel rounds fp32 moments of AdamW last
             off = 0.0 if moments or kind != "adamw" else 1e-6 * float(want[key].abs().max())
             torch.testing.assert_close(value.float(), want[key], rtol=0, atol=off)
+
+
+class Two(nn.Module):
+    """On two ranks, only the first has elements of the small flat buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Linear(2, 2), nn.Linear(50, 50)
+
+    def forward(self, x):
+        return self.large(x) * self.small(x[:, :2]).mean()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", ["adagrad", "rprop"])
+def test_states_begin_with_the_same_numbers_in_every_tier(kind, stage):
+    """Adagrad's and Rprop's begin with numbers that bf16 rounds."""
+    make = {
+        "adagrad": partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
+        "rprop": partial(torch.optim.Rprop, lr=1e-3),
+    }[kind]
+
+    def train(rank, model, offloads):
+        config = settings(stage, moments=True)
+        if offloads:
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        engine = start(model, make(model.parameters(), foreach=False), config)
+        run(engine, range(2))
+        found = states(engine)
+        engine.destroy()
+        return found
+
+    here, away = (on_ranks(2, train, each, build=wide)[0] for each in (False, True))
+    assert all(value.dtype == torch.bfloat16 for value in here.values())
+    assert_equal(away, here)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_all_ranks_read_states_and_weights_in_one_dtype(offloads):
+    """Also those without elements of a parameter; weights are read in fp32."""
+
+    def train(rank, model):
+        config = settings(3)
+        config["zero_optimization"] |= {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_module_granularity_threshold": 0,
+        }
+        if offloads:
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        engine = start(model, KINDS["sgd"](model.parameters()), config)
+        engine.backward(engine(batch(0).bfloat16()).float().pow(2).mean())
+        engine.step()
+        weight = engine.module.small.weight
+        found = hf_zero.safe_get_full_optimizer_state(weight, "momentum_buffer")
+        whole = hf_zero.safe_get_full_fp32_param(weight)
+        part = safe_get_local_fp32_param(weight)
+        engine.destroy()
+        return found, whole, part
+
+    for found, whole, part in on_ranks(2, train, build=lambda: seeded(Two)):
+        assert found.dtype == whole.dtype == part.dtype == torch.float32
+        assert found.abs().sum() > 0
+
+
+def test_torchaos_stochastic_rounding_asks_for_it():
+    options = {**TORCHAO, "bf16_stochastic_round": True}
+    cls = stand_in("torchao.optim.adam", "AdamW8bit", options, {**ADAM, "amsgrad": False})
+
+    def train(rank, model):
+        config = config_of(2, bf16={"enabled": True})
+        engine = start(model, cls(model.parameters()), config)
+        run(engine, range(2))
+        held = {flat.optimizer_shard.master.dtype for flat in engine.sharded_model.trainable}
+        engine.destroy()
+        plan = planned(wide(), config, 2, lambda m: cls(m.parameters()), rank=rank)
+        return held, {flat.spec.wide for flat in plan.trainable}
+
+    for held, foreseen in on_ranks(2, train, build=wide):
+        assert held == foreseen == {torch.bfloat16}
+
+
+REFUSED = {
+    "muon": ({}, partial(torch.optim.Muon, lr=1e-3), UnsupportedOptimizerError, "Muon needs whole"),
+    "lamb": ({}, Lamb, UnsupportedOptimizerError, "Lamb needs whole tensors in fp32"),
+    "one bit": (
+        {},
+        partial(OneBitAdam, freeze_step=2),
+        ConfigError,
+        "bf16_master_weights_and_grads.*do not go with",
+    ),
+    "updates": (
+        {"compressed_communication": {"bits": 4}},
+        torch.optim.AdamW,
+        ConfigError,
+        "do not go with steps that send changes in few bits",
+    ),
+}
+
+
+@in_one_item(REFUSED)
+def test_steps_that_need_fp32_are_refused(kind):
+    more, make, error, match = REFUSED[kind]
+
+    def train(rank, model):
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        with pytest.raises(error, match=match):
+            start(model, make(matrices), settings(1, **more))
+        assert isinstance(model.up.weight, nn.Parameter) and model.up.weight.shape == (90, 50)
+
+    on_ranks(2, train, build=wide)

@@ -16,6 +16,7 @@ from hf_zero.distributed import process_group, world_group
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import PartitionError
 from hf_zero.logging import listed, logger
+from hf_zero.optim.state import step_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import LEFT_SHARDED, OwnedParameter, name_of, owner_of
 from hf_zero.zero.layout.sharding import sharding_of
@@ -294,7 +295,10 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.detach().float()
     flat.unit.take_user_writes()
     master = flat.optimizer_shard.master
-    return None if master is None else whole_of(flat, parameter, master)
+    if master is None:
+        return None
+    whole = whole_of(flat, parameter, master)
+    return whole.to(step_dtype(whole.dtype))
 
 
 @torch.no_grad()
@@ -350,7 +354,9 @@ def _state(flat: FlatBuffer, parameter: torch.Tensor, name: str, what: str) -> t
         tensors = {"master": tensors["master"]}
     elif name not in tensors and engine.bound.keeps(name):
         # no gradient has reached the parameters of this part yet; other ranks may have state
-        return torch.zeros_like(tensors["master"])
+        fresh = engine.bound.fresh(engine.bound.group_of[name_of(parameter)])
+        kept = fresh.get(name, torch.zeros(1, dtype=step_dtype(tensors["master"].dtype)))
+        return torch.zeros_like(tensors["master"], dtype=kept.dtype)
     if name not in tensors:
         raise PartitionError(
             f"{what}: the optimizer keeps no state {name!r} for {name_of(parameter)}; it keeps "

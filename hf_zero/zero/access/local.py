@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from hf_zero.errors import PartitionError
+from hf_zero.optim.state import step_dtype
 from hf_zero.zero.access.full import (
     _engine_of,
     _gradient_to_replace,
@@ -56,7 +57,8 @@ def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
     flat.unit.take_user_writes()
     master = flat.optimizer_shard.master
     assert master is not None
-    return _part(parameter, master, "safe_get_local_fp32_param").clone()
+    part = _part(parameter, master, "safe_get_local_fp32_param")
+    return part.to(step_dtype(part.dtype), copy=True)
 
 
 @torch.no_grad()

@@ -262,7 +262,7 @@ class EnginePlan:
         return self._kept_by_group[group, dtype]
 
     def _as_kept(self, state: dict[str, Any]) -> dict[str, Any]:
-        bf16 = Bf16State.of(self.settings)
+        bf16 = Bf16State.of(self.settings, self.optimizer)
         return state if bf16 is None else bf16.fresh(state)
 
     @cached_property
@@ -413,6 +413,7 @@ def plan(
         for name, p in unit.parameters
         if id(p) in group_by_id and p.requires_grad
     }
+    bf16 = Bf16State.of(settings, optimizer)
     laying = _Laying(
         None if keeps_dtypes else settings.precision,
         kept_in_fp32(model, settings.precision, settings.keep_in_fp32_modules),
@@ -423,7 +424,7 @@ def plan(
         moments_by_group(optimizer),
         cuts,
         _Places(dims, rank, policy.shards(dims.in_a_stage, settings.replicate_size)),
-        settings.precision == "bf16" and settings.bf16.bf16_master_weights_and_grads,
+        bf16 is not None and bf16.masters,
     )
     laid = [(unit, *flat) for unit in units for flat in laying.flats_of(unit, held)]
     slots = {slot.name: slot for _, spec, _ in laid for slot in spec.layout.slots}

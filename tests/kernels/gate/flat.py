@@ -16,6 +16,7 @@ from hf_zero.ops.triton_kernels import (
     level_rounding,
     philox,
     sign_blocks,
+    stochastic_rounding,
     symmetric_blocks,
 )
 from hf_zero.ops.triton_kernels import lamb as lamb_kernels
@@ -181,6 +182,11 @@ CASES = [
     levels("bf16", True, False),
     levels("bf16", False, True),
     levels("fp32", True, False),
+    case(
+        stochastic_rounding.stochastic_round_kernel, "fp32 to bf16",
+        {"*bf16": "out", "*fp32": "source", "i64": "a b first"},
+        {"TILE": stochastic_rounding.TILE}, stochastic_rounding.WARPS, 0.5, "out source numel",
+    ),
     case(
         philox.first_words_kernel, "first words", {"*i64": "out", "i64": "seed c3"},
         {"BLOCK": philox.BLOCK}, philox.WARPS, 0.5, streams=False,
