@@ -115,8 +115,10 @@ def _complete_offload(reading: ConfigReading) -> None:
     """Derive the dtype of the moments, in place: 16-bit optimizer states are bf16 moments."""
     if MOMENTS in reading.filled:
         reading.discard(MOMENTS)
-    states = reading.values.get("bf16.enabled") and reading.values.get(BF16_STATES)
-    if states and MOMENTS not in reading.values:
+    values, device = reading.values, f"{OPTIMIZER}.device"
+    away = values.get(device, "none") != "none" or device in reading.autos
+    states = values.get("bf16.enabled") and values.get(BF16_STATES)
+    if away and states and MOMENTS not in values:
         reading.fill(MOMENTS, "bf16", f"computed: {BF16_STATES}")
 
 
@@ -143,9 +145,8 @@ def _check_offload(reading: ConfigReading) -> None:
                     "a local NVMe disk, or a list of folders, one a disk"
                 )
             )
-    if not (values.get("bf16.enabled") and values.get(BF16_STATES)):
-        return
-    if values.get(MOMENTS) != "bf16":
+    states = values.get("bf16.enabled") and values.get(BF16_STATES)
+    if states and values.get(MOMENTS, "bf16") != "bf16":
         reading.mistakes.append(
             ConfigError(
                 f"{MOMENTS} = {shown(values.get(MOMENTS), sources[MOMENTS])} ({sources[MOMENTS]}) "

@@ -5,6 +5,7 @@ them, and workarounds for the errors of those.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -134,8 +135,12 @@ class OwnStep:
 
     def stand_ins(self, segments: Sequence[Segment]) -> None:
         """Step ``segments``, which own nothing, with zero gradients."""
-        zeros = [torch.zeros_like(segment.tensor) for segment in segments]
-        self._over(segments, zeros, None, None, self._takes_scale(None), self._bare)
+        widened: AbstractContextManager[None] = nullcontext()
+        if self._bf16 is not None:
+            widened = self._bf16.widened(segments, self._optimizer.state, 0)
+        with widened:
+            zeros = [torch.zeros_like(segment.tensor) for segment in segments]
+            self._over(segments, zeros, None, None, self._takes_scale(None), self._bare)
 
     def sub_group(
         self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool

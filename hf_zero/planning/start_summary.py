@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from hf_zero.config import ZeroConfig, explaining
 from hf_zero.logging import counted, in_units, logger
+from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.planning.checking import PreflightReport
 from hf_zero.zero.layout.attributes import attached, elements_of
 from hf_zero.zero.layout.engine_plan import EnginePlan
@@ -54,6 +55,11 @@ def summary(report: PreflightReport) -> str:
             )
     elif settings.stage:
         lines.append(f"nothing is sharded on one rank{_more_ranks()}")
+    bf16 = Bf16State.of(settings, plan.optimizer)
+    if bf16 is not None:
+        kept = [("master weights", bf16.masters), ("moments", bf16.moments)]
+        rounds = " and ".join(what for what, narrow in kept if narrow)
+        lines.append(f"{rounds} in bf16, rounded stochastically in each step")
     coded = plan.names_in_8_bits
     if coded:
         slots = [slot for flat in plan.trainable for slot in flat.spec.layout.slots]

@@ -309,6 +309,11 @@ def _refuse_bf16(plan: EnginePlan) -> None:
     """Raise if the update of ``plan`` cannot run on state that is kept in bf16."""
     kind, key = type(plan.optimizer), "bf16.bf16_master_weights_and_grads"
     states = "bf16.bf16_optimizer_states"
+    if plan.names_in_8_bits and plan.settings.bf16.bf16_optimizer_states:
+        raise UnsupportedOptimizerError(
+            f"{kind.__name__} keeps moments in 8 bits, and {states} asks for bf16; remove that "
+            f"key, which {key} does not need, or use AdamW with it"
+        )
     base = update_base(adopted_class(kind) or kind)
     if base is not None and issubclass(base, WholeTensorOptimizer):
         raise UnsupportedOptimizerError(

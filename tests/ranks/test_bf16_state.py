@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.checkpoint import convert_checkpoint, get_fp32_state_dict_from_zero_checkpoint
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops import reference
 from hf_zero.optim import AdamW8bit, Lamb, OneBitAdam, bf16_state
 from hf_zero.optim.bf16_state import key_of
+from hf_zero.planning.needs import state_bytes
 from hf_zero.zero.access.local import safe_get_local_fp32_param
 from hf_zero.zero.state_bytes import held_bytes
 from tests.helpers.cells import in_one_item
@@ -146,6 +148,47 @@ def test_offloaded_state_has_the_bits_of_the_device(kind, device, moments, tmp_p
             torch.testing.assert_close(value.float(), want[key], rtol=0, atol=off)
 
 
+def resumed(rank, model, config, steps, source, target):
+    """Weights and states before and after ``steps``."""
+    engine = start(model, KINDS["adamw"](model.parameters()), config)
+    if source is not None:
+        engine.load_checkpoint(source)
+    before = full_weights(engine), states(engine) if source is not None else {}
+    run(engine, steps)
+    engine.save_checkpoint(target)
+    after = full_weights(engine), states(engine)
+    engine.destroy()
+    return before, after
+
+
+def as_bf16(values):
+    return {name: value.bfloat16().float() for name, value in values.items()}
+
+
+def test_runs_change_between_bf16_and_fp32_and_conversions_read_both(tmp_path):
+    narrow, full = settings(2, moments=True), config_of(3, bf16={"enabled": True})
+    ends = {}
+    for at, (world, config) in enumerate([(2, narrow), (4, full), (1, narrow)]):
+        source = None if not at else tmp_path / str(at - 1)
+        steps = range(2 * at, 2 * at + 2)
+        target = tmp_path / str(at)
+        got = on_ranks(world, resumed, config, steps, source, target, build=wide)[0]
+        if at:  # fp32 holds numbers in bf16, which round those of fp32 to nearest
+            for value, want in zip(got[0], ends[at - 1]):
+                assert_equal({k: v.float() for k, v in value.items()}, as_bf16(want))
+        ends[at] = got[1]
+    weights, moments = ends[0]
+    assert all(value.dtype == torch.bfloat16 for value in moments.values())
+    assert any(bool((value != value.bfloat16()).any()) for value in ends[1][0].values())
+    assert_equal(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "0"), weights)
+    for kind in ("universal", "dcp"):
+        convert_checkpoint(tmp_path / "0", tmp_path / kind, to=kind)
+        source, target = tmp_path / kind, tmp_path / f"{kind}2"
+        got = on_ranks(2, resumed, narrow, [2], source, target, build=wide)[0]
+        assert_equal(got[0][0], weights)
+        assert_equal({k: v.float() for k, v in got[0][1].items()}, as_bf16(moments))
+
+
 class Two(nn.Module):
     """On two ranks, only the first has elements of the small flat buffer."""
 
@@ -226,6 +269,12 @@ def test_torchaos_stochastic_rounding_asks_for_it():
 
 
 REFUSED = {
+    "8 bits": (
+        {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
+        AdamW8bit,
+        UnsupportedOptimizerError,
+        "AdamW8bit keeps moments in 8 bits, and bf16.bf16_optimizer_states asks for bf16",
+    ),
     "muon": ({}, partial(torch.optim.Muon, lr=1e-3), UnsupportedOptimizerError, "Muon needs whole"),
     "lamb": ({}, Lamb, UnsupportedOptimizerError, "Lamb needs whole tensors in fp32"),
     "one bit": (
@@ -250,7 +299,32 @@ def test_steps_that_need_fp32_are_refused(kind):
     def train(rank, model):
         matrices = [p for p in model.parameters() if p.dim() == 2]
         with pytest.raises(error, match=match):
-            start(model, make(matrices), settings(1, **more))
+            start(model, make(matrices), {**settings(1), **more})
         assert isinstance(model.up.weight, nn.Parameter) and model.up.weight.shape == (90, 50)
 
     on_ranks(2, train, build=wide)
+
+
+def test_the_start_summary_says_what_is_kept_in_bf16(heard_in_full):
+    def train(rank, model):
+        start(model, KINDS["adamw"](model.parameters()), settings(2, moments=True)).destroy()
+
+    on_ranks(1, train, build=wide)
+    said = "master weights and moments in bf16, rounded stochastically"
+    assert any(said in message for message in heard_in_full)
+
+
+def test_eight_bit_moments_without_masters_take_two_bytes_each():
+    """Of a parameter: two bytes of weights, of the gradient and of moments, and the scales."""
+    large = {"d_model": 256, "nhead": 4, "dim_feedforward": 1024}
+    plan = planned(
+        nn.TransformerEncoderLayer(**large, device="meta"),
+        settings(0),
+        1,
+        lambda model: AdamW8bit(model.parameters()),
+    )
+    numel = sum(p.numel() for p in plan.model.parameters())
+    parts = state_bytes(plan)
+    assert parts["parameters", "device"] == parts["gradients", "device"]
+    assert parts["parameters", "device"] == pytest.approx(2 * numel, rel=1e-3)
+    assert parts["optimizer", "device"] == pytest.approx(2 * numel * (1 + 4 / 256), rel=0.05)
