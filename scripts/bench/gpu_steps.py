@@ -1,4 +1,4 @@
-"""Two steps of a small Llama with fused kernels at stages 1 and 3, and with the optimizer on the
+"""Some steps of a small Llama with fused kernels at stages 1 and 3, and with the optimizer on the
 CPU: what a checker of memory accesses runs.
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python scripts/bench/gpu_steps.py
@@ -39,6 +39,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--only", choices=CONFIGURATIONS, help="one of the configurations")
     chosen = parser.parse_args()
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -46,6 +48,8 @@ def main() -> None:
     import hf_zero
 
     for name, section in CONFIGURATIONS.items():
+        if chosen.only not in (None, name):
+            continue
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**SHAPE))
         config = {
@@ -60,7 +64,7 @@ def main() -> None:
             model=model, model_parameters=list(model.parameters()), config=config
         )[0]
         ids = torch.randint(5, SHAPE["vocab_size"], (2, 64), device=chosen.device)
-        for _ in range(2):
+        for _ in range(chosen.steps):
             loss = engine(input_ids=ids, labels=ids).loss
             engine.backward(loss)
             engine.step()

@@ -86,10 +86,12 @@ def bench() -> Iterator[Any]:
     sys.path.insert(0, str(BENCH))
     try:
         import gpu_cells
+        import gpu_first_hour
         import gpu_goals
         import gpu_run
 
-        yield type("Bench", (), {"cells": gpu_cells, "goals": gpu_goals, "run": gpu_run})
+        modules = {"cells": gpu_cells, "goals": gpu_goals, "run": gpu_run, "hour": gpu_first_hour}
+        yield type("Bench", (), modules)
     finally:
         sys.path.remove(str(BENCH))
 
@@ -316,3 +318,39 @@ def test_a_tiny_run_from_the_command_to_the_table(tmp_path: Path) -> None:
     table = said.stdout[said.stdout.index("| work") :]
     again = completed([*command[:2], "--table", str(path)], env=env, timeout=300)
     assert again.stdout == table
+
+
+def test_the_first_hour_ends_where_later_answers_would_not_count(
+    bench: Any, tmp_path: Path
+) -> None:
+    """And goes on where they do; each part fits into its call, which ``tiny`` runs on the CPU."""
+    hour = bench.hour
+    for cells in hour.PARTS.values():
+        assert sum(cell.seconds for cell in cells) <= 60 * hour.MINUTES
+    assert {*hour.DECISIVE} <= {cell.work for cell in hour.PARTS[1]}
+    takes = {cell.name: 1.0 for cell in hour.PARTS[1]}
+
+    def asked(name: str) -> tuple[str, list[str], str]:
+        machine = FakeMachine(bench, takes, {name: "3 failed"})
+        path = tmp_path / f"{len([*tmp_path.iterdir()])}.jsonl"
+        run = bench.run.Run(path, machine.execute, 900, lambda tool: True, machine.clock)
+        stopped = hour.ask(1, run, hour.PARTS[1])
+        return stopped, [*machine.limits], hour.page(1, run.rows, stopped)
+
+    first, second, rest = (cell.name for cell in hour.PARTS[1])
+    stopped, ran, page = asked(second)
+    assert stopped == "ranks do not agree on this device (3 failed)" and ran == [first, second]
+    assert "**Ended early: ranks do not agree" in page and "failed 3 failed" in page
+    assert asked(rest)[:2] == ("", [first, second, rest])
+
+
+@pytest.mark.long
+def test_the_first_hour_runs_tiny(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(BENCH / "gpu_first_hour.py"), "--tiny", "--out", str(tmp_path)]
+    for part in ("1", "2", "3"):
+        done = completed([*command, part], env=env, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "failed" not in (tmp_path / f"first-hour-{part}-tiny.md").read_text()
+    done = completed([*command, "5"], env=env, timeout=100)
+    assert done.returncode == 1 and "'5' is neither a part" in done.stderr
