@@ -328,9 +328,9 @@ class BoundOptimizer:
         """Return the names of the arrays that exist for a flat buffer with offloaded states."""
         return self._table.offloaded.names(flat)
 
-    def load_tensor(self, flat: Flat, name: str, tensor: Tensor) -> None:
-        """Copy ``tensor`` (1-D over ``flat.owned``) into the masters or a state; create state that
-        does not exist yet.
+    def load_tensor(self, flat: Flat, name: str, tensor: Tensor, first: int = 0) -> None:
+        """Copy ``tensor`` (1-D) into the masters or a state, from element ``first`` of
+        ``flat.owned`` on; create state of these elements that does not exist yet.
 
         Elements whose group keeps no such state (SGD's momentum may be on in one group only) are
         skipped.
@@ -341,17 +341,18 @@ class BoundOptimizer:
         self.loads += 1
         self.create_offloaded(flat)  # settings of groups may be new
         if flat.offloaded and name in flat.storage.names():
-            self._table.offloaded.load_tensor(flat, name, tensor)
+            self._table.offloaded.load_tensor(flat, name, tensor, first)
             return
+        last = first + tensor.numel()
         if name == "master":
-            _copy(masters(flat), tensor)
+            _copy(masters(flat)[first:last], tensor)
             return
         self.numbers.writes += 1
         touched = [
             (segment, part)
             for segment in self._table.segments
             for part in segment.parts
-            if part.flat is flat
+            if part.flat is flat and part.start < last and first < part.stop
         ]
         known = []
         for segment, part in touched:
@@ -369,14 +370,13 @@ class BoundOptimizer:
                 "without optimizer states."
             )
         for segment, part in known:
-            held, values = (
-                self.optimizer.state[segment.tensor][name],
-                tensor[part.start : part.stop],
-            )
+            held = self.optimizer.state[segment.tensor][name]
+            start = max(part.start, first)
+            values, at = tensor[start - first : part.stop - first], part.offset + start - part.start
             if isinstance(held, Blocks):
-                held.put(part.offset, values)
+                held.put(at, values)
             else:
-                _copy(held[part.offset : part.offset + values.numel()], values)
+                _copy(held[at : at + values.numel()], values)
 
     def create_offloaded(self, flat: Flat) -> None:
         """Create the offloaded state of ``flat`` as of before the first step, where there is none.

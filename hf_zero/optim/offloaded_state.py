@@ -274,12 +274,15 @@ class OffloadedState:
         flat.wait_for_update()
         return {name: flat.storage.fetch(name) for name in self.names(flat)}
 
-    def load_tensor(self, flat: Flat, name: str, tensor: Tensor) -> None:
-        """Copy ``tensor`` (1-D over ``flat.owned``) into an array of ``flat``."""
+    def load_tensor(self, flat: Flat, name: str, tensor: Tensor, first: int) -> None:
+        """Copy ``tensor`` (1-D) into an array of ``flat``, from element ``first`` on."""
         flat.wait_for_update()
-        flat.storage.store(name, 0, tensor)
+        flat.storage.store(name, first, tensor)
+        last = first + tensor.numel()
         if name != MASTER:
-            self._fresh.difference_update(self.segments(flat))
+            self._fresh -= {
+                each for each in self.segments(flat) if each.start < last and first < each.stop
+            }
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
         """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""

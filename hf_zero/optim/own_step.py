@@ -45,7 +45,6 @@ def choose_fused(base: type | None, group: dict[str, Any]) -> None:
     op = _OPS.get(base) if base is not None else None
     if (
         op is None
-        or not group["params"]
         or group["fused"] is not None
         or group["foreach"] is not None
         or group["differentiable"]
@@ -207,18 +206,14 @@ class OwnStep:
 
     def _takes_scale(self, found_inf: Tensor | None) -> bool:
         """Whether every group runs a fused kernel that takes the scale and the overflow flag
-        itself.
+        itself. Without one torch refuses them, also in a group that has no parameters.
         """
+        groups = self._optimizer.param_groups
         if self._base not in _OPS:
             return False
-        groups = []
-        for group in self._optimizer.param_groups:
-            if group["params"]:
-                if not group.get("fused"):
-                    return False
-                groups.append(group)
-        if not groups:
-            return False
+        for group in groups:
+            if not group.get("fused"):
+                return False
         if self._base is torch.optim.SGD and found_inf is not None:
             # torch's fused SGD leaves a new momentum buffer uninitialised when its first step
             # overflows. Zeros give the same first step unless there is dampening; then the host

@@ -285,14 +285,17 @@ class GroupNumbers:
     def apart(self) -> list[dict[str, dict[str, float]]]:
         """Return per group, if its parameters have made different numbers of steps, the numbers of
         each parameter with elements on this rank, none for one that was never stepped; otherwise an
-        empty dict. Left out is a stepped parameter whose optimizer keeps no numbers.
+        empty dict. Left out is a stepped parameter whose optimizer keeps no numbers. Offloaded
+        state exists before the first step, so it is always said that there was none.
         """
         out: list[dict[str, dict[str, float]]] = [{} for _ in self._entries.groups]
         for segment in self._table.segments:
+            unstepped = self._table.is_unstepped(segment)
+            parted = segment.group in self._table.parted or (unstepped and segment.offloaded)
             # another rank reports on a parameter of which there is only padding here
-            if segment.group in self._table.parted and not segment.is_padding:
-                numbers = self._entries.numbers(segment)
-                if numbers or self._table.is_unstepped(segment):
+            if parted and not segment.is_padding:
+                numbers = {} if unstepped else self._entries.numbers(segment)
+                if numbers or unstepped:
                     out[segment.group] |= dict.fromkeys(segment.names, numbers)
         return out
 

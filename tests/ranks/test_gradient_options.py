@@ -129,6 +129,31 @@ def test_the_norm_to_clip_to_may_change_between_steps():
     expect(values_of(model), run)
 
 
+@in_turn("kind, fused", [("Adagrad", None), ("AdamW", None), ("SGD", False)])
+def test_clipping_beside_a_group_whose_parameters_are_frozen(kind, fused):
+    def made(model):
+        frozen, *trained = model.parameters()
+        frozen.requires_grad_(False)
+        groups = [{"params": trained}, {"params": [frozen], "fused": fused}]
+        return getattr(torch.optim, kind)(groups, lr=0.01)
+
+    model = stack()
+    optimizer = made(model)
+    for step in range(2):
+        for rank in range(RANKS):
+            (squared(model, At(step, 0, rank)) / RANKS).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run(rank, model):
+        engine = start(model, made(model), config_of(1, gradient_clipping=0.05))
+        run_steps(engine, rank, range(2))
+        return full_weights(engine)
+
+    expect(values_of(model), run)
+
+
 PASSES_RANKS = 3  # no power of two
 
 

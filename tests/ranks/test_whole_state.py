@@ -268,6 +268,83 @@ def test_a_load_leaves_the_other_state_dicts_as_they_are(
         torch.testing.assert_close(got, [*plain.state_dict().values()], rtol=1e-4, atol=1e-6)
 
 
+# ---- parameters without a step ----
+
+
+class Branches(nn.Module):
+    """Two layers, of which the second is not used at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layers()[0], nn.Linear(8, 16)
+        self.uses_second = False
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.first(rows)
+        return out + self.second(rows) if self.uses_second else out
+
+
+def with_other_states(rank: int, engine: Any, name: str, stage: int, folder: Path) -> Any:
+    """Set the momentum of the first layer."""
+    weight = engine.module.first.weight
+    hf_zero.safe_set_full_optimizer_state(weight, torch.ones(16, 8), "momentum_buffer")
+    return engine
+
+
+def with_another_rate(rank: int, engine: Any, name: str, stage: int, folder: Path) -> Any:
+    """Resume on the device, with a lower rate."""
+    engine.save_checkpoint(str(folder))
+    model = Branches()
+    model.load_state_dict(engine.state_dict())
+    engine.destroy()
+    engine = start(model, OPTIMIZERS[name](model.parameters()), settings(stage))
+    engine.load_checkpoint(str(folder))
+    engine.optimizer.param_groups[0]["lr"] *= 0.5
+    return engine
+
+
+@in_turn(
+    "name, way, act",
+    [
+        ("SGD with dampening", DEVICE, with_other_states),
+        ("SGD with dampening", "optimizer on cpu", with_other_states),
+        ("Rprop", "optimizer on cpu", with_another_rate),
+        ("ASGD", "optimizer in files", with_another_rate),
+    ],
+)
+def test_state_of_others_does_not_begin_that_of_an_unused_parameter(
+    tmp_path: Path, name: str, way: str, act: Callable[..., Any]
+) -> None:
+    def over(rank: int, model: Branches) -> Any:
+        section = {"zero_optimization": offload(way, 2, tmp_path)}
+        engine = start(model, OPTIMIZERS[name](model.parameters()), settings(2) | section)
+        train(engine, rank, range(2))
+        engine = act(rank, engine, name, 2, tmp_path / "saved")
+        engine.module.uses_second = True
+        train(engine, rank, range(2, 4))
+        weights = [*engine.state_dict().values()]
+        engine.destroy()
+        return weights
+
+    models = [Branches() for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    plain = models[2]
+    optimizer = OPTIMIZERS[name](plain.parameters())
+    for step in range(4):
+        plain(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            plain.uses_second = True
+            if act is with_another_rate:
+                optimizer.param_groups[0]["lr"] *= 0.5
+            else:
+                optimizer.state[plain.first.weight]["momentum_buffer"].fill_(1.0)
+    for got in run_ranks(2, lambda rank: over(rank, models[rank])):
+        torch.testing.assert_close(got, [*plain.state_dict().values()], rtol=1e-4, atol=1e-6)
+
+
 # ---- a save holds what is there at the call ----
 
 

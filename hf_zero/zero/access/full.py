@@ -384,7 +384,8 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
     flat = _trains(parameter, "safe_set_full_optimizer_state")
     held = _state(flat, parameter, name, "safe_set_full_optimizer_state")
     _write(flat, parameter, held, value, "safe_set_full_optimizer_state")
-    _engine_of(flat).bound.load_tensor(flat.optimizer_shard, name, held)
+    _, start, stop = flat.spec.own_range(name_of(parameter))
+    _engine_of(flat).bound.load_tensor(flat.optimizer_shard, name, held[start:stop], start)
 
 
 def is_owned(parameters: Iterable[torch.Tensor]) -> bool:

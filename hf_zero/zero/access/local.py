@@ -119,7 +119,8 @@ def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor,
     flat = _trains(parameter, "safe_set_local_optimizer_state")
     held = _state(flat, parameter, name, "safe_set_local_optimizer_state")
     _put(parameter, held, value, "safe_set_local_optimizer_state")
-    _engine_of(flat).bound.load_tensor(flat.optimizer_shard, name, held)
+    _, start, stop = flat.spec.own_range(name_of(parameter))
+    _engine_of(flat).bound.load_tensor(flat.optimizer_shard, name, held[start:stop], start)
 
 
 @torch.no_grad()
