@@ -56,7 +56,7 @@ def match_names(engine: TrainingEngine, manifest: Manifest, where: str, strict: 
     kept |= scales
     shapes = {slot.name: slot.whole for flat in engine.flats for slot in flat.layout.slots}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-    other_scales = []
+    other_scales: list[str] = []
     for own, name in kept.items():
         if name in manifest.buffers and manifest.buffers[name][1] != shapes[own]:
             # The offset of nested scales is written as text, whose length differs with its value.

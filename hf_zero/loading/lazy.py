@@ -29,6 +29,7 @@ from hf_zero.loading.expressions import (
     Strided,
     strided_like,
 )
+from hf_zero.zero.layout.attributes import AttachedParameter
 from hf_zero.zero.layout.initial_values import pending, source_of
 
 aten = torch.ops.aten
@@ -372,6 +373,7 @@ def make_pending(model: nn.Module) -> int:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if not isinstance(parameter, LazyTensor):
+                _attach_later(parameter)
                 continue
             if id(parameter) not in made:
                 new = pending(parameter.shape, parameter.expression)
@@ -381,6 +383,19 @@ def make_pending(model: nn.Module) -> int:
                 made[id(parameter)] = new
             module._parameters[name] = made[id(parameter)]
     return sum(source_of(parameter) is not None for parameter in model.parameters())
+
+
+def _attach_later(weight: torch.Tensor | None) -> None:
+    """Make the lazy tensors that a weight without memory of its own consists of pending, and the
+    weight frozen.
+    """
+    if weight is None or not hasattr(weight, "__tensor_flatten__"):
+        return
+    for part in weight.__tensor_flatten__()[0]:
+        value = getattr(weight, part)
+        if isinstance(value, LazyTensor):
+            setattr(weight, part, pending(value.shape, value.expression, AttachedParameter))
+            weight.requires_grad_(False)
 
 
 def read_pending(model: nn.Module) -> None:

@@ -36,6 +36,7 @@ from hf_zero.setup.request import E, SetupRequest
 from hf_zero.techniques.quantized_linears import check_linears
 from hf_zero.techniques.registry import TrainingTechniques
 from hf_zero.techniques.training_loader import check_data
+from hf_zero.zero.layout.attributes import register_attached, without_parts
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.materialize import check_parameters, check_statistics
 from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
@@ -43,7 +44,12 @@ from hf_zero.zero.layout.stage_policy import POLICIES
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_bytes import held_bytes
-from hf_zero.zero.transaction import restore_on_rollback, restore_parameters_on_rollback, trial
+from hf_zero.zero.transaction import (
+    on_rollback,
+    restore_on_rollback,
+    restore_parameters_on_rollback,
+    trial,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +124,7 @@ def resolve(request: SetupRequest[E], checkpoint: Resumed | None) -> Resolved[E]
     optimizer = request.make_optimizer()
     if optimizer is not None:
         without_tied(optimizer, tied)
+        without_parts(optimizer)
         adopt(optimizer)
         untested = settings.allow_untested_optimizer
         warning = check(optimizer, settings.elementwise_optimizers, untested)
@@ -180,6 +187,7 @@ def _plan_engine(resolved: Resolved[Any]) -> tuple[EnginePlan, bool, list[Engine
     request, settings, dims = resolved.request, resolved.settings, resolved.dims
     model = request.model
     mark_configured(model, settings.zero.leaf_module, warns=False)
+    register_attached(model, on_rollback)
     cuts = planned_cuts(
         model,
         settings.tensor_parallel.size,

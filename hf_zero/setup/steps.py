@@ -28,7 +28,7 @@ from hf_zero.setup.plan import Planned, plan_of_engine, sparse_section
 from hf_zero.techniques.quantized_linears import quantize_linears
 from hf_zero.techniques.registry import follow
 from hf_zero.techniques.training_loader import data_loader, tell_of_lost_place
-from hf_zero.zero.layout.attributes import register_attached
+from hf_zero.zero.layout.attributes import register_attached, without_parts
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.transaction import on_rollback
@@ -109,6 +109,7 @@ def take_optimizer(setup: Setup) -> None:
         setup.optimizer = request.make_optimizer()
     if setup.optimizer is not None:
         without_tied(setup.optimizer, setup.tied)
+        without_parts(setup.optimizer)
         adopt(setup.optimizer)
 
 

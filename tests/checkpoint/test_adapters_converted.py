@@ -403,7 +403,7 @@ REFUSED = {
         of_another_kind
     ),
     r"other values of blocks\.0\.up\.base_layer\.weight\.quant_state": in_other_blocks,
-    r"quantised weights of other values or another kind: .*quant_state.*load the base that it was": (
+    r"quantised weights of other values or another kind: .*quant_state.*load the base that it": (
         with_facts_of_another_length
     ),
 }

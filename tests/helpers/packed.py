@@ -4,7 +4,8 @@ class of its own.
 As there, ``Params4bit`` carries a ``quant_state`` (scales of each block, a table of sixteen values,
 shape and dtype), the layer's own forward hands both to an autograd function that reads the bytes
 again in its backward and keeps them by a plain reference, and the layer's state dict has the
-tensors of the state beside the weight. The arithmetic is plain torch.
+tensors of the state beside the weight. The arithmetic is plain torch. ``RowsOfBytes`` stands in for
+the quantized tensors of torchao.
 """
 
 from __future__ import annotations
@@ -211,3 +212,50 @@ class LinearOfBytes(nn.Module):
         return torch.nn.functional.linear(
             x, self.weight.to(x.dtype) * self.scale.to(x.dtype), self.bias
         )
+
+
+class RowsOfBytes(torch.Tensor):
+    """A stand-in for the quantized tensors of torchao, as they are written: without memory of its
+    own, of int8 rows and a scale for each.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: Any, qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, qdata.shape, dtype=dtype, device=qdata.device
+        )
+
+    def __init__(self, qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype):
+        self.qdata, self.scale = qdata, scale
+
+    @classmethod
+    def quantised(cls, linear: nn.Linear) -> nn.Linear:
+        """``linear`` with its weight in such rows."""
+        weight = linear.weight.detach()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        made = cls((weight / scale).round().to(torch.int8), scale, weight.dtype)
+        linear.weight = nn.Parameter(made, requires_grad=False)
+        return linear
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        return ["qdata", "scale"], {"dtype": self.dtype}
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, context: Any, size: Any, stride: Any) -> Any:
+        return cls(parts["qdata"], parts["scale"], context["dtype"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            x, weight, *bias = args
+            values = weight.qdata.to(weight.dtype) * weight.scale
+            return torch.nn.functional.linear(x, values, *bias, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        parts = [func(part, *args[1:], **(kwargs or {})) for part in (args[0].qdata, args[0].scale)]
+        return cls(*parts, args[0].dtype)

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import peft
 import pytest
@@ -22,6 +24,7 @@ from hf_zero.integrations.bitsandbytes import keep_packing
 from hf_zero.integrations.transformers.loading import read_later
 from hf_zero.loading import read_pending
 from hf_zero.loading.shard_only import engines_of
+from hf_zero.zero.layout.attributes import parts_of
 from tests.helpers.processes import run_processes, say
 from tests.loading.cases import CONFIG, assert_released, let_go, load
 from tests.loading.counting import counting
@@ -110,6 +113,95 @@ def test_bytes_and_scales_are_those_of_the_plain_loader(tmp_path: Path) -> None:
         make(tmp_path / name)
     run_processes(2, loads_as_the_plain_loader, tmp_path, timeout=300)
 
+
+# ---- 8 bits by rows ----
+
+INT8 = {"quantization_config": transformers.BitsAndBytesConfig(load_in_8bit=True)}
+
+
+def of_torchao(name: str) -> dict[str, Any]:
+    quantization = importlib.import_module("torchao.quantization")
+    config = transformers.TorchAoConfig(getattr(quantization, name)())
+    return {"quantization_config": config}
+
+
+def by_rows() -> list[tuple[str, dict[str, Any]]]:
+    kinds = [("llama", INT8), ("gpt2", INT8)]
+    if importlib.util.find_spec("torchao"):
+        names = ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig")
+        kinds += [("llama", of_torchao(name)) for name in names]
+    return kinds
+
+
+def plain_parts(model: Any) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, value in model.state_dict().items():
+        names = parts_of(value)
+        found |= {f"{name}.{part}": getattr(value, part) for part in names} or {name: value}
+    return found
+
+
+def loads_rows_as_the_plain_loader(rank: int, folder: Path) -> None:
+    transformers.logging.disable_progress_bar()
+    cls = transformers.AutoModelForCausalLM
+    for number, (name, kind) in enumerate(by_rows()):
+        say(f"{name} {kind}")
+        expected = cls.from_pretrained(folder / name, **kind)
+        want = plain_parts(expected)
+        if rank == 0:
+            expected.save_pretrained(folder / f"packed {number}")
+        dist.barrier()
+        ids = torch.arange(16).view(2, 8)
+        with torch.no_grad():
+            logits = expected(ids).logits
+        for path, given in ((folder / name, kind), (folder / f"packed {number}", {})):
+            with counting() as read:
+                found = load(cls, path, **given)
+            mine = plain_parts(found)
+            assert set(mine) == set(want)
+            for key, value in want.items():
+                assert mine[key].shape == value.shape and alike(mine[key], value), key
+            # bytes, scales and zero points are each made of a rank's part of the weights
+            size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+            # each part is made of the rank's weights, or of all if they are transposed
+            assert read.bytes <= size * (2.1 if given else 0.6), (name, kind, read.bytes / size)
+            engine = engines_of(found)[0]
+            share = sum(flat.shard.nbytes for flat in engine.flats)
+            whole = sum(value.nbytes for value in {v.data_ptr(): v for v in want.values()}.values())
+            assert share <= whole / 2 + 4096 * len(engine.flats)
+            with torch.no_grad():
+                assert torch.equal(found(ids).logits, logits)
+            let_go(found)
+            dist.barrier()
+
+
+def test_rows_of_8_bits_are_those_of_the_plain_loader(tmp_path: Path) -> None:
+    for name, make in MODELS.items():
+        make(tmp_path / name)
+    run_processes(2, loads_rows_as_the_plain_loader, tmp_path, timeout=300)
+
+
+def refuses_whole_tensors(rank: int, folder: Path) -> None:
+    quantization = importlib.import_module("torchao.quantization")
+    config = quantization.Float8WeightOnlyConfig()
+    per_tensor = patch.object(
+        quantization.quant_api, "_float8_weight_only_quant_tensor",
+        lambda weight, config: quantization.Float8Tensor.from_hp(
+            weight, float8_dtype=torch.float8_e4m3fn, granularity=quantization.PerTensor()
+        ),
+    )  # fmt: skip
+    cls = transformers.AutoModelForCausalLM
+    with per_tensor, pytest.raises(ConfigError, match="does not quantize each row of model"):
+        load(cls, folder, quantization_config=transformers.TorchAoConfig(config))
+
+
+def test_weights_with_one_scale_for_all_rows_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="pip install torchao")
+    llama(tmp_path)
+    run_processes(2, refuses_whole_tensors, tmp_path, timeout=120)
+
+
+# ---- memory ----
 
 LARGE = (1024, 8192)  # of a matrix, 16 MiB in bf16
 

@@ -271,9 +271,9 @@ def test_classes_that_cannot_be_laid_out():
 
 
 def whole_memory(weight):
-    """The 8-bit weights of bitsandbytes have such an attribute: sharding would save nothing."""
+    """Sharding would save nothing."""
     packed = Params4bit(weight.detach(), False)
-    packed.CB = packed.data
+    packed.CB = packed.data.view(-1)
     return packed
 
 

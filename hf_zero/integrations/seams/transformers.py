@@ -97,6 +97,33 @@ SEAMS: tuple[Seam, ...] = (
         why="each rank quantises the part of a weight that it keeps",
     ),
     Seam(
+        target="transformers.quantizers.quantizer_bnb_8bit:Bnb8BitHfQuantizer.update_device_map",
+        wrapper="hf_zero.integrations.transformers.quantized_loading:keep_on_host",
+        versions=TRANSFORMERS,
+        why="puts the whole model on one device",
+    ),
+    Seam(
+        target="transformers.integrations.bitsandbytes:Bnb8bitQuantize.convert",
+        wrapper="hf_zero.integrations.transformers.quantized_loading:quantize_rows_in_shards",
+        uses=("input_dict", "model"),
+        versions=TRANSFORMERS,
+        why="each rank quantises the part of a weight that it keeps",
+    ),
+    Seam(
+        target="transformers.integrations.torchao:TorchAoQuantize.convert",
+        wrapper="hf_zero.integrations.transformers.quantized_loading:quantize_parts_in_shards",
+        uses=("input_dict", "model"),
+        versions=TRANSFORMERS,
+        why="each rank quantises the part of a weight that it keeps",
+    ),
+    Seam(
+        target="transformers.integrations.bitsandbytes:Bnb8bitDeserialize.convert",
+        wrapper="hf_zero.integrations.transformers.quantized_loading:take_packed_in_shards",
+        uses=("input_dict",),
+        versions=TRANSFORMERS,
+        why="each rank reads its part of packed bytes and scales",
+    ),
+    Seam(
         target="transformers.integrations.bitsandbytes:Bnb4bitDeserialize.convert",
         wrapper="hf_zero.integrations.transformers.quantized_loading:take_packed_in_shards",
         uses=("input_dict",),

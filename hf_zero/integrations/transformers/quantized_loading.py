@@ -1,12 +1,14 @@
-"""Weights of bitsandbytes' 4-bit layers, quantised from their files straight into shards.
+"""Weights of bitsandbytes and of torchao, quantised from their files straight into shards.
 
 The operations of transformers' loader that make such a weight get lazy tensors. They run on one
-block, or without the packed bytes, and so give the class, the attributes and the tables; bytes and
-scales are expressions of which each rank reads its own part.
+block or two rows, or without the packed bytes, and so give the class, the attributes and the
+tables; bytes and scales are expressions of which each rank reads its own part.
 """
 
 from __future__ import annotations
 
+import copy
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +21,16 @@ from hf_zero.errors import ConfigError
 from hf_zero.loading import LazyTensor
 from hf_zero.loading.blocks import InBlocks, OneOf, Together
 from hf_zero.loading.expressions import Expression
-from hf_zero.zero.layout.attributes import attached_later, tensors_of
+from hf_zero.zero.layout.attributes import attached_later, of_parts, parts_of, tensors_of
 
-FOUR_BITS = "Bnb4BitHfQuantizer"
+IN_SHARDS = {"Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer", "TorchAoHfQuantizer"}
 
 
 def quantizes_in_shards(quantizer: Any) -> bool:
     """Whether weights that ``quantizer`` of transformers makes are read into shards: by an engine,
     which is made at the end of the loading.
     """
-    return type(quantizer).__name__ == FOUR_BITS and postponed.get() is None
+    return type(quantizer).__name__ in IN_SHARDS and postponed.get() is None
 
 
 def keep_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,8 +81,139 @@ def quantize_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     return convert
 
 
+def quantize_rows_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``Bnb8bitQuantize.convert``: a lazy weight is quantised while it is read."""
+
+    def convert(
+        self: Any,
+        input_dict: dict[str, Any],
+        model: Any = None,
+        full_layer_name: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        made: dict[str, Any] = {}
+        for name, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            if not isinstance(weight, LazyTensor):
+                made |= original(self, {name: value}, model, full_layer_name, **kwargs)
+                continue
+            sample = torch.zeros(1, 2, dtype=weight.dtype)
+            result = original(self, {name: sample}, model, full_layer_name, **kwargs)[name]
+            # GPT-2's Conv1D has its weight transposed
+            rows: Any = weight if result.shape == sample.shape else weight.T
+            functional = importlib.import_module("bitsandbytes").functional
+
+            def quantised(part: torch.Tensor, functional: Any = functional) -> Any:
+                half = part.to(default_device(), torch.float16)
+                codes, scales, _ = functional.int8_vectorwise_quant(half)
+                return {"codes": codes, "scales": scales}
+
+            parts = _in_rows(rows, quantised, quantised(torch.zeros(2, rows.shape[1])))
+            result.CB, result.SCB = result, LazyTensor(parts["scales"])
+            _set_source(result, parts["codes"])
+            made[name] = result
+        return made
+
+    return convert
+
+
+def quantize_parts_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``TorchAoQuantize.convert``: a lazy weight is quantised while it is read.
+
+    Raises ConfigError for a configuration that does not quantise each row alone.
+    """
+
+    def convert(
+        self: Any,
+        input_dict: dict[str, Any],
+        model: Any = None,
+        full_layer_name: str | None = None,
+        missing_keys: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        ((name, value),) = input_dict.items()
+        weight = value[0] if isinstance(value, list) else value
+        if not isinstance(weight, LazyTensor):
+            return original(self, input_dict, model, full_layer_name, missing_keys, **kwargs)
+        path, _, key = str(full_layer_name).rpartition(".")
+        module, chosen = model.get_submodule(path), []
+
+        class Listening(type(self)):  # type: ignore[misc]
+            """The operation, which keeps the configuration that it chooses for the layer."""
+
+            def _quantize(self, module: Any, *args: Any, **more: Any) -> None:
+                chosen.append((args, more))
+                super()._quantize(module, *args, **more)
+
+        width = weight.shape[-1]
+        rows = torch.linspace(-1, 3, 2 * width).view(2, width).to(weight.dtype)
+        listening = Listening(self.hf_quantizer)
+        found = original(listening, {name: rows}, model, full_layer_name, missing_keys, **kwargs)
+        if not chosen:
+            return dict.fromkeys(found, weight)
+        ((args, more),) = chosen
+        sample, empty = module._parameters[key], copy.copy(module)  # an engine changes the module
+
+        def quantised(part: torch.Tensor) -> dict[str, torch.Tensor]:
+            shell = copy.copy(empty)
+            shell._parameters = {key: nn.Parameter(part, requires_grad=False), "bias": None}
+            importlib.import_module("torchao.quantization").quantize_(shell, *args, **more)
+            made = shell._parameters[key]
+            return {part: getattr(made, part) for part in parts_of(made)}
+
+        both, alone = quantised(rows), [quantised(row[None]) for row in rows]
+        if not _is_by_rows(both, alone):
+            raise ConfigError(
+                f"{type(args[0]).__name__} of torchao does not quantize each row of "
+                f"{full_layer_name} alone, so that zero stage 3 cannot read it into shards; use "
+                "Int8WeightOnlyConfig or Float8WeightOnlyConfig, or "
+                "BitsAndBytesConfig(load_in_4bit=True)"
+            )
+        parts = {part: LazyTensor(of) for part, of in _in_rows(weight, quantised, both).items()}
+        made = of_parts(sample, parts, weight.shape)
+        made.__dict__["_is_hf_initialized"] = True
+        module._parameters[key] = made
+        return dict.fromkeys(found, weight)
+
+    return convert
+
+
+def _is_by_rows(both: dict[str, torch.Tensor], alone: list[dict[str, torch.Tensor]]) -> bool:
+    """Whether the tensors made of two rows are those made of each of them."""
+
+    def raw(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+    return bool(both) and all(
+        torch.equal(raw(part), torch.cat([raw(row[name]) for row in alone]))
+        for name, part in both.items()
+    )
+
+
+def _in_rows(
+    source: LazyTensor,
+    quantised: Callable[[torch.Tensor], dict[str, torch.Tensor]],
+    sample: dict[str, torch.Tensor],
+) -> dict[str, Expression]:
+    """Return the tensors that ``quantised`` makes of rows of ``source`` [rows, width], as it makes
+    ``sample`` of two.
+    """
+    count, width = source.shape
+
+    def of(name: str, part: torch.Tensor) -> Expression:
+        def encode(values: torch.Tensor) -> torch.Tensor:
+            return quantised(values.view(-1, width))[name]
+
+        shape = (count, *part.shape[1:])
+        return InBlocks(source.expression, encode, width, part.numel() // 2, shape, part.dtype)
+
+    return {name: of(name, part) for name, part in sample.items()}
+
+
 def take_packed_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Bnb4bitDeserialize.convert``: lazy bytes and scales stay in their files."""
+    """Wraps ``Bnb4bitDeserialize.convert`` and that of 8 bits: lazy bytes and scales stay in their
+    files.
+    """
 
     def convert(
         self: Any,
@@ -98,6 +231,8 @@ def take_packed_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, input_dict, model, full_layer_name, **kwargs)
         values["weight"] = torch.empty(0, dtype=bytes_of.dtype)
         result = original(self, values, model, full_layer_name, **kwargs)
+        if getattr(result["weight"], "CB", None) is not None:
+            result["weight"].CB = result["weight"]
         _set_source(result["weight"], bytes_of.expression)
         return result
 

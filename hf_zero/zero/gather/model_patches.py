@@ -21,7 +21,7 @@ from torch._C._dynamo.eval_frame import (
 
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.schedule import Schedule
-from hf_zero.zero.layout.attributes import is_attached
+from hf_zero.zero.layout.attributes import is_attached, names_of_parts, of_parts, weights_of_parts
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import LiveParameter, OwnedParameter, name_of, owner_of
 from hf_zero.zero.layout.sharding import join_parts, own_part, sharding_of
@@ -333,6 +333,11 @@ class ModuleGuards:
                         value.shape, dtype=parameter.dtype
                     ).copy_(value)
                 state[key] = self._copies[id(parameter)]
+        for name, weight in weights_of_parts(module):
+            paths = names_of_parts(prefix + name, weight)
+            if all(path in state for path in paths.values()):
+                parts = {part: state.pop(path).detach() for part, path in paths.items()}
+                state[prefix + name] = of_parts(weight, parts)
         while self._leave_one() is not module:
             pass
 
@@ -373,6 +378,11 @@ class ModuleGuards:
             )
         for unit in pinned:
             self._schedule.pin(unit)
+        for name, weight in weights_of_parts(module):
+            if prefix + name in state:
+                given = state.pop(prefix + name)
+                for part, path in names_of_parts(prefix + name, weight).items():
+                    state[path] = getattr(given, part)
         own = self._own.get(module, {})
         self._named[module] = {name for name in own if prefix + name in state}
         for name, parameter in own.items():

@@ -2,15 +2,15 @@
 attributes.
 
 Their bytes are laid out, sharded and gathered like any others, and so are large tensors among their
-attributes (the scales in the ``quant_state`` of bitsandbytes), which :func:`register_attached`
-makes parameters of the same module. Small ones (tables, offsets) stay whole, as buffers do, and get
-rank 0's values.
+attributes (the scales in the ``quant_state`` of bitsandbytes) and the parts of tensors without
+memory of their own (torchao), which :func:`register_attached` makes parameters of the same module.
+Small ones (tables, offsets) stay whole, as buffers do, and get rank 0's values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.zero.layout.initial_values import FormerValues, Source, pending, source_of
-from hf_zero.zero.layout.parameter import OwnedParameter, given_class, owned_class
+from hf_zero.zero.layout.parameter import OwnedParameter, given_class, owned_class, owner_of
 from hf_zero.zero.layout.sharding import sharding_of, written
 
 LARGEST_TABLE = 256  # elements: a table of the values of one byte; larger tensors are sharded
@@ -56,39 +56,131 @@ def attached(parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def register_attached(model: nn.Module, push_inverse: Callable[..., object] | None = None) -> None:
-    """Make the tensors of more than :data:`LARGEST_TABLE` elements among the attributes of the
-    parameters of ``model`` frozen parameters of the same module, in place.
+    """Make the tensors among the attributes of the quantised weights of ``model`` frozen parameters
+    of the same module, in place: those of more than :data:`LARGEST_TABLE` elements, and all that a
+    weight without memory of its own consists of. Such a weight is an attribute of the module then.
 
     They get the names that they have in the module's state dict, else that of the parameter with
-    the path of the attribute. Those of weights that the module has no longer are removed.
+    the path of the attribute (``weight_qdata``: a part). Those of weights that the module has no
+    longer are removed. Attributes with the memory of the weight become the weight itself.
     ``push_inverse`` is called with a function that undoes the change of an attribute, and its
     arguments.
     """
+    undo = push_inverse if push_inverse is not None else lambda *_: None
     for module in model.modules():
         own = module._parameters
-        found = [
-            (name, attribute)
-            for name, parameter in own.items()
-            if parameter is not None
-            for attribute in tensors_of(parameter)
-            if _is_laid_out(attribute)
-        ]
         former = {key for key, p in own.items() if p is not None and is_attached(p)}
-        if not found and not former:
+        weights = dict(_weights(module))
+        if not weights and not former:
             continue
         state = {id(value): key for key, value in written(module).items()}
         made: dict[str, nn.Parameter] = {}
-        for name, (path, holder, key, tensor) in found:
-            parameter = tensor
-            if not is_attached(tensor):
-                parameter = AttachedParameter(tensor.detach(), requires_grad=False)
-                if push_inverse is not None:
-                    push_inverse(holder.__setitem__, key, tensor)
-                holder[key] = parameter
-            made[state.get(id(tensor), f"{name}.{path}")] = parameter  # type: ignore[assignment]
+        for name, weight in weights.items():
+            parts = names_of_parts(name, weight)
+            for attribute in (*tensors_of(weight), *_beside(module, weight)):
+                path, holder, key, tensor = attribute
+                if _has_the_memory_of(weight, tensor):
+                    undo(holder.__setitem__, key, tensor)
+                    holder[key] = weight
+                elif _is_laid_out(attribute) or path in parts:
+                    if not is_attached(tensor):
+                        undo(holder.__setitem__, key, tensor)
+                        holder[key] = AttachedParameter(tensor.detach(), requires_grad=False)
+                    known = parts.get(path, f"{name}.{path}")
+                    made[state.get(id(tensor), known)] = holder[key]
+            if parts:
+                largest = max((getattr(weight, part) for part in parts), key=torch.Tensor.numel)
+                largest.__dict__["_hf_zero_elements"] = weight.numel()
+                if own.pop(name, None) is not None:
+                    undo(module.__dict__.pop, name, None)
+                    module.__dict__[name] = weight
         for key in former - made.keys():
             del own[key]
         own.update(made)
+
+
+def parts_of(weight: torch.Tensor) -> list[str]:
+    """Return the names of the plain tensors that a frozen weight without memory of its own consists
+    of, such as the quantized tensors of torchao; none of another weight.
+    """
+    if not hasattr(weight, "__tensor_flatten__") or weight.requires_grad:
+        return []
+    names, _ = weight.__tensor_flatten__()
+    parts = [weight.__dict__.get(name) for name in names]
+    plain = all(
+        part is not None
+        and (type(part) is torch.Tensor or is_attached(part))
+        and (part.is_contiguous() or source_of(part) is not None)
+        for part in parts
+    )
+    # a DTensor consists of its own part
+    return [*names] if plain and not hasattr(weight, "device_mesh") else []
+
+
+def of_parts(
+    weight: torch.Tensor, parts: Mapping[str, torch.Tensor], shape: Sequence[int] | None = None
+) -> nn.Parameter:
+    """Return a weight as ``weight``, of other tensors by their names, and of ``shape``."""
+    _, context = weight.__tensor_flatten__()  # type: ignore[attr-defined]
+    kind: Any = type(weight)
+    size = torch.Size(weight.shape if shape is None else shape)
+    stride = torch.empty(size, device="meta").stride()
+    return nn.Parameter(kind.__tensor_unflatten__(parts, context, size, stride), False)
+
+
+def without_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Remove frozen weights without memory of their own from the groups of ``optimizer``."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [p for p in group["params"] if not parts_of(p)]
+
+
+def names_of_parts(name: str, weight: torch.Tensor) -> dict[str, str]:
+    """Return the names of the parts of the weight ``name`` -> those of the parameters that they
+    become: without a dot, which torch's strict loads take for that of a child.
+    """
+    return {part: f"{name}_{part}" for part in parts_of(weight)}
+
+
+def weights_of_parts(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, weight) for the attributes of ``module`` whose parts are its parameters."""
+    for name, value in module.__dict__.items():
+        if isinstance(value, torch.Tensor) and parts_of(value):
+            yield name, value
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, weight) for the weights of ``module`` with a class of their own."""
+    for name, parameter in module._parameters.items():
+        if (
+            parameter is not None
+            and given_class(parameter) is not nn.Parameter
+            and not is_attached(parameter)
+        ):
+            yield name, parameter
+    yield from weights_of_parts(module)
+
+
+def _beside(module: nn.Module, weight: torch.Tensor) -> Iterator[Attribute]:
+    """Yield the tensors of the objects of ``module`` that refer to the memory of ``weight``, as the
+    8-bit layers of bitsandbytes have one after a forward.
+    """
+    for name, value in module.__dict__.items():
+        held = {} if isinstance(value, (torch.Tensor, nn.Module, type)) else _attributes(value)
+        tensors = [each for each in held.values() if isinstance(each, torch.Tensor)]
+        if any(each is weight or _has_the_memory_of(weight, each) for each in tensors):
+            yield from _search(held, f"{name}.", {id(weight)})
+
+
+def _has_the_memory_of(weight: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return (
+        not parts_of(weight)
+        and owner_of(weight) is None
+        and tensor.shape == weight.shape
+        and tensor.dtype == weight.dtype
+        and tensor.numel() > 0
+        and not tensor.is_meta
+        and tensor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    )
 
 
 def is_attached(parameter: torch.Tensor) -> bool:
@@ -113,12 +205,14 @@ def tensors_of(parameter: torch.Tensor) -> Iterator[Attribute]:
 
 def elements_of(parameter: torch.Tensor) -> int:
     """Return the number of weights that the bytes of ``parameter`` hold: of packed ones, the size
-    of the shape in their ``quant_state``; of scales, none.
+    of the shape in their ``quant_state``; of the parts of a weight, the largest has them.
     """
     shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
     if shape is not None:
         return math.prod(shape)
-    return 0 if is_attached(parameter) else parameter.numel()
+    if is_attached(parameter):
+        return int(parameter.__dict__.get("_hf_zero_elements", 0))
+    return parameter.numel()
 
 
 def describe(parameter: torch.Tensor) -> str:
@@ -145,7 +239,8 @@ def refusal(parameter: torch.Tensor, device: torch.device) -> str | None:
     if not plain or not _combines(kind):
         return (
             f"is a {kind.__name__}, whose memory cannot be laid out flat; pass a model "
-            "of plain nn.Parameters, or one that bitsandbytes has quantized to 4 bits"
+            "of plain nn.Parameters, or one that bitsandbytes has quantized to 4 or 8 bits, or "
+            "torchao by rows (Int8WeightOnlyConfig, Float8WeightOnlyConfig)"
         )
     if parameter.device.type != device.type and source_of(parameter) is None:
         return (

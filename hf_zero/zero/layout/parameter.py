@@ -86,8 +86,10 @@ def owned_class(kind: type[OwnedParameter], given: type[nn.Parameter]) -> type[O
 
 def _to(parameter: Any, *args: Any, **kwargs: Any) -> Any:
     """Return ``parameter`` itself if it is there already, as torch does: libraries that make a new
-    parameter then put that in its place.
+    parameter then put that in its place. A copy is a plain tensor, as of the memory of a weight.
     """
+    if kwargs.get("copy"):
+        return torch.Tensor.to(parameter, *args, **kwargs)
     probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     if probe.to(*args, **kwargs) is probe:
         return parameter
@@ -200,7 +202,7 @@ class OwnedParameter(nn.Parameter):
             )
         if self.given is not nn.Parameter:
             made.__dict__.update(
-                (name, value)
+                (name, made.data if value is self else value)
                 for name, value in self.__dict__.items()
                 if not name.startswith("_hf_zero_")
             )
