@@ -287,6 +287,10 @@ RUNS: dict[str, dict[str, Any]] = {
 def adapted(folder: Path, zero: dict[str, Any] | None, kind: str = "lora") -> Any:
     """The model with adapters, as scripts make it; ``zero``: None for a plain one."""
     load_options = options(bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32)
+    if kind == "int8":
+        load_options = INT8
+    elif kind.startswith("torchao"):
+        load_options = {**of_torchao(kind.removeprefix("torchao ")), "dtype": torch.float32}
     cls = transformers.AutoModelForCausalLM
     if zero is not None and zero["stage"] == 3 and dist.get_world_size() > 1:
         model = load(cls, folder / "llama", **load_options)
@@ -359,7 +363,7 @@ def trains_as_one_process(rank: int, folder: Path, kind: str, names: list[str]) 
         got = train(engine, rank, range(2))
         engine.save_checkpoint(folder / f"run {kind} {name}")
         got += train(engine, rank, range(2, STEPS))
-        assert got == pytest.approx(want, rel=1e-5)
+        assert got == pytest.approx(want, rel=1e-5), (name, got, want)
         state = engine.state_dict()
         if rank == 0:
             engine.module.save_pretrained(folder / f"{kind} {name}", state_dict=state)
@@ -369,8 +373,10 @@ def trains_as_one_process(rank: int, folder: Path, kind: str, names: list[str]) 
             ]
             theirs, mine = map(load_file, files)
             assert theirs.keys() == mine.keys()
+            # int8 layers round what they multiply, and a last bit can change a code
+            close = 2e-4 if kind == "int8" else 2e-5
             for key, value in theirs.items():
-                torch.testing.assert_close(mine[key], value, rtol=1e-4, atol=2e-5)
+                torch.testing.assert_close(mine[key], value, rtol=1e-4, atol=close)
         dist.barrier()
         if name == "all sharded" and kind == "lora":
             generates_and_merges_as_the_plain_one(engine.module, plain)
@@ -407,10 +413,12 @@ def resumes(rank: int, folder: Path, want: list[float], name: str, there: str) -
     assert train(engine, rank, range(2, STEPS)) == pytest.approx(want[2:], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "saved"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "saved", "int8", "torchao Int8WeightOnlyConfig"])
 def test_adapters_train_as_in_one_process(tmp_path: Path, kind: str) -> None:
+    if kind.startswith("torchao"):
+        pytest.importorskip("torchao", reason="pip install torchao")
     llama(tmp_path / "llama")
-    names = list(RUNS) if kind == "lora" else ["all sharded"]
+    names = list(RUNS) if kind == "lora" else ["all sharded", "in files"][: 1 + ("8" in kind)]
     run_processes(2, trains_as_one_process, tmp_path, kind, names, timeout=400)
     if kind == "lora":
         want, _ = trained_plainly(tmp_path, kind)

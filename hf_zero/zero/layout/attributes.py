@@ -108,9 +108,8 @@ def parts_of(weight: torch.Tensor) -> list[str]:
     names, _ = weight.__tensor_flatten__()
     parts = [weight.__dict__.get(name) for name in names]
     plain = all(
-        part is not None
-        and (type(part) is torch.Tensor or is_attached(part))
-        and (part.is_contiguous() or source_of(part) is not None)
+        isinstance(part, torch.Tensor)
+        and (is_attached(part) or (type(part) is torch.Tensor and part.is_contiguous()))
         for part in parts
     )
     # a DTensor consists of its own part
