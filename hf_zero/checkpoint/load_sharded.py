@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_zero.checkpoint import find, loader_state
 from hf_zero.checkpoint.engine_state import (
+    class_name,
     model_order,
     refuse_destroyed,
     set_rng_state,
@@ -366,7 +367,9 @@ class _Load(StateSource):
         }
         held = self.match.held  # one that is not held was frozen or missing at the save
         found = {name: saved.get(held[name]) for name in parameters if name in held}
-        if not self.engine.bound.keeps("step"):
+        saved_by, bound = self.manifest.optimizer, self.engine.bound
+        other = saved_by is not None and saved_by.class_name != class_name(bound.optimizer)
+        if other and not bound.keeps("step"):
             # of the same update, the classes with moments in 8 bits may count steps
             for name, numbers in found.items():
                 found[name] = numbers and {k: n for k, n in numbers.items() if k != "step"}

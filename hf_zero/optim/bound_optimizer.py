@@ -92,6 +92,7 @@ class BoundOptimizer:
         self.optimizer = optimizer
         self.group_of = dict(group_of)
         self._base = update_base(type(optimizer))
+        self._bf16 = bf16
         self._own = OwnStep(optimizer, self._base, bf16)
         self._fused = FusedStep(optimizer, self._base, self._own.step, kernels, bf16)
         self._entries = StateEntries(optimizer, bf16)
@@ -209,13 +210,17 @@ class BoundOptimizer:
             )
             table.device.together = True  # in the arenas
         else:
-            table.begin_rounded()
             if fused.ready:
                 fused.part()
             segments = table.stepped
             if left_out:
                 segments = [segment for segment in segments if segment not in left_out]
-            if not self._own.update(segments, grad_scale, found_inf, number):
+            if self._bf16 is None:
+                made = self._own.update(segments, grad_scale, found_inf)
+            else:
+                table.begin_rounded()
+                made = self._own.update_rounded(segments, grad_scale, found_inf, number)
+            if not made:
                 optimizer._opt_called = True
                 return written
             if table.parted:  # segments of a split group get their first state in different steps
@@ -242,7 +247,7 @@ class BoundOptimizer:
         self._table.offloaded.begin_first_steps()
         rules = [self._table.offloaded.rule(index) for index in range(len(self.groups))]
         groups = [current_settings(group) for group in self.groups]
-        return Update(self, rules, groups, divisor, number, self.sums, self._entries.bf16)
+        return Update(self, rules, groups, divisor, number, self.sums, self._bf16)
 
     def offloaded_segments(self, flat: Flat) -> list[Segment]:
         """Return the segments of ``flat``, whose state is offloaded."""

@@ -75,31 +75,28 @@ class OwnStep:
         self._bf16 = bf16
         self.step = optimizer.step  # with the wrappers LR schedulers have put on the object
 
-    def update(
+    def update_rounded(
         self,
         segments: Sequence[Segment],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
-        number: int = 0,
+        number: int,
     ) -> bool:
-        """Step ``segments`` from the gradients of their flat buffers, divided by ``grad_scale``.
-        Return False if the host has read ``found_inf`` and nothing may change. ``number``: that of
-        the step, for the rounding to bf16.
+        """Make :meth:`update` in batches of segments, whose state is kept in bf16. ``number``: that
+        of the step, for the rounding.
         """
-        if self._bf16 is None:
-            return self._update(segments, grad_scale, found_inf, self.step)
-        optimizer: Any = self._optimizer
-        batches, step = self._bf16.batches(segments), self._bare
+        assert self._bf16 is not None
+        bf16, optimizer = self._bf16, self._optimizer
+        batches, step = bf16.batches(segments), self._bare
         # a step of the user's, and hooks that read gradients, need all segments at once
         if not is_own(self.step, optimizer) or optimizer._optimizer_step_pre_hooks:
             batches, step = [list(segments)], self.step
         made = []
 
         def run(optimizer: torch.optim.Optimizer) -> None:
-            assert self._bf16 is not None
             for batch in batches:
-                with self._bf16.widened(batch, optimizer.state, number):
-                    made.append(self._update(batch, grad_scale, found_inf, step))
+                with bf16.widened(batch, optimizer.state, number):
+                    made.append(self.update(batch, grad_scale, found_inf, step))
 
         if step == self._bare:
             torch.optim.Optimizer.profile_hook_step(run)(optimizer)
@@ -107,14 +104,17 @@ class OwnStep:
             run(optimizer)
         return all(made)
 
-    def _update(
+    def update(
         self,
         segments: Sequence[Segment],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
-        step: Callable[[], Any],
+        step: Callable[[], Any] | None = None,
     ) -> bool:
-        """Make :meth:`update` of ``segments`` by ``step``, all at once."""
+        """Step ``segments`` from the gradients of their flat buffers, divided by ``grad_scale``, by
+        ``step``, the user's by default. Return False if the host has read ``found_inf`` and nothing
+        may change.
+        """
         unfused = self._groups_to_unfuse(segments) if self._base is torch.optim.SGD else ()
         for group in unfused:
             group["fused"] = False
@@ -126,7 +126,7 @@ class OwnStep:
                 segment.gradient() if segment.parts else torch.zeros_like(segment.tensor)
                 for segment in segments
             ]
-            self._over(segments, gradients, grad_scale, found_inf, in_kernel, step)
+            self._over(segments, gradients, grad_scale, found_inf, in_kernel, step or self.step)
         finally:
             for group in unfused:
                 group["fused"] = True

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.segments import Flat, MemoryRegion, Segment, SegmentPart, cut
 from hf_zero.zero.layout.flat_layout import Slot
-
-if TYPE_CHECKING:
-    from hf_zero.optim.bf16_state import Bf16State
 
 # Numbers that torch.optim keeps beside the tensors, with their values before the first step.
 _SCALARS: dict[str, float] = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": 0.0}
@@ -349,10 +346,19 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
         return super().get(key, default)
 
 
+class NarrowStates(Protocol):
+    """What an optimizer keeps in bf16 (``bf16_state.py``); ``moments``: its per-element states."""
+
+    @property
+    def moments(self) -> bool: ...
+    def fresh(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``state``, from before the first step, in the dtypes in which it is kept."""
+
+
 class StateEntries:
     """Access to the entries of ``optimizer.state`` by segment."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, bf16: Bf16State | None = None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, bf16: NarrowStates | None = None) -> None:
         self.optimizer, self.bf16 = optimizer, bf16
 
     @property
