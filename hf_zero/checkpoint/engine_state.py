@@ -130,7 +130,7 @@ def flat_tensors(flat: FlatBuffer, bound: Any) -> dict[str, Stored]:
         return {SHARD: DeferredTensor(flat.dtype, numel, lambda: weights_of(flat)[1])}
     if bound is None:
         return dict([weights_of(flat)])
-    coded = bound.in_8_bits(kept) if bound.names_in_8_bits else ()
+    coded = bound.in_8_bits(kept) if bound.names_in_8_bits else {}
     if not coded:
         return bound.tensors(kept)
 
@@ -138,7 +138,9 @@ def flat_tensors(flat: FlatBuffer, bound: Any) -> dict[str, Stored]:
         return bound.tensors(kept)[name]
 
     # one after another: numbers of four bytes would take more memory than there may be
-    states = {name: DeferredTensor(torch.float32, numel, partial(decoded, name)) for name in coded}
+    states = {
+        name: DeferredTensor(dtype, numel, partial(decoded, name)) for name, dtype in coded.items()
+    }
     return {**dict([weights_of(flat)]), **states}
 
 

@@ -150,6 +150,9 @@ class Bf16Section:
     check_grad_overflow: bool = key(BOOLEAN, False, idle=without("bf16.enabled"))
     bf16_master_weights_and_grads: bool = key(BOOLEAN, False, idle=without("bf16.enabled"))
     bf16_optimizer_states: bool = key(BOOLEAN, False, idle=without("bf16.enabled"))
+    kahan_summation: bool = key(
+        BOOLEAN, False, idle=without("bf16.bf16_master_weights_and_grads", "bf16.enabled")
+    )
     stochastic_rounding_seed: int = key(COUNT, 0, idle=_without_bf16_state)
 
 

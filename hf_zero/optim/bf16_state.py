@@ -7,6 +7,12 @@ its parameter and of the state, the number of the step, and its index in the par
 stages, buckets and tiers, which cut parameters anywhere, do not change them, and neither does a
 resume. On the device, segments are widened in batches of at most :data:`WIDENED` elements, and the
 fp32 values of one batch exist at a time.
+
+[Note: Kahan sums]
+With ``kahan``, master weights are rounded to nearest, and their rounding error is kept in bf16, too
+(Kahan 1965): the sum of both has about 16 bits more than the weights alone. An error that is not
+smaller than half a place of its weight belongs to a value that a script or a load has replaced, and
+counts as zero.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from hf_zero.optim.segments import Segment
 from hf_zero.optim.state import is_elementwise
 
 WIDENED = 1 << 24  # elements; a multiple of the blocks of 8-bit moments
+COMPENSATION = "compensation"  # the state that holds rounding errors of master weights
 _LOW64 = (1 << 64) - 1
 
 
@@ -35,12 +42,14 @@ _LOW64 = (1 << 64) - 1
 class Bf16State:
     """What is kept in bf16: the master weights of parameters that compute in bf16 (``masters``),
     the states of the optimizer that have a number for each element (``moments``); ``seed`` of the
-    rounding.
+    rounding. ``kahan``: the rounding errors of master weights are kept, as the state
+    :data:`COMPENSATION`.
     """
 
     masters: bool
     moments: bool
     seed: int = 0
+    kahan: bool = False
 
     @classmethod
     def of(cls, settings: ZeroConfig, optimizer: Any) -> Bf16State | None:
@@ -54,25 +63,34 @@ class Bf16State:
         masters = masters or bool(getattr(optimizer, "bf16_stochastic_round", False))
         if not masters and not section.bf16_optimizer_states:
             return None
-        return cls(masters, section.bf16_optimizer_states, section.stochastic_rounding_seed)
+        moments, seed = section.bf16_optimizer_states, section.stochastic_rounding_seed
+        return cls(masters, moments, seed, masters and section.kahan_summation)
 
     def widen(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``arrays``, master weights and states by name, with copies in fp32 of those in
         bf16.
         """
-        return {
+        wide = {
             name: value.float() if self._is_narrow(name, value) else value
             for name, value in arrays.items()
         }
+        error = arrays.get(COMPENSATION)
+        if self.kahan and error is not None:
+            exact = wide[MASTER] + error
+            wide[MASTER] = torch.where(exact.bfloat16() == arrays[MASTER], exact, wide[MASTER])
+        return wide
 
-    def fresh(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def fresh(self, state: Mapping[str, Any], master: torch.dtype) -> dict[str, Any]:
         """Return ``state``, of a parameter of one element before its first step, in the dtypes in
-        which it is kept.
+        which it is kept beside master weights of dtype ``master``.
         """
-        return {
+        found = {
             name: value.bfloat16() if self._narrows(name, value, (1,)) else value
             for name, value in state.items()
         }
+        if self.kahan and master == torch.bfloat16:
+            found[COMPENSATION] = torch.zeros(1, dtype=torch.bfloat16)
+        return found
 
     def _narrows(self, name: str, value: Any, shape: Sequence[int]) -> bool:
         """Whether the optimizer's state ``name`` of a segment of ``shape`` is kept in bf16."""
@@ -80,7 +98,7 @@ class Bf16State:
         return elementwise and value.dtype == torch.float32
 
     def _is_narrow(self, name: str, value: Any) -> bool:
-        chosen = self.masters if name == MASTER else self.moments
+        chosen = self.masters if name == MASTER else self.moments and name != COMPENSATION
         return chosen and isinstance(value, Tensor) and value.dtype == torch.bfloat16
 
     def narrow(
@@ -90,7 +108,9 @@ class Bf16State:
         ``number``: that of the step.
         """
         for name, value in arrays.items():
-            if self._is_narrow(name, value):
+            if name == MASTER and COMPENSATION in arrays:
+                _split(wide[MASTER], value, arrays[COMPENSATION])
+            elif self._is_narrow(name, value):
                 self._round(segment, name, value, wide[name], number)
 
     def _round(self, segment: Segment, name: str, out: Tensor, values: Tensor, number: int) -> None:
@@ -128,11 +148,14 @@ class Bf16State:
         for segment in segments:
             entries = states.get(segment.tensor, {})
             arrays = narrow[segment] = {MASTER: segment.tensor.data, **entries}
+            entries.pop(COMPENSATION, None)  # before the first step there must be no state
             for name, value in self.widen(arrays).items():
                 if name == MASTER:
                     segment.tensor.data = value
-                else:
+                elif name != COMPENSATION:
                     entries[name] = value
+            if self.kahan and self._is_narrow(MASTER, arrays[MASTER]) and segment.parts:
+                arrays.setdefault(COMPENSATION, torch.zeros_like(arrays[MASTER]))
         try:
             yield
             for segment, arrays in narrow.items():
@@ -146,8 +169,18 @@ class Bf16State:
             for segment, arrays in narrow.items():
                 segment.tensor.data = arrays[MASTER]
                 for name, value in arrays.items():
-                    if name != MASTER and self._is_narrow(name, value):
+                    if name == COMPENSATION or (name != MASTER and self._is_narrow(name, value)):
                         states[segment.tensor][name] = value
+
+
+def _split(values: Tensor, weights: Tensor, errors: Tensor) -> None:
+    """Write ``values`` into ``weights``, to nearest, and what that leaves into ``errors``. Their
+    sum, rounded, gives the weights again.
+    """
+    weights.copy_(values)
+    exact = weights.float() + (values - weights.float()).bfloat16()
+    weights.copy_(exact)
+    errors.copy_((exact - weights.float()).nan_to_num(0.0))
 
 
 def key_of(seed: int, parameter: str, state: str, number: int) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.offload.storage import MASTER
 from hf_zero.offload.sub_group_update import Counted, Rule, Update
 from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim import snapshots, state
@@ -319,11 +320,11 @@ class BoundOptimizer:
         """Return the tensors on the device that hold the per-element states of ``flat``."""
         return self._table.device.memory(flat)
 
-    def in_8_bits(self, flat: Flat) -> list[str]:
-        """Return the names of the per-element states of ``flat`` if some of them are in 8 bits on
-        the device: :meth:`tensors` decodes all of them.
+    def in_8_bits(self, flat: Flat) -> dict[str, torch.dtype]:
+        """Return the names of the per-element states of ``flat``, and the dtypes in which
+        :meth:`tensors` returns them, if some are in 8 bits on the device: it decodes these.
         """
-        return [] if flat.offloaded else self._table.device.in_8_bits(flat)
+        return {} if flat.offloaded else self._table.device.in_8_bits(flat)
 
     def address(self, flat: Flat, name: str) -> int:
         """Return the device address of state ``name`` of ``flat``; :meth:`tensors` may move it."""
@@ -515,9 +516,11 @@ class BoundOptimizer:
         ]
         return {**packed, "state": {}, "param_groups": groups}
 
-    def fresh(self, group: int) -> dict[str, Any]:
-        """Return the state of a parameter of one element in ``group`` before its first step."""
-        return self._entries.fresh(group, torch.zeros(1))
+    def fresh(self, group: int, master: torch.dtype = torch.float32) -> dict[str, Any]:
+        """Return the state of a parameter of one element in ``group``, with master weights of dtype
+        ``master``, before its first step.
+        """
+        return self._entries.fresh(group, torch.zeros(1, dtype=master))
 
     def version(self) -> tuple[Hashable, ...]:
         """Return values of which one differs once anything but a step has changed the state of a
@@ -530,11 +533,19 @@ class BoundOptimizer:
         versions = tuple((id(tensor), tensor._version) for tensor in tensors)
         return self.loads, self.numbers.loads, self.numbers.writes, versions
 
+    def keeps_errors(self, flat: Flat) -> bool:
+        """Whether rounding errors of the master weights of ``flat`` are kept."""
+        kahan = self._bf16 is not None and self._bf16.kahan
+        trains = MASTER in flat.storage.names()
+        return kahan and trains and flat.storage.dtype(MASTER) == torch.bfloat16
+
     def keeps(self, name: str) -> bool:
         """Whether a group of this optimizer keeps a state ``name``, as far as its class shows
         without a step.
         """
-        return self._entries.some_group_keeps(name, torch.zeros(1))
+        narrow = self._bf16 is not None and self._bf16.masters
+        like = torch.zeros(1, dtype=torch.bfloat16 if narrow else torch.float32)
+        return self._entries.some_group_keeps(name, like)
 
     def _same_groups(self, given: Sequence[Any], what: str) -> None:
         if len(given) != len(self.groups):

@@ -208,7 +208,8 @@ class OffloadedState:
         group = state.in_numbers(self._entries.groups[segment.group])
         like = torch.zeros(1, dtype=segment.tensor.dtype)
         found = state.fresh_state(self._entries.optimizer, group, like)
-        return found if self._entries.bf16 is None else self._entries.bf16.fresh(found)
+        bf16 = self._entries.bf16
+        return found if bf16 is None else bf16.fresh(found, segment.tensor.dtype)
 
     def unstep(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""

@@ -351,7 +351,7 @@ class NarrowStates(Protocol):
 
     @property
     def moments(self) -> bool: ...
-    def fresh(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def fresh(self, state: Mapping[str, Any], master: torch.dtype) -> dict[str, Any]:
         """Return ``state``, from before the first step, in the dtypes in which it is kept."""
 
 
@@ -393,7 +393,7 @@ class StateEntries:
     def fresh(self, group: int, like: Tensor) -> dict[str, Any]:
         """Return the state before the first step of a parameter like ``like`` in ``group``."""
         found = fresh_state(self.optimizer, self.groups[group], like)
-        return found if self.bf16 is None else self.bf16.fresh(found)
+        return found if self.bf16 is None else self.bf16.fresh(found, like.dtype)
 
     def blocks(self, segment: Segment) -> dict[str, Blocks]:
         """Return the states of ``segment`` that are in 8 bits."""
@@ -550,17 +550,18 @@ class DeviceState:
                     found.append(value[part.offset : part.offset + numel])
         return found
 
-    def in_8_bits(self, flat: Flat) -> list[str]:
-        """Return the names of the per-element states of ``flat`` if some are in 8 bits."""
+    def in_8_bits(self, flat: Flat) -> dict[str, torch.dtype]:
+        """Return the names of the per-element states of ``flat``, with the dtypes of their numbers,
+        if some are in 8 bits.
+        """
         if flat.key not in self._region_of or not self._has_blocks(self._region_of[flat.key][0]):
-            return []
-        names = {
-            name
+            return {}
+        return {
+            name: torch.float32 if isinstance(value, Blocks) else value.dtype
             for segment, _ in self._parts(flat)
-            for name, value in self._entries.of(segment).items()
+            for name, value in sorted(self._entries.of(segment).items())
             if self._is_kept(segment, name, value)
         }
-        return sorted(names)
 
     def address(self, flat: Flat, name: str) -> int:
         """Return the address of the first number of state ``name`` of ``flat``; 0 if missing."""

@@ -59,7 +59,8 @@ def summary(report: PreflightReport) -> str:
     if bf16 is not None:
         kept = [("master weights", bf16.masters), ("moments", bf16.moments)]
         rounds = " and ".join(what for what, narrow in kept if narrow)
-        lines.append(f"{rounds} in bf16, rounded stochastically in each step")
+        how = ", with Kahan sums" if bf16.kahan else ", rounded stochastically in each step"
+        lines.append(f"{rounds} in bf16{how}")
     coded = plan.names_in_8_bits
     if coded:
         slots = [slot for flat in plan.trainable for slot in flat.spec.layout.slots]

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hf_zero.offload.storage import MASTER
+from hf_zero.optim.bf16_state import COMPENSATION
 from hf_zero.optim.bound_optimizer import ParameterNumbers
 from hf_zero.optim.segment_table import Factors
 from hf_zero.optim.state import is_elementwise
@@ -222,8 +223,14 @@ def _fill(
         kind: [entry for entry in of_kind if entry.name not in held.get(kind, ())]
         for kind, of_kind in entries.items()
     }
+    keeps_errors = state.bound is not None and state.bound.keeps_errors(shard)
+    errors = None  # of weights that were saved in bf16, to be added to those in fp32
     for kind, of_kind in entries.items():
         out = arrays.get(kind)
+        if kind == COMPENSATION and not keeps_errors:
+            errors = torch.zeros(flat.spec.owned_numel, device=flat.full.device)
+            source.read(of_kind, errors)
+            continue
         if out is None:
             out = state.begin(of_kind, None)
         elif kind != MASTER and not keeps:
@@ -234,6 +241,8 @@ def _fill(
             out = out.clone()  # others may read the shard until it is stored
         if kind in held:  # the same on all ranks, which ``arrays`` need not be
             source.read(of_kind, out)
+            if kind == MASTER and errors is not None and out.dtype == torch.float32:
+                out.add_(errors)
         if kind != MASTER:
             state.bound.load_tensor(shard, kind, out)
         elif MASTER in shard.storage.names():

@@ -34,7 +34,7 @@ KINDS = {
     "adamw8bit": lambda params: AdamW8bit(params, lr=1e-3, weight_decay=0.1),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.5),
 }
-STEPS, SEED = 5, 7
+STEPS, SEED, BF16 = 5, 7, torch.bfloat16
 
 
 def settings(stage, moments=False, masters=True, **more):
@@ -307,11 +307,15 @@ def test_steps_that_need_fp32_are_refused(kind):
 
 def test_the_start_summary_says_what_is_kept_in_bf16(heard_in_full):
     def train(rank, model):
-        start(model, KINDS["adamw"](model.parameters()), settings(2, moments=True)).destroy()
+        for config in (settings(2, moments=True), kahan(2)):
+            start(model, KINDS["adamw"](model.parameters()), config).destroy()
 
     on_ranks(1, train, build=wide)
-    said = "master weights and moments in bf16, rounded stochastically"
-    assert any(said in message for message in heard_in_full)
+    for said in (
+        "master weights and moments in bf16, rounded stochastically",
+        "master weights in bf16, with Kahan sums",
+    ):
+        assert any(said in message for message in heard_in_full)
 
 
 def test_eight_bit_moments_without_masters_take_two_bytes_each():
@@ -328,3 +332,134 @@ def test_eight_bit_moments_without_masters_take_two_bytes_each():
     assert parts["parameters", "device"] == parts["gradients", "device"]
     assert parts["parameters", "device"] == pytest.approx(2 * numel, rel=1e-3)
     assert parts["optimizer", "device"] == pytest.approx(2 * numel * (1 + 4 / 256), rel=0.05)
+
+
+def kahan(stage, moments=False, **more):
+    config = settings(stage, moments, **more)
+    config["bf16"]["kahan_summation"] = True
+    return config
+
+
+def compensated(model, steps):
+    """Weights and errors after ``steps`` of SGD in fp32 on ``model``, in bf16."""
+    named = dict(model.named_parameters())
+    masters = {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
+    optimizer = KINDS["sgd"](masters.values())
+    errors = {name: torch.zeros_like(p) for name, p in masters.items()}
+    for step in steps:
+        loss_of(model, step).backward()
+        for name, p in named.items():
+            masters[name].grad, p.grad = p.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for name, master in masters.items():
+                near = master.bfloat16().float()
+                exact = near + (master - near).bfloat16().float()
+                named[name].copy_(exact)
+                errors[name] = exact - named[name].float()
+                master.copy_(exact)
+    return {name: p.detach().float() for name, p in named.items()}, errors
+
+
+@pytest.mark.parametrize("offloads", [None, "cpu"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_kahan_sums_keep_the_errors_of_weights(stage, offloads, tmp_path):
+    """Also over a resume on other ranks; a run with fp32 master weights takes the sums."""
+    model = wide().bfloat16()
+    weights, errors = compensated(model, range(STEPS))
+
+    def train(rank, model, steps, config, world=2):
+        if offloads and "kahan_summation" in config["bf16"]:
+            config["zero_optimization"]["offload_optimizer"] = {"device": offloads}
+        engine = start(model, KINDS["sgd"](model.parameters()), config)
+        if steps[0]:
+            engine.load_checkpoint(tmp_path)
+        run(engine, steps)
+        if "kahan_summation" in config["bf16"]:
+            engine.save_checkpoint(tmp_path)
+        found = full_weights(engine), states(engine), held_bytes(engine)
+        engine.destroy()
+        plan = planned(wide(), config, world, lambda m: KINDS["sgd"](m.parameters()), rank=rank)
+        foreseen = sum((plan.optimizer_bytes(flat) for flat in plan.flats), Counter())
+        for tier in ("device", "ram"):
+            assert found[2]["optimizer", tier] == foreseen[tier]
+        return found
+
+    on_ranks(2, train, range(2), kahan(stage), build=wide)
+    for whole, found, _ in on_ranks(4, train, range(2, STEPS), kahan(stage), 4, build=wide):
+        got = {name: value.float() for (name, key), value in found.items() if key == "compensation"}
+        if offloads is None:
+            assert_equal(whole, weights)
+            assert_equal(got, errors)
+        for name, value in weights.items():  # the host's kernel rounds fp32 in other places
+            sums = whole[name] + got[name], value + errors[name]
+            torch.testing.assert_close(*sums, rtol=2.0**-15, atol=1e-6)
+        saved = {name: value + got[name] for name, value in whole.items()}
+    full = config_of(2, bf16={"enabled": True})
+
+    def take(rank, model):
+        engine = start(model, KINDS["sgd"](model.parameters()), full)
+        engine.load_checkpoint(tmp_path)
+        found = full_weights(engine)
+        engine.destroy()
+        return found
+
+    found = on_ranks(2, take, build=wide)[0]
+    assert_equal(found, saved)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_kahan_sums_forget_the_errors_of_values_that_a_script_replaces(stage):
+    def train(rank, model):
+        engine = start(model, KINDS["sgd"](model.parameters()), kahan(stage))
+        run(engine, range(2))
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        weight = engine.module.up.weight
+        with hf_zero.GatheredParameters([weight], modifier_rank=0):
+            weight.data.zero_()
+        run(engine, [2])
+        found = full_weights(engine)["up.weight"]
+        engine.destroy()
+        return found
+
+    for found in on_ranks(2, train, build=wide):
+        assert not found.any()
+
+
+def test_kahan_sums_are_nearer_to_fp32_than_rounded_weights():
+    """Of 40 steps of which each changes less than a place of bf16."""
+    ends = {}
+    for name in ("fp32", "kahan", "nearest"):
+        parameter = torch.full((4096,), 1.0, dtype=torch.float32 if name == "fp32" else BF16)
+        errors = torch.zeros_like(parameter)
+        for _ in range(40):
+            exact = parameter.float() + (errors.float() if name == "kahan" else 0.0) - 1e-4
+            if name == "kahan":
+                bf16_state._split(exact, parameter, errors)
+            else:
+                parameter.copy_(exact)
+        ends[name] = parameter.float() + (errors.float() if name == "kahan" else 0.0)
+    assert (ends["kahan"] - ends["fp32"]).abs().max() < 3e-5
+    assert (ends["nearest"] - ends["fp32"]).abs().max() > 3e-3
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_kahan_sums_beside_moments_in_8_bits_and_frozen_parameters_resume(stage, tmp_path):
+    def train(rank, model, steps):
+        model.head.requires_grad_(False)
+        engine = start(model, AdamW8bit(model.parameters()), kahan(stage))
+        if steps[0]:
+            engine.load_checkpoint(tmp_path)
+        run(engine, steps)
+        engine.save_checkpoint(tmp_path)
+        found = full_weights(engine), states(engine)
+        engine.destroy()
+        return found
+
+    want = on_ranks(1, train, range(4), build=wide)[0]
+    on_ranks(2, train, range(2), build=wide)
+    got = on_ranks(4, train, range(2, 4), build=wide)[0]
+    assert_equal(got[0], want[0])
+    trained = {key: value for key, value in want[1].items() if "head" not in key[0]}
+    assert_equal({key: got[1][key] for key in trained}, trained)

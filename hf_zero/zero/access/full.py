@@ -354,8 +354,9 @@ def _state(flat: FlatBuffer, parameter: torch.Tensor, name: str, what: str) -> t
         tensors = {"master": tensors["master"]}
     elif name not in tensors and engine.bound.keeps(name):
         # no gradient has reached the parameters of this part yet; other ranks may have state
-        fresh = engine.bound.fresh(engine.bound.group_of[name_of(parameter)])
-        kept = fresh.get(name, torch.zeros(1, dtype=step_dtype(tensors["master"].dtype)))
+        dtype = tensors["master"].dtype
+        fresh = engine.bound.fresh(engine.bound.group_of[name_of(parameter)], dtype)
+        kept = fresh.get(name, torch.zeros(1, dtype=step_dtype(dtype)))
         return torch.zeros_like(tensors["master"], dtype=kept.dtype)
     if name not in tensors:
         raise PartitionError(

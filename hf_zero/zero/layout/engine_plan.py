@@ -249,21 +249,20 @@ class EnginePlan:
             settings, like = self.optimizer.param_groups[group], torch.zeros(1, dtype=dtype)
             kind = self.rules.moments
             kind = str(settings.get("moments", "fp32")) if kind == "fp32" else kind
-            numbers = self._as_kept(fresh_state(self.optimizer, in_numbers(settings), like))
+            numbers = fresh_state(self.optimizer, in_numbers(settings), like)
             # on the device, 8-bit moments are counted by optimizer_bytes
             blocks = settings.get("moments") in ("int8", "dynamic8")
             there = fresh_state(self.optimizer, settings, like)
-            there = numbers if blocks else self._as_kept(there)
+            there = numbers if blocks else there
+            if bf16 := Bf16State.of(self.settings, self.optimizer):
+                numbers, there = (bf16.fresh(state, dtype) for state in (numbers, there))
+            kinds = {torch.float64: "fp32", torch.bfloat16: "bf16"}
             self._kept_by_group[group, dtype] = {
-                name: (there[name].dtype, "fp32" if dtype == torch.float64 else kind)
+                name: (there[name].dtype, kinds.get(value.dtype, kind))
                 for name, value in numbers.items()
                 if is_elementwise(name, value, (1,))
             }
         return self._kept_by_group[group, dtype]
-
-    def _as_kept(self, state: dict[str, Any]) -> dict[str, Any]:
-        bf16 = Bf16State.of(self.settings, self.optimizer)
-        return state if bf16 is None else bf16.fresh(state)
 
     @cached_property
     def _kept_by_group(
@@ -303,7 +302,8 @@ class EnginePlan:
             if run.group is not None:
                 (group, in_8_bits), numel = run.group, run.stop - run.start
                 for dtype, _ in self._kept(group, flat.spec.wide).values():
-                    found += size_in_memory(StorageFormat(dtype, blocks=in_8_bits), numel)
+                    how = StorageFormat(dtype, blocks=in_8_bits and dtype == torch.float32)
+                    found += size_in_memory(how, numel)
         return found
 
     @cached_property
