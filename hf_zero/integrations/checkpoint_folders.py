@@ -71,12 +71,12 @@ def written_otherwise(folder: Path) -> str:
 def engine_checkpoint_error(folder: Path, tag: str | None = None) -> str:
     """Return the reason why the engine's checkpoint in ``folder`` cannot be resumed from, or ""."""
     try:
-        found = find.locate(folder, tag)
+        checkpoint = find.locate(folder, tag)
     except CheckpointError as error:
         return str(error)
     return (
-        integrity_error(found)
-        if found != folder
+        integrity_error(checkpoint)
+        if checkpoint != folder
         else f"{folder} has whole weights and nothing that training resumes from; {RESTORE}"
     )
 
@@ -113,9 +113,7 @@ class StateContents:
     def of(cls, accelerator: Any) -> StateContents:
         """Return the contents that ``accelerator`` would save for the objects prepared so far."""
         stepped = [
-            each
-            for each in accelerator._schedulers
-            if type(each).__name__ != "DeepSpeedSchedulerWrapper"
+            s for s in accelerator._schedulers if type(s).__name__ != "DeepSpeedSchedulerWrapper"
         ]
         return cls(
             tuple(_numbered(MODEL_TAG, index) for index in range(len(accelerator._models))),
@@ -129,9 +127,9 @@ class StateContents:
     def error(self, folder: Path) -> str:
         """Return the reason why ``folder`` cannot be loaded, or ""."""
         for tag in self.tags:
-            said = engine_checkpoint_error(folder, tag)
-            if said:
-                return said
+            problem = engine_checkpoint_error(folder, tag)
+            if problem:
+                return problem
         for name in (
             *(f"random_states_{rank}.pkl" for rank in range(ranks_of(folder / MODEL_TAG))),
             *self.files,
@@ -206,11 +204,11 @@ def last_complete(newest_first: Iterable[Path], wrong: Callable[[Path], str]) ->
     """
     torn = []
     for folder in newest_first:
-        said = wrong(folder)
-        if not said:
+        problem = wrong(folder)
+        if not problem:
             return folder
-        torn.append(f"{folder.name}: {said}")
-        logger.warning("%s is not whole and is skipped: %s", folder, said)
+        torn.append(f"{folder.name}: {problem}")
+        logger.warning("%s is not whole and is skipped: %s", folder, problem)
     if torn:
         raise CheckpointError(
             f"none of the {len(torn)} checkpoint(s) is whole ({'; '.join(torn)}); restore one, or "
@@ -223,9 +221,9 @@ def numbered_folders(parent: Path, name: str, suffix: str = "") -> list[Path]:
     """Return the folders ``<name><number><suffix>`` in ``parent``, highest number first."""
     if not parent.is_dir():
         return []
-    found = [
+    checkpoints = [
         (int(match[1]), item)
         for item in parent.iterdir()
         if (match := re.fullmatch(rf"{re.escape(name)}(\d+){re.escape(suffix)}", item.name))
     ]
-    return [item for _, item in sorted(found, reverse=True) if item.is_dir()]
+    return [item for _, item in sorted(checkpoints, reverse=True) if item.is_dir()]

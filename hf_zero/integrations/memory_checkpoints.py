@@ -29,19 +29,19 @@ def save_with_route(engine: Engine, write: Callable[[Path], Path]) -> None:
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = Path(mkdtemp(dir=where))
     try:
-        with _saving_nothing(engine) as asked:
+        with _saving_nothing(engine) as arguments:
             root = write(folder)
         files = [path for path in root.rglob("*") if path.is_file()]
         beside = {str(path.relative_to(root)): path.read_bytes() for path in files}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    memory.save(engine, beside, asked.get("client_state"), asked.get("tag"))
+    memory.save(engine, beside, arguments.get("client_state"), arguments.get("tag"))
 
 
 @contextmanager
 def _saving_nothing(engine: Engine) -> Iterator[dict[str, Any]]:
     """Keep ``engine.save_checkpoint`` from writing; yield the arguments of its call."""
-    asked: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     @functools.wraps(engine.save_checkpoint)
     def save_checkpoint(
@@ -50,11 +50,11 @@ def _saving_nothing(engine: Engine) -> Iterator[dict[str, Any]]:
         client_state: dict[str, Any] | None = None,
         **others: Any,
     ) -> bool:
-        asked.update(tag=tag, client_state=client_state)
+        arguments.update(tag=tag, client_state=client_state)
         return True
 
     with replaced(engine, save_checkpoint=save_checkpoint):
-        yield asked
+        yield arguments
 
 
 @contextmanager

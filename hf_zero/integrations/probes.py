@@ -69,7 +69,7 @@ class Examination:
         release = Version(self.release).base_version
         if tested.contains(release):
             return "tested"
-        newer = Version(release) > min(Version(each.version) for each in tested)
+        newer = Version(release) > min(Version(row.version) for row in tested)
         return f"{'newer' if newer else 'older'} than tested ({tested})"
 
 
@@ -130,12 +130,12 @@ def _blocks_can_be_cut() -> None:
         model(input_ids=tokens, use_cache=True)
         hook.remove()
         ((args, kwargs, output),) = calls
-        place, state = hidden_state(block, args, kwargs) or (None, torch.empty(0))
+        key, state = hidden_state(block, args, kwargs) or (None, torch.empty(0))
         if state.shape != getattr(first_of(output), "shape", None):
             raise VerificationError(f"{type(block).__name__} maps no hidden state to another one")
-        kept = torch.tensor([[1, 4]])
-        cut = TokenCut(block, kept, 6, "attention_mask", lambda _, why: VerificationError(why))
-        args, kwargs = cut.arguments(args, kwargs, place, state[:, kept[0]])
+        indices = torch.tensor([[1, 4]])
+        cut = TokenCut(block, indices, 6, "attention_mask", lambda _, why: VerificationError(why))
+        args, kwargs = cut.arguments(args, kwargs, key, state[:, indices[0]])
         if first_of(block(*args, **kwargs)).shape != (1, 2, 8):
             raise VerificationError(f"{type(block).__name__} returns other tokens than it gets")
 
@@ -151,7 +151,7 @@ def _checkpoints_load_in_shards() -> None:
         model.save_pretrained(folder)  # type: ignore[operator]
         with read_later():
             loaded = type(model).from_pretrained(folder)  # type: ignore[attr-defined]
-            if not any(isinstance(each, LazyTensor) for each in loaded.parameters()):
+            if not any(isinstance(parameter, LazyTensor) for parameter in loaded.parameters()):
                 raise VerificationError("the loader read the weights at once")
             make_pending(loaded)
             read_pending(loaded)
@@ -174,13 +174,13 @@ def _kernels_are_active() -> None:
             optimize(model, kernels)
         finally:
             logger.setLevel(level)
-        found = model(input_ids=tokens).logits
+        logits = model(input_ids=tokens).logits
     missing = set(kernels) - {name for line in report(model).replaced for name in line.kernels}
     if missing:
         raise VerificationError(
             f"no module of {type(model).__name__} has {', '.join(sorted(missing))}"
         )
-    if not torch.allclose(found, right, rtol=1e-4, atol=1e-5):
+    if not torch.allclose(logits, right, rtol=1e-4, atol=1e-5):
         raise VerificationError(f"logits of {type(model).__name__} differ with fused kernels")
 
 

@@ -67,10 +67,10 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(engine, Engine) and engine.optimizer is not None:
                 offer_offload_names(engine)
                 _refuse_other_micro_batches(engine)
-        made = [each for each in result if isinstance(each, Engine) and each.bound is not None]
-        register_engines(self, made if limit_left_open else ())
+        engines = [m for m in result if isinstance(m, Engine) and m.bound is not None]
+        register_engines(self, engines if limit_left_open else ())
         follow_engines(self)
-        if made:
+        if engines:
             save_by_loop(self)
         return result
 
@@ -83,7 +83,7 @@ def _split_layers_first(size: int, args: Sequence[Any]) -> None:
     """
     from hf_zero.parallel.tensor import tensor_parallel
 
-    for model in (each for each in args if isinstance(each, nn.Module)):
+    for model in (value for value in args if isinstance(value, nn.Module)):
         tensor_parallel(model, size)
 
 
@@ -93,7 +93,7 @@ def _refuse_pipelines(args: Sequence[Any]) -> None:
     """
     from hf_zero.parallel.pipeline.staged import StagedModule
 
-    if any(isinstance(each, StagedModule) for each in args):
+    if any(isinstance(value, StagedModule) for value in args):
         raise ConfigError(
             "Accelerator.prepare() got the stages of a pipeline, and its loops, the Trainer's too, "
             "call a model for its loss; call hf_zero.initialize(model=stages, ...) and train by "
@@ -109,9 +109,9 @@ def add_figures(original: Callable[..., None]) -> Callable[..., None]:
     def log(
         self: Any, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None
     ) -> None:
-        figures = (each.figures for each in engines_of(self) if each.figures)
-        found = tracked(next(figures, {}))
-        original(self, {**found, **values}, step, {} if log_kwargs is None else log_kwargs)
+        figures = (engine.figures for engine in engines_of(self) if engine.figures)
+        figures_now = tracked(next(figures, {}))
+        original(self, {**figures_now, **values}, step, {} if log_kwargs is None else log_kwargs)
 
     return log
 
@@ -193,7 +193,7 @@ def _batch_size_left_open(config: dict[str, Any], args: tuple[Any, ...]) -> Iter
     """Remove "auto" batch sizes from ``config`` while an engine is prepared without a data loader
     that has a batch size: Accelerate raises for them, and the engine does not need the number.
     """
-    loaders = [each for each in args if isinstance(each, DataLoader)]
+    loaders = [value for value in args if isinstance(value, DataLoader)]
     taken = {}
     if config.get(MICRO) == AUTO and (
         not loaders or any(loader.batch_size is None for loader in loaders)
@@ -203,7 +203,7 @@ def _batch_size_left_open(config: dict[str, Any], args: tuple[Any, ...]) -> Iter
         yield
     finally:
         # without a model in this call, one may follow with a data loader
-        if not any(isinstance(each, nn.Module) for each in args):
+        if not any(isinstance(value, nn.Module) for value in args):
             config.update(taken)
 
 
@@ -218,33 +218,31 @@ def _counting_data_parallel_ranks(accelerator: Any, args: tuple[Any, ...]) -> It
     config, size = plugin.deepspeed_config, tensor_ranks(state) * sequence_ranks(state)
     scaled: list[Any] = []
     if not accelerator.split_batches:
-        dummies = (each for each in args if isinstance(each, DummyScheduler))
-        scaled = [each for each in dummies if each.total_num_steps]
+        dummies = (value for value in args if isinstance(value, DummyScheduler))
+        scaled = [scheduler for scheduler in dummies if scheduler.total_num_steps]
     elif size > 1 and config.get(MICRO) == AUTO:
-        loaders = [each for each in args if isinstance(each, DataLoader)]
-        sizes = [each.batch_size for each in loaders if each.batch_size]
+        loaders = [value for value in args if isinstance(value, DataLoader)]
+        sizes = [loader.batch_size for loader in loaders if loader.batch_size]
         if sizes and len(sizes) == len(loaders):
             chosen = min(sizes) if plugin.is_train_batch_min else max(sizes)
             config[MICRO] = chosen // (state.num_processes // size)
-    for each in scaled:
-        each.total_num_steps *= size
+    for scheduler in scaled:
+        scheduler.total_num_steps *= size
     try:
         yield
     finally:
-        for each in scaled:
-            each.total_num_steps //= size
+        for scheduler in scaled:
+            scheduler.total_num_steps //= size
 
 
 def _refuse_optimizer_alone(args: tuple[Any, ...]) -> None:
     """Raise PartitionError for an optimizer whose model was prepared without it: its engine cannot
     step.
     """
-    if any(isinstance(each, nn.Module) for each in args):
+    if any(isinstance(value, nn.Module) for value in args):
         return
-    for optimizer in (each for each in args if isinstance(each, torch.optim.Optimizer)):
-        owners = (
-            owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"]
-        )
+    for optimizer in (value for value in args if isinstance(value, torch.optim.Optimizer)):
+        owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
         if any(flat is not None for flat in owners):
             raise PartitionError(
                 f"accelerator.prepare() is given {type(optimizer).__name__} after its model: under "
@@ -259,13 +257,13 @@ def _refuse_second_optimizer(args: Sequence[Any]) -> None:
     """
     from accelerate.utils import DummyOptim
 
-    given = [each for each in args if isinstance(each, (torch.optim.Optimizer, DummyOptim))]
-    if len(given) > 1:
+    optimizers = [value for value in args if isinstance(value, (torch.optim.Optimizer, DummyOptim))]
+    if len(optimizers) > 1:
         raise ConfigError(
-            f"accelerator.prepare() got {len(given)} optimizers "
-            f"({', '.join(type(each).__name__ for each in given)}), and a model under ZeRO has "
-            "one; pass one optimizer with several parameter groups, or prepare each model with "
-            "its own optimizer in a call of its own"
+            f"accelerator.prepare() got {len(optimizers)} optimizers "
+            f"({', '.join(type(optimizer).__name__ for optimizer in optimizers)}), and a model "
+            "under ZeRO has one; pass one optimizer with several parameter groups, or prepare each "
+            "model with its own optimizer in a call of its own"
         )
 
 

@@ -84,14 +84,14 @@ def keep_until_saved(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _first_free_number(states: Path, number: int, parts: StateContents) -> int:
     """Return the first number, from ``number`` on, whose folder holds no incomplete state."""
-    while (folder := states / f"{PREFIX}{number}").exists() and (said := parts.error(folder)):
+    while (folder := states / f"{PREFIX}{number}").exists() and (problem := parts.error(folder)):
         number += 1
         logger.warning(
             "%s is not whole and is left as it is; the state is saved as %s%d (%s)",
             folder,
             PREFIX,
             number,
-            said,
+            problem,
         )
     return number
 
@@ -112,13 +112,13 @@ def _next_number(states: Path, number: int) -> int:
     saves beside them, where Accelerate's own count begins with 0 in each process.
     """
     taken = (int(folder.name.removeprefix(PREFIX)) for folder in numbered_folders(states, PREFIX))
-    return max([number, *(each + 1 for each in taken)])
+    return max([number, *(number_taken + 1 for number_taken in taken)])
 
 
 def _keep(newest: Path, limit: int, parts: StateContents) -> None:
     parent = newest.parent
-    for left in parent.parent.glob(f"{DROPPED}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in parent.parent.glob(f"{DROPPED}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     older = [folder for folder in numbered_folders(parent, PREFIX) if folder != newest]
     chosen = excess([newest, *older], limit, {newest}, parts.error)
     remove(chosen, os.path.join(os.pardir, DROPPED))  # outside: folders in here count as states
@@ -139,12 +139,12 @@ def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         last, named = input_dir is None, _names_itself(self)
         if last and named:
-            found = decide_on_rank_0(
+            checkpoint = decide_on_rank_0(
                 lambda: last_complete(
                     numbered_folders(_states(self), PREFIX), StateContents.of(self).error
                 )
             )
-            input_dir = None if found is None else str(found)
+            input_dir = None if checkpoint is None else str(checkpoint)
         if last and _under_zero(self):
             input_dir = newer_in_memory(self, input_dir)
         if input_dir is not None and _under_zero(self):

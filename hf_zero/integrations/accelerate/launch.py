@@ -102,11 +102,11 @@ def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
         if file:
             environment[LAUNCH_FILE] = file
         if written:
-            if (given := args.deepspeed_config_file) not in (None, "none"):
+            if (config_file := args.deepspeed_config_file) not in (None, "none"):
                 raise ConfigError(
                     f"deepspeed_config.{min(written)} is given besides --deepspeed_config_file "
-                    f"{given}, but Accelerate reads only the file; move it "
-                    f"into {given}"
+                    f"{config_file}, but Accelerate reads only the file; move it "
+                    f"into {config_file}"
                 )
             environment[WRITTEN] = json.dumps(written)
         return command, environment
@@ -137,8 +137,8 @@ def see_ranks(original: Callable[..., None]) -> Callable[..., None]:
     """
 
     def __post_init__(self: Any) -> None:
-        asked = (self.deepspeed or zero_asked_for()) and finder.chosen()
-        if asked and launched() and (self.use_cpu or cpu_forced()):
+        uses_engine = (self.deepspeed or zero_asked_for()) and finder.chosen()
+        if uses_engine and launched() and (self.use_cpu or cpu_forced()):
             init_distributed("gloo", timeout=timedelta(seconds=self.ddp_timeout))
         original(self)
 
@@ -149,9 +149,9 @@ def launched() -> bool:
     """Return whether a launcher has started this process. Sets torchrun's variables from the
     launcher's, and selects the network interface: Accelerate makes the groups of CPU ranks itself.
     """
-    place = announce()
-    if place is not None:
-        choose_interface(place.master_addr, place.several_hosts)
+    rendezvous = announce()
+    if rendezvous is not None:
+        choose_interface(rendezvous.master_addr, rendezvous.several_hosts)
     return int(os.environ.get("LOCAL_RANK", -1)) != -1
 
 

@@ -51,9 +51,9 @@ def name_the_size(config: Any) -> None:
         inner, name = alias.split(".")[1:]
         other = section.get(inner) if isinstance(section, Mapping) else None
         if isinstance(other, Mapping) and name in other and size not in section:
-            rest = {key: value for key, value in section.items() if key != inner}
-            left = {key: value for key, value in other.items() if key != name}
-            config[TENSOR] = {**rest, **({inner: left} if left else {}), size: other[name]}
+            outer = {key: value for key, value in section.items() if key != inner}
+            keys = {key: value for key, value in other.items() if key != name}
+            config[TENSOR] = {**outer, **({inner: keys} if keys else {}), size: other[name]}
 
 
 def tensor_ranks(state: Any) -> int:
@@ -161,13 +161,13 @@ def rewind_what_was_fetched(original: Callable[..., None]) -> Callable[..., None
             original(self)
             return
         saved, ahead = self.dl_state_dict, state.num_processes - 1
-        for counters, name, each in (
+        for counters, name, size in (
             (saved, "_sampler_iter_yielded", 1),
             (saved, "_num_yielded", 1),
             (saved.get("_index_sampler_state") or {}, "samples_yielded", self.batch_size),
         ):
             if counters.get(name, 0) > 0:
-                counters[name] -= each * ahead
+                counters[name] -= size * ahead
 
     return adjust_state_dict_for_prefetch
 
@@ -202,13 +202,13 @@ def count_batches_once(original: Callable[..., None]) -> Callable[..., None]:
         if size == 1 or self.split_batches or not self.step_with_optimizer:
             original(self, *args, **kwargs)
             return
-        inner_step, held, calls = inner.step, {**vars(inner)}, itertools.count()
+        inner_step, attributes, calls = inner.step, {**vars(inner)}, itertools.count()
         inner.step = lambda *a, **k: None if next(calls) % size else inner_step(*a, **k)
         try:
             original(self, *args, **kwargs)
         finally:
             del inner.step  # a scheduler's state dict would include it
-            if "step" in held:
+            if "step" in attributes:
                 inner.step = inner_step
 
     return step
@@ -232,7 +232,7 @@ def _gathering_one_of(accelerator: Any, size: int) -> Iterator[None]:
     whole, ranks = accelerator.gather, accelerator.num_processes
 
     def gather(data: Any) -> Any:
-        return recursively_apply(lambda each: torch.cat(each.chunk(ranks)[::size]), whole(data))
+        return recursively_apply(lambda tensor: torch.cat(tensor.chunk(ranks)[::size]), whole(data))
 
     accelerator.gather = gather
     try:
@@ -286,7 +286,7 @@ def follow_engines(accelerator: Any) -> None:
     from hf_zero.engine import Engine
     from hf_zero.techniques.registry import follow
 
-    for engine in (each for each in accelerator._models if isinstance(each, Engine)):
+    for engine in (model for model in accelerator._models if isinstance(model, Engine)):
         for loader in accelerator._dataloaders:
             follow(engine.techniques, _sampler_of(loader))
 
@@ -300,8 +300,8 @@ def skip_what_was_trained(original: Callable[..., Any]) -> Callable[..., Any]:
         from hf_zero.parallel.sequence.batches import SequenceBatches
 
         if isinstance(dataloader, SequenceBatches):
-            whole, rest = divmod(num_batches, dataloader.turns)
-            return dataloader.over(skip_first_batches(dataloader.loader, whole), rest)
+            whole, remainder = divmod(num_batches, dataloader.turns)
+            return dataloader.over(skip_first_batches(dataloader.loader, whole), remainder)
         skipping = original(dataloader, num_batches)
         from accelerate.data_loader import DataLoaderDispatcher
 

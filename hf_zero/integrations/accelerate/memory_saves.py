@@ -22,15 +22,15 @@ def engines_of(accelerator: Any) -> list[Any]:
     """Return the engines that ``accelerator`` has prepared, in order."""
     from hf_zero.engine import Engine
 
-    return [each for each in accelerator._models if isinstance(each, Engine)]
+    return [model for model in accelerator._models if isinstance(model, Engine)]
 
 
 def save_by_loop(accelerator: Any) -> None:
     """Have the loop of a script save the engine of ``accelerator`` into the memory of the hosts,
     with what ``save_state`` saves, if its configuration says so. Raises ConfigError for several.
     """
-    engines = [each for each in engines_of(accelerator) if each.bound is not None]
-    if all(each.memory is None for each in engines):
+    engines = [engine for engine in engines_of(accelerator) if engine.bound is not None]
+    if all(engine.memory is None for engine in engines):
         return
     if len(engines) > 1:
         raise ConfigError(
@@ -70,7 +70,7 @@ def _before_forward(engine: Any, inputs: Any) -> None:
 
 def _loops(state: Any) -> list[Any]:
     """Return the loaders that are being iterated over, the outermost first."""
-    return [each for each in state.dataloader_references if each is not None]
+    return [loader for loader in state.dataloader_references if loader is not None]
 
 
 def _save_what_is_due() -> None:
@@ -91,9 +91,9 @@ def _write_state(accelerator: Any, folder: Path) -> Path:
 
 def newer_in_memory(accelerator: Any, folder: str | None) -> str | None:
     """Return the folder of the newest state in memory, unless ``folder`` is newer. Collective."""
-    found = [
+    checkpoints = [
         newest(engine, folder)
         for engine in engines_of(accelerator)
         if engine.memory is not None and engine.bound is not None
     ]
-    return str(found[0].directory) if found and found[0] is not None else folder
+    return str(checkpoints[0].directory) if checkpoints and checkpoints[0] is not None else folder

@@ -69,27 +69,23 @@ def register_engines(accelerator: Any, limited_by_script: Iterable[Engine] = ())
     _limited_by_script.update(limited_by_script)
     from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 
-    here = [
-        model
-        for model in accelerator._models
-        if isinstance(model, Engine) and model.bound is not None
-    ]
-    if len(here) == 1:  # an engine prepared before it, such as a teacher's, cannot step
+    engines = [m for m in accelerator._models if isinstance(m, Engine) and m.bound is not None]
+    if len(engines) == 1:  # an engine prepared before it, such as a teacher's, cannot step
         if (
-            here[0] in _training
-            and getattr(accelerator.deepspeed_engine_wrapped, "engine", None) is here[0]
+            engines[0] in _training
+            and getattr(accelerator.deepspeed_engine_wrapped, "engine", None) is engines[0]
         ):
             return  # a later prepare of a data loader or scheduler
-        accelerator.deepspeed_engine_wrapped = wrapped = DeepSpeedEngineWrapper(here[0])
+        accelerator.deepspeed_engine_wrapped = wrapped = DeepSpeedEngineWrapper(engines[0])
         _take_steps(wrapped, accelerator)
-    elif here:
-        accelerator.deepspeed_engine_wrapped = MultipleEngines(here)
-    _training.update(here)
+    elif engines:
+        accelerator.deepspeed_engine_wrapped = MultipleEngines(engines)
+    _training.update(engines)
     _optimizers.update(accelerator._optimizers)
     if sum(engine.bound is not None for engine in _training) > 1:
         for optimizer in _optimizers:
             optimizer.zero_grad = _at_window_end(optimizer, "zero_grad")
-    if len(here) > 1:
+    if len(engines) > 1:
         for optimizer in accelerator._optimizers:
             optimizer.step = _at_window_end(optimizer, "step")
 
@@ -163,7 +159,7 @@ class SingleEngine:
         after = self.engine.counters.global_steps
         self._applied += after > before and self.engine.was_step_applied()
 
-    def checked(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``optimizer.step`` to raise PartitionError after two backwards since the last call:
         each was a step of the engine, while plain PyTorch adds their gradients; and after a
         ``loss.backward()``, with which no step is made.
@@ -189,7 +185,7 @@ class SingleEngine:
                     "inside `with accelerator.accumulate(model):` (or all but the last inside "
                     "`with accelerator.no_sync(model):`)"
                 )
-            return own(*args, **kwargs)
+            return method(*args, **kwargs)
 
         return step
 
@@ -232,11 +228,11 @@ def _at_window_end(wrapped: Any, name: str) -> Callable[..., None]:
     """Return the method ``name`` of the optimizer inside ``wrapped``, restricted to the end of an
     accumulation window.
     """
-    own, state = wrapped.optimizer, wrapped.gradient_state
+    optimizer, state = wrapped.optimizer, wrapped.gradient_state
 
     def method(*args: Any, **kwargs: Any) -> None:
         if state.sync_gradients:
-            getattr(own, name)()
+            getattr(optimizer, name)()
 
     return method
 
@@ -248,15 +244,15 @@ def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        given = [parameters] if hasattr(parameters, "numel") else list(parameters)
+        tensors = [parameters] if hasattr(parameters, "numel") else list(parameters)
         owner = (
-            next((flat for flat in map(owner_of, given) if flat is not None), None)
+            next((flat for flat in map(owner_of, tensors) if flat is not None), None)
             if finder.chosen()
             else None
         )
         engine = owner.engine() if owner is not None else None
         if engine is None:
-            return original(self, given, max_norm, norm_type)
+            return original(self, tensors, max_norm, norm_type)
         if float(norm_type) != 2.0:
             raise PartitionError(
                 f"clip_grad_norm_(norm_type={norm_type}): the engine clips in its step, by the L2 "
@@ -264,7 +260,7 @@ def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
                 "other; leave norm_type at 2"
             )
         if engine in _limited_by_script:
-            _refuse_part(engine, given)
+            _refuse_part(engine, tensors)
         else:
             _warn_limit(engine, float(max_norm))
         wrapped = self.deepspeed_engine_wrapped
@@ -281,16 +277,16 @@ def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     return clip_grad_norm_
 
 
-def _refuse_part(engine: Engine, given: Iterable[Any]) -> None:
-    """Raise PartitionError if ``given`` is only a part of the parameters that ``engine`` trains."""
-    named = {id(parameter) for parameter in given}
-    owners = [(each, owner_of(each)) for each in engine.module.parameters()]
-    trained = [each for each, owner in owners if owner is not None and owner.trainable]
-    left = sum(id(parameter) not in named for parameter in trained)
-    if left:
+def _refuse_part(engine: Engine, parameters: Iterable[Any]) -> None:
+    """Raise PartitionError if ``parameters`` lacks a parameter that ``engine`` trains."""
+    named = {id(parameter) for parameter in parameters}
+    owners = [(parameter, owner_of(parameter)) for parameter in engine.module.parameters()]
+    trained = [parameter for parameter, owner in owners if owner is not None and owner.trainable]
+    missing = sum(id(parameter) not in named for parameter in trained)
+    if missing:
         raise PartitionError(
-            f"clip_grad_norm_ got parameters without {left} of the {len(trained)} that the engine "
-            "trains: the engine clips by the norm of the whole gradient. Pass "
+            f"clip_grad_norm_ got parameters without {missing} of the {len(trained)} that the "
+            "engine trains: the engine clips by the norm of the whole gradient. Pass "
             "model.parameters(), or write gradient_clipping in the configuration"
         )
 

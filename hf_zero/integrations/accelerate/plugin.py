@@ -52,7 +52,7 @@ def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
             self.hf_ds_config is None
             and os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") == "none"
         )
-        given = self.hf_ds_config
+        value = self.hf_ds_config
         original(self)
         if not (finder.chosen() and isinstance(self.deepspeed_config, SourcedDict)):
             return
@@ -62,7 +62,7 @@ def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
             merge(self.deepspeed_config, written_keys())
             name_the_size(self.deepspeed_config)
             remember_launch(self.deepspeed_config)
-        elif not hasattr(given, "config"):
+        elif not hasattr(value, "config"):
             # with a ``config`` it is the Trainer's, which sets its own filler
             self.deepspeed_config.filler = "Accelerate"
 
@@ -106,22 +106,22 @@ def written_keys() -> dict[str, Any]:
     return dict(json.loads(os.environ.get(WRITTEN, "{}")))
 
 
-def mapping_of(given: Any) -> Any:
+def mapping_of(value: Any) -> Any:
     """Convert the argument of ``HfDeepSpeedConfig``, which copies it, to a mapping with sources;
     other types are returned unchanged. Raises ConfigError for an invalid configuration.
     """
-    if isinstance(given, Mapping):
-        return _sourced(given, DICT)
-    if not isinstance(given, (str, Path)):
-        return given
-    if isinstance(given, str) and (
-        given in PRESETS or not (os.path.exists(given) or {os.sep, ".", "{", "="} & {*given})
+    if isinstance(value, Mapping):
+        return _sourced(value, DICT)
+    if not isinstance(value, (str, Path)):
+        return value
+    if isinstance(value, str) and (
+        value in PRESETS or not (os.path.exists(value) or {os.sep, ".", "{", "="} & {*value})
     ):
         # raises ConfigError, listing the presets, if it is none
-        return ZeroConfig.coerce(given, allow_auto=True, foreign=True).to_dict()
-    text = load_text(given) if isinstance(given, str) and not os.path.exists(given) else None
-    mapping = load_file(given) if text is None else text
-    label = f"config file {given}" if text is None else "config string"
+        return ZeroConfig.coerce(value, allow_auto=True, foreign=True).to_dict()
+    text = load_text(value) if isinstance(value, str) and not os.path.exists(value) else None
+    mapping = load_file(value) if text is None else text
+    label = f"config file {value}" if text is None else "config string"
     if is_accelerate(mapping) or "stage" in mapping:
         return ZeroConfig.from_dict(mapping, source=label, allow_auto=True, foreign=True).to_dict()
     return _sourced(mapping, label)

@@ -135,29 +135,29 @@ def _opened(path: Path, split: str | None) -> Any:
         raise ConfigError(f"{path} is empty; name a file with samples")
     try:
         if path.is_file():
-            held = datasets.load_dataset(FILES[path.suffix], data_files=str(path))
+            dataset = datasets.load_dataset(FILES[path.suffix], data_files=str(path))
         elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            held = datasets.load_from_disk(str(path))
+            dataset = datasets.load_from_disk(str(path))
         else:
-            held = datasets.load_dataset(str(path))
+            dataset = datasets.load_dataset(str(path))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(
             f"{path} cannot be read as a dataset: {error.__cause__ or error}"
         ) from error
-    return _one_split(held, split, str(path))
+    return _one_split(dataset, split, str(path))
 
 
-def _one_split(held: Any, split: str | None, what: str) -> Any:
-    if not isinstance(held, Mapping):
+def _one_split(dataset: Any, split: str | None, what: str) -> Any:
+    if not isinstance(dataset, Mapping):
         if split is not None:
             raise ConfigError(f"{what} is one dataset without splits; leave out split {split!r}")
-        return held
-    if split is None and len(held) == 1:
-        return next(iter(held.values()))
-    if split not in held:
+        return dataset
+    if split is None and len(dataset) == 1:
+        return next(iter(dataset.values()))
+    if split not in dataset:
         chosen = "several splits" if split is None else f"no split {split!r}"
-        raise ConfigError(f"{what} has {chosen}; choose one of {', '.join(held)}")
-    return held[split]
+        raise ConfigError(f"{what} has {chosen}; choose one of {', '.join(dataset)}")
+    return dataset[split]
 
 
 def _tokens(dataset: Any, column: str | None, workers: int) -> tuple[Any, str]:
@@ -165,11 +165,11 @@ def _tokens(dataset: Any, column: str | None, workers: int) -> tuple[Any, str]:
     column.
     """
     if not isinstance(dataset, datasets.Dataset):
-        wanted = column or TOKENS
-        read = _Measured(dataset, lambda sample: _field(sample, wanted).tolist(), wanted)
-        return datasets.Dataset(_mapped(dataset, read, workers, wanted)), wanted
+        chosen = column or TOKENS
+        read = _Measured(dataset, lambda sample: _field(sample, chosen).tolist(), chosen)
+        return datasets.Dataset(_mapped(dataset, read, workers, chosen)), chosen
     if column is None:
-        fit = [name for name, held in dataset.features.items() if _holds_tokens(held)]
+        fit = [name for name, feature in dataset.features.items() if _holds_tokens(feature)]
         column = TOKENS if TOKENS in fit else next(iter(set(fit) - {MASK}), "")
         if column != TOKENS and len(set(fit) - {MASK}) != 1:
             raise ConfigError(
@@ -181,8 +181,8 @@ def _tokens(dataset: Any, column: str | None, workers: int) -> tuple[Any, str]:
             f"the dataset has no column {column!r} among {', '.join(dataset.column_names)}"
             f"{did_you_mean(column, dataset.column_names)}"
         )
-    kept = [name for name in (column, MASK) if name in dataset.column_names]
-    return dataset.select_columns(kept), column
+    names = [name for name in (column, MASK) if name in dataset.column_names]
+    return dataset.select_columns(names), column
 
 
 def _holds_tokens(feature: Any) -> bool:
@@ -262,26 +262,26 @@ def tokens_of(table: pa.Table, column: str) -> tuple[pa.Array, np.ndarray]:
 
     Raises DifficultyIndexError for a column of another type.
     """
-    held = table[column].combine_chunks()
-    if pa.types.is_string(held.type) or pa.types.is_large_string(held.type):
-        held = pc.utf8_split_whitespace(pc.utf8_trim_whitespace(held))
-    elif not hasattr(held.type, "value_type"):
+    values = table[column].combine_chunks()
+    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+        values = pc.utf8_split_whitespace(pc.utf8_trim_whitespace(values))
+    elif not hasattr(values.type, "value_type"):
         raise DifficultyIndexError(
-            f"column {column!r} holds {held.type}; name one that holds lists of tokens, or text"
+            f"column {column!r} holds {values.type}; name one that holds lists of tokens, or text"
         )
-    lengths = pc.fill_null(pc.list_value_length(held), 0).to_numpy(zero_copy_only=False)
-    tokens = pc.list_flatten(held)
-    samples = np.repeat(np.arange(len(held)), lengths)
+    lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
+    tokens = pc.list_flatten(values)
+    samples = np.repeat(np.arange(len(values)), lengths)
     if pa.types.is_string(tokens.type) or pa.types.is_large_string(tokens.type):
-        seen = pc.not_equal(tokens, "")
+        mask_of_tokens = pc.not_equal(tokens, "")
     elif MASK in table.column_names and column != MASK:
         mask = pc.list_flatten(table[MASK].combine_chunks())
-        seen = pc.not_equal(mask, 0) if len(mask) == len(tokens) else None
+        mask_of_tokens = pc.not_equal(mask, 0) if len(mask) == len(tokens) else None
     else:
-        seen = None
-    if seen is None:
+        mask_of_tokens = None
+    if mask_of_tokens is None:
         return tokens, samples
-    return tokens.filter(seen), samples[seen.to_numpy(zero_copy_only=False)]
+    return tokens.filter(mask_of_tokens), samples[mask_of_tokens.to_numpy(zero_copy_only=False)]
 
 
 def lengths(table: pa.Table, column: str) -> pa.Table:
@@ -305,13 +305,13 @@ class Rarity:
         """``counts`` holds each token of the data, once or several times, with a count."""
         total = counts.group_by("token").aggregate([("count", "sum")])
         self.tokens = total["token"].combine_chunks()
-        seen = total["count_sum"].to_numpy().astype(np.float64)
-        self.surprise = np.log(seen.sum()) - np.log(seen)
+        frequencies = total["count_sum"].to_numpy().astype(np.float64)
+        self.surprise = np.log(frequencies.sum()) - np.log(frequencies)
 
     def __call__(self, table: pa.Table, column: str) -> pa.Table:
         tokens, samples = tokens_of(table, column)
-        known = pc.index_in(tokens, value_set=self.tokens).to_numpy(zero_copy_only=False)
-        value = np.bincount(samples, self.surprise[known], minlength=len(table))
+        indices = pc.index_in(tokens, value_set=self.tokens).to_numpy(zero_copy_only=False)
+        value = np.bincount(samples, self.surprise[indices], minlength=len(table))
         return pa.table({"value": value.astype(np.float64)})
 
 

@@ -40,8 +40,8 @@ def refuse_unread_data(training: TrainingFile) -> None:
             )
     read = {*mapped} if mapped else {*columns}
     if not any(needed <= read for needed in ALTERNATIVES[training.task]):
-        wanted = " or ".join(" and ".join(sorted(needed)) for needed in ALTERNATIVES[training.task])
+        needs = " or ".join(" and ".join(sorted(needed)) for needed in ALTERNATIVES[training.task])
         raise ConfigError(
-            f"dataset: task {training.task} reads the columns {wanted}, and {training.dataset} has "
-            f"{', '.join(sorted(read))}; map them, as in columns: {{prompt: question}}"
+            f"dataset: task {training.task} reads the columns {needs}, and {training.dataset} "
+            f"has {', '.join(sorted(read))}; map them, as in columns: {{prompt: question}}"
         )

@@ -91,7 +91,7 @@ def _gradients(pattern: Pattern, *tensors: torch.Tensor, scale: float) -> list[t
     """Shapes of the gradients of query, key and value of a block."""
     _, query, key, value, _, _ = tensors
     _count_pairs(5, query.numel() * key.shape[1] * (1 if pattern is Pattern.FULL else 0.5))
-    return [torch.empty_like(each) for each in (query, key, value)]
+    return [torch.empty_like(tensor) for tensor in (query, key, value)]
 
 
 KERNELS["meta"] = Kernels(_block, _gradients)
@@ -128,11 +128,11 @@ def without_memory(
     """
     from transformers import AttentionInterface, PreTrainedModel
 
-    inside = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     AttentionInterface.register(NAME, _attend)
-    for each in inside[:1]:
-        if each._can_set_attn_implementation():
-            each.set_attn_implementation(NAME)
+    for outermost in inside[:1]:
+        if outermost._can_set_attn_implementation():
+            outermost.set_attn_implementation(NAME)
     if axes is None:
         division = division or Division()
         heads, ring = (

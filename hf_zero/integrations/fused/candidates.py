@@ -32,21 +32,21 @@ class FusionCandidate:
 
 
 def candidates(
-    module: nn.Module, wanted: Collection[str], moved: Container[nn.Module] = ()
+    module: nn.Module, kernels: Collection[str], moved: Container[nn.Module] = ()
 ) -> Iterator[FusionCandidate]:
-    """Yield the candidates for ``module`` among the ``wanted`` kernels. The norms ``moved`` are
+    """Yield the candidates for ``module`` among ``kernels``. The norms ``moved`` are
     applied elsewhere.
     """
-    if any(kernel in wanted for kernel in KERNEL.values()):
+    if any(kernel in kernels for kernel in KERNEL.values()):
         verdict = verdict_on(module)
         expression = verdict.expression
         if verdict.disagrees:
             _warn(module, verdict)
         elif expression is None:
-            yield from _left(module, wanted, verdict.why_not)
-        elif KERNEL[type(expression)] in wanted:
+            yield from _left(module, kernels, verdict.why_not)
+        elif KERNEL[type(expression)] in kernels:
             if isinstance(expression, Mlp):
-                packs = bool(expression.second) and "qkv" in wanted
+                packs = bool(expression.second) and "qkv" in kernels
                 yield FusionCandidate(
                     ("activations", "qkv") if packs else ("activations",),
                     while_unchanged(expression.forward(packs), module, expression, verdict.dims),
@@ -59,7 +59,7 @@ def candidates(
                 fused = while_unchanged(expression.forward(), module, expression, verdict.dims)
                 yield FusionCandidate((KERNEL[type(expression)],), fused)
             return
-    if "rotary" in wanted:
+    if "rotary" in kernels:
         forward = rotating_forward(type(module))
         if forward is not None:
             yield FusionCandidate(("rotary",), forward)
@@ -69,15 +69,15 @@ def candidates(
             )
 
 
-def _left(module: nn.Module, wanted: Collection[str], why_not: str) -> Iterator[FusionCandidate]:
+def _left(module: nn.Module, kernels: Collection[str], why_not: str) -> Iterator[FusionCandidate]:
     """Yield why a module that is called a norm or an MLP has no kernel; names are hints here."""
     name = type(module).__name__
-    if "norms" in wanted and name.endswith("Norm"):
+    if "norms" in kernels and name.endswith("Norm"):
         yield FusionCandidate(("norms",), why_not="it is neither an RMSNorm nor a LayerNorm")
-    elif "activations" in wanted and name.endswith("Experts"):
+    elif "activations" in kernels and name.endswith("Experts"):
         reason = "experts run through transformers' grouped matrix products"
         yield FusionCandidate(("activations",), why_not=reason)
-    elif "activations" in wanted and (why_not or name.endswith("MLP")):
+    elif "activations" in kernels and (why_not or name.endswith("MLP")):
         reason = why_not or "it is neither act(gate) · up nor a GELU between linear layers"
         yield FusionCandidate(("activations",), why_not=reason)
 

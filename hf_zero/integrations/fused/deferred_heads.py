@@ -85,12 +85,12 @@ class DeferredCall:
 
     def compute_part(self, rows: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         """Return the output of the parameters ``tensors`` alone, which may be parts."""
-        given = dict(zip(self.names, tensors))
+        named = dict(zip(self.names, tensors))
         if isinstance(self.module, nn.Linear):
-            return F.linear(rows, given["weight"], given.get("bias"))
+            return F.linear(rows, named["weight"], named.get("bias"))
         module: Any = self.module
         return F.layer_norm(
-            rows, module.normalized_shape, given.get("weight"), given.get("bias"), module.eps
+            rows, module.normalized_shape, named.get("weight"), named.get("bias"), module.eps
         )
 
     def run(self, rows: torch.Tensor, body: Callable[..., Any]) -> Any:
@@ -193,10 +193,10 @@ def defer_head(model: nn.Module) -> list[Replacement] | str:
     ``model`` may be a wrapper such as PEFT's. The linear layers inside an adapted head, those of
     LoRA and of ``modules_to_save``, are deferred alike.
     """
-    found = _decoders(model)
-    if isinstance(found, str):
-        return found
-    head, decoders = found
+    result = _decoders(model)
+    if isinstance(result, str):
+        return result
+    head, decoders = result
     names = {module: name for name, module in model.named_modules()}
     for decoder in decoders:
         if "forward" in decoder.__dict__:
@@ -217,16 +217,12 @@ def deferred_before_head(model: nn.Module) -> set[nn.Module]:
     """Return the row-wise modules before the head of ``model`` that :func:`defer_head` defers with
     it, and the modules that hold them: a kernel in one of these would compute all rows.
     """
-    found = _decoders(model)
-    if isinstance(found, str):
+    result = _decoders(model)
+    if isinstance(result, str):
         return set()
-    head, decoders = found
+    head, decoders = result
     before = {*_before(model, head, decoders[0].in_features)}
-    return {
-        module
-        for module in model.modules()
-        if module is not model and not before.isdisjoint(module.modules())
-    }
+    return {m for m in model.modules() if m is not model and not before.isdisjoint(m.modules())}
 
 
 def _decoders(model: nn.Module) -> tuple[nn.Module, list[nn.Linear]] | str:

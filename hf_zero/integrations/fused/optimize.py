@@ -154,9 +154,9 @@ def _names(kernels: str | Iterable[str], device: str) -> tuple[str, ...]:
         return auto(device)
     if kernels == "off":
         return ()
-    given = (kernels,) if isinstance(kernels, str) else tuple(kernels)
+    names = (kernels,) if isinstance(kernels, str) else tuple(kernels)
     try:
-        return in_order(given)
+        return in_order(names)
     except ValueError as unknown:
         raise KernelError(
             f"{unknown} is not a fused kernel{did_you_mean(str(unknown), NAMES)}; give 'auto', "
@@ -178,8 +178,8 @@ def _put_in(
     replacements: list[Replacement] = []
     lines: list[Line] = []
     try:
-        made = calls_of_model(model) if pre_layer_norm or "qkv" in names else []
-        moves = pre_ln.plan(model, made) if pre_layer_norm else None
+        calls = calls_of_model(model) if pre_layer_norm or "qkv" in names else []
+        moves = pre_ln.plan(model, calls) if pre_layer_norm else None
         moved = set() if moves is None else moves.norms(model)
         get_base: Any = getattr(model, "get_base_model", None)  # inside the adapters of PEFT
         base: Any = model if get_base is None else get_base()
@@ -193,7 +193,7 @@ def _put_in(
             if module not in moved and module not in of_head:
                 _replace(model, module, name, chosen, replacements, lines, not engine, moved)
         if "qkv" in names:
-            _project(model, made, replacements, lines, packs=not engine)
+            _project(model, calls, replacements, lines, packs=not engine)
         if "residual" in names and not any("residual" in line.kernels for line in lines):
             reason = "its residual sums are in forwards of whole blocks; compile: blocks fuses them"
             lines.append(Line(("residual",), type(model).__name__, "", reason))
@@ -229,16 +229,16 @@ def _put_in(
 
 def _keep(
     model: nn.Module,
-    made: Replacement | list[Replacement] | str,
-    kept: list[Replacement],
+    result: Replacement | list[Replacement] | str,
+    replacements: list[Replacement],
     lines: list[Line],
     kernel: str,
 ) -> None:
-    if isinstance(made, str):
-        lines.append(Line((kernel,), type(model).__name__, "", made))
+    if isinstance(result, str):
+        lines.append(Line((kernel,), type(model).__name__, "", result))
         return
-    for replacement in [made] if isinstance(made, Replacement) else made:
-        kept.append(replacement)
+    for replacement in [result] if isinstance(result, Replacement) else result:
+        replacements.append(replacement)
         lines.append(Line((kernel,), replacement.what, replacement.where))
 
 
@@ -253,46 +253,46 @@ def _replace(
     moved: Container[nn.Module],
 ) -> None:
     kind = type(module).__name__
-    for found in () if replaced(module) else candidates(module, names, moved):
-        if found.forward is None:
-            lines.append(Line(found.names, kind, name, found.why_not))
+    for match in () if replaced(module) else candidates(module, names, moved):
+        if match.forward is None:
+            lines.append(Line(match.names, kind, name, match.why_not))
             continue
         if "forward" in module.__dict__:
-            lines.append(Line(found.names, kind, name, "something else has replaced its forward"))
+            lines.append(Line(match.names, kind, name, "something else has replaced its forward"))
             continue
-        module.forward = types.MethodType(found.forward, module)
-        undo = functools.partial(_put_back, module, name, found.forward)
-        replacements.append(Replacement(", ".join(found.names), name, undo))
-        lines.append(Line(found.names, kind, name))
-        if found.packs:
-            replacements.extend(_together(model, module, name, found.packs, packs))
+        module.forward = types.MethodType(match.forward, module)
+        undo = functools.partial(_put_back, module, name, match.forward)
+        replacements.append(Replacement(", ".join(match.names), name, undo))
+        lines.append(Line(match.names, kind, name))
+        if match.packs:
+            replacements.extend(_together(model, module, name, match.packs, packs))
 
 
 def _project(
     model: nn.Module,
-    made: list[ModuleCall] | str,
+    calls: list[ModuleCall] | str,
     replacements: list[Replacement],
     lines: list[Line],
     packs: bool,
 ) -> None:
     """Install one matrix product for linear layers of one input, where no forward of ours has it
-    already. ``made``: the calls of the model, or why they are not known.
+    already. ``calls``: the calls of the model, or why they are not known.
     """
-    if isinstance(made, str):
-        lines.append(Line(("qkv",), type(model).__name__, "", made))
+    if isinstance(calls, str):
+        lines.append(Line(("qkv",), type(model).__name__, "", calls))
         return
-    for parent, layers in projections.groups(made, model):
+    for parent, layers in projections.groups(calls, model):
         module = model.get_submodule(parent)
         if replaced(module) and any(
             line.where == parent and "qkv" in line.kernels for line in lines
         ):
             continue
-        linears: Any = [model.get_submodule(each) for each in layers]
+        linears: Any = [model.get_submodule(layer) for layer in layers]
         projections.install(linears)
         undo = functools.partial(projections.remove, linears)
         replacements.append(Replacement("qkv", parent, undo))
         lines.append(Line(("qkv",), type(module).__name__, parent))
-        names = tuple(each.rpartition(".")[2] for each in layers)
+        names = tuple(layer.rpartition(".")[2] for layer in layers)
         replacements.extend(_together(model, module, parent, names, packs))
 
 
@@ -317,9 +317,9 @@ def _put_back(module: nn.Module, name: str, ours: Callable[..., Any]) -> None:
 
 def _ask_for_pack(module: nn.Module, name: str, layers: tuple[str, ...]) -> Iterator[Replacement]:
     """Request that the engine, when it lays out parameters, makes weights, and biases, adjacent."""
-    wanted = [tuple(f"{layer}.{part}" for layer in layers) for part in ("weight", "bias")]
-    held = {each for each, _ in module.named_parameters()}
-    module.__dict__[PACKED] = tuple(pack for pack in wanted if held.issuperset(pack))
+    groups = [tuple(f"{layer}.{part}" for layer in layers) for part in ("weight", "bias")]
+    names = {name for name, _ in module.named_parameters()}
+    module.__dict__[PACKED] = tuple(pack for pack in groups if names.issuperset(pack))
     yield Replacement("qkv", name, functools.partial(_ask_no_more, module))
 
 
@@ -334,8 +334,8 @@ def _pack(
     by an engine are left where they are.
     """
     for part in ("weight", "bias"):
-        found = [getattr(getattr(module, layer), part, None) for layer in layers]
-        parameters = [parameter for parameter in found if type(parameter) is nn.Parameter]
+        pieces = [getattr(getattr(module, layer), part, None) for layer in layers]
+        parameters = [parameter for parameter in pieces if type(parameter) is nn.Parameter]
         if len(parameters) < len(layers) or any(
             p.is_meta or owner_of(p) is not None or source_of(p) is not None for p in parameters
         ):

@@ -56,12 +56,12 @@ def _tile(table: nn.Embedding, before: int, positions: int) -> None:
             "the table of positions is sharded; call extend_position_embedding "
             "before hf_zero.initialize"
         )
-    known = rows.shape[0] - before
-    if positions < known:
+    rows_of_model = rows.shape[0] - before
+    if positions < rows_of_model:
         raise KernelError(
-            f"max_position is {positions}, but the model has {known} positions already"
+            f"max_position is {positions}, but the model has {rows_of_model} positions already"
         )
-    source = torch.arange(positions, device=rows.device) % known + before
+    source = torch.arange(positions, device=rows.device) % rows_of_model + before
     table.weight.data = torch.cat([rows[:before], rows[source]])
     table.num_embeddings = before + positions
 

@@ -64,36 +64,36 @@ class PreLayerNorm:
     encoder: str
 
     def norms(self, model: nn.Module) -> set[nn.Module]:
-        names = [f"{block}.{each.norm}" for block, moved in self.blocks.items() for each in moved]
+        names = [f"{block}.{move.norm}" for block, moved in self.blocks.items() for move in moved]
         return {model.get_submodule(name) for name in (*names, self.last)}
 
     def install(self, model: nn.Module, fused: bool) -> list[Replacement]:
         """Move the norms; ``fused``: they are computed by our kernel."""
-        made: list[Replacement] = []
+        replacements: list[Replacement] = []
         for name, moved in self.blocks.items():
-            made += _install(model.get_submodule(name), moved, fused, f"{name}.")
+            replacements += _install(model.get_submodule(name), moved, fused, f"{name}.")
         last, encoder = model.get_submodule(self.last), model.get_submodule(self.encoder)
-        made.append(_replace(encoder, self.encoder, _encode(fused), last))
-        made.append(_replace(last, self.last, _pass_by))
-        return made
+        replacements.append(_replace(encoder, self.encoder, _encode(fused), last))
+        replacements.append(_replace(last, self.last, _pass_by))
+        return replacements
 
 
-def plan(model: nn.Module, made: list[ModuleCall] | str) -> PreLayerNorm:
+def plan(model: nn.Module, calls: list[ModuleCall] | str) -> PreLayerNorm:
     """Return how ``model`` becomes pre-LN, from the calls of its forward, or why they are not
     known.
 
     Raises:
         KernelError: its blocks do not end with a norm after a sum, or compute something else.
     """
-    if isinstance(made, str):
-        raise KernelError(f"pre_layer_norm: {made}; leave it out")
+    if isinstance(calls, str):
+        raise KernelError(f"pre_layer_norm: {calls}; leave it out")
     names = [name for name, _ in repeated_blocks(model)]
     moved: dict[str, tuple[_Moved, ...]] = {}
     for name in names:
-        moved[name] = _moved(model, name, made)
-    firsts = [i for i, c in enumerate(made) if c.name.startswith(tuple(f"{n}." for n in names))]
-    before = [c for c in made[: firsts[0]] if isinstance(c.module, nn.LayerNorm)] if firsts else []
-    called = {call.name for call in made}
+        moved[name] = _moved(model, name, calls)
+    firsts = [i for i, c in enumerate(calls) if c.name.startswith(tuple(f"{n}." for n in names))]
+    before = [c for c in calls[: firsts[0]] if isinstance(c.module, nn.LayerNorm)] if firsts else []
+    called = {call.name for call in calls}
     encoder = _common(names)
     while encoder and encoder not in called:
         encoder = encoder.rpartition(".")[0]
@@ -103,14 +103,14 @@ def plan(model: nn.Module, made: list[ModuleCall] | str) -> PreLayerNorm:
             "would be the last one; leave it out"
         )
     for name in names:
-        _prove(model.get_submodule(name), name, moved[name], made)
+        _prove(model.get_submodule(name), name, moved[name], calls)
     return PreLayerNorm(moved, before[-1].name, encoder)
 
 
 def _common(names: list[str]) -> str:
     parts = [name.split(".") for name in names]
     same = 0
-    while all(len(each) > same + 1 and each[same] == parts[0][same] for each in parts):
+    while all(len(name) > same + 1 and name[same] == parts[0][same] for name in parts):
         same += 1
     return ".".join(parts[0][:same]) if parts else ""
 
@@ -120,25 +120,25 @@ def _refused(model: nn.Module, name: str, why: str) -> KernelError:
     return KernelError(f"pre_layer_norm: {name} ({kind}) {why}; leave it out")
 
 
-def _moved(model: nn.Module, name: str, made: list[ModuleCall]) -> tuple[_Moved, ...]:
-    whole = [call for call in made if call.name == name]
-    inside = [call for call in made if call.name.startswith(f"{name}.")]
+def _moved(model: nn.Module, name: str, calls: list[ModuleCall]) -> tuple[_Moved, ...]:
+    whole = [call for call in calls if call.name == name]
+    inside = [call for call in calls if call.name.startswith(f"{name}.")]
     norms = [call for call in inside if isinstance(call.module, nn.LayerNorm)]
     if len(whole) != 1 or not norms or norms[-1].outputs[0] is not whole[0].outputs[0]:
         raise _refused(model, name, "does not end with a LayerNorm after a sum, as BERT's layer")
     unused = {
-        f"{name}.{each}"
-        for each, module in model.get_submodule(name).named_modules()
+        f"{name}.{path}"
+        for path, module in model.get_submodule(name).named_modules()
         if isinstance(module, nn.LayerNorm)
     } - {call.name for call in norms}
     if unused:
         raise _refused(model, name, f"has a norm that a forward does not use, {min(unused)}")
-    stream, found = whole[0].inputs[0], []
+    stream, moves = whole[0].inputs[0], []
     for norm in norms:
         takers = [
             call
             for call in inside
-            if any(each is stream for each in call.inputs)
+            if any(tensor is stream for tensor in call.inputs)
             and not f"{norm.name}.".startswith(f"{call.name}.")
         ]
         outer = {call.name for call in takers}
@@ -148,34 +148,34 @@ def _moved(model: nn.Module, name: str, made: list[ModuleCall]) -> tuple[_Moved,
         if not takers:
             raise _refused(model, name, f"calls no module with the input of {norm.name}'s sum")
         cut = len(name) + 1
-        found.append(
+        moves.append(
             _Moved(
                 norm.name[cut:], tuple((call.name[cut:], _keys(call, stream)) for call in takers)
             )
         )
         stream = norm.outputs[0]
-    return tuple(found)
+    return tuple(moves)
 
 
 def _keys(call: ModuleCall, stream: torch.Tensor) -> Keys:
     args, kwargs = call.arguments
     return (
-        *(i for i, each in enumerate(args) if each is stream),
-        *(key for key, each in kwargs.items() if each is stream),
+        *(i for i, value in enumerate(args) if value is stream),
+        *(key for key, value in kwargs.items() if value is stream),
     )
 
 
-def _prove(block: nn.Module, name: str, moved: tuple[_Moved, ...], made: list[ModuleCall]) -> None:
+def _prove(block: nn.Module, name: str, moved: tuple[_Moved, ...], calls: list[ModuleCall]) -> None:
     """Raise KernelError unless a copy of ``block`` whose linear layers are zero, with its norms
     moved, returns its input.
     """
-    call = next(call for call in made if call.name == name)
+    call = next(call for call in calls if call.name == name)
     generator = torch.Generator().manual_seed(0)
 
-    def real(each: torch.Tensor) -> torch.Tensor:
-        if each.dtype.is_floating_point:
-            return torch.randn(each.shape, generator=generator, device="cpu")
-        return torch.zeros(each.shape, dtype=each.dtype, device="cpu")
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype.is_floating_point:
+            return torch.randn(tensor.shape, generator=generator, device="cpu")
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     copied = shell(block, real, real).eval()
     for module in copied.modules():
@@ -184,7 +184,7 @@ def _prove(block: nn.Module, name: str, moved: tuple[_Moved, ...], made: list[Mo
                 parameter.data.zero_()
     _install(copied, moved, False, "")
     args, kwargs = tree_map_only(torch.Tensor, real, call.arguments)
-    first = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+    first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             out = copied(*args, **kwargs)
@@ -205,14 +205,14 @@ def _prove(block: nn.Module, name: str, moved: tuple[_Moved, ...], made: list[Mo
 def _install(
     block: nn.Module, moved: tuple[_Moved, ...], fused: bool, prefix: str
 ) -> list[Replacement]:
-    made = []
-    for each in moved:
-        norm = block.get_submodule(each.norm)
-        for name, keys in each.takers:
+    replacements = []
+    for move in moved:
+        norm = block.get_submodule(move.norm)
+        for name, keys in move.takers:
             taker = block.get_submodule(name)
-            made.append(_replace(taker, prefix + name, _normed(keys, fused), norm))
-        made.append(_replace(norm, prefix + each.norm, _pass_by))
-    return made
+            replacements.append(_replace(taker, prefix + name, _normed(keys, fused), norm))
+        replacements.append(_replace(norm, prefix + move.norm, _pass_by))
+    return replacements
 
 
 def _replace(
@@ -252,13 +252,13 @@ def _normed(keys: Keys, fused: bool) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         norm = self.__dict__[NORM]
         normed: Any = None
-        given: list[Any] = list(args)
+        positional: list[Any] = list(args)
         for key in keys:
-            held: Any = given if isinstance(key, int) else kwargs
+            arguments: Any = positional if isinstance(key, int) else kwargs
             if normed is None:
-                normed = _apply(norm, held[key], fused)
-            held[key] = normed
-        return _former(self, *given, **kwargs)
+                normed = _apply(norm, arguments[key], fused)
+            arguments[key] = normed
+        return _former(self, *positional, **kwargs)
 
     return forward
 

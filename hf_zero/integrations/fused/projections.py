@@ -35,14 +35,14 @@ class Projections:
     def __deepcopy__(self, memo: dict[int, Any]) -> Projections:
         new = Projections([])
         memo[id(self)] = new
-        new.linears = [copy.deepcopy(each, memo) for each in self.linears]
+        new.linears = [copy.deepcopy(linear, memo) for linear in self.linears]
         return new
 
     def output(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        number = next(i for i, each in enumerate(self.linears) if each is linear)
+        number = next(i for i, layer in enumerate(self.linears) if layer is linear)
         # read once, because another thread may call the same layers
-        now, (known, then, outputs) = (_version(x), torch.is_grad_enabled()), self.held
-        if known is x and then == now and number in outputs:
+        now, (source, then, outputs) = (_version(x), torch.is_grad_enabled()), self.held
+        if source is x and then == now and number in outputs:
             out = outputs.pop(number)
             if not outputs:
                 self.held = NOTHING
@@ -51,7 +51,7 @@ class Projections:
         together = whole(x, self.linears) if takes(x, linear.weight) else None
         if together is None:
             return F.linear(x, linear.weight, linear.bias)
-        parts = together.split([each.weight.shape[0] for each in self.linears], dim=-1)
+        parts = together.split([layer.weight.shape[0] for layer in self.linears], dim=-1)
         self.held = x, now, {i: part for i, part in enumerate(parts) if i != number}
         return parts[number]
 
@@ -77,18 +77,18 @@ def remove(linears: list[nn.Linear]) -> None:
         linear.__dict__.pop("forward", None)
 
 
-def groups(made: list[ModuleCall], model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+def groups(calls: list[ModuleCall], model: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """Yield (name of the parent, names of linear layers below it) for each group of plain linear
     layers that are called with one tensor, once each, and whose outputs are not written into.
     """
     linears = {
-        name: each
-        for name, each in model.named_modules()
-        if plain(each, nn.Linear) and "forward" not in each.__dict__
+        name: module
+        for name, module in model.named_modules()
+        if plain(module, nn.Linear) and "forward" not in module.__dict__
     }
     count: dict[str, int] = {}
     together: dict[tuple[str, int], list[str]] = {}
-    for call in made:
+    for call in calls:
         if call.name in linears and len(call.inputs) == 1:
             written = call.outputs[0]._version != call.version
             count[call.name] = count.get(call.name, 0) + 1 + written

@@ -81,7 +81,7 @@ def verdict_on(module: nn.Module) -> Recognition:
     parts = list(module.named_modules())
     if len(parts) > LARGEST + 1:
         return Recognition()
-    key = (type(module).forward, tuple(_description(name, each) for name, each in parts))
+    key = (type(module).forward, tuple(_description(name, value) for name, value in parts))
     if key not in _verdicts:
         with _surroundings():
             _verdicts[key] = _judge(module)
@@ -108,9 +108,7 @@ def _surroundings() -> Iterator[None]:
 def _description(name: str, module: nn.Module) -> Hashable:
     """Return everything of a module that its class may branch on, other than values of tensors."""
     settings = tuple((key, _setting(value)) for key, value in attributes(module))
-    tensors = tuple(
-        (key, each is None) for key, each in (module._parameters | module._buffers).items()
-    )
+    tensors = tuple((key, t is None) for key, t in (module._parameters | module._buffers).items())
     return name, type(module), settings, tensors
 
 
@@ -118,7 +116,7 @@ def _setting(value: Any) -> Hashable:
     if is_constant(value):
         return value  # type: ignore[no-any-return]
     if isinstance(value, (tuple, list)):
-        return tuple(_setting(each) for each in value)
+        return tuple(_setting(item) for item in value)
     if hasattr(value, "to_dict"):  # a configuration of transformers
         return repr(value.to_dict())
     return object()  # equal to nothing, so its module is judged by itself
@@ -126,32 +124,34 @@ def _setting(value: Any) -> Hashable:
 
 def _judge(module: nn.Module) -> Recognition:
     arguments = _arguments(module)
-    if arguments not in (1, 2) or any(communicates(type(each)) for each in module.modules()):
+    if arguments not in (1, 2) or any(communicates(type(child)) for child in module.modules()):
         return Recognition()
     try:
         sizes = _sizes(module)
         for widths in _widths(module, sizes, arguments):
-            made = _small(module, sizes)
+            reduced = _small(module, sizes)
             inputs = _random(widths)
-            made.train()
-            before = _state(made)
+            reduced.train()
+            before = _state(reduced)
             try:
-                with calls(made, outermost=True) as recorded:
-                    out = made(*inputs)
+                with calls(reduced, outermost=True) as recorded:
+                    out = reduced(*inputs)
             except Exception:  # another width, or code that a small copy cannot run
                 continue
-            if not isinstance(out, torch.Tensor) or _state(made) != before:
+            if not isinstance(out, torch.Tensor) or _state(reduced) != before:
                 return Recognition()
-            found = _expression(made, inputs, out, recorded)
-            if isinstance(found, str):
-                return Recognition(why_not=found)
-            if found is None:
+            expression = _expression(reduced, inputs, out, recorded)
+            if isinstance(expression, str):
+                return Recognition(why_not=expression)
+            if expression is None:
                 return Recognition()
-            wrong = _disagreement(module, found, sizes, widths)
+            wrong = _disagreement(module, expression, sizes, widths)
             if wrong:
                 return Recognition(disagrees=wrong)
-            dims = _dims(module, found, sizes, widths)
-            return Recognition(why_not=dims) if isinstance(dims, str) else Recognition(found, dims)
+            dims = _dims(module, expression, sizes, widths)
+            if isinstance(dims, str):
+                return Recognition(why_not=dims)
+            return Recognition(expression, dims)
     except _Unfit:
         pass
     return Recognition()
@@ -162,8 +162,8 @@ def _state(module: nn.Module) -> list[Any]:
     numbers has one, because dropouts are marks.
     """
     state: list[Any] = [random.getstate(), torch.get_rng_state().tolist()]
-    for each in module.modules():
-        for key, value in each.__dict__.items():
+    for submodule in module.modules():
+        for key, value in submodule.__dict__.items():
             size = len(value) if isinstance(value, CONTAINERS) else 0
             state.append((key, _Same(value), size))
     return state
@@ -184,8 +184,8 @@ def communicates(cls: type) -> bool:
     rank could wait for others.
     """
     return any(
-        name == "distributed" or getattr(each, "__name__", "").startswith("torch.distributed")
-        for name, each in names_used(cls.forward)  # type: ignore[attr-defined]
+        name == "distributed" or getattr(value, "__name__", "").startswith("torch.distributed")
+        for name, value in names_used(cls.forward)  # type: ignore[attr-defined]
     )
 
 
@@ -207,9 +207,9 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     Conv1D of GPT-2.
     """
     for names in (("in_features", "out_features"), ("nx", "nf")):
-        found = tuple(getattr(module, name, None) for name in names)
-        if all(type(size) is int for size in found):
-            return found  # type: ignore[return-value]
+        pair = tuple(getattr(module, name, None) for name in names)
+        if all(type(size) is int for size in pair):
+            return pair  # type: ignore[return-value]
     return None
 
 
@@ -230,22 +230,22 @@ def _sizes(module: nn.Module) -> dict[int, int]:
     unfit, because it may add them, or branch on their values.
     """
     widths: set[int] = set()
-    for each in module.modules():
-        sizes = linear_sizes(each)
+    for submodule in module.modules():
+        sizes = linear_sizes(submodule)
         if sizes is not None:
             widths.update(sizes)
             continue
-        others = (*each._buffers.values(), *each.__dict__.values())
+        others = (*submodule._buffers.values(), *submodule.__dict__.values())
         if any(isinstance(other, torch.Tensor) for other in others):
             raise _Unfit
-        shape = getattr(each, "normalized_shape", None)
+        shape = getattr(submodule, "normalized_shape", None)
         if isinstance(shape, tuple) and len(shape) == 1:
             widths.add(shape[0])
-        for parameter in each.parameters(recurse=False):
+        for parameter in submodule.parameters(recurse=False):
             if parameter.dim() > 1:
                 raise _Unfit
             widths.add(parameter.numel())
-    if all(linear_sizes(each) is None for each in module.modules()):
+    if all(linear_sizes(submodule) is None for submodule in module.modules()):
         return {width: width for width in widths} or {ANY: ANY}
     small: dict[int, int] = {}
     for width in sorted(widths):
@@ -288,17 +288,17 @@ def _small(module: nn.Module, sizes: dict[int, int]) -> nn.Module:
     def buffer(old: torch.Tensor) -> torch.Tensor:
         return torch.zeros(old.shape, dtype=old.dtype)
 
-    made = shell(module, parameter, buffer, instead)
-    for each in made.modules():
-        shape = each.__dict__.get("normalized_shape")
+    reduced = shell(module, parameter, buffer, instead)
+    for submodule in reduced.modules():
+        shape = submodule.__dict__.get("normalized_shape")
         if isinstance(shape, tuple) and len(shape) == 1:
-            each.__dict__["normalized_shape"] = (sizes.get(shape[0], shape[0]),)
-    return made
+            submodule.__dict__["normalized_shape"] = (sizes.get(shape[0], shape[0]),)
+    return reduced
 
 
 def _widths(module: nn.Module, sizes: dict[int, int], arguments: int) -> Iterator[tuple[int, ...]]:
     """Yield the widths that the arguments may have, likely ones first."""
-    ins = [sizes[w[0]] for each in module.modules() if (w := linear_sizes(each)) is not None]
+    ins = [sizes[w[0]] for child in module.modules() if (w := linear_sizes(child)) is not None]
     wide = list(dict.fromkeys(ins)) or list(sizes.values())
     for first in wide:
         if arguments == 1:
@@ -323,34 +323,33 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _expression(
-    module: nn.Module, inputs: list[torch.Tensor], out: torch.Tensor, made: list[ModuleCall]
+    module: nn.Module, inputs: list[torch.Tensor], out: torch.Tensor, recorded: list[ModuleCall]
 ) -> Expression | str | None:
     with torch.no_grad():
-        if len(inputs) == 1 and not made:
+        if len(inputs) == 1 and not recorded:
             return _norm(module, inputs[0].shape[-1])
-        if any("." in call.name or len(call.inputs) != 1 for call in made):
+        if any("." in call.name or len(call.inputs) != 1 for call in recorded):
             return None
-        return (_mlp(inputs[0], out, made) if len(inputs) == 1 else None) or _sum(inputs, out, made)
+        mlp = _mlp(inputs[0], out, recorded) if len(inputs) == 1 else None
+        return mlp or _sum(inputs, out, recorded)
 
 
 def _norm(module: nn.Module, width: int) -> Norm | None:
-    given = {name: each for name, each in module._parameters.items() if each is not None}
-    if len(given) > 2 or len({each.shape for each in given.values()}) > 1:
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    if len(parameters) > 2 or len({parameter.shape for parameter in parameters.values()}) > 1:
         return None
-    weight, bias = (*given, "", "")[:2]
-    known: list[tuple[str | float, float]] = [
-        (key, value)
-        for key, value in module.__dict__.items()
-        if isinstance(value, float) and 0 < value < 0.1
+    weight, bias = (*parameters, "", "")[:2]
+    constants: list[tuple[str | float, float]] = [
+        (key, v) for key, v in module.__dict__.items() if isinstance(v, float) and 0 < v < 0.1
     ]
     tried = [
         (Norm(weight, bias, key, offset, centered), eps)
-        for key, eps in (*known, (1e-5, 1e-5), (1e-6, 1e-6))
+        for key, eps in (*constants, (1e-5, 1e-5), (1e-6, 1e-6))
         for offset, centered in ((0.0, True), (0.0, False), (1.0, False))
         if centered or not bias
     ]
     for norm, eps in tried:
-        if all(_computes(norm, module, x, given, eps) for x in _norm_inputs(width)):
+        if all(_computes(norm, module, x, parameters, eps) for x in _norm_inputs(width)):
             return norm
     return None
 
@@ -361,52 +360,52 @@ def _norm_inputs(width: int) -> list[torch.Tensor]:
 
 
 def _computes(
-    norm: Norm, module: nn.Module, x: torch.Tensor, given: dict[str, Any], eps: float
+    norm: Norm, module: nn.Module, x: torch.Tensor, parameters: dict[str, Any], eps: float
 ) -> bool:
-    x64, weight = x.double(), given[norm.weight].double() if norm.weight else torch.ones(())
+    x64, weight = x.double(), parameters[norm.weight].double() if norm.weight else torch.ones(())
     if norm.centered:
         x64 = x64 - x64.mean(-1, keepdim=True)
     right = x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + eps) * (norm.offset + weight)
     if norm.bias:
-        right = right + given[norm.bias].double()
+        right = right + parameters[norm.bias].double()
     return _same(module(x), right.float())
 
 
-def _chained(made: list[ModuleCall], last: torch.Tensor) -> bool:
+def _chained(recorded: list[ModuleCall], last: torch.Tensor) -> bool:
     """Return whether each call gets what the one before returned, and the last returns ``last``."""
-    for call, following in itertools.pairwise(made):
+    for call, following in itertools.pairwise(recorded):
         if len(call.outputs) != 1 or not _same(call.outputs[0], following.inputs[0]):
             return False
-    return not made or (len(made[-1].outputs) == 1 and _same(made[-1].outputs[0], last))
+    return not recorded or (len(recorded[-1].outputs) == 1 and _same(recorded[-1].outputs[0], last))
 
 
-def _mlp(x: torch.Tensor, out: torch.Tensor, made: list[ModuleCall]) -> Mlp | str | None:
-    firsts = [c for c in made if isinstance(c.module, nn.Linear) and _same(c.inputs[0], x)]
-    if len(firsts) not in (1, 2) or any(len(c.outputs) != 1 for c in made):
+def _mlp(x: torch.Tensor, out: torch.Tensor, recorded: list[ModuleCall]) -> Mlp | str | None:
+    firsts = [c for c in recorded if isinstance(c.module, nn.Linear) and _same(c.inputs[0], x)]
+    if len(firsts) not in (1, 2) or any(len(c.outputs) != 1 for c in recorded):
         return None
     names = [c.name for c in firsts]
     results = [c.outputs[0] for c in firsts]
-    others = [c for c in made if c not in firsts]
+    others = [c for c in recorded if c not in firsts]
     acts = [c for c in others if _has_no_weights(c.module) and not isinstance(c.module, _Marked)]
     after = [c for c in others if c not in acts]
     hidden = after[0].inputs[0] if after else out
     if not _chained(after, out):
         return None
-    rest, skipped = tuple(c.name for c in after), tuple(c.name for c in acts)
+    after_names, skipped = tuple(c.name for c in after), tuple(c.name for c in acts)
     for name, act in ACTIVATIONS.items():
         for gate, up in ((0, 1), (1, 0)) if len(firsts) == 2 else ():
             if _same(act(results[gate]) * results[up], hidden):
-                return Mlp(name, names[gate], names[up], after=rest, skipped=skipped)
+                return Mlp(name, names[gate], names[up], after=after_names, skipped=skipped)
         if len(firsts) == 2:
             continue
         if name != "silu" and _same(act(results[0]), hidden):
-            return Mlp(name, names[0], after=rest, skipped=skipped)
+            return Mlp(name, names[0], after=after_names, skipped=skipped)
         if results[0].shape[-1] == 2 * hidden.shape[-1]:
             a, b = results[0].chunk(2, dim=-1)
             for halves, gate_half, up_half in ((1, a, b), (-1, b, a)):
                 if _same(act(gate_half) * up_half, hidden):
-                    return Mlp(name, names[0], halves=halves, after=rest, skipped=skipped)
-    if acts and rest:
+                    return Mlp(name, names[0], halves=halves, after=after_names, skipped=skipped)
+    if acts and after_names:
         act_module: Any = acts[0].module
         return f"its activation is {getattr(act_module, '__name__', type(act_module).__name__)}"
     return None
@@ -416,42 +415,42 @@ def _has_no_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is None
 
 
-def _sum(inputs: list[torch.Tensor], out: torch.Tensor, made: list[ModuleCall]) -> Sum | None:
+def _sum(inputs: list[torch.Tensor], out: torch.Tensor, recorded: list[ModuleCall]) -> Sum | None:
     """Find the sum at the end of a module; without a dropout before or a norm after it there is
     nothing to fuse.
     """
     residual = inputs[-1]
-    last = made[-1] if made else None
+    last = recorded[-1] if recorded else None
     normed = len(inputs) == 2 and last is not None and isinstance(last.module, nn.LayerNorm)
-    branch = made[:-1] if normed else made
+    branch = recorded[:-1] if normed else recorded
     if not branch or not _same(branch[0].inputs[0], inputs[0]) or len(branch[-1].outputs) != 1:
         return None
-    total = made[-1].inputs[0] if normed else out
+    total = recorded[-1].inputs[0] if normed else out
     ends = branch[-1].outputs[0]
     if (
         not _chained(branch, ends)
         or ends.shape != residual.shape
         or not _same(ends + residual, total)
-        or (normed and not _same(made[-1].outputs[0], out))
+        or (normed and not _same(recorded[-1].outputs[0], out))
     ):
         return None
     dropout = branch[-1].name if isinstance(branch[-1].module, _Marked) else ""
     if len(inputs) != 1 + normed or not (dropout or normed):
         return None
     names = tuple(call.name for call in branch)
-    return Sum(names[:-1] if dropout else names, dropout, made[-1].name if normed else "")
+    return Sum(names[:-1] if dropout else names, dropout, recorded[-1].name if normed else "")
 
 
 # -- the proof -------------------------------------------------------------------------------------
 
 
 def _disagreement(
-    module: nn.Module, found: Expression, sizes: dict[int, int], widths: tuple[int, ...]
+    module: nn.Module, expression: Expression, sizes: dict[int, int], widths: tuple[int, ...]
 ) -> str:
     """Return "" if the fused forward agrees with the module's own, on the device that trains."""
     exact = torch.get_float32_matmul_precision() == "highest"
-    for right, fused in _pairs(module, found, sizes):
-        results = [_pass(each, _random(widths)) for each in (right, fused)]
+    for right, fused in _pairs(module, expression, sizes):
+        results = [_pass(forward, _random(widths)) for forward in (right, fused)]
         for a, b in zip(*results):
             error = _error(a, b)
             if not error < (BOUND if exact else BOUND_TF32):
@@ -460,27 +459,27 @@ def _disagreement(
 
 
 def _dims(
-    module: nn.Module, found: Expression, sizes: dict[int, int], widths: tuple[int, ...]
+    module: nn.Module, expression: Expression, sizes: dict[int, int], widths: tuple[int, ...]
 ) -> frozenset[int] | str:
     """Return the numbers of dimensions of which the module's own code accepts other inputs; or why
     its fused forward does not fit, because it does not compute the same for all of these.
     """
     dims = {3}
-    given = [_random(widths, scale, leading) for leading, scale in OTHER_INPUTS]
-    for right, fused in _pairs(module, found, sizes):
-        for inputs in given:
+    samples = [_random(widths, scale, leading) for leading, scale in OTHER_INPUTS]
+    for right, fused in _pairs(module, expression, sizes):
+        for inputs in samples:
             try:
-                own = _pass(right, inputs)
+                expected = _pass(right, inputs)
             except Exception:  # code that does not take inputs of this shape
                 continue
             try:
                 ours = _pass(fused, inputs)
             except Exception as error:
                 return f"its fused forward fails for {list(inputs[0].shape)}: {error}"[:200]
-            if not all(_error(a, b) < BOUND_TF32 for a, b in zip(own, ours)):
+            if not all(_error(a, b) < BOUND_TF32 for a, b in zip(expected, ours)):
                 return f"it computes something else for {list(inputs[0].shape)}, or large numbers"
             dims.add(inputs[0].dim())
-        half = [each.to(torch.bfloat16) for each in _random(widths)]
+        half = [tensor.to(torch.bfloat16) for tensor in _random(widths)]
         try:
             dtype = _pass(right.to(torch.bfloat16), half)[0].dtype
         except Exception:
@@ -491,26 +490,26 @@ def _dims(
 
 
 def _pairs(
-    module: nn.Module, found: Expression, sizes: dict[int, int]
+    module: nn.Module, expression: Expression, sizes: dict[int, int]
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield copies with the module's own and with each fused forward, in training and in
     evaluation.
     """
     device = torch.device(kinds.accelerator() or "cpu")
-    for forward in forwards(found):
+    for forward in forwards(expression):
         for training in (True, False):
             right, fused = (
                 _without_marks(_small(module, sizes)).to(device).train(training) for _ in range(2)
             )
-            checked = while_unchanged(forward, fused, found, (2, 3, 4))
+            checked = while_unchanged(forward, fused, expression, (2, 3, 4))
             fused.forward = types.MethodType(checked, fused)
             yield right, fused
 
 
-def forwards(found: Expression) -> list[Forward]:
-    if isinstance(found, Mlp):
-        return [found.forward(packed) for packed in (False, True)]
-    return [found.forward()]
+def forwards(expression: Expression) -> list[Forward]:
+    if isinstance(expression, Mlp):
+        return [expression.forward(packed) for packed in (False, True)]
+    return [expression.forward()]
 
 
 def _error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -521,18 +520,18 @@ def _error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _without_marks(module: nn.Module) -> nn.Module:
-    for each in module.modules():
-        for name, child in each.named_children():
+    for submodule in module.modules():
+        for name, child in submodule.named_children():
             if isinstance(child, _Marked):
-                setattr(each, name, nn.Dropout(0.0))
+                setattr(submodule, name, nn.Dropout(0.0))
     return module
 
 
 def _pass(module: nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the output, and the gradients of inputs and parameters."""
     device = torch.device(kinds.accelerator() or "cpu")
-    inputs = [each.to(device).detach().requires_grad_() for each in inputs]
-    trained = [each for each in module.parameters() if each.requires_grad]
+    inputs = [tensor.to(device).detach().requires_grad_() for tensor in inputs]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     out = module(*inputs)
     weights = torch.sin(torch.arange(out.numel(), device=device)).view_as(out)
     grads = torch.autograd.grad(

@@ -30,8 +30,8 @@ def rotating_forward(cls: type) -> Function | None:
     it does not rotate, or not in halves as Llama does.
     """
     forward: Any = cls.forward  # type: ignore[attr-defined]
-    found = tuple((name, each) for name, each in _functions_called(forward) if rotation_of(each))
-    return _rebound(forward, found) if found else None
+    rotations = tuple((name, f) for name, f in _functions_called(forward) if rotation_of(f))
+    return _rebound(forward, rotations) if rotations else None
 
 
 def other_rotation(cls: type) -> bool:
@@ -40,28 +40,28 @@ def other_rotation(cls: type) -> bool:
 
 
 def _functions_called(forward: Any) -> Iterator[tuple[str, Function]]:
-    for name, each in names_used(forward):
+    for name, value in names_used(forward):
         if (
-            isinstance(each, types.FunctionType)
-            and each.__code__.co_argcount >= 4
-            and _is_of_torch_alone(each, set())
+            isinstance(value, types.FunctionType)
+            and value.__code__.co_argcount >= 4
+            and _is_of_torch_alone(value, set())
         ):
-            yield name, each
+            yield name, value
 
 
-def _is_of_torch_alone(function: types.FunctionType, seen: set[types.FunctionType]) -> bool:
+def _is_of_torch_alone(function: types.FunctionType, visited: set[types.FunctionType]) -> bool:
     """Return whether ``function`` names nothing but torch and functions like itself, so that a call
     with random tensors has no effect: no collective, no file, no log.
     """
-    seen.add(function)
-    for name, each in names_used(function):
+    visited.add(function)
+    for name, value in names_used(function):
         if name == "distributed":
             return False
-        if each is None or each is torch:
+        if value is None or value is torch:
             continue
-        if not isinstance(each, types.FunctionType):
+        if not isinstance(value, types.FunctionType):
             return False
-        if each not in seen and not _is_of_torch_alone(each, seen):
+        if value not in visited and not _is_of_torch_alone(value, visited):
             return False
     return True
 
@@ -103,10 +103,10 @@ def rotation_of(function: Function) -> Rotation | None:
     """
     for doubled in (False, True):
         for sign in (1, -1):
-            found = Rotation(sign, doubled)
-            if _agrees(function, found, 4 if doubled else 8):
+            rotation = Rotation(sign, doubled)
+            if _agrees(function, rotation, 4 if doubled else 8):
                 partial = Rotation(sign, doubled, partial=True)
-                return partial if _agrees(function, partial, 2 if doubled else 4) else found
+                return partial if _agrees(function, partial, 2 if doubled else 4) else rotation
     return None
 
 
@@ -114,17 +114,17 @@ def _agrees(function: Function, rotation: Rotation, width: int) -> bool:
     """Compare on the CPU, where a function of other arguments raises, then on the accelerator."""
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 4, 3, 8), (2, 2, 3, 8), (2, 3, width), (2, 3, width)
-    given = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
+    inputs = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
     for device in dict.fromkeys(("cpu", kinds.accelerator() or "cpu")):
-        q, k, cos, sin = (each.to(device) for each in given)
+        q, k, cos, sin = (tensor.to(device) for tensor in inputs)
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                found = function(q, k, cos, sin)
+                outputs = function(q, k, cos, sin)
         except Exception:
             return False
-        if not (isinstance(found, tuple) and len(found) == 2):
+        if not (isinstance(outputs, tuple) and len(outputs) == 2):
             return False
-        for a, b in zip(found, rotation.apply(q, k, cos, sin)):
+        for a, b in zip(outputs, rotation.apply(q, k, cos, sin)):
             if not isinstance(a, torch.Tensor) or a.shape != b.shape:
                 return False
             if float((a - b).abs().max()) >= BOUND:
@@ -146,19 +146,19 @@ def _fused(original: Function) -> Function:
 
 
 @functools.cache
-def _rebound(forward: Any, found: tuple[tuple[str, Function], ...]) -> Function:
+def _rebound(forward: Any, rotations: tuple[tuple[str, Function], ...]) -> Function:
     """Return a copy of ``forward`` that calls functions of other names in place of those of
-    ``found``, also inside of its decorators.
+    ``rotations``, also inside of its decorators.
 
     The globals stay those of its module, where the fused functions are added under these names: a
     copy of the globals would not follow later changes, and torch.compile does not take it.
     """
-    made: dict[Any, Any] = {}
+    copies: dict[Any, Any] = {}
 
     def copied(function: Any) -> Any:
-        if function in made:
-            return made[function]
-        made[function] = function  # as it is, where it holds itself
+        if function in copies:
+            return copies[function]
+        copies[function] = function  # as it is, where it holds itself
         cells = tuple(
             types.CellType(copied(value))
             if isinstance(value := content(cell), types.FunctionType)
@@ -166,7 +166,7 @@ def _rebound(forward: Any, found: tuple[tuple[str, Function], ...]) -> Function:
             for cell in function.__closure__ or ()
         )
         code, names = function.__code__, function.__globals__
-        for name, original in found:
+        for name, original in rotations:
             if name in code.co_names and names.get(name) is original:
                 ours = f"_hf_zero_{name}"
                 names[ours] = _fused(original)
@@ -177,7 +177,7 @@ def _rebound(forward: Any, found: tuple[tuple[str, Function], ...]) -> Function:
         new.__kwdefaults__ = function.__kwdefaults__
         new.__dict__.update(function.__dict__)
         new.__qualname__, new.__module__ = function.__qualname__, function.__module__
-        made[function] = new
+        copies[function] = new
         return new
 
     new: Any = copied(forward)

@@ -73,7 +73,7 @@ def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
     """
     inside = _inside(model, sequence.division.key)
     owner = inside[0]
-    before = {id(each.config): (each.config, each.config._attn_implementation) for each in inside}
+    before = {id(m.config): (m.config, m.config._attn_implementation) for m in inside}
     core = _core(owner, sequence)
     if owner.config._attn_implementation != core:
         owner.set_attn_implementation(core)
@@ -83,10 +83,10 @@ def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
     forward = _Forward(sequence, core, _counts(model), configs)
     handles = [
         hook
-        for each in inside
+        for m in inside
         for hook in (
-            each.register_forward_pre_hook(Attached(forward.begin), prepend=True, with_kwargs=True),
-            each.register_forward_hook(Attached(forward.end), always_call=True),
+            m.register_forward_pre_hook(Attached(forward.begin), prepend=True, with_kwargs=True),
+            m.register_forward_hook(Attached(forward.end), always_call=True),
         )
     ]
 
@@ -104,21 +104,21 @@ def _counts(model: nn.Module) -> Any:
     (RoBERTa and similar); None if positions start at 0.
     """
     return next(
-        (each for each in model.modules() if hasattr(each, "create_position_ids_from_input_ids")),
+        (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids")),
         None,
     )
 
 
 def _core(model: Any, sequence: SequenceParallel) -> str:
-    own, key = model.config._attn_implementation.removeprefix(PREFIX), sequence.division.key
-    if own == sparse.NAME:
+    kernel, key = model.config._attn_implementation.removeprefix(PREFIX), sequence.division.key
+    if kernel == sparse.NAME:
         if sequence.division.context > 1:
             raise ConfigError(
                 f"{key} cannot split sparse_attention, whose blocks are of whole sequences; remove "
                 f"that section, or write sequence_parallel_size in place of {key}"
             )
-        return own
-    core = sequence.attention or own
+        return kernel
+    core = sequence.attention or kernel
     if core in (EAGER, None):
         core = DEFAULT if model._supports_sdpa else EAGER
         by = DEFAULT if model._supports_sdpa else "torch's flash kernels"
@@ -155,17 +155,17 @@ def _check(model: Any, division: Division, tensor: int) -> None:
             f"its rotary embedding is {kind}, which follows the length that one rank sees",
             f"write a rope_type such as 'yarn' or 'linear', or {alone}",
         )
-    mixes = next((key for key, each in model.named_modules() if isinstance(each, nn.Conv1d)), None)
+    mixes = next((key for key, m in model.named_modules() if isinstance(m, nn.Conv1d)), None)
     if mixes is not None:
         refuse(f"{mixes} is a convolution along the sequence", alone)
     both = next(
-        (key for key, each in model.named_modules() if getattr(each, "is_causal", None) is False),
+        (key for key, m in model.named_modules() if getattr(m, "is_causal", None) is False),
         None,
     )
     if both is not None:
         refuse(f"{both} attends in both directions, which needs the masks that are dropped", alone)
-    own = (key for key, each in model.named_modules() if hasattr(each, "prepare_dynamic_mask"))
-    masks = next(own, None)
+    names = (key for key, m in model.named_modules() if hasattr(m, "prepare_dynamic_mask"))
+    masks = next(names, None)
     if masks is not None:
         refuse(f"{masks} computes a mask of its own from the values of all tokens", alone)
     if not model._can_set_attn_implementation():
@@ -204,7 +204,7 @@ class _Forward:
                     "batch (in Accelerate prepare its loader in a call without the model), or pass "
                     "in_evaluation=True to hf_zero.sequence_parallel"
                 )
-            self._lent = [each for each in self._configs if each._attn_implementation == self._name]
+            self._lent = [c for c in self._configs if c._attn_implementation == self._name]
             for config in self._lent:
                 config._attn_implementation_internal = EAGER
             return None
@@ -252,8 +252,8 @@ class _Forward:
         dim, division = self._sequence.dim, self._sequence.division
         parts = all_gather(dim, "padding of rows", tokens.ne(padding).to(torch.uint8))
         whole = division.whole(parts.unbind()) + padding  # as tokens: padding, and others
-        made: torch.Tensor = embeddings.create_position_ids_from_input_ids(whole, padding)
-        return division.part(made, dim.rank).contiguous()
+        position_ids: torch.Tensor = embeddings.create_position_ids_from_input_ids(whole, padding)
+        return division.part(position_ids, dim.rank).contiguous()
 
     def end(self, module: Any, args: Any, output: Any) -> None:
         self._depth.value -= 1
@@ -341,12 +341,12 @@ def _attend(
         whole = attend(sequence.axes, None, query, key, value, documents, scale, sinks)
         return whole, None
     # position_ids cover whole sequences, or this rank's tokens: they are not needed any more
-    passed = {name: each for name, each in kwargs.items() if name != "position_ids"}
+    passed = {name: value for name, value in kwargs.items() if name != "position_ids"}
 
     def of_a_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        here: Any = _WithHeads(module, q.shape[1], k.shape[1], sequence.axes.heads.rank)
-        found: torch.Tensor = compute(here, q, k, v, None, **passed)[0]
-        return found
+        proxy: Any = _WithHeads(module, q.shape[1], k.shape[1], sequence.axes.heads.rank)
+        attended: torch.Tensor = compute(proxy, q, k, v, None, **passed)[0]
+        return attended
 
     return attend(sequence.axes, of_a_document, query, key, value, documents), None
 
@@ -371,12 +371,12 @@ def _check_ring(
 class _WithHeads:
     """Proxy of an attention module for its core, with this rank's heads."""
 
-    def __init__(self, module: nn.Module, heads: int, shared: int, place: int):
+    def __init__(self, module: nn.Module, heads: int, shared: int, rank: int):
         self._module = module
         self.num_key_value_groups = heads // shared
         layout = getattr(module, sparse.ATTRIBUTE, None)
         if layout is not None and layout.num_layout_heads > 1:
-            layout = HeadsOf(layout, place * heads, heads)
+            layout = HeadsOf(layout, rank * heads, heads)
         setattr(self, sparse.ATTRIBUTE, layout)
 
     def __getattr__(self, name: str) -> Any:

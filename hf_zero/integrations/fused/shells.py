@@ -44,26 +44,26 @@ def shell(
     the modules of ``instead`` in place of some, and no hooks and no replaced forwards. Lists,
     dicts and sets are copied, and everything else is shared.
     """
-    made: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
 
     def copied(value: torch.Tensor | None, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         if value is None:
             return None
-        if id(value) not in made:
-            made[id(value)] = make(value)
-        return made[id(value)]
+        if id(value) not in copies:
+            copies[id(value)] = make(value)
+        return copies[id(value)]
 
     def trained(value: torch.Tensor) -> nn.Parameter:
         new = parameter(value)
         return nn.Parameter(new, new.is_floating_point())
 
     def build(old: nn.Module) -> nn.Module:
-        if id(old) in made:
-            return made[id(old)]
+        if id(old) in copies:
+            return copies[id(old)]
         other = instead(old)
         if other is None:
             other = old.__class__.__new__(old.__class__)
-            made[id(old)] = other
+            copies[id(old)] = other
             other.__dict__.update(
                 (name, _attribute(value, old, other))
                 for name, value in old.__dict__.items()
@@ -78,7 +78,7 @@ def shell(
             other.__dict__["_modules"] = {
                 k: v if v is None else build(v) for k, v in old._modules.items()
             }
-        made[id(old)] = other
+        copies[id(old)] = other
         return other
 
     return build(module)
@@ -108,14 +108,14 @@ def _attribute(value: Any, old: nn.Module, new: nn.Module) -> Any:
 
 def layers_of(function: Any) -> Iterator[types.FunctionType]:
     """Yield ``function`` and the functions that its decorators wrap."""
-    seen: list[Any] = [function]
-    for each in seen:
-        if isinstance(each, types.FunctionType):
-            yield each
-            seen.extend(
+    functions: list[Any] = [function]
+    for wrapped in functions:
+        if isinstance(wrapped, types.FunctionType):
+            yield wrapped
+            functions.extend(
                 value
-                for cell in each.__closure__ or ()
-                if isinstance(value := content(cell), types.FunctionType) and value not in seen
+                for cell in wrapped.__closure__ or ()
+                if isinstance(value := content(cell), types.FunctionType) and value not in functions
             )
 
 
@@ -157,7 +157,7 @@ def calls(module: nn.Module, outermost: bool) -> Iterator[list[ModuleCall]]:
     """Record the calls of submodules of ``module``, in the order in which they return; the
     ``outermost`` alone, or all.
     """
-    made: list[ModuleCall] = []
+    records: list[ModuleCall] = []
     inside = 0
 
     def enter(*_: Any) -> None:
@@ -169,25 +169,25 @@ def calls(module: nn.Module, outermost: bool) -> Iterator[list[ModuleCall]]:
             nonlocal inside
             inside -= 1
             if not outermost or inside == 0:
-                given = _tensors((args, kwargs))
-                made.append(ModuleCall(name, called, (args, kwargs), given, _tensors(out)))
+                tensors = _tensors((args, kwargs))
+                records.append(ModuleCall(name, called, (args, kwargs), tensors, _tensors(out)))
 
         return hook
 
     handles = []
-    for name, each in module.named_modules():
-        if each is not module:
-            handles.append(each.register_forward_pre_hook(enter))
-            handles.append(each.register_forward_hook(leave(name), with_kwargs=True))
+    for name, submodule in module.named_modules():
+        if submodule is not module:
+            handles.append(submodule.register_forward_pre_hook(enter))
+            handles.append(submodule.register_forward_hook(leave(name), with_kwargs=True))
     try:
-        yield made
+        yield records
     finally:
         for handle in handles:
             handle.remove()
 
 
 def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+    return tuple(leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
 class _Zeros(TorchDispatchMode):
@@ -215,15 +215,15 @@ def calls_of_model(model: nn.Module) -> list[ModuleCall] | str:
         if module is not copied:
             module.__dict__["forward"] = functools.partial(_call_or_pass, module)
     try:
-        with calls(copied, outermost=False) as made, torch.no_grad(), _Zeros():
+        with calls(copied, outermost=False) as records, torch.no_grad(), _Zeros():
             copied(**inputs)
     except Exception as error:  # code of other people, on a device it was not written for
         return f"its forward does not run without values: {type(error).__name__}: {error}"[:200]
-    return made
+    return records
 
 
-def _on_meta(each: torch.Tensor) -> torch.Tensor:
-    return torch.empty(each.shape, dtype=each.dtype, device="meta")
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _call_or_pass(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -233,10 +233,10 @@ def _call_or_pass(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:
         return type(module).forward(module, *args, **kwargs)
     except Exception:
-        given = _tensors((args, kwargs))
-        if not given or not given[0].is_floating_point():
+        tensors = _tensors((args, kwargs))
+        if not tensors or not tensors[0].is_floating_point():
             raise
-        return given[0].clone()
+        return tensors[0].clone()
 
 
 def _inputs(model: Any) -> dict[str, Any] | str:
@@ -245,16 +245,16 @@ def _inputs(model: Any) -> dict[str, Any] | str:
         return f"{type(model).__name__} is not a model of transformers"
     ids = torch.zeros(2, 6, dtype=torch.long, device="meta")
     if main == "input_ids":
-        given: dict[str, Any] = {main: ids}
+        arguments: dict[str, Any] = {main: ids}
     elif main == "pixel_values":
         size = getattr(config, "image_size", 224)
         sides = (size, size) if isinstance(size, int) else tuple(size)
         shape = (1, getattr(config, "num_channels", 3), *sides)
-        given = {main: torch.zeros(shape, device="meta")}
+        arguments = {main: torch.zeros(shape, device="meta")}
     else:
         return f"its input is {main}, of a shape that hf-zero does not know"
     if getattr(config, "is_encoder_decoder", False):
-        given["decoder_input_ids"] = ids
+        arguments["decoder_input_ids"] = ids
     if "use_cache" in inspect.signature(type(model).forward).parameters:
-        given["use_cache"] = False
-    return given
+        arguments["use_cache"] = False
+    return arguments

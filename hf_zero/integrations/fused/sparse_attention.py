@@ -81,9 +81,9 @@ def sparsify(model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, A
     owner, layout = layout_of(model, sparse_attention)
     register()
     before = {
-        id(each.config): (each.config, each.config._attn_implementation)
-        for each in owner.modules()
-        if isinstance(each, PreTrainedModel)
+        id(module.config): (module.config, module.config._attn_implementation)
+        for module in owner.modules()
+        if isinstance(module, PreTrainedModel)
     }
     marked = [module for module in owner.modules() if "Attention" in type(module).__name__]
     for module in marked:

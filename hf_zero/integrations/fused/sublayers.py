@@ -41,8 +41,8 @@ def takes(x: torch.Tensor, *parameters: torch.Tensor) -> bool:
     """
     return (
         x.dtype != torch.float64
-        and all(each.dtype == x.dtype or not each.is_floating_point() for each in parameters)
-        and not any(is_traceable_wrapper_subclass(each) for each in (x, *parameters))
+        and all(p.dtype == x.dtype or not p.is_floating_point() for p in parameters)
+        and not any(is_traceable_wrapper_subclass(tensor) for tensor in (x, *parameters))
         and not torch.is_autocast_enabled(x.device.type)
         and not torch._C._are_functorch_transforms_active()  # custom operations have no rules there
     )
@@ -61,7 +61,7 @@ def plain(module: nn.Module, kind: type[Part]) -> TypeGuard[Part]:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or any(is_traceable_wrapper_subclass(each) for each in module._parameters.values())
+        or any(is_traceable_wrapper_subclass(p) for p in module._parameters.values())
     ):
         return False
     return replaced(module) or "forward" not in module.__dict__
@@ -96,14 +96,14 @@ def while_unchanged(
     Otherwise, and for inputs of other than ``dims`` dimensions, keywords and further arguments, it
     calls the module's own code.
     """
-    given = 2 if isinstance(expression, Sum) and expression.norm else 1
+    arity = 2 if isinstance(expression, Sum) and expression.norm else 1
     skipped = expression.skipped if isinstance(expression, Mlp) else ()
-    own = _constants(module)
+    constants_of_module = _constants(module)
     parts = [(name, type(part := getattr(module, name)), _constants(part)) for name in skipped]
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        proved = len(args) == given and not kwargs and args[0].dim() in dims
-        if proved and _has(module, own):
+        proved = len(args) == arity and not kwargs and args[0].dim() in dims
+        if proved and _has(module, constants_of_module):
             for name, kind, constants in parts:
                 part = getattr(module, name)
                 if not plain(part, kind) or not _has(part, constants):
@@ -128,9 +128,9 @@ def _takes_linears(self: nn.Module, x: torch.Tensor, names: Sequence[str]) -> bo
     return takes(
         x,
         *(
-            each
-            for each in weights
-            if isinstance(each, torch.Tensor) and not is_traceable_wrapper_subclass(each)
+            weight
+            for weight in weights
+            if isinstance(weight, torch.Tensor) and not is_traceable_wrapper_subclass(weight)
         ),
     )
 
@@ -155,8 +155,8 @@ class Norm:
 
     def forward(self) -> Forward:
         def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-            given = [getattr(module, name) for name in (self.weight, self.bias) if name]
-            if not takes(x, *given):
+            parameters = [getattr(module, name) for name in (self.weight, self.bias) if name]
+            if not takes(x, *parameters):
                 return type(module).forward(module, x)  # type: ignore[no-any-return]
             return self.apply(module, x)
 

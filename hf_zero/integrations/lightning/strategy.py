@@ -225,7 +225,9 @@ class StrategyMethods:
                 "configure_optimizers returned a scheduler, and the config names "
                 f"{settings.scheduler.type!r}; keep one"
             )
-        engine, made, _, scheduler = initialize(model=module, optimizer=optimizer, config=settings)
+        engine, chosen, _, scheduler = initialize(
+            model=module, optimizer=optimizer, config=settings
+        )
         techniques: Any = engine.techniques
         phases = techniques.by_key.get(PHASES)
         if phases is not None and (phases.changes_batches or phases.changes_micro_batches):
@@ -242,7 +244,7 @@ class StrategyMethods:
             self._save_into_memory(engine, trainer)
         engine.lr_scheduler = None  # Lightning steps the scheduler
         engine.set_gradient_accumulation_boundary(True)
-        this.optimizers = [core._MockOptimizer() if made is None else made]
+        this.optimizers = [core._MockOptimizer() if chosen is None else chosen]
         # the wrapper's zero_grad is that of the optimizer's class and would not reach the engine
         for wrapped in this._lightning_optimizers:
             wrapped.zero_grad = wrapped.optimizer.zero_grad
@@ -262,7 +264,7 @@ class StrategyMethods:
         module, changes = this.lightning_module, self._library("callbacks")
         trainer, steps = module.trainer, module.trainer.estimated_stepping_batches
         varies = any(
-            isinstance(each, changes.GradientAccumulationScheduler) for each in trainer.callbacks
+            isinstance(c, changes.GradientAccumulationScheduler) for c in trainer.callbacks
         )
         if module.automatic_optimization and not varies and 0 < steps < math.inf:
             assert self.engine is not None
@@ -284,7 +286,7 @@ class StrategyMethods:
                     save_with_route(engine, write)
 
             def on_train_end(self, *args: Any) -> None:
-                trainer.callbacks = [each for each in trainer.callbacks if each is not self]
+                trainer.callbacks = [c for c in trainer.callbacks if c is not self]
 
             on_exception = on_train_end
 
@@ -311,7 +313,7 @@ class StrategyMethods:
         if engine is None or not (trainer.training and sampled_metrics(engine.config)):
             return super().process_dataloader(dataloader)  # type: ignore[misc]
         scheduler = self._library("callbacks").GradientAccumulationScheduler
-        if any(isinstance(each, scheduler) for each in trainer.callbacks):
+        if any(isinstance(callback, scheduler) for callback in trainer.callbacks):
             raise ConfigError(
                 f"{scheduler.__name__} changes how many samples a step has, and {METRICS} draws "
                 "equally many for each step; leave one of them out"
@@ -453,7 +455,7 @@ class StrategyMethods:
         """
         engine, trainer = self.engine, self.lightning_module.trainer  # type: ignore[attr-defined]
         base = self._library("callbacks").BaseFinetuning
-        if engine is None or not any(isinstance(each, base) for each in trainer.callbacks):
+        if engine is None or not any(isinstance(callback, base) for callback in trainer.callbacks):
             return
         saved = Manifest.read(folder / TAG / MANIFEST_NAME).optimizer
         names = dict(engine.module.named_parameters())
@@ -478,8 +480,8 @@ def register(registry: Any, strategy: Any) -> None:
     These keep the optimizer in host memory, and at stage 3 the parameters too.
     """
     for stage in STAGES:
-        said, name = f"hf-zero, ZeRO stage {stage}", f"zero_stage_{stage}"
-        registry.register(name, strategy, description=said, override=True, stage=stage)
+        label, name = f"hf-zero, ZeRO stage {stage}", f"zero_stage_{stage}"
+        registry.register(name, strategy, description=label, override=True, stage=stage)
         away = {
             "offload_optimizer": {"device": "cpu"},
             **({"offload_param": {"device": "cpu"}} if stage == 3 else {}),
@@ -488,7 +490,7 @@ def register(registry: Any, strategy: Any) -> None:
         registry.register(
             f"{name}_offload",
             strategy,
-            description=f"{said}, offloaded to the CPU",
+            description=f"{label}, offloaded to the CPU",
             override=True,
             config=config,
         )

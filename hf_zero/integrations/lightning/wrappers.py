@@ -69,13 +69,13 @@ def choose_precision(original: Callable[..., Any]) -> Callable[..., Any]:
     def _check_and_init_precision(self: Any) -> Any:
         if not isinstance(self.strategy, StrategyMethods):
             return original(self)
-        given = self._precision_plugin_flag
-        if given is not None and not isinstance(given, PrecisionMethods):
+        plugin = self._precision_plugin_flag
+        if plugin is not None and not isinstance(plugin, PrecisionMethods):
             raise ConfigError(
-                f"{type(given).__name__} cannot drive a ZeRO engine, which has precision of its "
+                f"{type(plugin).__name__} cannot drive a ZeRO engine, which has precision of its "
                 "own; write Trainer(precision=...)"
             )
-        return given or self.strategy.precision_class(self._precision_flag)
+        return plugin or self.strategy.precision_class(self._precision_flag)
 
     return _check_and_init_precision
 
@@ -91,8 +91,8 @@ def leave_out_by_identity(original: Callable[..., Any]) -> Callable[..., Any]:
         engine = flats[0].engine() if flats else None
         if engine is None or engine.optimizer is not optimizer:
             return original(optimizer, params)
-        known = {id(parameter) for group in engine.given for parameter in group}
-        return [parameter for parameter in params if id(parameter) not in known]
+        given_ids = {id(parameter) for group in engine.given for parameter in group}
+        return [parameter for parameter in params if id(parameter) not in given_ids]
 
     return filter_on_optimizer
 
@@ -108,8 +108,8 @@ def store_names_of_groups(original: Callable[..., Any]) -> Callable[..., Any]:
         engine = engine_of(pl_module)
         if engine is not None:
             current_param_groups = [
-                {**group, "params": given}
-                for group, given in zip(current_param_groups, engine.given)
+                {**group, "params": parameters}
+                for group, parameters in zip(current_param_groups, engine.given)
             ]
         original(self, pl_module, opt_idx, num_param_groups, current_param_groups)
 
@@ -187,24 +187,24 @@ def find_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def _find_last_checkpoints(self: Any, trainer: Any) -> set[str]:
-        found: set[str] = original(self, trainer)
+        paths: set[str] = original(self, trainer)
         if not _under_zero(trainer.strategy):
-            return found
+            return paths
         root = Path(trainer.default_root_dir)
-        found |= {str(path) for path in numbered_folders(root, HPC, self.FILE_EXTENSION)}
-        whole = {path for path in found if not (Path(path).is_dir() and _skipped(Path(path)))}
-        if whole or not found:
+        paths |= {str(path) for path in numbered_folders(root, HPC, self.FILE_EXTENSION)}
+        whole = {path for path in paths if not (Path(path).is_dir() and _skipped(Path(path)))}
+        if whole or not paths:
             return whole
-        parent = Path(next(iter(found))).parent
+        parent = Path(next(iter(paths))).parent
         whole = {
             str(item)
             for item in _beside(parent, self.FILE_EXTENSION)
-            if str(item) not in found and not _skipped(item)
+            if str(item) not in paths and not _skipped(item)
         }
         if not whole:
             raise CheckpointError(
                 f"none of the checkpoints in {parent} is whole "
-                f"({', '.join(sorted(Path(path).name for path in found))} neither); "
+                f"({', '.join(sorted(Path(path).name for path in paths))} neither); "
                 "restore one, or start from scratch without ckpt_path"
             )
         return whole
@@ -237,8 +237,8 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
             )
         # for any other folder the engine's own error is more specific
-        said = engine_checkpoint_error(folder) if has_engine_checkpoint(folder) else ""
-        if said:
+        problem = engine_checkpoint_error(folder) if has_engine_checkpoint(folder) else ""
+        if problem:
             others = [
                 str(item)
                 for item in _beside(folder.parent, folder.suffix)
@@ -250,8 +250,8 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
                 else "no other one there is whole"
             )
             raise CheckpointError(
-                f"{folder}{' (the best)' if ckpt_path == 'best' else ''} is not whole: {said}. In "
-                f"{folder.parent}, {remedy}"
+                f"{folder}{' (the best)' if ckpt_path == 'best' else ''} is not whole: {problem}. "
+                f"In {folder.parent}, {remedy}"
             )
         return path
 
@@ -272,10 +272,10 @@ def resume_from_memory(original: Callable[..., None]) -> Callable[..., None]:
             and trainer.state.fn.value == "fit"
             and getattr(self, LAST, False)
         ):
-            found = newest(engine, checkpoint_path)
-            if found is not None and found.in_memory:
-                log_rank0(f"resume from step {found.step} in the memory of the hosts")
-                checkpoint_path = str(found.directory)
+            checkpoint = newest(engine, checkpoint_path)
+            if checkpoint is not None and checkpoint.in_memory:
+                log_rank0(f"resume from step {checkpoint.step} in the memory of the hosts")
+                checkpoint_path = str(checkpoint.directory)
         original(self, checkpoint_path, weights_only)
 
     return resume_start
@@ -322,7 +322,7 @@ def save_after_a_step(original: Callable[[Any], None]) -> Callable[[Any], None]:
                 end(engine, exceptions.SIGTERMException)
 
             def on_train_end(self, *args: Any) -> None:
-                trainer.callbacks = [each for each in trainer.callbacks if each is not self]
+                trainer.callbacks = [c for c in trainer.callbacks if c is not self]
                 stop_listening(engine)
 
             on_exception = on_train_end
@@ -340,7 +340,7 @@ def _under_zero(strategy: Any) -> bool:
 
 def _beside(parent: Path, extension: str) -> list[Path]:
     """Return the folders in ``parent`` that Lightning may have saved, newest first."""
-    found = (
+    siblings = (
         item
         for item in parent.glob(f"*{extension}")
         if item.is_dir() and not item.name.startswith(".")
@@ -350,14 +350,14 @@ def _beside(parent: Path, extension: str) -> list[Path]:
         for at, checkpoint in enumerate(find.checkpoints_below(parent))
         for folder in (checkpoint, *checkpoint.parents)
     }
-    return sorted(found, key=lambda item: order.get(item, -1), reverse=True)
+    return sorted(siblings, key=lambda item: order.get(item, -1), reverse=True)
 
 
 def _skipped(folder: Path) -> bool:
-    said = engine_checkpoint_error(folder)
-    if said:
-        log_rank0(f"{folder} is not whole and is skipped: {said}", logging.WARNING)
-    return bool(said)
+    problem = engine_checkpoint_error(folder)
+    if problem:
+        log_rank0(f"{folder} is not whole and is skipped: {problem}", logging.WARNING)
+    return bool(problem)
 
 
 def _nothing(set_to_none: bool = True) -> None:

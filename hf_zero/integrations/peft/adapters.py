@@ -63,15 +63,15 @@ def read_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
         unwrap_compiled: bool = False,
         save_embedding_layers: Any = "auto",
     ) -> Any:
-        rest = (adapter_name, unwrap_compiled, save_embedding_layers)
+        options = (adapter_name, unwrap_compiled, save_embedding_layers)
         if state_dict is None or not finder.chosen():
-            return original(model, state_dict, *rest)
+            return original(model, state_dict, *options)
         if not state_dict:
             return {}
         with whole_copies(
             getattr(model, "_orig_mod", model) if unwrap_compiled else model, state_dict
         ):
-            return original(model, state_dict, *rest)
+            return original(model, state_dict, *options)
 
     return get_peft_model_state_dict
 
@@ -115,20 +115,22 @@ def whole_copies(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
     try:
         for prefix, module in model.named_modules():
             for attribute in ASKED:
-                held = module._modules.get(attribute)
-                for name, asked in list(held.items()) if isinstance(held, nn.ModuleDict) else ():
+                copies = module._modules.get(attribute)
+                for name, wrapped in (
+                    list(copies.items()) if isinstance(copies, nn.ModuleDict) else ()
+                ):
                     path = ".".join(filter(None, (prefix, attribute, name)))
                     if (
-                        isinstance(held, nn.ModuleDict)
-                        and _needs_other_ranks(asked)
-                        and _is_in(asked, path, state)
+                        isinstance(copies, nn.ModuleDict)
+                        and _needs_other_ranks(wrapped)
+                        and _is_in(wrapped, path, state)
                     ):
-                        replaced.append((held, name, asked))
-                        held[name] = _copy(asked, path, state)
+                        replaced.append((copies, name, wrapped))
+                        copies[name] = _copy(wrapped, path, state)
         yield
     finally:
-        for held, name, asked in replaced:
-            held[name] = asked
+        for copies, name, wrapped in replaced:
+            copies[name] = wrapped
 
 
 def _needs_other_ranks(module: nn.Module) -> bool:
@@ -136,9 +138,9 @@ def _needs_other_ranks(module: nn.Module) -> bool:
     from hf_zero.zero.layout.parameter import owner_of
     from hf_zero.zero.layout.sharding import sharding_of
 
-    own = list(module.parameters())
-    sharded = any(flat is not None and flat.sharded for flat in map(owner_of, own))
-    return sharded or any(sharding_of(each).axes for each in own)
+    parameters = list(module.parameters())
+    sharded = any(flat is not None and flat.sharded for flat in map(owner_of, parameters))
+    return sharded or any(sharding_of(parameter).axes for parameter in parameters)
 
 
 def _is_in(module: nn.Module, path: str, state: Mapping[str, Any]) -> bool:
@@ -147,8 +149,8 @@ def _is_in(module: nn.Module, path: str, state: Mapping[str, Any]) -> bool:
 
 def _copy(module: nn.Module, path: str, state: Mapping[str, Any]) -> nn.Module:
     values = {
-        id(own): nn.Parameter(state[f"{path}.{name}"], requires_grad=False)
-        for name, own in module.named_parameters()
+        id(parameter): nn.Parameter(state[f"{path}.{name}"], requires_grad=False)
+        for name, parameter in module.named_parameters()
     }
     return copy.deepcopy(module, dict(values))
 
@@ -173,11 +175,11 @@ def written(model: Any) -> set[str]:
         for module in model.modules()
         if isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
     ]
-    chosen = {id(own) for module in whole if module is not None for own in module.parameters()}
+    chosen = {id(parameter) for m in whole if m is not None for parameter in m.parameters()}
     for adapter, config in model.peft_config.items():
         if not config.is_prompt_learning:  # learned prompts do not come from a state dict
             chosen |= _parts_of(adapter, model)
-    return {name for name, own in model.named_parameters() if id(own) in chosen}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
 
 
 def _parts_of(adapter: str, model: Any) -> set[int]:
@@ -209,10 +211,10 @@ def described(model: Any, buffers: set[str]) -> dict[str, tuple[dict[str, Any], 
     An adapter whose file is computed (a prompt encoder with layers of its own, ranks pruned by
     AdaLoRA) is left out, with a warning.
     """
-    made = {}
+    files = {}
     for adapter, config in model.peft_config.items():
         try:
-            made[adapter] = (
+            files[adapter] = (
                 _configuration(model, config),
                 _tensors(model, adapter, config, buffers),
             )
@@ -225,7 +227,7 @@ def described(model: Any, buffers: set[str]) -> dict[str, tuple[dict[str, Any], 
                 "for the adapter alone use save_pretrained",
                 adapter, config.peft_type, error,
             )  # fmt: skip
-    return made
+    return files
 
 
 def _tensors(model: Any, adapter: str, config: Any, buffers: set[str]) -> dict[str, str]:
@@ -239,13 +241,13 @@ def _tensors(model: Any, adapter: str, config: Any, buffers: set[str]) -> dict[s
                 f"its prompts are computed from {', '.join(encoder) or 'nothing that is held'}"
             )
         return {"prompt_embeddings": encoder[0]}
-    held = {
+    tensors = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     shells = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in held.items()
+        for name, tensor in tensors.items()
         if name in buffers or name in names
     }
     by_shell = {id(shell): name for name, shell in shells.items()}
@@ -294,12 +296,12 @@ def _with_embeddings(model: Any, config: Any) -> bool:
     if getattr(config, "trainable_token_indices", None) is not None:
         return False
     if isinstance(targets, str):
-        found = [
+        names = [
             name
             for name, _ in model.named_modules()
             if name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES
         ]
-        if targets != "all-linear" and any(re.fullmatch(targets, name) for name in found):
+        if targets != "all-linear" and any(re.fullmatch(targets, name) for name in names):
             return True
     elif any(name in targets for name in EMBEDDING_LAYER_NAMES):
         return True

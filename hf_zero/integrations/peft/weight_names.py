@@ -33,23 +33,23 @@ class AdapterNames(Names):
 
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._prefix = next(
-            f"{path}." if path else "" for path, own in model.named_modules() if own is base
+            f"{path}." if path else "" for path, module in model.named_modules() if module is base
         )
-        first = {id(own): name for name, own in model.named_parameters()}
+        first = {id(parameter): name for name, parameter in model.named_parameters()}
         # layers with adapters, the paths inside the base layer of its parameters' first names, and
         # the first names of all their parameters by id
         self._layers: list[tuple[Any, dict[str, str], dict[int, str]]] = []
         adapters: set[str] = set()
         base_layers: set[str] = set()
-        layers: list[Any] = [each for each in model.modules() if isinstance(each, BaseTunerLayer)]
+        layers: list[Any] = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
         for layer in layers:
             base_layer = layer.get_base_layer()
-            own = {first[id(each)]: path for path, each in base_layer.named_parameters()}
-            every = {id(each): first[id(each)] for each in layer.parameters()}
-            base_layers.update(own)
-            adapters.update(name for name in every.values() if name not in own)
+            paths = {first[id(parameter)]: p for p, parameter in base_layer.named_parameters()}
+            every = {id(parameter): first[id(parameter)] for parameter in layer.parameters()}
+            base_layers.update(paths)
+            adapters.update(name for name in every.values() if name not in paths)
             if not (layer.merged or layer.disable_adapters):
-                self._layers.append((layer, own, every))
+                self._layers.append((layer, paths, every))
         self.form = ("hf", merged, *_active(model))
         # first names of parameters that are not sent under names of the base model
         self._dropped = adapters | {
@@ -57,9 +57,9 @@ class AdapterNames(Names):
         }
         unused = tuple(_unused_copies(model, merged))
         used: dict[str, list[str]] = {name: [] for name in first.values()}
-        for name, each in model.named_parameters(remove_duplicate=False):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
             if not name.startswith(unused):
-                used[first[id(each)]].append(name)
+                used[first[id(parameter)]].append(name)
         self._dropped.update(name for name, others in used.items() if not others)
         # tied parameters whose first name is in an unused copy, and another name of each
         self._tied = {
@@ -68,7 +68,7 @@ class AdapterNames(Names):
         self._apart: dict[str, str] = {}
         if merged:
             self.held = frozenset(adapters)
-            self.merged = frozenset(name for _, own, _ in self._layers for name in own)
+            self.merged = frozenset(name for _, paths, _ in self._layers for name in paths)
         else:
             active = model.active_adapters
             files = described(model, {*persistent_buffers(model)})
@@ -82,36 +82,38 @@ class AdapterNames(Names):
                 _, names = files[adapter]
                 self._apart.update((n, file) for file, n in names.items() if n not in base_layers)
 
-    def sent(self, here: str, name: str) -> str | None:
-        if here in self._apart:
-            return self._apart[here]
-        if here in self._dropped:
+    def sent(self, path: str, name: str) -> str | None:
+        if path in self._apart:
+            return self._apart[path]
+        if path in self._dropped:
             return None
-        name = self._tied.get(here, name)
+        name = self._tied.get(path, name)
         parts = iter(name.removeprefix(self._prefix).split("."))
-        kept = []
+        kept_parts = []
         for part in parts:
             if part == "modules_to_save":
                 next(parts)  # the name of the adapter
             elif part not in ADDED:
-                kept.append(part)
-        return ".".join(kept)
+                kept_parts.append(part)
+        return ".".join(kept_parts)
 
     def merge(
-        self, values: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]
+        self, values: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         result = {name: value.clone() for name, value in values.items()}
-        for layer, own, first in self._layers:
-            here = {name for name in own if name in result}
-            if not here:
+        for layer, paths, first in self._layers:
+            names = {name for name in paths if name in result}
+            if not names:
                 continue
             # a bias may be in another bucket than its weight, which its merge does not need
-            whole = {each: result.get(name, held.get(name)) for each, name in first.items()}
+            whole = {key: result.get(name, others.get(name)) for key, name in first.items()}
             twin = _twin(layer, whole)
             twin.merged_adapters = []
             twin.merge(safe_merge=False)
             base = dict(twin.get_base_layer().named_parameters())
-            result.update((name, base[local].data) for name, local in own.items() if name in here)
+            result.update(
+                (name, base[local].data) for name, local in paths.items() if name in names
+            )
         return result
 
 
@@ -123,8 +125,8 @@ def _active(model: nn.Module) -> Iterator[tuple[Any, ...]]:
         active = getattr(module, "active_adapters", None)
         if isinstance(active, (list, tuple)) and not _is_disabled(module):
             scales = getattr(module, "scaling", None)
-            held = scales if isinstance(scales, dict) else {}
-            yield path, *((each, held.get(each)) for each in active)
+            factors = scales if isinstance(scales, dict) else {}
+            yield path, *((adapter, factors.get(adapter)) for adapter in active)
 
 
 def _is_disabled(module: Any) -> bool:
@@ -152,16 +154,16 @@ def _twin(module: nn.Module, whole: Mapping[int, torch.Tensor | None]) -> Any:
     """
     twin = copy.copy(module)
     parameters = {}
-    for name, own in module._parameters.items():
-        if own is not None:
-            value = whole[id(own)]
-            given = (
-                torch.zeros(own.shape, dtype=own.dtype, device=own.device)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            value = whole[id(parameter)]
+            value_or_zeros = (
+                torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
                 if value is None
                 else value
             )
-            own = nn.Parameter(given, requires_grad=False)
-        parameters[name] = own
+            parameter = nn.Parameter(value_or_zeros, requires_grad=False)
+        parameters[name] = parameter
     twin.__dict__["_parameters"] = parameters
     twin.__dict__["_modules"] = {
         name: child and _twin(child, whole) for name, child in module._modules.items()

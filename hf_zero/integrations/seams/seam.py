@@ -50,21 +50,21 @@ class Seam:
         """Return whether ``replacement`` takes each call that ``original`` takes, with the same
         defaults. A side with ``*args, **kwargs`` takes whatever it does not name.
         """
-        ours, theirs = (_parameters(each) for each in (replacement, original))
+        ours, theirs = (_parameters(function) for function in (replacement, original))
         if {kind for _, kind, _ in theirs} >= OPEN:
             return True
         if {kind for _, kind, _ in ours} >= OPEN:
-            ours = [each for each in ours if each[1] not in OPEN]
-            theirs, rest = theirs[: len(ours)], theirs[len(ours) :]
-            return theirs == ours and {*self.uses} <= {name for name, _, _ in rest}
+            ours = [parameter for parameter in ours if parameter[1] not in OPEN]
+            theirs, optional = theirs[: len(ours)], theirs[len(ours) :]
+            return theirs == ours and {*self.uses} <= {name for name, _, _ in optional}
         return theirs == ours
 
 
 def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
     """Return the name, kind and default of each parameter; ``*`` and ``**`` have no name."""
     return [
-        ("" if each.kind in OPEN else each.name, each.kind, each.default)
-        for each in inspect.signature(function).parameters.values()
+        ("" if parameter.kind in OPEN else parameter.name, parameter.kind, parameter.default)
+        for parameter in inspect.signature(function).parameters.values()
     ]
 
 

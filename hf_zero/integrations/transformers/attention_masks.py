@@ -31,11 +31,11 @@ def note_padding(original: Callable[..., Any]) -> Callable[..., Any]:
     def send_to_device(
         tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None
     ) -> Any:
-        found = (
+        pads_of = (
             {name: not bool(mask.all()) for name, mask in _masks(tensor)} if _under_zero() else {}
         )
         sent = original(tensor, device, non_blocking=non_blocking, skip_keys=skip_keys)
-        for name, pads in found.items():
+        for name, pads in pads_of.items():
             _note(sent[name], pads)
         return sent
 
@@ -50,9 +50,9 @@ def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., Any]:
     early, mask_at, length_at = _places_in_result(original)
 
     def _preprocess_mask_arguments(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args)), **kwargs}
-        pads = known_padding(given["attention_mask"])
-        note_positions(given.get("position_ids") is not None)
+        arguments = {**dict(zip(names, args)), **kwargs}
+        pads = known_padding(arguments["attention_mask"])
+        note_positions(arguments.get("position_ids") is not None)
         result = original(*args, **kwargs)
         if pads is None or result[early] or result[mask_at] is None:
             return result
@@ -61,7 +61,7 @@ def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., Any]:
             _note(mask, pads)  # the original has made a copy in another dtype
         elif mask.shape[-1] == result[length_at]:
             # otherwise it also marks the filled part of a static cache
-            return tuple(None if at == mask_at else each for at, each in enumerate(result))
+            return tuple(None if at == mask_at else value for at, value in enumerate(result))
         return result
 
     return _preprocess_mask_arguments
@@ -80,13 +80,13 @@ def _places_in_result(original: Callable[..., Any]) -> tuple[int, int, int]:
     parameters = inspect.signature(original).parameters.values()
     try:
         result = original(**{
-            each.name: shown.get(each.name)
-            for each in parameters
-            if each.name in shown or each.default is each.empty
+            parameter.name: shown.get(parameter.name)
+            for parameter in parameters
+            if parameter.name in shown or parameter.default is parameter.empty
         })  # fmt: skip
-        flags = [at for at, each in enumerate(result) if each is False]
-        masks = [at for at, each in enumerate(result) if getattr(each, "shape", ()) == (1, 3)]
-        lengths = [at for at, each in enumerate(result) if type(each) is int and each == 3]
+        flags = [at for at, value in enumerate(result) if value is False]
+        masks = [at for at, value in enumerate(result) if getattr(value, "shape", ()) == (1, 3)]
+        lengths = [at for at, value in enumerate(result) if type(value) is int and value == 3]
         (early,), (mask,), (length,) = flags, masks, lengths
     except Exception as error:
         raise ConfigError(f"returns something else for a mask of three keys ({error})") from error
@@ -142,12 +142,12 @@ def known_padding(mask: Any) -> bool | None:
     """
     if torch.compiler.is_compiling():
         return None
-    known = getattr(mask, KNOWN, None)
+    note = getattr(mask, KNOWN, None)
     # GPT-2 passes a view of the mask
-    whole = mask._base if known is None and isinstance(mask, torch.Tensor) else None
+    whole = mask._base if note is None and isinstance(mask, torch.Tensor) else None
     if whole is not None and whole.shape == mask.shape:
-        known = getattr(whole, KNOWN, None)
-    return known[0] if known is not None and mask._version == known[1] else None
+        note = getattr(whole, KNOWN, None)
+    return note[0] if note is not None and mask._version == note[1] else None
 
 
 def _note(mask: Any, pads: bool) -> None:

@@ -45,19 +45,19 @@ def gather_for_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         engine, dims = _sharding_engine(self), dims_of_parts(self.parameters())
         if engine is None and not dims:
             return original(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs)
-        assistant = given.arguments.get("assistant_model")
+        bound = signature.bind(self, *args, **kwargs)
+        assistant = bound.arguments.get("assistant_model")
         models = nn.ModuleList([self, assistant] if isinstance(assistant, nn.Module) else [self])
         whole = engine is not None and _fits(models, engine)
-        if engine is not None and given.arguments.get("synced_gpus") is None:
-            given.arguments["synced_gpus"] = not whole and engine.world_size > 1
-        with ExitStack() as left:
+        if engine is not None and bound.arguments.get("synced_gpus") is None:
+            bound.arguments["synced_gpus"] = not whole and engine.world_size > 1
+        with ExitStack() as stack:
             if whole:
-                left.enter_context(summon_full_params(models))
-            if dims and not given.arguments.get("synced_gpus"):
-                given.arguments["synced_gpus"] = True
-                left.enter_context(_kept_together(self, dims))
-            return original(*given.args, **given.kwargs)
+                stack.enter_context(summon_full_params(models))
+            if dims and not bound.arguments.get("synced_gpus"):
+                bound.arguments["synced_gpus"] = True
+                stack.enter_context(_kept_together(self, dims))
+            return original(*bound.args, **bound.kwargs)
 
     return generate
 

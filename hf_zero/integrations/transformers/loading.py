@@ -126,24 +126,24 @@ def resize_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         embeddings: Any = self.get_input_embeddings()
         ends = (embeddings, self.get_output_embeddings())
-        weights = [p for each in ends if isinstance(each, nn.Module) for p in each.parameters()]
+        weights = [p for end in ends if isinstance(end, nn.Module) for p in end.parameters()]
         owners = [flat.engine() for flat in map(owner_of, weights) if flat is not None]
         size = getattr(embeddings, "num_embeddings", None)
-        wanted = size if new_num_tokens is None else new_num_tokens
-        if pad_to_multiple_of is not None and wanted is not None:
-            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+        rows = size if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None and rows is not None:
+            rows = -(-rows // pad_to_multiple_of) * pad_to_multiple_of
         cut = any("tensor" in sharding_of(p).axes for p in weights)
-        if (owners or cut) and wanted == size:
+        if (owners or cut) and rows == size:
             return embeddings
         if cut:
             raise PartitionError(
-                f"resize_token_embeddings({wanted}) of a model whose vocabulary is cut among "
+                f"resize_token_embeddings({rows}) of a model whose vocabulary is cut among "
                 "tensor-parallel ranks: this one has a part; resize the whole model before it is "
                 "cut, or save it so and load that"
             )
         trains = next((engine for engine in owners if not engine.shard_only), None)
         if trains is not None:
-            refuse_now(trains, f"resize_token_embeddings({wanted})")
+            refuse_now(trains, f"resize_token_embeddings({rows})")
         token = _gathers.set(bool(owners))
         try:
             answer = original(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
@@ -169,17 +169,17 @@ def refuse_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for weights in ("model*.safetensors*", "pytorch_model*.bin*", "adapter_model.*")
     ):
         return
-    held = (
+    folders = (
         [folder]
         if (folder / MANIFEST).is_file()
         else sorted(manifest.parent for manifest in folder.glob(f"*/{MANIFEST}"))
     )
-    held = held or sorted(manifest.parent for manifest in folder.glob(f"*/*/{MANIFEST}"))
-    if held:
+    folders = folders or sorted(manifest.parent for manifest in folder.glob(f"*/*/{MANIFEST}"))
+    if folders:
         what = (
             "is a sharded checkpoint"
-            if held == [folder]
-            else f"holds sharded checkpoints ({held[0].relative_to(folder)})"
+            if folders == [folder]
+            else f"holds sharded checkpoints ({folders[0].relative_to(folder)})"
         )
         raise NoModelFolderError(
             f"{path} {what} and no model folder; run `hf-zero convert-checkpoint {path} MODEL` and "
@@ -202,8 +202,8 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         loading = current_loading.get()
         quantizer = load_config.hf_quantizer
-        known = quantizer is None or quantizes_in_shards(quantizer)
-        if loading is not None and expected_keys is None and known:
+        loads_in_shards = quantizer is None or quantizes_in_shards(quantizer)
+        if loading is not None and expected_keys is None and loads_in_shards:
             log_zero3()
         # Not lazily: a given state dict is in memory already; other quantizers pack whole weights;
         # adapters, recognised by their expected keys, are small and not finalized.
@@ -214,7 +214,7 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
             and checkpoint_files
             and expected_keys is None
         )
-        if lazily and not known and postponed.get() is None:
+        if lazily and not loads_in_shards and postponed.get() is None:
             method = quantizer.quantization_config.quant_method
             log_rank0(
                 f"{type(model).__name__} is quantized by {getattr(method, 'value', method)}: each "
@@ -222,21 +222,21 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
                 "shards",
                 logging.WARNING,
             )
-        if not lazily or not known:
+        if not lazily or not loads_in_shards:
             return original(model, state_dict, checkpoint_files, load_config, expected_keys)
         assert loading is not None
         loading.opened.add(checkpoint_files)
-        found = original(
+        result = original(
             model, loading.opened.tensors, checkpoint_files, load_config, expected_keys
         )
-        errors = found[0].conversion_errors
+        errors = result[0].conversion_errors
         if errors:
-            name, said = next(iter(errors.items()))
+            name, message = next(iter(errors.items()))
             raise ConfigError(
                 f"the checkpoint's weights for {name} cannot be converted in shards: "
-                f"{' '.join(said.splitlines()[-2:])}"
+                f"{' '.join(message.splitlines()[-2:])}"
             )
-        return found
+        return result
 
     return _load_pretrained_model
 

@@ -70,12 +70,12 @@ def build_on_meta(model: Any, needs_loss: bool = False) -> nn.Module:
         ) from error
     head = _with_head(config)
     unknown = f"only architectures that Transformers does not have ({listed(names)})"
-    said = f"{_source(model)} names {unknown if names else 'no architectures'}; "
+    subject = f"{_source(model)} names {unknown if names else 'no architectures'}; "
     remedy = f'{"write" if names else "add"} "architectures": ["{head}"]'
     if needs_loss and head:
-        raise ConfigError(f"{said}{type(bare).__name__} has no head to compute a loss; {remedy}")
+        raise ConfigError(f"{subject}{type(bare).__name__} has no head to compute a loss; {remedy}")
     without = f" without a head; {remedy}" if head else ""
-    _warn_once(f"{said}counted as {type(bare).__name__}{without}")
+    _warn_once(f"{subject}counted as {type(bare).__name__}{without}")
     return bare
 
 
@@ -140,16 +140,16 @@ def _few_modules() -> Iterator[None]:
 
 def _described(error: Exception) -> str:
     """Return the message of ``error``, with its class unless its message is meant for users."""
-    own = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
-    return textwrap.shorten(f"{own}{error}", 160)
+    prefix = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+    return textwrap.shorten(f"{prefix}{error}", 160)
 
 
 def _with_head(config: PreTrainedConfig) -> str:
     """Return the name of a class with a head for ``config``, "" if Transformers has none."""
     for task in HEADS:
-        found = getattr(transformers, f"MODEL_FOR_{task}_MAPPING").get(type(config), None)
-        if found is not None:
-            first: str = (found[0] if isinstance(found, tuple) else found).__name__
+        entry = getattr(transformers, f"MODEL_FOR_{task}_MAPPING").get(type(config), None)
+        if entry is not None:
+            first: str = (entry[0] if isinstance(entry, tuple) else entry).__name__
             return first
     return ""
 
@@ -193,10 +193,10 @@ def _configuration(model: Any) -> PreTrainedConfig:
     except Exception as error:  # the file may hold anything
         why = f"it is not in the cache, and the Hub cannot be reached: {offline}"
         why = why if offline else _described(error)
-        known = _known_sizes(name) if hub and isinstance(error, OSError) else None
-        if known is not None:
+        sizes = _known_sizes(name) if hub and isinstance(error, OSError) else None
+        if sizes is not None:
             _warn_once(f"{name} is estimated by the sizes that hf-zero knows ({why})")
-            return _from_values(model, known)
+            return _from_values(model, sizes)
         raise ConfigError(
             f"{_named(model)} is not a model folder, config.json or known model ({why}); pass one "
             "of these"
@@ -208,8 +208,8 @@ def _from_values(model: Any, values: Mapping[str, Any]) -> PreTrainedConfig:
     kind = values["model_type"]
     try:
         _refuse_layers(values)
-        own = {name: value for name, value in values.items() if name != "model_type"}
-        return AutoConfig.for_model(kind, **own)
+        fields = {name: value for name, value in values.items() if name != "model_type"}
+        return AutoConfig.for_model(kind, **fields)
     except Exception as error:
         raise ConfigError(
             f"{_named(model)} describes no model of Transformers ({_described(error)}); correct it"
@@ -230,10 +230,10 @@ def _known_sizes(name: str) -> dict[str, Any] | None:
     instruction-tuned versions share; None for another model.
     """
     text = resources.files(__package__).joinpath("known_models.json").read_text("utf-8")
-    known = {each.lower(): sizes for each, sizes in json.loads(text).items()}
-    for wanted in (name.lower(), TUNED.sub("", name.lower())):
-        for each, sizes in known.items():
-            if wanted in (each, each.partition("/")[2]):
+    table = {key.lower(): sizes for key, sizes in json.loads(text).items()}
+    for candidate in (name.lower(), TUNED.sub("", name.lower())):
+        for key, sizes in table.items():
+            if candidate in (key, key.partition("/")[2]):
                 return dict(sizes)
     return None
 

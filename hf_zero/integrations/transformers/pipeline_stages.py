@@ -127,22 +127,22 @@ def _elsewhere(
     first, last = 0 in stages, len(parts) - 2 in stages
     tied = any(a is b for a in head.parameters() for b in embeddings.parameters())
     blocks = _blocks_of(parts)
-    here = {index for stage in stages for index in blocks[stage]}
-    found: dict[str, nn.Module] = {
+    local = {index for stage in stages for index in blocks[stage]}
+    replacements: dict[str, nn.Module] = {
         f"{family.base}.{family.blocks}.{index}": _Elsewhere()
         for index in range(parts[-1] - 2)
-        if index not in here
+        if index not in local
     }
     if not first:
         if not (last and tied):
-            found[f"{family.base}.{family.embeddings}"] = _Elsewhere()
+            replacements[f"{family.base}.{family.embeddings}"] = _Elsewhere()
         if family.added is not None:
-            found[f"{family.base}.{family.added}"] = _AddsNothing()
+            replacements[f"{family.base}.{family.added}"] = _AddsNothing()
         if family.between is not None:
-            found[f"{family.base}.{family.between}"] = _Elsewhere()
+            replacements[f"{family.base}.{family.between}"] = _Elsewhere()
     if not last:
-        found[f"{family.base}.{family.norm}"] = found[family.head] = _Elsewhere()
-    return found
+        replacements[f"{family.base}.{family.norm}"] = replacements[family.head] = _Elsewhere()
+    return replacements
 
 
 def planned_parts(
@@ -153,7 +153,7 @@ def planned_parts(
     """
 
     def numel(module: nn.Module) -> int:
-        return sum(math.prod(shapes(each)) for each in module.parameters() if each.requires_grad)
+        return sum(math.prod(shapes(p)) for p in module.parameters() if p.requires_grad)
 
     return _parts(model, _family_of(model), count, numel=numel)
 
@@ -165,15 +165,15 @@ def names_of_stages(model: nn.Module, parts: list[int]) -> list[frozenset[str]]:
         tuple(f"{path}." for path in _elsewhere(model, family, parts, [stage]))
         for stage in range(len(parts) - 1)
     ]
-    return [frozenset(name for name in names if not name.startswith(each)) for each in gone]
+    return [frozenset(name for name in names if not name.startswith(prefix)) for prefix in gone]
 
 
 def blocks_elsewhere(model: nn.Module, parts: list[int], stage: int) -> dict[nn.Module, nn.Module]:
     """Return the placeholders of the blocks of other stages, by the blocks that they replace."""
     family = _family_of(model)
     blocks: Any = model.get_submodule(f"{family.base}.{family.blocks}")
-    own = _blocks_of(parts)[stage]
-    return {block: _Elsewhere() for index, block in enumerate(blocks) if index not in own}
+    local = _blocks_of(parts)[stage]
+    return {block: _Elsewhere() for index, block in enumerate(blocks) if index not in local}
 
 
 def stages_of_tied(names: Sequence[Collection[str]]) -> dict[str, tuple[int, ...]]:
@@ -181,7 +181,7 @@ def stages_of_tied(names: Sequence[Collection[str]]) -> dict[str, tuple[int, ...
     of :func:`names_of_stages`.
     """
     holders = {
-        name: tuple(stage for stage, held in enumerate(names) if name in held)
+        name: tuple(stage for stage, stage_names in enumerate(names) if name in stage_names)
         for name in sorted(frozenset().union(*names))
     }
     return {name: stages for name, stages in holders.items() if len(stages) > 1}
@@ -241,13 +241,13 @@ class CausalLMStages(StagedModule):
         base = self._base(stage)
         if stage == 0:
             mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-            given = {"input_ids": inputs["input_ids"]}
+            arguments = {"input_ids": inputs["input_ids"]}
         else:
             several = isinstance(inputs, tuple)
             hidden, mask, positions = inputs if several else (inputs, None, None)
-            given = {"inputs_embeds": hidden}
+            arguments = {"inputs_embeds": hidden}
         hidden = base(
-            **given, attention_mask=mask, position_ids=positions, use_cache=False
+            **arguments, attention_mask=mask, position_ids=positions, use_cache=False
         ).last_hidden_state
         if stage == len(self.parts) - 2:
             return self.hf_model.get_output_embeddings()(hidden)
@@ -259,10 +259,10 @@ class CausalLMStages(StagedModule):
         if self.stages_per_rank == 1:
             return base
         # the same modules, with placeholders for those of other stages
-        chosen, own = copy.copy(base), self._blocks[stage]
+        chosen, local = copy.copy(base), self._blocks[stage]
         chosen._modules = dict(base._modules)
         chosen._modules[family.blocks] = nn.ModuleList(
-            block if index in own else _Elsewhere()
+            block if index in local else _Elsewhere()
             for index, block in enumerate(getattr(base, family.blocks))
         )
         if stage > 0:
@@ -326,14 +326,14 @@ def pipeline_stages(
         return _stages_of(model, num_stages, *how)
     with read_later() as building:
         with building:
-            made = model()
-        if not isinstance(made, nn.Module):
+            built = model()
+        if not isinstance(built, nn.Module):
             raise ConfigError(
-                f"the function given to pipeline_stages() returned a {type(made).__name__}; it "
+                f"the function given to pipeline_stages() returned a {type(built).__name__}; it "
                 "must return a causal model, as AutoModelForCausalLM.from_pretrained(path) does"
             )
-        make_pending(made)
-        stages = _stages_of(made, num_stages, *how)
+        make_pending(built)
+        stages = _stages_of(built, num_stages, *how)
         make_real(stages)
         read_pending(stages)
     return stages
@@ -360,7 +360,7 @@ def _stages_of(
             f"pipeline_stages() got a {type(model).__name__} on the meta device, which has no "
             "values; pass a function that loads it, and each rank reads only its own layers"
         )
-    if any((flat := owner_of(each)) and not flat.retired for each in model.parameters()):
+    if any((flat := owner_of(parameter)) and not flat.retired for parameter in model.parameters()):
         raise ConfigError(
             f"pipeline_stages() got a {type(model).__name__} that an engine holds or that was made "
             "in shards (ZeRO-3, zero.Init); pass a function that loads it, without these"

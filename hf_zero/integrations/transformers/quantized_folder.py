@@ -44,14 +44,14 @@ def quantize_folder(source: str | Path, folder: str | Path, name: str, group_siz
     with torch.device("meta"):
         skeleton = kind(config)
     chosen = set(linears_of_blocks(skeleton))
-    kept = [
+    unquantized = [
         path
         for path, module in skeleton.named_modules()
         if isinstance(module, nn.Linear) and path not in chosen
     ]
     model = kind.from_pretrained(
         source,
-        quantization_config=transformers.TorchAoConfig(base, modules_to_not_convert=kept),
+        quantization_config=transformers.TorchAoConfig(base, modules_to_not_convert=unquantized),
         dtype="auto",
     )
     folder = Path(folder)

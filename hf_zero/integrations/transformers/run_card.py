@@ -37,6 +37,6 @@ def _described(text: str, trainer: Any, engine: Any) -> str:
     engine.measures.finish(engine)
     manifest = manifest_of_run(engine)
     folders = [engine.measures.folder, Path(trainer.args.output_dir)]
-    record = recorded([each for each in folders if each is not None], manifest.counters)
-    found = last_numbers(trainer.state.log_history)
-    return carded(text, facts(manifest, record, found, datasets_of(front_of(text))), found)
+    record = recorded([folder for folder in folders if folder is not None], manifest.counters)
+    figures = last_numbers(trainer.state.log_history)
+    return carded(text, facts(manifest, record, figures, datasets_of(front_of(text))), figures)

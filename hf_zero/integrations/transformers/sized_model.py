@@ -32,8 +32,8 @@ def sized_model(parameters: float) -> nn.Module:
     grain = heads * HEAD
     width = grain * max(1, round(math.sqrt(parameters / 12 / layers) / grain))
     words = min(WORDS, 64 * max(1, int(parameters / 20 / width / 64)))
-    left = parameters - (2 * words + 1) * width - layers * (4 * width + 2) * width
-    mlp = step * max(1, round(left / (3 * width * layers * step)))
+    in_mlps = parameters - (2 * words + 1) * width - layers * (4 * width + 2) * width
+    mlp = step * max(1, round(in_mlps / (3 * width * layers * step)))
     sizes = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

@@ -206,8 +206,8 @@ def add_figures(original: Callable[..., None]) -> Callable[..., None]:
             from hf_zero.measures.figures import tracked
 
             figures = tracked(getattr(self.deepspeed, "figures", {}))
-            own, logs = logs, _Logs({**figures, **logs})
-            logs.figures = figures.keys() - own.keys()
+            script_logs, logs = logs, _Logs({**figures, **logs})
+            logs.figures = figures.keys() - script_logs.keys()
         original(self, logs, start_time)
 
     return log
@@ -275,10 +275,10 @@ def keep_what_was_given(original: Callable[..., Any]) -> Callable[..., Any]:
         level = logger.level
         try:
             with _given_optimizer(trainer) as scheduler:
-                prepared, made = original(trainer, num_training_steps, inference=inference)
+                prepared, wrapped = original(trainer, num_training_steps, inference=inference)
         finally:
             logger.setLevel(level)
-        return prepared, scheduler if made is None else made
+        return prepared, scheduler if wrapped is None else wrapped
 
     return deepspeed_init
 

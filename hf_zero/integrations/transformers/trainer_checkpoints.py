@@ -42,39 +42,39 @@ TRUTHS = {"True": True, "true": True, "False": False, "false": False}
 ASIDE = "_hf-zero-dropped-"  # a name that the Trainer does not push to the hub
 
 
-def whole_to_resume(trainer: Any, wanted: Any) -> Any:
-    """Return the checkpoint that ``Trainer.train(resume_from_checkpoint=wanted)`` resumes from: for
+def whole_to_resume(trainer: Any, resume: Any) -> Any:
+    """Return the checkpoint that ``Trainer.train(resume_from_checkpoint=resume)`` resumes from: for
     True (also as text), and for the last one in ``output_dir``, the newest of the last complete one
     and of those in the memory of the hosts. Collective.
 
     Raises CheckpointError for an incomplete checkpoint, naming the last complete one, and if no
     checkpoint is complete.
     """
-    if wanted is None or wanted is False:
-        return wanted
+    if resume is None or resume is False:
+        return resume
     output = Path(trainer.args.output_dir)
-    truth = TRUTHS.get(wanted) if isinstance(wanted, str) and not Path(wanted).exists() else None
+    truth = TRUTHS.get(resume) if isinstance(resume, str) and not Path(resume).exists() else None
     if truth is not None:
         log_rank0(
-            f"resume_from_checkpoint={wanted!r} is text, as a command line gives it, and no such "
-            "folder exists: "
+            f"resume_from_checkpoint={resume!r} is text, as a command line gives it, and no "
+            "such folder exists: "
             + (f"resuming from the last checkpoint in {output}" if truth else "not resuming")
         )
-        wanted = truth
-    if wanted is False:
-        return wanted
-    if wanted is True:
-        found = decide_on_rank_0(
+        resume = truth
+    if resume is False:
+        return resume
+    if resume is True:
+        checkpoint = decide_on_rank_0(
             lambda: last_complete(numbered_folders(output, PREFIX), trainer_folder_error)
         )
-        folder, last = None if found is None else Path(found), True
+        folder, last = None if checkpoint is None else Path(checkpoint), True
     else:
-        named = folder = Path(wanted)
+        named = folder = Path(resume)
         last = decide_on_rank_0(lambda: _refuse_torn(named, output))
     if last:  # what scripts find by get_last_checkpoint counts as True
         folder = _newer_in_memory(trainer, folder)
     if folder is None:
-        return wanted  # the Trainer raises that there is none
+        return resume  # the Trainer raises that there is none
     if folder.is_dir() and has_engine_checkpoint(folder):
         rank, ranks = trainer.args.process_index, trainer.args.world_size
         name = f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
@@ -88,11 +88,11 @@ def _newer_in_memory(trainer: Any, folder: Path | None) -> Path | None:
     Collective.
     """
     config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
-    found = newest_in_memory(ZeroConfig.coerce(config, allow_auto=True, foreign=True), folder)
-    if found is None:
+    checkpoint = newest_in_memory(ZeroConfig.coerce(config, allow_auto=True, foreign=True), folder)
+    if checkpoint is None:
         return folder
-    log_rank0(f"resume from step {found.step} in the memory of the hosts")
-    return Path(str(found.directory))
+    log_rank0(f"resume from step {checkpoint.step} in the memory of the hosts")
+    return Path(str(checkpoint.directory))
 
 
 def save_into_memory(original: Callable[..., None]) -> Callable[..., None]:
@@ -122,8 +122,8 @@ def save_into_memory(original: Callable[..., None]) -> Callable[..., None]:
             return
 
         def write(folder: Path) -> Path:
-            made = folder / f"{PREFIX}{self.state.global_step}"
-            made.mkdir()
+            checkpoint = folder / f"{PREFIX}{self.state.global_step}"
+            checkpoint.mkdir()
             with replaced(
                 self,
                 _get_output_dir=lambda trial: str(folder),
@@ -131,7 +131,7 @@ def save_into_memory(original: Callable[..., None]) -> Callable[..., None]:
                 _push_from_checkpoint=lambda folder: None,
             ):
                 self._save_checkpoint(model, trial)
-            return made
+            return checkpoint
 
         save_with_route(engine, write)
 
@@ -174,31 +174,31 @@ def _refuse_torn(folder: Path, output: Path) -> bool:
     it is the last one of the run in ``output``.
     """
     if not folder.exists():
-        there = [each.name for each in numbered_folders(output, PREFIX)]
+        names = [checkpoint.name for checkpoint in numbered_folders(output, PREFIX)]
         raise CheckpointError(
             f"resume_from_checkpoint={str(folder)!r}: there is no such folder (looked for "
-            f"{folder.resolve()}); {output} holds {listed(there) or 'no checkpoint'}: pass the "
+            f"{folder.resolve()}); {output} holds {listed(names) or 'no checkpoint'}: pass the "
             "path of one, or True for the last"
         )
     if not (folder.is_dir() and (has_engine_checkpoint(folder) or (folder / STATE).is_file())):
         return False  # not written by the Trainer: its own error is more specific
     if otherwise := written_otherwise(folder):
         raise CheckpointError(f"resume_from_checkpoint: {otherwise}")
-    said = trainer_folder_error(folder)
-    if said:
+    problem = trainer_folder_error(folder)
+    if problem:
         whole = next(
             (
-                each
-                for each in numbered_folders(folder.parent, PREFIX)
-                if each != folder and not trainer_folder_error(each)
+                checkpoint
+                for checkpoint in numbered_folders(folder.parent, PREFIX)
+                if checkpoint != folder and not trainer_folder_error(checkpoint)
             ),
             None,
         )
         remedy = (
             f"{whole} is whole" if whole else f"No other checkpoint in {folder.parent} is whole"
         )
-        raise CheckpointError(f"{folder} is not whole: {said}. {remedy}")
-    return folder.resolve() in [each.resolve() for each in numbered_folders(output, PREFIX)[:1]]
+        raise CheckpointError(f"{folder} is not whole: {problem}. {remedy}")
+    return folder.resolve() in [c.resolve() for c in numbered_folders(output, PREFIX)[:1]]
 
 
 def end_with_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,10 +246,10 @@ def _best_whole(trainer: Any) -> tuple[str | None, float | None]:
     """
     state, args = trainer.state, trainer.args
     best = Path(state.best_model_checkpoint)
-    said = engine_checkpoint_error(best)
-    if not said:
+    problem = engine_checkpoint_error(best)
+    if not problem:
         return str(best), state.best_metric
-    logger.warning("the best checkpoint %s is not whole and is skipped: %s", best, said)
+    logger.warning("the best checkpoint %s is not whole and is skipped: %s", best, problem)
     name = (
         args.metric_for_best_model
         if args.metric_for_best_model.startswith("eval_")
@@ -262,7 +262,7 @@ def _best_whole(trainer: Any) -> tuple[str | None, float | None]:
         if folder != best and _step(folder) in scores
     ]
     for folder in sorted(
-        others, key=lambda each: scores[_step(each)], reverse=bool(args.greater_is_better)
+        others, key=lambda c: scores[_step(c)], reverse=bool(args.greater_is_better)
     ):
         if not engine_checkpoint_error(folder):
             logger.warning("%s is taken instead: %s %g", folder, name, scores[_step(folder)])
@@ -290,8 +290,7 @@ def keep_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
         from transformers.trainer_utils import sort_checkpoints
 
         ordered = [
-            Path(each)
-            for each in reversed(sort_checkpoints(output_dir, checkpoint_prefix, use_mtime))
+            Path(p) for p in reversed(sort_checkpoints(output_dir, checkpoint_prefix, use_mtime))
         ]
         limited = save_total_limit is not None and save_total_limit > 0
         if not (limited and finder.chosen() and ordered and has_engine_checkpoint(ordered[0])):
@@ -313,8 +312,8 @@ def keep_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
 
 def _keep(newest_first: list[Path], keep: int, protected: set[Path]) -> None:
     newest = newest_first[0]
-    for left in newest.parent.glob(f"{ASIDE}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in newest.parent.glob(f"{ASIDE}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     # Complete without random states: other ranks may still be writing theirs into the newest.
     remove(
         excess(

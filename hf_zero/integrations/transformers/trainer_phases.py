@@ -105,8 +105,8 @@ def train_on_windows(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(self, model, inputs, num_items_in_batch)
         self.current_gradient_accumulation_steps = len(inputs.batches)
         state, losses = self.accelerator.gradient_state, []
-        for left, batch in reversed(list(enumerate(reversed(inputs.batches)))):
-            state._set_sync_gradients(left == 0)
+        for remaining, batch in reversed(list(enumerate(reversed(inputs.batches)))):
+            state._set_sync_gradients(remaining == 0)
             with counting_whole_batches(self, batch):
                 losses.append(original(self, model, batch, num_items_in_batch))
         return sum(losses)
@@ -126,9 +126,9 @@ def counting_whole_batches(trainer: Any, inputs: Any) -> Iterator[None]:
     tokens = None if counted is None else tokens_of(positions)
     yield
     if tokens is not None:
-        own = torch.as_tensor(tokens, device=trainer.accelerator.device)
+        n = torch.as_tensor(tokens, device=trainer.accelerator.device)
         ranks = trainer.get_tp_size() * trainer.get_sp_size()  # ranks that share the batch
-        trainer._total_train_tokens = counted + int(trainer.accelerator.gather(own).sum()) // ranks
+        trainer._total_train_tokens = counted + int(trainer.accelerator.gather(n).sum()) // ranks
         trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
 
 
@@ -145,9 +145,9 @@ def count_windows(original: Callable[..., Any]) -> Callable[..., Any]:
             return values
         length, last = values[5], values[6]
         if args.max_steps <= 0:
-            wanted = math.ceil(args.num_train_epochs * length)
+            needed = math.ceil(args.num_train_epochs * length)
             passed = (ended * length + used for ended, used in epochs(windows, length))
-            last = next(step for step, batches in enumerate(passed, 1) if batches >= wanted)
+            last = next(step for step, batches in enumerate(passed, 1) if batches >= needed)
         ended, used = _after(last, windows, length)
         return ended + (used > 0), *values[1:6], last
 

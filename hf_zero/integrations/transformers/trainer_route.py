@@ -81,14 +81,12 @@ def find_callback(
         return None  # the constructor itself raises a more specific error
     # if the module is not imported, there is no ZeroCallback
     ours = sys.modules.get("hf_zero.integrations.transformers.zero_callback")
-    found = [
-        callback
-        for callback in callbacks
-        if ours is not None and isinstance(callback, ours.ZeroCallback)
-    ]
-    if len(found) > 1:
-        raise ConfigError(f"{len(found)} ZeroCallbacks in the callbacks of one Trainer; keep one")
-    return found[0] if found else None
+    zero_callbacks = [c for c in callbacks if ours is not None and isinstance(c, ours.ZeroCallback)]
+    if len(zero_callbacks) > 1:
+        raise ConfigError(
+            f"{len(zero_callbacks)} ZeroCallbacks in the callbacks of one Trainer; keep one"
+        )
+    return zero_callbacks[0] if zero_callbacks else None
 
 
 @contextmanager
@@ -160,11 +158,11 @@ def agree(config: dict[str, Any], args: Any) -> None:
     """Raise ConfigError if the callback's config differs from that of the arguments."""
     theirs = args.deepspeed_plugin.hf_ds_config.config
     differing = [
-        f"{path}: {given!r} in ZeroCallback, {other!r} in the arguments"
-        for path, given in flattened(config)
-        if not isinstance(given, Mapping)
-        and (other := value_at(theirs, path)) != given
-        and "auto" not in (given, other)
+        f"{path}: {value!r} in ZeroCallback, {other!r} in the arguments"
+        for path, value in flattened(config)
+        if not isinstance(value, Mapping)
+        and (other := value_at(theirs, path)) != value
+        and "auto" not in (value, other)
     ]
     if differing:
         raise ConfigError(
@@ -260,11 +258,11 @@ def open_left_out(config: dict[str, Any]) -> None:
         # if the other precision is enabled, this one is off rather than "auto"
         chosen = (config.get(other) or {}).get("enabled") is True
         open_key(config[precision], "enabled", False if chosen else AUTO)
-    for name, known in (("optimizer", _optimizer_params), ("scheduler", _schedule_params)):
+    for name, parameters_of in (("optimizer", _optimizer_params), ("scheduler", _schedule_params)):
         section = config.get(name)
         if section:
             params = section["params"] = dict(section.get("params") or {})
-            for key in known(section.get("type")):
+            for key in parameters_of(section.get("type")):
                 open_key(params, key)
     zero = config.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage") == 3:

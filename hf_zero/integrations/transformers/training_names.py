@@ -24,9 +24,9 @@ def _refuse_schedule(training: TrainingFile, name: str) -> None:
     import torch
     from transformers import SchedulerType, get_scheduler
 
-    known = [kind.value for kind in SchedulerType]
-    if name not in known:
-        raise ConfigError(f"lr_scheduler_type: there is no {name!r:.80}{did_you_mean(name, known)}")
+    names = [kind.value for kind in SchedulerType]
+    if name not in names:
+        raise ConfigError(f"lr_scheduler_type: there is no {name!r:.80}{did_you_mean(name, names)}")
     evaluates = training.eval_split or training.eval_fraction
     if name == SchedulerType.REDUCE_ON_PLATEAU and not evaluates:
         raise ConfigError(
@@ -47,18 +47,18 @@ def _refuse_schedule(training: TrainingFile, name: str) -> None:
 def _refuse_tracker(name: str) -> None:
     from transformers import integrations
 
-    known = integrations.INTEGRATION_TO_CALLBACK
+    trackers = integrations.INTEGRATION_TO_CALLBACK
     if name in ("all", "none"):
         return
-    if name not in known:
+    if name not in trackers:
         raise ConfigError(
-            f"report_to: there is no tracker {name!r:.80}{did_you_mean(name, [*known, 'none'])}"
+            f"report_to: there is no tracker {name!r:.80}{did_you_mean(name, [*trackers, 'none'])}"
         )
     try:
-        known[name]()
+        trackers[name]()
     except (ImportError, RuntimeError) as error:
-        said = str(error).strip().rstrip(".")
+        reason = str(error).strip().rstrip(".")
         raise ConfigError(
-            f"report_to: {name} is not installed ({said:.200}); install it, or write "
+            f"report_to: {name} is not installed ({reason:.200}); install it, or write "
             "report_to: none"
         ) from error

@@ -167,8 +167,8 @@ class Throughput:
         if model is not None:
             name = getattr(model, "main_input_name", "input_ids")
             self._hook = model.register_forward_pre_hook(
-                lambda module, given, named: self._count(
-                    module, named.get(name, given[0] if given else None)
+                lambda module, positional, named: self._count(
+                    module, named.get(name, positional[0] if positional else None)
                 ),
                 with_kwargs=True,
             )
@@ -194,15 +194,15 @@ class Throughput:
 
     def rates(self) -> dict[str, float]:
         """Return the rates since the last call."""
-        found = {}
+        figures = {}
         if self._seconds > 0:
-            found["samples_per_second"] = round(
+            figures["samples_per_second"] = round(
                 self._steps * self._samples_a_step / self._seconds, 3
             )
             if self._tokens:
-                found["tokens_per_second"] = round(self._tokens * self._ranks / self._seconds, 1)
+                figures["tokens_per_second"] = round(self._tokens * self._ranks / self._seconds, 1)
         self._clear()
-        return found
+        return figures
 
     def stop(self) -> None:
         if self._hook is not None:

@@ -50,19 +50,19 @@ def copies(stream: Any, device: torch.device) -> Iterator[Iterator[Named]]:
 
     def copied(bucket: list[Named]) -> Iterator[Named]:
         for name, value in bucket:
-            here = current()
-            follow(here, gathers)
-            kept = value.clone()
-            follow(gathers, here)
-            yield name, kept
+            stream_here = current()
+            follow(stream_here, gathers)
+            copy = value.clone()
+            follow(gathers, stream_here)
+            yield name, copy
 
     gathers = current()
 
     def buckets() -> Iterator[Iterator[Named]]:
-        left = iter(stream)
+        remaining = iter(stream)
         while True:
             with streams.on_stream(gathers):
-                bucket = next(left, None)
+                bucket = next(remaining, None)
             if bucket is None:
                 return
             yield copied(bucket)
