@@ -58,10 +58,10 @@ class CommitTarget(ABC):
         other running jobs, by id and place, and their jobs. The number of checkpoints to keep does
         not count these.
         """
-        self.others, own = others, place_of(self.final)
+        self.others, path = others, place_of(self.final)
         replaced = self._replaced_ids() if others else []
         for (save_id, place), writer in others.items():
-            if place == own and any(save_id.startswith(each) for each in replaced):
+            if place == path and save_id.startswith(tuple(replaced)):
                 raise CheckpointError(
                     f"{self.final} was written by {writer}, which still runs, and would be "
                     "replaced; pass another folder or tag, or end that job"
@@ -93,10 +93,10 @@ class CommitTarget(ABC):
         for entry in manifest.all_files():
             path = self.path_of(entry.name)
             with store_errors(path):
-                found = path.stat().st_size
-            if found != entry.size:
+                size = path.stat().st_size
+            if size != entry.size:
                 raise CheckpointError(
-                    f"{path} has {found} bytes, {entry.size} were written; check the storage, and "
+                    f"{path} has {size} bytes, {entry.size} were written; check the storage, and "
                     "that no other process changes this folder"
                 )
 
@@ -142,7 +142,7 @@ class FolderTarget(CommitTarget):
 
     def _replaced_ids(self) -> list[str]:
         begun = [_save_of(self.tag).fullmatch(e.name) for e in self.directory.glob(f"{SAVING}*")]
-        return super()._replaced_ids() + [each[1] for each in begun if each and each[1]]
+        return super()._replaced_ids() + [names[1] for names in begun if names and names[1]]
 
     def path_of(self, name: str) -> Path:
         return self._temporary / name
@@ -217,8 +217,8 @@ class StoreTarget(CommitTarget):
         path = self.path_of(MANIFEST_NAME)
         try:
             with store_errors(path):
-                found = path.is_file()
-            return found and Manifest.read(path).save_id == self.save_id
+                manifest = path.is_file()
+            return manifest and Manifest.read(path).save_id == self.save_id
         except (CheckpointError, OSError):
             return None
 
@@ -257,16 +257,16 @@ def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
     for dropped in directory.glob(f"{DROPPED}*"):
         shutil.rmtree(dropped, ignore_errors=True)
     replaced, final = directory / (REPLACED + tag), directory / tag
-    held = is_checkpoint(final)
-    if os.path.lexists(final) and not held and (not final.is_dir() or any(final.iterdir())):
+    is_replaced = is_checkpoint(final)
+    if os.path.lexists(final) and not is_replaced and (not final.is_dir() or any(final.iterdir())):
         raise CheckpointError(
             f"{final} exists and is no checkpoint of hf-zero; move it away or save under another "
             "tag, so that nothing is lost"
         )
-    if held:
+    if is_replaced:
         _tell_of_replacing(final)
     if replaced.exists():
-        if held:
+        if is_replaced:
             discard_replaced(final)
         else:
             os.rename(replaced, final)
@@ -372,13 +372,13 @@ def begin_objects(final: AnyPath) -> None:
 
     Raises CheckpointError if ``final`` holds objects and none of them is part of a checkpoint.
     """
-    held = objects_in(final)
-    if held and not any(_is_own_object(item) for item in held):
+    objects = objects_in(final)
+    if objects and not any(_is_own_object(item) for item in objects):
         raise CheckpointError(
-            f"{final} holds {held[0].name} and is no checkpoint of hf-zero; move it away or save "
-            "under another tag, so that nothing is lost"
+            f"{final} holds {objects[0].name} and is no checkpoint of hf-zero; move it away or "
+            "save under another tag, so that nothing is lost"
         )
-    if held and is_checkpoint(final):
+    if objects and is_checkpoint(final):
         _tell_of_replacing(final)
     remove_unlisted(final)
 
@@ -489,9 +489,9 @@ def excess(
     """
     whole: list[AnyPath] = []
     for at, folder in enumerate(newest_first):
-        said = wrong(folder)
-        if said:
-            logger.warning("%s is damaged and is neither counted nor removed (%s)", folder, said)
+        problem = wrong(folder)
+        if problem:
+            logger.warning("%s is damaged and is neither counted nor removed (%s)", folder, problem)
             if at == 0:
                 return []
         else:

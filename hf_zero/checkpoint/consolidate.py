@@ -95,8 +95,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     and need none. ``verify`` as in :func:`iterate_state_dict`.
     """
     opened = open_checkpoint(find_checkpoint(checkpoint_dir, tag), hashes=verify)
-    held = outputs(opened.manifest, torch.float32, exclude_frozen_parameters)
-    state: dict[str, Any] = {output.name: UnreadTensor(opened, output) for output in held}
+    tensors = outputs(opened.manifest, torch.float32, exclude_frozen_parameters)
+    state: dict[str, Any] = {output.name: UnreadTensor(opened, output) for output in tensors}
     if not lazy_mode:  # else it stays open for as long as one of its tensors lives
         with opened:
             state = {name: tensor.contiguous() for name, tensor in state.items()}
@@ -118,20 +118,20 @@ def load_state_dict_from_zero_checkpoint(
     """
     with open_checkpoint(find_checkpoint(checkpoint_dir, tag), hashes=verify) as checkpoint:
         manifest = checkpoint.manifest
-        given = {output.name: output for output in outputs(manifest)}
+        saved = {output.name: output for output in outputs(manifest)}
         tied = tied_names(manifest)
-        given |= {name: given[held] for name, held in tied.items() if held in given}
-        wanted = model.state_dict()
-        there = pair_names(wanted, given)
+        saved |= {name: saved[other] for name, other in tied.items() if other in saved}
+        values = model.state_dict()
+        pairs = pair_names(values, saved)
         excluded = {strip_wrappers(name) for name in manifest.excluded}
-        excluded |= {name for name, held in tied.items() if held in excluded}
+        excluded |= {name for name, other in tied.items() if other in excluded}
         missing = [
-            name for name in wanted if name not in there and strip_wrappers(name) not in excluded
+            name for name in values if name not in pairs and strip_wrappers(name) not in excluded
         ]
-        used = {*there.values()}
-        unexpected = [name for name in given if name not in used]
+        used = {*pairs.values()}
+        unexpected = [name for name in saved if name not in used]
         wrong = [
-            name for name, held in there.items() if tuple(wanted[name].shape) != given[held].shape
+            name for name, key in pairs.items() if tuple(values[name].shape) != saved[key].shape
         ]
         for what, names in (
             ("lacks", missing),
@@ -144,17 +144,17 @@ def load_state_dict_from_zero_checkpoint(
                     "configuration it was saved with"
                 )
         with torch.no_grad():
-            for name, held in there.items():
-                output = given[held]
+            for name, key in pairs.items():
+                output = saved[key]
                 # A non-contiguous tensor is filled through a contiguous copy. It is not written
                 # where the values are equal: an expanded constant cannot be.
-                contiguous = wanted[name].is_contiguous()
+                contiguous = values[name].is_contiguous()
                 tensor = (
-                    wanted[name] if contiguous else torch.empty(output.shape, dtype=output.dtype)
+                    values[name] if contiguous else torch.empty(output.shape, dtype=output.dtype)
                 )
                 output.fill(checkpoint, tensor)
-                if not contiguous and not torch.equal(wanted[name].cpu(), tensor):
-                    wanted[name].copy_(tensor)
+                if not contiguous and not torch.equal(values[name].cpu(), tensor):
+                    values[name].copy_(tensor)
     return model
 
 
@@ -271,19 +271,19 @@ def _outputs_of(
     """Return the parameters in the model's order, then ``buffers``, as the file has them."""
     names = WholeNames(engine.module)
     export = engine_state.export_of(engine.module, engine.aliases, names)
-    held = {
-        each: (flat.dtype, slot.whole)
+    shapes = {
+        alias: (flat.dtype, slot.whole)
         for flat in engine.flats
         if flat.trainable or not exclude_frozen
         for slot in flat.layout.slots
-        for each in names.every(slot.name)
+        for alias in names.every(slot.name)
     }
-    made = [
-        OutputTensor(export.names.get(name, name), name, *held[name])
-        for name in engine_state.model_order(engine.module, engine.aliases, held)
+    results = [
+        OutputTensor(export.names.get(name, name), name, *shapes[name])
+        for name in engine_state.model_order(engine.module, engine.aliases, shapes)
     ]
-    made += [
+    results += [
         OutputTensor(name, name, buffer.dtype, tuple(buffer.shape), is_buffer=True)
         for name, buffer in buffers.items()
     ]
-    return [output for output in made if output.name not in export.skip]
+    return [output for output in results if output.name not in export.skip]

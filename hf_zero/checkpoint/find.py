@@ -78,10 +78,10 @@ def tags_in(directory: AnyPath) -> list[str]:
     """Return the tags in ``directory`` that hold a checkpoint, oldest first."""
     if not directory.is_dir():
         return []
-    found = [
+    checkpoints = [
         item for item in directory.iterdir() if not item.name.startswith(".") and can_be_read(item)
     ]
-    return [item.name for item in oldest_first(found)]
+    return [item.name for item in oldest_first(checkpoints)]
 
 
 def _recognised_itself(root: AnyPath) -> str:
@@ -99,18 +99,18 @@ def oldest_first(folders: Iterable[AnyPath]) -> list[AnyPath]:
     manifests, over several by step, equal ones by the numbers in their paths. Checkpoints of other
     programs are first. No clock is asked: copies and restored backups have new times.
     """
-    found = [(folder, *_age(folder)) for folder in folders]
-    if len({folder.parent for folder, *_ in found}) > 1:
-        found = [(folder, step, order) for folder, order, step in found]
+    ages = [(folder, *_age(folder)) for folder in folders]
+    if len({folder.parent for folder, *_ in ages}) > 1:
+        ages = [(folder, step, order) for folder, order, step in ages]
     return [
-        folder for folder, *_ in sorted(found, key=lambda one: (*one[1:], _natural(str(one[0]))))
+        folder for folder, *_ in sorted(ages, key=lambda one: (*one[1:], _natural(str(one[0]))))
     ]
 
 
 def next_order(directory: AnyPath) -> int:
     """Return the ``order`` of the manifest of a new save in ``directory``."""
-    held = [item for item in directory.iterdir() if is_checkpoint(item)]
-    return 1 + max((_age(item)[0] for item in held), default=0)
+    checkpoints = [item for item in directory.iterdir() if is_checkpoint(item)]
+    return 1 + max((_age(item)[0] for item in checkpoints), default=0)
 
 
 def _age(folder: AnyPath) -> tuple[int, int]:
@@ -194,9 +194,9 @@ def _cut_off(root: AnyPath) -> str:
 def _remedy(root: AnyPath) -> str:
     if cut_off := _cut_off(root):
         return cut_off
-    found = [tag for tag in tags_in(root) if recognise(root / tag) != MODEL]
-    if found:
-        return f"pass one of the tags that exist: {', '.join(found)}"
+    tags = [tag for tag in tags_in(root) if recognise(root / tag) != MODEL]
+    if tags:
+        return f"pass one of the tags that exist: {', '.join(tags)}"
     below = (
         sorted(folder.name for folder in root.iterdir() if folder.is_dir() and tags_in(folder))
         if root.is_dir()
@@ -349,12 +349,12 @@ def walk(root: AnyPath, unfollowed: list[AnyPath] | None = None) -> Iterator[Any
             children = _children(folder)
             links += [child for child in children if child.is_symlink()]
             waiting += reversed([child for child in children if not child.is_symlink()])
-    seen, inside = set[str](), Path(os.path.realpath(root))
+    visited, inside = set[str](), Path(os.path.realpath(root))
     for link in links:
         real = os.path.realpath(link)
-        if real in seen or Path(real).is_relative_to(inside):
+        if real in visited or Path(real).is_relative_to(inside):
             continue
-        seen.add(real)
+        visited.add(real)
         if not inside.is_relative_to(real) and can_be_read(link):
             yield link
         elif unfollowed is not None:
@@ -363,12 +363,12 @@ def walk(root: AnyPath, unfollowed: list[AnyPath] | None = None) -> Iterator[Any
 
 def _children(folder: AnyPath) -> list[AnyPath]:
     try:
-        found = [
+        children = [
             item for item in folder.iterdir() if not item.name.startswith(".") and item.is_dir()
         ]
     except PermissionError:
         return []
-    return sorted(found, key=lambda item: item.name)
+    return sorted(children, key=lambda item: item.name)
 
 
 def _newest(root: AnyPath, newest_first: list[AnyPath], whole: bool) -> AnyPath:
@@ -393,5 +393,5 @@ def _newest(root: AnyPath, newest_first: list[AnyPath], whole: bool) -> AnyPath:
     )
 
 
-def _listed(root: AnyPath, found: list[AnyPath]) -> str:
-    return listed((str(folder.relative_to(root)) for folder in found), LISTED)
+def _listed(root: AnyPath, folders: list[AnyPath]) -> str:
+    return listed((str(folder.relative_to(root)) for folder in folders), LISTED)

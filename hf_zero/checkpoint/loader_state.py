@@ -34,16 +34,16 @@ class WindowStart:
         # state of a loader with a state of its own: not known, or b"" before its first batch
         self._own: bytes | CheckpointError | None = b""
 
-    def note(self, engine: TrainingEngine, own: bytes | None = None) -> None:
-        """Record the present as the start of the next window. ``own``: the state that a loader
-        with a state of its own has loaded, b"" if it begins anew.
+    def note(self, engine: TrainingEngine, state: bytes | None = None) -> None:
+        """Record the present as the start of the next window. ``state``: what a stateful loader
+        has loaded, b"" if it begins anew.
         """
         loader: Any = engine.training_dataloader
         if hasattr(loader, "place"):
             self._place, self._iterations = loader.place, loader.iterations
             self._is_between = loader.resumed or _past_the_end(loader, self._place)
-        elif own is not None:
-            self._own = own
+        elif state is not None:
+            self._own = state
         elif is_stateful(loader):
             window = engine.accumulation
             try:  # a window of one micro-batch is never open at a save
@@ -65,14 +65,14 @@ class WindowStart:
         loader: Any = engine.training_dataloader
         if not hasattr(loader, "place"):
             return {}
-        place = loader.place
+        position = loader.place
         if engine.window_is_open:
             passed = loader.iterations - self._iterations
             if self._place is not None and passed <= int(self._is_between):
-                place = self._place
+                position = self._place
             else:  # the script has left the loop of the last window, and begun another
-                place = {**place, "samples": 0}
-        return in_next_epoch(loader, place)
+                position = {**position, "samples": 0}
+        return in_next_epoch(loader, position)
 
     def own_state(self, engine: TrainingEngine) -> dict[str, torch.Tensor]:
         """Return the state of a loader with a ``state_dict`` of its own, as bytes by the name of
@@ -103,16 +103,16 @@ def is_stateful(loader: Any) -> bool:
     return all(callable(getattr(type(loader), name, None)) for name in names)
 
 
-def in_next_epoch(loader: Any, place: dict[str, int]) -> dict[str, int]:
-    """Return ``place``; if no batch of its epoch is left, the start of the next epoch."""
-    if not _past_the_end(loader, place):
-        return dict(place)
-    return {**place, "epoch": place["epoch"] + 1, "samples": 0}
+def in_next_epoch(loader: Any, position: dict[str, int]) -> dict[str, int]:
+    """Return ``position``; if no batch of its epoch is left, the start of the next epoch."""
+    if not _past_the_end(loader, position):
+        return dict(position)
+    return {**position, "epoch": position["epoch"] + 1, "samples": 0}
 
 
-def _past_the_end(loader: Any, place: dict[str, int]) -> bool:
-    left = loader.data_sampler.total_size - place["samples"]
-    return bool(left < (loader.samples_of_all_ranks if loader.drop_last else 1))
+def _past_the_end(loader: Any, position: dict[str, int]) -> bool:
+    remaining = loader.data_sampler.total_size - position["samples"]
+    return bool(remaining < (loader.samples_of_all_ranks if loader.drop_last else 1))
 
 
 def _serialised(loader: Any) -> bytes:
@@ -143,9 +143,9 @@ def restore(engine: TrainingEngine, manifest: Manifest, file: TensorFile | None)
     if is_stateful(loader) and file is not None and LOADER in file.entries:
         content = torch.empty(file.entries[LOADER].numel, dtype=torch.uint8)
         file.read_into(LOADER, 0, content)
-        own = content.numpy().tobytes()
-        loader.load_state_dict(torch.load(io.BytesIO(own), weights_only=True))
-        engine.window_start.note(engine, own)
+        state = content.numpy().tobytes()
+        loader.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
+        engine.window_start.note(engine, state)
         return
     if loader is None:
         why = "initialize was given no training_data"
@@ -158,12 +158,12 @@ def restore(engine: TrainingEngine, manifest: Manifest, file: TensorFile | None)
     else:
         why = "the checkpoint does not hold it"
     engine.window_start.note(engine, b"")
-    done = counted(manifest.counters.get("global_steps", 0), "step")
+    progress = counted(manifest.counters.get("global_steps", 0), "step")
     if manifest.batch:
-        done += f" of {counted(manifest.batch['samples'], 'sample')}"
+        progress += f" of {counted(manifest.batch['samples'], 'sample')}"
     log_rank0(
         f"the place in the training data is not restored: {why}; skip in the script what it has "
-        f"trained on ({done})",
+        f"trained on ({progress})",
         logging.WARNING,
     )
 

@@ -62,8 +62,8 @@ class FileEntry:
 
     def to_json(self) -> dict[str, Any]:
         blocks = {} if self.blocks is None else {"blocks": self.blocks.to_json()}
-        told = {"name": self.name, "rank": self.rank, "size": self.size, "hash": self.hash}
-        return told | blocks
+        entry = {"name": self.name, "rank": self.rank, "size": self.size, "hash": self.hash}
+        return entry | blocks
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,12 @@ class GroupEntry:
     apart: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        told = {
+        entry = {
             "hyperparameters": self.hyperparameters,
             "scalars": self.scalars,
             "parameters": list(self.parameters),
         }
-        return told | ({"apart": self.apart} if self.apart else {})
+        return entry | ({"apart": self.apart} if self.apart else {})
 
 
 @dataclass(frozen=True)
@@ -200,21 +200,21 @@ def strip_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def pair_names(wanted: Iterable[str], held: Iterable[str]) -> dict[str, str]:
-    """Map each of ``wanted`` to its name in ``held``: an equal one, else the only one that is equal
-    without wrappers. Others are left out.
+def pair_names(names: Iterable[str], others: Iterable[str]) -> dict[str, str]:
+    """Map each of ``names`` to its name in ``others``: an equal one, else the only one that is
+    equal without wrappers. Names without one are left out.
     """
-    there = list(held)
-    exact = set(there)
+    candidates_all = list(others)
+    exact = set(candidates_all)
     within: dict[str, list[str]] = {}
-    for name in there:
+    for name in candidates_all:
         within.setdefault(_innermost(name), []).append(name)
-    made = {}
-    for name in wanted:
+    pairs = {}
+    for name in names:
         candidates = [name] if name in exact else within.get(_innermost(name), [])
         if len(candidates) == 1:
-            made[name] = candidates[0]
-    return made
+            pairs[name] = candidates[0]
+    return pairs
 
 
 def _innermost(name: str) -> str:
@@ -271,11 +271,11 @@ class Manifest:
     @cached_property
     def parts(self) -> dict[str, list[tuple[FlatEntry, Slot]]]:
         """The flat entries and slots of each parameter: a single one, or one per part."""
-        found: dict[str, list[tuple[FlatEntry, Slot]]] = {}
+        by_parameter: dict[str, list[tuple[FlatEntry, Slot]]] = {}
         for flat in self.flats:
             for slot in flat.layout.slots:
-                found.setdefault(slot.name, []).append((flat, slot))
-        return found
+                by_parameter.setdefault(slot.name, []).append((flat, slot))
+        return by_parameter
 
     @property
     def version(self) -> int:
@@ -480,13 +480,13 @@ def read_file_entry(
     name = _get(data, "name", str)
     if not is_plain(name):
         raise ValueError(f"the file name {name!r} leads out of the folder")
-    said = f"sha256:{_get(data, 'sha256', str)}" if version == 1 else _get(data, "hash", str)
-    algorithm_of(said)
+    text = f"sha256:{_get(data, 'sha256', str)}" if version == 1 else _get(data, "hash", str)
+    algorithm_of(text)
     return FileEntry(
         name,
         _size(data, "rank") if rank is None else rank,
         _size(data, "size"),
-        said,
+        text,
         BlockHashes.from_json(_get(data, "blocks", dict)) if "blocks" in data else None,
     )
 
@@ -632,14 +632,14 @@ def _check(manifest: Manifest) -> None:
         raise ValueError(
             f"files are listed of ranks {ranks[:8]}, and those of ranks 0 to {size - 1} are due"
         )
-    held = list(manifest.parts)
+    names = list(manifest.parts)
     for name, parts in manifest.parts.items():
         _check_parts(name, [slot for _, slot in parts])
-    if set(held) != set(manifest.parameters):
+    if set(names) != set(manifest.parameters):
         raise ValueError(
-            f"flats and parameters disagree on {sorted(set(held) ^ set(manifest.parameters))}"
+            f"flats and parameters disagree on {sorted(set(names) ^ set(manifest.parameters))}"
         )
-    if unknown := set(manifest.aliases.values()) - set(held) - set(manifest.excluded):
+    if unknown := set(manifest.aliases.values()) - set(names) - set(manifest.excluded):
         raise ValueError(f"aliases name {sorted(unknown)}, which no flat holds")
     for flat in manifest.flats:
         at = 0
@@ -660,18 +660,18 @@ def _check(manifest: Manifest) -> None:
                 f"flat {flat.key!r} has {flat.layout.end} elements, its chunks end at {at}"
             )
     renamed = manifest.export.names
-    for name in (*held, *manifest.buffers, *manifest.aliases, *renamed.values()):
+    for name in (*names, *manifest.buffers, *manifest.aliases, *renamed.values()):
         if not name.isprintable() or name == "__metadata__":  # of safetensors' header
             raise ValueError(f"{name!r} is not the name of a tensor")
-    kept = [name for name in (*held, *manifest.buffers) if name not in manifest.export.skip]
-    if len({renamed.get(name, name) for name in kept}) < len(kept):
+    exported = [name for name in (*names, *manifest.buffers) if name not in manifest.export.skip]
+    if len({renamed.get(name, name) for name in exported}) < len(exported):
         raise ValueError("export.names gives two tensors one name")
     for name, value in manifest.counters.items():
         if not 0 <= value < 1 << 63:
             raise ValueError(f"{name} is {value:.3g}")
     groups = manifest.optimizer.groups if manifest.optimizer else ()
-    known = {*held, *manifest.excluded}
-    if unknown := {name for group in groups for name in group.parameters} - known:
+    all_names = {*names, *manifest.excluded}
+    if unknown := {name for group in groups for name in group.parameters} - all_names:
         raise ValueError(f"optimizer groups name {sorted(unknown)}, which no flat holds")
     for name, of in manifest.optimizer.factors.items() if manifest.optimizer else ():
         if of.file >= len(manifest.files) or name not in manifest.parameters:

@@ -100,29 +100,29 @@ def _stretches(
 
 
 def copy_ranges(
-    manifest: Manifest, layout: FlatLayout, start: int, stop: int, held: dict[str, str]
+    manifest: Manifest, layout: FlatLayout, start: int, stop: int, names: dict[str, str]
 ) -> Iterator[CopyRange]:
     """Yield the runs that fill elements ``[start, stop)`` of ``layout``; ``target`` counts from
     ``start``.
 
-    ``held`` maps the layout's names to those in the manifest; names that it lacks are left out.
+    ``names`` maps the layout's names to those in the manifest; names that it lacks are left out.
     Consecutive runs that are contiguous are merged, so that a resume on the same ranks reads each
     tensor in one piece.
     """
     last: CopyRange | None = None
     for piece in list(layout.pieces(start, stop)):
-        if piece.name not in held:
+        if piece.name not in names:
             continue
         box, target = layout.by_name[piece.name].box, piece.offset - start
-        wanted = (
+        parts = (
             [BoxRun(piece.start, piece.start, piece.stop - piece.start)]
             if box is None
             else box.runs(piece.start, piece.stop)
         )
-        for part in wanted:
+        for part in parts:
             for run in parameter_ranges(
                 manifest,
-                held[piece.name],
+                names[piece.name],
                 part.place,
                 part.place + part.length,
                 target + part.at - piece.start,
@@ -237,39 +237,39 @@ class Checkpoint(ClosedAtExit):
                 f"{file.path} belongs to another save than {MANIFEST_NAME} beside it; restore the "
                 "file, or load another tag"
             )
-        wanted: dict[str, tuple[int, torch.dtype | None]] = {}
+        expected: dict[str, tuple[int, torch.dtype | None]] = {}
         for flat in manifest.flats:
             for chunk in flat.chunks:
                 if chunk.file == index:
                     length = chunk.stop - chunk.start
-                    wanted |= {
+                    expected |= {
                         f"{flat.key}::{name}": (length, flat.weights_dtype(name))
                         for name in chunk.tensors
                     }
         if manifest.files[index].rank == 0:
-            wanted |= {
+            expected |= {
                 BUFFER + name: (torch.Size(shape).numel(), dtype)
                 for name, (dtype, shape) in manifest.buffers.items()
             }
         for name, of in manifest.optimizer.factors.items() if manifest.optimizer else ():
             if of.file == index:
-                wanted |= {
+                expected |= {
                     factor_key(name, key): (torch.Size(shape).numel(), None)
                     for key, shape in of.shapes.items()
                 }
-        for name, (numel, dtype) in wanted.items():
+        for name, (numel, dtype) in expected.items():
             entry = file.entries.get(name)
             if (
                 entry is None
                 or entry.numel != numel
                 or (dtype is not None and entry.dtype != dtype)
             ):
-                found = (
+                description = (
                     "is absent" if entry is None else f"has {entry.numel} elements of {entry.dtype}"
                 )
                 raise CheckpointError(
                     f"{file.path} does not fit {MANIFEST_NAME}: tensor {name!r} "
-                    f"{found}, expected {numel}"
+                    f"{description}, expected {numel}"
                     f"{'' if dtype is None else f' of {dtype}'}; restore the file, or load "
                     "another tag of this run"
                 )
@@ -308,24 +308,24 @@ class Checkpoint(ClosedAtExit):
 
     def states(self, runs: Iterable[CopyRange]) -> dict[str, list[CopyRange]]:
         """Return the optimizer states that the chunks of ``runs`` have, each with its runs."""
-        found: dict[str, list[CopyRange]] = {}
+        ranges: dict[str, list[CopyRange]] = {}
         for run in runs:
             for name in run.flat.chunks[run.chunk].tensors:
                 if name not in (MASTER, SHARD):
-                    found.setdefault(name, []).append(run)
-        return found
+                    ranges.setdefault(name, []).append(run)
+        return ranges
 
     def factors(self, parameter: str) -> dict[str, torch.Tensor]:
         """Return the states of the whole ``parameter``, by name; {} if none was saved."""
         saved = self.manifest.optimizer
         if saved is None or parameter not in saved.factors:
             return {}
-        of, found = saved.factors[parameter], {}
+        of, tensors = saved.factors[parameter], {}
         for name, shape in of.shapes.items():
             file, key = self.file(of.file), factor_key(parameter, name)
-            found[name] = torch.empty(shape, dtype=file.entries[key].dtype)
-            file.read_into(key, 0, found[name].view(-1))
-        return found
+            tensors[name] = torch.empty(shape, dtype=file.entries[key].dtype)
+            file.read_into(key, 0, tensors[name].view(-1))
+        return tensors
 
     def read(
         self, name: str, start: int, out: torch.Tensor, scratch: Scratch | None = None
@@ -510,7 +510,7 @@ def _refuse_pipes(folder: AnyPath) -> None:
     """Raise CheckpointError for a pipe, socket or device in ``folder``: a read could wait for ever.
     Sizes in the manifest refuse them in checkpoints of hf-zero.
     """
-    for place, _, names in os.walk(folder):
-        for path in (Path(place, name) for name in names):
+    for directory, _, names in os.walk(folder):
+        for path in (Path(directory, name) for name in names):
             if path.exists() and not path.is_file():
                 raise CheckpointError(f"{path} is not a regular file; remove it, or restore it")

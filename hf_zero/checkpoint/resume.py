@@ -43,10 +43,11 @@ class Resumed:
         now = parallel_sizes(config, dims)
         changed = [axis for axis in now if axis in self.world and self.world[axis] != now[axis]]
         if changed:
-            told = ", ".join(f"{axis} {self.world[axis]}, now {now[axis]}" for axis in changed)
+            changes = ", ".join(f"{axis} {self.world[axis]}, now {now[axis]}" for axis in changed)
             raise ConfigError(
-                f"resume: {self} was saved with other parallel sizes ({told}); configure those of "
-                "the save, or leave resume out and call engine.load_checkpoint(), which takes any"
+                f"resume: {self} was saved with other parallel sizes ({changes}); configure those "
+                "of the save, or leave resume out and call engine.load_checkpoint(), which takes "
+                "any"
             )
 
     def keep_batch(self, config: ZeroConfig, readers: int) -> ZeroConfig:
@@ -91,8 +92,8 @@ def micro_batches(
     Raises ConfigError if they do not divide, naming the values of ``key`` that do.
     """
     samples, before = saved["samples"], saved["readers"]
-    steps, rest = divmod(samples, micro * readers)
-    if rest:
+    steps, remainder = divmod(samples, micro * readers)
+    if remainder:
         raise ConfigError(
             f"resume: {source} was saved with steps of {samples} samples by "
             f"{counted(before, 'data-parallel rank')}, which micro-batches of {micro} on "
@@ -110,8 +111,8 @@ def _fitting(saved: dict[str, int], readers: int, steps: int | None) -> int:
     ``steps`` micro-batches, else the most that divide a rank's share of a step and are no more
     than before, so that the memory suffices.
     """
-    share, rest = divmod(saved["samples"], readers)
-    if rest:
+    share, remainder = divmod(saved["samples"], readers)
+    if remainder:
         return saved["micro_batch"]
     if steps is not None and share % steps == 0:
         return share // steps
@@ -119,8 +120,8 @@ def _fitting(saved: dict[str, int], readers: int, steps: int | None) -> int:
 
 
 def _remedy(samples: int, readers: int, key: str) -> str:
-    share, rest = divmod(samples, readers)
-    if rest:
+    share, remainder = divmod(samples, readers)
+    if remainder:
         fitting = [ranks for ranks in range(1, samples + 1) if samples % ranks == 0]
         near = sorted(sorted(fitting, key=lambda ranks: abs(ranks - readers))[:4])
         return f"start {' or '.join(map(str, near))} of them"
@@ -141,31 +142,31 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
         raise ConfigError(
             f"resume={resume!r} is neither a folder nor {LATEST!r}; write resume={LATEST!r}"
         )
-    given = config.checkpoint.folder if resume == LATEST else os.fspath(resume)
+    folder = config.checkpoint.folder if resume == LATEST else os.fspath(resume)
     in_memory = bool(config.memory_checkpoints.every)
-    if not given and not in_memory:
+    if not folder and not in_memory:
         raise ConfigError(
             f"resume={LATEST!r} takes the newest checkpoint of the run's folder, and none is "
             'configured; write "checkpoint": {"folder": "runs/a"}, or pass resume="runs/a"'
         )
 
     def choose() -> Resumed | None:
-        found = newest_whole(as_path(given)) if given else None
-        return found and _resumed(*found)
+        whole = newest_whole(as_path(folder)) if folder else None
+        return whole and _resumed(*whole)
 
     chosen: Resumed | None = decide_on_rank_0(choose)
-    if chosen is None or as_path(given or "") != locate(chosen.directory, chosen.tag):
+    if chosen is None or as_path(folder or "") != locate(chosen.directory, chosen.tag):
         older = (None, None) if chosen is None else (chosen.directory, chosen.tag)
-        found = newest_in_memory(config, *older)
-        if found is not None and found.tag is not None:
-            return replace(_resumed(found.directory, found.tag), in_memory=True)
+        checkpoint = newest_in_memory(config, *older)
+        if checkpoint is not None and checkpoint.tag is not None:
+            return replace(_resumed(checkpoint.directory, checkpoint.tag), in_memory=True)
     if chosen is None:
-        where = [given] if given else []
+        where = [folder] if folder else []
         where += ["the memory of the hosts"] if in_memory else []
-        weights = bool(given) and recognise(as_path(given)) == MODEL
+        weights = bool(folder) and recognise(as_path(folder)) == MODEL
         log_rank0(
-            f"resume: {given} holds weights without training state; starting from scratch (pass it "
-            "to from_pretrained to start from these weights)"
+            f"resume: {folder} holds weights without training state; starting from scratch (pass "
+            "it to from_pretrained to start from these weights)"
             if weights
             else f"resume: there is no checkpoint in {' or '.join(where)}; starting from scratch",
             logging.INFO if resume == LATEST else logging.WARNING,

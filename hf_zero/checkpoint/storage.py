@@ -83,15 +83,15 @@ def _of_url(text: str) -> AnyPath:
         from upath import UPath
 
         # Other ranks and jobs write too, so listings must not be cached.
-        found = UPath(text, use_listings_cache=False)
-        local = found.protocol in ("file", "local")
-        found.fs  # noqa: B018  imports the package for this store
+        path = UPath(text, use_listings_cache=False)
+        local = path.protocol in ("file", "local")
+        path.fs  # noqa: B018  imports the package for this store
     except (ImportError, ValueError) as error:
         raise CheckpointError(
             f"{text} cannot be opened: {error}; pip install 'hf-zero[remote]' and fsspec's package "
             "for this store, or pass a path"
         ) from error
-    return Path(found.path) if local else found
+    return Path(path.path) if local else path
 
 
 def is_remote(where: AnyPath) -> bool:
@@ -104,13 +104,13 @@ def local_path(where: Any, what: str) -> Path:
 
     Raises CheckpointError if it is in an object store; ``what`` is named as what must be local.
     """
-    found = as_path(where)
-    if is_remote(found):
+    path = as_path(where)
+    if is_remote(path):
         raise CheckpointError(
-            f"{found}: {what} must be a folder of a file system; write it there and "
+            f"{path}: {what} must be a folder of a file system; write it there and "
             "copy it to the store"
         )
-    return found
+    return path
 
 
 def modified_ns(where: AnyPath) -> int:
@@ -203,10 +203,10 @@ class _ObjectRanges:
 
     def read(self, view: memoryview, at: int) -> int:
         """Read ``REQUESTS`` ranges of ``PART`` bytes at a time."""
-        taken, wanted = 0, min(len(view), max(0, self.size - at))
-        while taken < wanted:
-            starts = range(at + taken, at + min(wanted, taken + PART * REQUESTS), PART)
-            ends = [min(start + PART, at + wanted) for start in starts]
+        taken, count = 0, min(len(view), max(0, self.size - at))
+        while taken < count:
+            starts = range(at + taken, at + min(count, taken + PART * REQUESTS), PART)
+            ends = [min(start + PART, at + count) for start in starts]
             with store_errors(self._where):
                 parts = self._where.fs.cat_ranges(
                     [self._where.path] * len(starts), list(starts), ends, on_error="raise"
@@ -376,8 +376,8 @@ def remove_objects(chosen: Iterable[AnyPath]) -> None:
 def objects_in(folder: AnyPath) -> list[AnyPath]:
     """Return the objects directly in ``folder``, by name."""
     with store_errors(folder):
-        found = folder.iterdir() if folder.is_dir() else ()
-        return sorted((item for item in found if item.is_file()), key=lambda item: item.name)
+        items = folder.iterdir() if folder.is_dir() else ()
+        return sorted((item for item in items if item.is_file()), key=lambda item: item.name)
 
 
 T = TypeVar("T")
@@ -444,14 +444,14 @@ def collective_try(
     """
     cause: BaseException | None = None
     try:
-        own = action()
-        outcome: tuple[bool, Any] = (True, None if share is None else share(own))
+        value_here = action()
+        outcome: tuple[bool, Any] = (True, None if share is None else share(value_here))
     except Exception as error:
         cause, outcome = error, (False, describe_error(error, path))
     outcomes = mesh.all_gather_object(outcome)
     failed = {rank: text for rank, (ok, text) in enumerate(outcomes) if not ok}
     if not failed:
-        return own, [value for _, value in outcomes]
+        return value_here, [value for _, value in outcomes]
     message = describe_failures(failed, len(outcomes))
     raise CheckpointError(message + (f". {after}" if after else "")) from cause
 

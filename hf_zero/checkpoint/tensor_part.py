@@ -34,18 +34,18 @@ class TensorPart(torch.Tensor):
     pieces: list[tuple[tuple[int, ...], torch.Tensor]]
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, place: Place) -> TensorPart:
-        shape, _, box = place
+    def __new__(cls, local: torch.Tensor, layout: Place) -> TensorPart:
+        shape, _, box = layout
         whole = shape if box is None else box.whole
-        made: TensorPart = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        part: TensorPart = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, whole, dtype=local.dtype, device=local.device
         )
-        return made
+        return part
 
-    def __init__(self, local: torch.Tensor, place: Place):
-        """``place``: shape of this rank's part along other axes, first element in it, its box."""
-        self.local, self.place = local, place
-        self.pieces = list(_pieces(local, *place))
+    def __init__(self, local: torch.Tensor, layout: Place):
+        """``layout``: shape of this rank's part along other axes, first element in it, its box."""
+        self.local, self.place = local, layout
+        self.pieces = list(_pieces(local, *layout))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
@@ -56,16 +56,16 @@ class TensorPart(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        own = args[0]
-        if func.overloadpacket is torch.ops.aten.new_empty and list(args[1]) == list(own.shape):
-            return TensorPart(own.local.new_empty(own.local.shape, **(kwargs or {})), own.place)
+        part = args[0]
+        if func.overloadpacket is torch.ops.aten.new_empty and list(args[1]) == list(part.shape):
+            return TensorPart(part.local.new_empty(part.local.shape, **(kwargs or {})), part.place)
         if func.overloadpacket not in COPIES:
             raise CheckpointError(
                 f"{func} on a part of a parameter in a state dict; save and load it with "
                 "torch.distributed.checkpoint, or ask for whole tensors with "
                 "StateDictOptions(full_state_dict=True)"
             )
-        return TensorPart(func(own.local, *args[1:], **(kwargs or {})), own.place)
+        return TensorPart(func(part.local, *args[1:], **(kwargs or {})), part.place)
 
     # ---- the protocol of torch.distributed.checkpoint ----
 
@@ -111,7 +111,7 @@ def _pieces(
         at += view.numel()
         parts = [(offsets, view)]
         for dim, ranges in box.cuts if box is not None else ():
-            parts = [each for part in parts for each in _within(*part, dim, ranges)]
+            parts = [piece for part in parts for piece in _within(*part, dim, ranges)]
         yield from parts
 
 
@@ -150,6 +150,6 @@ def _within(
     for start, stop in ranges:
         first, last = max(low, base), min(high, base + stop - start)
         if first < last:
-            place = (*offsets[:dim], start + first - base, *offsets[dim + 1 :])
-            yield place, view.narrow(dim, first - low, last - first)
+            at = (*offsets[:dim], start + first - base, *offsets[dim + 1 :])
+            yield at, view.narrow(dim, first - low, last - first)
         base += stop - start

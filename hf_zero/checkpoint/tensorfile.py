@@ -59,9 +59,9 @@ class Hash:
 
 
 def hash_of(content: bytes | memoryview) -> str:
-    made = Hash()
-    made.update(content)
-    return made.text()
+    hasher = Hash()
+    hasher.update(content)
+    return hasher.text()
 
 
 def algorithm_of(text: str) -> str:
@@ -151,7 +151,7 @@ class FileHasher:
         self._size = MIN_BLOCK
         while self._size * MOST_BLOCKS < sum(lengths):
             self._size *= 2
-        self._lengths = (one for each in lengths for one in block_lengths(each, self._size))
+        self._lengths = (one for length in lengths for one in block_lengths(length, self._size))
         self._file, self._block = Hash(), xxhash.xxh3_64()
         self._left = next(self._lengths, 0)  # bytes still missing of the current block
         self._digests: list[str] = []
@@ -313,8 +313,8 @@ class TensorFile(ClosedAtExit):
         )
 
     def _bytes(self, count: int, at: int) -> bytes:
-        held = bytearray(count)
-        return bytes(held[: self._file.read(memoryview(held), at)])
+        buffer = bytearray(count)
+        return bytes(buffer[: self._file.read(memoryview(buffer), at)])
 
     def _read_header(self) -> tuple[dict[str, str], dict[str, TensorEntry], int]:
         start = self._bytes(8, 0)
@@ -365,7 +365,7 @@ class TensorFile(ClosedAtExit):
         """Number the blocks of the header and of the tensors, in order of their bytes."""
         self._first: dict[str, int] = {}
         count = len(block_lengths(self._data, blocks.size))
-        for entry in sorted(self.entries.values(), key=lambda each: (each.begin, each.end)):
+        for entry in sorted(self.entries.values(), key=lambda e: (e.begin, e.end)):
             self._first[entry.name] = count
             count += len(block_lengths(entry.nbytes, blocks.size))
         if count != len(blocks):
@@ -409,8 +409,8 @@ class TensorFile(ClosedAtExit):
                 count = self._file.read(part, tensor + begin)
                 if count == len(part):
                     for at in range(0, count, blocks.size):
-                        each = part[at : at + blocks.size]
-                        self._compare(block + at // blocks.size, each, tensor + begin + at)
+                        run = part[at : at + blocks.size]
+                        self._compare(block + at // blocks.size, run, tensor + begin + at)
             elif self._compared[block]:
                 count = self._file.read(part, tensor + begin + within)
             else:

@@ -42,7 +42,7 @@ TARGET = "torch.distributed.checkpoint.state_dict"
 States = dict[str, Any]
 
 
-class _Own:
+class _TorchStates:
     """The elements of an engine's parameters on this rank, under their names in the model.
     ``on_host``: tensors are given in host memory, each copied there by itself.
     """
@@ -53,8 +53,8 @@ class _Own:
         self._state = EngineState(engine)
         self.whole = whole = WholeNames(engine.module)
         self.tied: dict[str, list[str]] = {}
-        for tied, held in engine.aliases.items():
-            self.tied.setdefault(held, []).append(strip_wrappers(whole.own(tied)))
+        for tied, name in engine.aliases.items():
+            self.tied.setdefault(name, []).append(strip_wrappers(whole.own(tied)))
         self.slots = [
             (flat, slot.name, strip_wrappers(whole.own(slot.name)))
             for flat in engine.flats
@@ -68,43 +68,43 @@ class _Own:
             if type(module).get_extra_state is not nn.Module.get_extra_state
         }
         # names in the whole model, those of other ranks' experts included
-        held = [*buffers, *engine.aliases, *(slot for _, slot, _ in self.slots)]
-        self.every = {strip_wrappers(name) for each in held for name in whole.every(each)}
+        keys = [*buffers, *engine.aliases, *(slot for _, slot, _ in self.slots)]
+        self.every = {strip_wrappers(name) for key in keys for name in whole.every(key)}
         self.every.update(self.extra)
 
     # ---- one entry ----
 
     def part(self, entry: StateEntry, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a copy of this rank's elements of ``entry`` from ``values`` [owned]."""
-        own = entry.part(values).detach()
-        local = own.to("cpu", copy=True) if self._on_host else own.clone()
+        shard = entry.part(values).detach()
+        local = shard.to("cpu", copy=True) if self._on_host else shard.clone()
         yield strip_wrappers(self.whole.own(entry.name)), TensorPart(local, _place(entry))
 
     def wholes(self, entry: StateEntry, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors in place of the part, one for each rank's module (collective)."""
         value = whole_of(entry.flat, entry.parameter, values)
-        for each, joined in self.whole.wholes(entry.parameter, value, entry.name):
-            yield strip_wrappers(each), joined
+        for alias, joined in self.whole.wholes(entry.parameter, value, entry.name):
+            yield strip_wrappers(alias), joined
 
     def check(self, entry: StateEntry, value: Any, key: str) -> None:
         """Raise CheckpointError unless ``value``, named ``key``, can be read as ``entry``."""
-        place = shape, first, box = _place(entry)
+        position = shape, first, box = _place(entry)
         whole, numel = shape if box is None else box.whole, entry.range[1] - first
         if not torch.is_tensor(value) or value.is_meta:
-            found = "a tensor without data" if torch.is_tensor(value) else repr(value)
+            description = "a tensor without data" if torch.is_tensor(value) else repr(value)
         elif isinstance(value, TensorPart):
-            if value.place == place and value.local.numel() == numel:
+            if value.place == position and value.local.numel() == numel:
                 return
-            found = (
+            description = (
                 f"elements {value.place[1]} to {value.place[1] + value.local.numel()} of a tensor "
                 f"of shape {tuple(value.shape)}"
             )
         elif tuple(value.shape) in (tuple(shape), tuple(whole)):
             return
         else:
-            found = f"a tensor of shape {tuple(value.shape)}"
+            description = f"a tensor of shape {tuple(value.shape)}"
         raise CheckpointError(
-            f"{key}: {found} in the state dict, where the model has a tensor of shape "
+            f"{key}: {description} in the state dict, where the model has a tensor of shape "
             f"{tuple(whole)} and this rank owns its elements {first} to {first + numel}; "
             "take the state dict of this engine, or whole tensors of the same model"
         )
@@ -113,26 +113,26 @@ class _Own:
         """Return the ``state`` of rank 0 on every rank (collective): tensors one at a time, those
         of this engine's parameters as parts.
         """
-        mesh, found = self.engine.mesh, dict[str, tuple[FlatBuffer, str]]()
+        mesh, by_fqn = self.engine.mesh, dict[str, tuple[FlatBuffer, str]]()
         for flat, name, fqn in self.slots:
-            found.update(dict.fromkeys((fqn, *self.tied.get(name, ())), (flat, name)))
+            by_fqn.update(dict.fromkeys((fqn, *self.tied.get(name, ())), (flat, name)))
         first = mesh.peers is None or mesh.rank == mesh.ranks[0]
         shapes = mesh.broadcast_object(_mapped(state, lambda path, value: value.to("meta")))
-        given = dict[tuple[Any, ...], torch.Tensor]()
+        values = dict[tuple[Any, ...], torch.Tensor]()
         if first:
-            _mapped(state, given.__setitem__)
+            _mapped(state, values.__setitem__)
 
         def sent(path: tuple[Any, ...], like: torch.Tensor) -> torch.Tensor:
             value = torch.empty(like.shape, dtype=like.dtype, device=mesh.device)
             if first:
-                value.copy_(given[path])
+                value.copy_(values[path])
             mesh.broadcast(value)
-            known = [key for key in path if key in found]
-            if known and like.dim():
-                entry = StateEntry(*found[known[0]], MASTER)
-                place = shape, _, box = _place(entry)
+            matching = [key for key in path if key in by_fqn]
+            if matching and like.dim():
+                entry = StateEntry(*by_fqn[matching[0]], MASTER)
+                position = shape, _, box = _place(entry)
                 if tuple(like.shape) == tuple(shape if box is None else box.whole):
-                    return TensorPart(_own_elements(entry, value).clone(), place)
+                    return TensorPart(_own_elements(entry, value).clone(), position)
             return value.cpu()
 
         return _mapped(shapes, sent)
@@ -156,13 +156,13 @@ class _Own:
 
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Any], strict: bool) -> Any:
-        found, missing = _Given(), {*self.buffers, *self.extra} - state.keys()
+        source, missing = _LoadedStates(), {*self.buffers, *self.extra} - state.keys()
         for flat, name, fqn in self.slots:
             keys = [key for key in (fqn, *self.tied.get(name, ())) if key in state]
             if keys:
                 entry = StateEntry(flat, name, MASTER)
                 self.check(entry, state[keys[0]], keys[0])
-                found.add(entry, state[keys[0]])
+                source.add(entry, state[keys[0]])
             else:
                 missing.add(fqn)
         unexpected = sorted(state.keys() - self.every)
@@ -176,7 +176,7 @@ class _Own:
                     "the same model"
                 )
         with self.engine.schedule.shards.writing():
-            transfer(found, self.engine, optimizer=False)
+            transfer(source, self.engine, optimizer=False)
         for name, value in self.buffers.items():
             if name in state:
                 value.copy_(state[name])
@@ -189,14 +189,14 @@ class _Own:
     # ---- optimizer ----
 
     def trained(self) -> list[tuple[FlatBuffer, str, str]]:
-        return [each for each in self.slots if each[0].trainable]
+        return [slot for slot in self.slots if slot[0].trainable]
 
     def numbers(self) -> dict[str, dict[str, float]]:
         """Return the numbers that the optimizer keeps for each trained parameter (collective)."""
         groups = self.engine.bound.group_of
-        found = self._state.numbers(self.whole.own_of(groups))
+        saved = self._state.numbers(self.whole.own_of(groups))
         return {
-            name: found[name] or self._state.fresh(groups[name])[0] for _, name, _ in self.trained()
+            name: saved[name] or self._state.fresh(groups[name])[0] for _, name, _ in self.trained()
         }
 
     def optimizer(self, whole: bool = False) -> States:
@@ -216,8 +216,8 @@ class _Own:
                 "torch.distributed.checkpoint has no names; use engine.save_checkpoint"
             )
         for name, numbers in self.numbers().items():
-            for each in names[name]:
-                state[strip_wrappers(each)] = {
+            for alias in names[name]:
+                state[strip_wrappers(alias)] = {
                     key: torch.tensor(float(value)) for key, value in numbers.items()
                 }
         for flat, _ in groupby(self.trained(), itemgetter(0)):
@@ -227,14 +227,11 @@ class _Own:
                 if values is None:
                     values = self._state.begin([entry], None)
                 for fqn, tensor in read(entry, values):
-                    kept = tensor.new_empty(0) if dropped else tensor
-                    state[fqn][entry.kind] = kept.cpu() if self._on_host else kept
+                    result = tensor.new_empty(0) if dropped else tensor
+                    state[fqn][entry.kind] = result.cpu() if self._on_host else result
         optimizer = self.engine.optimizer
         groups = [
-            {
-                key: optimizer.defaults.get(key) if key in NOT_KEPT else value
-                for key, value in group.items()
-            }
+            {key: optimizer.defaults.get(key) if key in NOT_KEPT else v for key, v in group.items()}
             | {"params": []}
             for group in optimizer.param_groups
         ]
@@ -243,57 +240,57 @@ class _Own:
         return {"state": state, "param_groups": groups}
 
     @torch.no_grad()
-    def load_optimizer(self, given: Mapping[str, Any], strict: bool) -> None:
+    def load_optimizer(self, content: Mapping[str, Any], strict: bool) -> None:
         """Load a state dict as :meth:`optimizer` returns it (collective).
 
         Raises CheckpointError, before anything is written, if state is missing (with ``strict``),
         unknown or of other shapes, or if its groups are divided in another way.
         """
-        if lacking := sorted({"state", "param_groups"} - given.keys()):
+        if lacking := sorted({"state", "param_groups"} - content.keys()):
             raise CheckpointError(
                 f"the optimizer's state dict lacks {listed(lacking)}; pass one of "
                 "get_optimizer_state_dict"
             )
-        numbers, source = self.numbers(), _Given()
+        numbers, source = self.numbers(), _LoadedStates()
         missing, unexpected = list[str](), list[str]()
         for flat, slots in groupby(self.trained(), itemgetter(0)):
             entries: dict[str, list[StateEntry]] = {}
             for entry in self._state.optimizer_entries(flat, self._state.arrays(flat)):
                 entries.setdefault(entry.name, []).append(entry)
             for _, name, fqn in slots:
-                own, held = entries.get(name, ()), given["state"].get(fqn, {})
-                held = {key: value for key, value in held.items() if value is not None}
-                kept = numbers[name].keys() | {entry.kind for entry in own}
-                missing += [f"{fqn}.{key}" for key in kept - held.keys()]
-                unexpected += [f"{fqn}.{key}" for key in held.keys() - kept]
-                source.loaded[name] = {k: float(held.get(k, v)) for k, v in numbers[name].items()}
-                for entry in own:
-                    if entry.kind in held:
-                        self.check(entry, held[entry.kind], f"{fqn}.{entry.kind}")
-                        source.add(entry, held[entry.kind])
+                shards, values = entries.get(name, ()), content["state"].get(fqn, {})
+                values = {key: value for key, value in values.items() if value is not None}
+                expected = numbers[name].keys() | {entry.kind for entry in shards}
+                missing += [f"{fqn}.{key}" for key in expected - values.keys()]
+                unexpected += [f"{fqn}.{key}" for key in values.keys() - expected]
+                source.loaded[name] = {k: float(values.get(k, v)) for k, v in numbers[name].items()}
+                for entry in shards:
+                    if entry.kind in values:
+                        self.check(entry, values[entry.kind], f"{fqn}.{entry.kind}")
+                        source.add(entry, values[entry.kind])
         if strict and (missing or unexpected):
             kind = type(self.engine.optimizer).__name__
             raise _differs(
                 "optimizer's state dict", f"optimizer ({kind})", sorted(missing), sorted(unexpected)
             )
-        groups = self._groups(given["param_groups"], strict)
+        groups = self._groups(content["param_groups"], strict)
         self.engine.bound.load_hyperparameters(groups)
         transfer(source, self.engine, weights=False, keeps=True)
 
-    def _groups(self, given: Sequence[Mapping[str, Any]], strict: bool) -> list[dict[str, Any]]:
-        """Return the settings for each group of the engine, from the group in ``given`` that has
+    def _groups(self, saved: Sequence[Mapping[str, Any]], strict: bool) -> list[dict[str, Any]]:
+        """Return the settings for each group of the engine, from the group in ``saved`` that has
         its parameters; by number if none of them has a group there.
         """
         bound = self.engine.bound
-        own: list[list[str]] = [[] for _ in bound.groups]
+        names_by_group: list[list[str]] = [[] for _ in bound.groups]
         for _, name, fqn in self.trained():
-            own[bound.group_of[name]].append(fqn)
-        place = {fqn: at for at, group in enumerate(given) for fqn in group.get("params", ())}
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in given]
-        found = []
-        for number, names in enumerate(own):
-            places = sorted({place[fqn] for fqn in names if fqn in place})
-            if not places and len(given) == len(own):
+            names_by_group[bound.group_of[name]].append(fqn)
+        holder = {fqn: at for at, group in enumerate(saved) for fqn in group.get("params", ())}
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in saved]
+        result = []
+        for number, names in enumerate(names_by_group):
+            places = sorted({holder[fqn] for fqn in names if fqn in holder})
+            if not places and len(saved) == len(names_by_group):
                 places = [number]
             if not places and names and strict:
                 raise CheckpointError(
@@ -301,17 +298,17 @@ class _Own:
                     f"group {number} of the optimizer updates; pass that of an optimizer with the "
                     "same groups, or StateDictOptions(strict=False)"
                 )
-            if any(settings[each] != settings[places[0]] for each in places):
+            if any(settings[at] != settings[places[0]] for at in places):
                 raise CheckpointError(
                     f"the parameters of group {number} of the optimizer are in groups "
                     f"{listed(map(str, places))} of the state dict, whose settings differ; build "
                     "the optimizer with the groups it was saved with"
                 )
-            found.append(settings[places[0]] if places else {})
-        return found
+            result.append(settings[places[0]] if places else {})
+        return result
 
 
-class _Given(StateSource):
+class _LoadedStates(StateSource):
     """Tensors of a state dict, by parameter and kind: parts of this rank, or whole ones."""
 
     def __init__(self) -> None:
@@ -328,8 +325,11 @@ class _Given(StateSource):
         for entry in entries:
             value = self._tensors.get(entry.name, {}).get(entry.kind)
             if value is not None:
-                own = value.local if isinstance(value, TensorPart) else _own_elements(entry, value)
-                entry.part(out).copy_(own)
+                if not isinstance(value, TensorPart):
+                    value = _own_elements(entry, value)
+                else:
+                    value = value.local
+                entry.part(out).copy_(value)
 
     def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, float]]:
         return self.loaded
@@ -362,9 +362,9 @@ def _mapped(
     if isinstance(value, torch.Tensor):
         return change(path, value)
     if isinstance(value, dict):
-        return {key: _mapped(each, change, (*path, key)) for key, each in value.items()}
+        return {key: _mapped(child, change, (*path, key)) for key, child in value.items()}
     if isinstance(value, list):
-        return [_mapped(each, change, (*path, at)) for at, each in enumerate(value)]
+        return [_mapped(child, change, (*path, at)) for at, child in enumerate(value)]
     return value
 
 
@@ -377,7 +377,9 @@ def engine_of(model: nn.Module) -> Any:
     return None if flat is None or flat.retired else flat.engine()
 
 
-def _own(model: nn.Module, info: Any, optimizers: Sequence[Any] | None = None) -> _Own | None:
+def _states_of(
+    model: nn.Module, info: Any, optimizers: Sequence[Any] | None = None
+) -> _TorchStates | None:
     """Return the state of the engine of ``model``; None if torch's own way is to be taken: without
     an engine, for submodules, and for a model that is a part of an engine's or has one as a part.
     """
@@ -386,21 +388,21 @@ def _own(model: nn.Module, info: Any, optimizers: Sequence[Any] | None = None) -
         return None
     whole = {*map(id, model.parameters())} == {*map(id, engine.module.parameters())}
     if optimizers is None:
-        return _Own(engine, info.cpu_offload) if whole else None
+        return _TorchStates(engine, info.cpu_offload) if whole else None
     if not whole:
         raise CheckpointError(
             "the state of an optimizer was asked for with a model that is a part of the engine's, "
             "or has it as a part; pass engine.module"
         )
     groups = engine.optimizer.param_groups
-    if any(each.param_groups is not groups for each in optimizers):
+    if any(optimizer.param_groups is not groups for optimizer in optimizers):
         raise CheckpointError(
             "the optimizer is not that of the engine that has the model; pass engine.optimizer"
         )
-    return _Own(engine, info.cpu_offload)
+    return _TorchStates(engine, info.cpu_offload)
 
 
-def _ours(torch_module: Any) -> dict[str, Callable[..., Any]]:
+def _replacements(torch_module: Any) -> dict[str, Callable[..., Any]]:
     """Return the functions that replace those of ``torch_module``, which they call for other
     models.
     """
@@ -409,46 +411,47 @@ def _ours(torch_module: Any) -> dict[str, Callable[..., Any]]:
 
     @wraps(get)
     def _get_model_state_dict(model: Any, info: Any) -> Any:
-        own = _own(model, info) if info.handle_model and not info.full_state_dict else None
-        if own is None:
+        states = _states_of(model, info) if info.handle_model and not info.full_state_dict else None
+        if states is None:
             return get(model, info)
-        return own.weights(info.ignore_frozen_params)
+        return states.weights(info.ignore_frozen_params)
 
     @wraps(put)
     def _load_model_state_dict(model: Any, state_dict: Any, info: Any) -> Any:
         # with set_state_dict only rank 0 knows whether there are weights
-        given = info.broadcast_from_rank0 or (info.handle_model and state_dict)
-        own = _own(model, info) if given else None
-        if own is None:
+        takes_part = info.broadcast_from_rank0 or (info.handle_model and state_dict)
+        states = _states_of(model, info) if takes_part else None
+        if states is None:
             return put(model, state_dict, info)
-        if info.broadcast_from_rank0 and not (state_dict := own.from_rank0(state_dict)):
+        if info.broadcast_from_rank0 and not (state_dict := states.from_rank0(state_dict)):
             return nn.modules.module._IncompatibleKeys([], [])
-        return own.load_weights(state_dict, info.strict)
+        return states.load_weights(state_dict, info.strict)
 
     @wraps(get_optim)
     def _get_optim_state_dict(model: Any, optimizers: Any, info: Any) -> Any:
-        own = _own(model, info, optimizers) if info.handle_optim else None
-        if own is None:
+        states = _states_of(model, info, optimizers) if info.handle_optim else None
+        if states is None:
             return get_optim(model, optimizers, info)
-        state = own.optimizer(info.full_state_dict)
+        state = states.optimizer(info.full_state_dict)
         if info.flatten_optimizer_state_dict:
             state = torch_module._flatten_optim_state_dict(state)
         return torch_module._maybe_full_or_cpu_state_dict(state, info)
 
     @wraps(put_optim)
     def _load_optim_state_dict(model: Any, optimizers: Any, state_dict: Any, info: Any) -> None:
-        given = info.broadcast_from_rank0 or info.handle_optim
-        own = _own(model, info, optimizers) if given else None
-        if own is None:
+        takes_part = info.broadcast_from_rank0 or info.handle_optim
+        states = _states_of(model, info, optimizers) if takes_part else None
+        if states is None:
             return put_optim(model, optimizers, state_dict, info)
         if info.broadcast_from_rank0:
-            state_dict = own.from_rank0(state_dict)
+            state_dict = states.from_rank0(state_dict)
         if state_dict:
             nested = "state" in state_dict or "param_groups" in state_dict
-            own.load_optimizer(state_dict if nested else _nested(state_dict, own), info.strict)
+            state_dict = state_dict if nested else _nested(state_dict, states)
+            states.load_optimizer(state_dict, info.strict)
         return None
 
-    return {each.__name__: each for each in
+    return {function.__name__: function for function in
             (_get_model_state_dict, _load_model_state_dict, _get_optim_state_dict,
              _load_optim_state_dict)}  # fmt: skip
 
@@ -472,25 +475,25 @@ def _one_box_a_file(write: Callable[..., Any]) -> Callable[..., Any]:
     return write_data
 
 
-def _nested(flat: Mapping[str, Any], own: _Own) -> States:
+def _nested(flat: Mapping[str, Any], states: _TorchStates) -> States:
     """Return a state dict of ``flatten_optimizer_state_dict`` in its other form."""
-    bound, state = own.engine.bound, dict[str, States]()
+    bound, state = states.engine.bound, dict[str, States]()
     for path, value in flat.items():
         if path.startswith("state."):
             fqn, _, key = path.removeprefix("state.").rpartition(".")
             state.setdefault(fqn, {})[key] = value
     groups: list[States] = [{"params": []} for _ in bound.groups]
-    for _, name, fqn in own.trained():
+    for _, name, fqn in states.trained():
         number = bound.group_of[name]
         paths = {key: f"param_groups.{fqn}.{key}" for key in bound.groups[number]}
-        if found := {key: flat[path] for key, path in paths.items() if path in flat}:
-            groups[number].update(found)
+        if values := {key: flat[path] for key, path in paths.items() if path in flat}:
+            groups[number].update(values)
             groups[number]["params"].append(fqn)
     return {"state": state, "param_groups": groups}
 
 
 def _patch(torch_module: Any) -> None:
-    vars(torch_module).update(_ours(torch_module))
+    vars(torch_module).update(_replacements(torch_module))
     writer = sys.modules[torch_module.__package__].HuggingFaceStorageWriter
     writer.write_data = _one_box_a_file(writer.write_data)
 

@@ -84,19 +84,19 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
     # In an object store, checkpoints are found by their manifests; folders that have lost theirs
     # are found among the direct children of `root`.
     links: list[AnyPath] = []
-    seen = [*walk(root, links)] if root.is_dir() else []
+    folders = [*walk(root, links)] if root.is_dir() else []
     if not is_from_memory(root):
-        seen = [folder for folder in seen if not is_from_memory(folder)]
-    held = [
+        folders = [folder for folder in folders if not is_from_memory(folder)]
+    checkpoints = [
         folder
-        for folder in seen
+        for folder in folders
         if find.is_checkpoint(folder) or recognise(folder) == find.MODEL or holds_records(folder)
     ]
-    if not held:
+    if not checkpoints:
         return [verify_checkpoint(root, progress=progress)]
-    verdicts = [_check_folder(folder, progress) for folder in find.oldest_first(held)]
+    verdicts = [_check_folder(folder, progress) for folder in find.oldest_first(checkpoints)]
     around = sorted(
-        {*seen, root, *([] if not is_remote(root) else root.iterdir())} - {*held}, key=str
+        {*folders, root, *([] if not is_remote(root) else root.iterdir())} - {*checkpoints}, key=str
     )
     for folder in around:
         if (
@@ -116,7 +116,7 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
         if (folder / find.LATEST).exists() or (folder / find.LATEST).is_symlink():
             problems: list[str] = []
             _note(problems, partial(find.locate, folder))
-            verdicts += [_nothing(folder / find.LATEST, said) for said in problems]
+            verdicts += [_nothing(folder / find.LATEST, problem) for problem in problems]
     return verdicts
 
 
@@ -138,7 +138,7 @@ def _check_model(folder: AnyPath) -> Verdict:
     hashes.
     """
     problems: list[str] = []
-    held: list[TensorEntry] = []
+    entries: list[TensorEntry] = []
     try:
         promised = huggingface.files_of(folder)
     except CheckpointError as error:
@@ -146,7 +146,7 @@ def _check_model(folder: AnyPath) -> Verdict:
     for name, tensors in promised.items():
         try:
             with TensorFile(folder / name) as file:
-                held += file.entries.values()
+                entries += file.entries.values()
                 lost = sorted(tensors - set(file.entries))
         except CheckpointError as error:
             problems.append(str(error))
@@ -160,8 +160,8 @@ def _check_model(folder: AnyPath) -> Verdict:
         folder,
         len(promised),
         0,
-        len(held),
-        sum(entry.numel for entry in held),
+        len(entries),
+        sum(entry.numel for entry in entries),
         tuple(problems),
         "model",
     )

@@ -53,24 +53,24 @@ def companions(folder: AnyPath) -> dict[str, AnyPath]:
     precedence; links to files elsewhere are left out. Raises CheckpointError for a pipe or a device
     in the place of one.
     """
-    found: dict[str, AnyPath] = {}
-    for place in places(folder):
+    paths: dict[str, AnyPath] = {}
+    for parent in places(folder):
         for pattern in PATTERNS:
-            for path in sorted(place.glob(pattern)):
+            for path in sorted(parent.glob(pattern)):
                 if not is_remote(path) and (path.is_fifo() or path.is_char_device()):
                     raise CheckpointError(
                         f"{path} is no regular file; remove it, then convert again"
                     )
-                if is_remote(path) or ((path.is_file() or path.is_dir()) and _stays(path, place)):
-                    found.setdefault(path.name, path)
-    return found
+                if is_remote(path) or ((path.is_file() or path.is_dir()) and _stays(path, parent)):
+                    paths.setdefault(path.name, path)
+    return paths
 
 
-def _stays(path: Path, place: AnyPath) -> bool:
-    """Whether ``path`` in ``place`` is a file there, or one of the Hub's cache. A link may lead to
+def _stays(path: Path, folder: AnyPath) -> bool:
+    """Whether ``path`` in ``folder`` is a file there, or one of the Hub's cache. A link may lead to
     any file of this user, which would then be published with the model.
     """
-    real, root = path.resolve(), Path(str(place)).resolve()
+    real, root = path.resolve(), Path(str(folder)).resolve()
     cached = root.parent.name == "snapshots" and real.is_relative_to(root.parent.parent / "blobs")
     return cached or real.is_relative_to(root)
 
@@ -110,10 +110,10 @@ def carry(
 
 def _copy_folder(path: Path, to: Path) -> None:
     """Copy the files of ``path``, but for links to elsewhere, into ``to``."""
-    for place, _, names in os.walk(path):
-        into = to / Path(place).relative_to(path)
+    for directory, _, names in os.walk(path):
+        into = to / Path(directory).relative_to(path)
         into.mkdir(parents=True, exist_ok=True)
-        for file in (Path(place, name) for name in names):
+        for file in (Path(directory, name) for name in names):
             if file.is_file() and _stays(file, path.parent):
                 (into / file.name).write_bytes(file.read_bytes())
 
@@ -168,19 +168,19 @@ def described(text: str, folder: AnyPath, manifest: Manifest) -> str:
     ``manifest`` in ``folder``.
     """
     beside = places(folder)
-    found, record = logged(beside[:2]), recorded(beside, manifest.counters)
+    results, record = logged(beside[:2]), recorded(beside, manifest.counters)
     others = (
         path.read_text(encoding="utf-8", errors="replace")
-        for path in (place / CARD for place in beside if not is_remote(place))
+        for path in (parent / CARD for parent in beside if not is_remote(parent))
         if path.is_file() and _stays(path, path.parent)
     )  # the card of adapters, which PEFT writes, is nearer than the one that names the data
     data = next(filter(None, map(datasets_of, map(front_of, (text, *others)))), [])
-    return carded(text, facts(manifest, record, found, data), found)
+    return carded(text, facts(manifest, record, results, data), results)
 
 
-def carded(text: str, rows: Iterable[tuple[str, str]], found: Logged) -> str:
+def carded(text: str, rows: Iterable[tuple[str, str]], results: Logged) -> str:
     """Return ``text`` with a table of ``rows``, in place of the table of an earlier conversion or
-    at the end, and with the evaluations in ``found``, the log of the run, as the results in its
+    at the end, and with the evaluations in ``results``, the log of the run, as the results in its
     front matter.
     """
     table = "\n".join(
@@ -195,9 +195,9 @@ def carded(text: str, rows: Iterable[tuple[str, str]], found: Logged) -> str:
             _END,
         ]
     )
-    text = _with_results(text, found)
-    before, begin, rest = text.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
+    text = _with_results(text, results)
+    before, begin, remainder = text.partition(_BEGIN)
+    _, end, after = remainder.partition(_END)
     if begin and end:
         return before + table + after
     return text.rstrip() + "\n\n" + table + "\n"
@@ -231,7 +231,7 @@ def datasets_of(card: ModelCard | None) -> list[str]:
     return [name for name in every if isinstance(name, str) and DATASET.fullmatch(name)]
 
 
-def _with_results(text: str, found: Logged) -> str:
+def _with_results(text: str, results: Logged) -> str:
     """Return the card ``text`` with the run's results instead of those that it has, which are of
     another run or of the base model; unchanged without front matter.
     """
@@ -243,7 +243,7 @@ def _with_results(text: str, found: Logged) -> str:
     about = cast(ModelCardData, card.data)
     names = [
         name
-        for name in found
+        for name in results
         if name.startswith("eval_") and not name.endswith(("_per_second", "_runtime", "_time"))
     ]
     if not names and not about.eval_results:
@@ -254,10 +254,10 @@ def _with_results(text: str, found: Logged) -> str:
             task_type=about.pipeline_tag or "other",
             dataset_type=name,
             dataset_name=name,
-            metric_type=each.removeprefix("eval_"),
-            metric_value=found[each][0],
+            metric_type=metric.removeprefix("eval_"),
+            metric_value=results[metric][0],
         )
-        for each in names
+        for metric in names
     ] or None
     heading = re.search(r"^# (.+)$", card.text, re.MULTILINE)
     about.model_name = (heading[1] if heading else "model") if names else None

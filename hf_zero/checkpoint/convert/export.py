@@ -178,10 +178,10 @@ def convert_checkpoint(
         ConfigError: an invalid dtype, format, size or number of workers, an argument that the
             format does not take, or a pattern that matches no tensor.
     """
-    wanted, target = dtype_option(dtype), local_path(dst, "a converted model")
+    dtype_chosen, target = dtype_option(dtype), local_path(dst, "a converted model")
     if workers < 1:
         raise ConfigError(f"workers={workers} convert nothing; pass 1 or more")
-    given = {
+    options = {
         "dtype": dtype is not None,
         "only": only is not None,
         "adapters": adapters,
@@ -189,24 +189,24 @@ def convert_checkpoint(
         "max_shard_size": max_shard_size != SHARD_SIZE,
         "workers": workers != WORKERS,
     }
-    _refuse(to, [name for name, chosen in given.items() if chosen])
+    _refuse(to, [name for name, chosen in options.items() if chosen])
     if to != SAFETENSORS:
-        return _for_training(to, src, target, wanted, tag, exclude_frozen_parameters, verify)
+        return _for_training(to, src, target, dtype_chosen, tag, exclude_frozen_parameters, verify)
     with (
         checkpoint_errors(target),
         open_checkpoint(find_checkpoint(src, tag), hashes=verify is not False) as checkpoint,
     ):
         manifest = checkpoint.manifest
         refuse_target(target, checkpoint.folder)
-        held = outputs(manifest, wanted, exclude_frozen_parameters)
-        layout = _of_adapters(checkpoint, held, only, adapters) or _of_model(
-            checkpoint, held, only, max_shard_size
+        tensors = outputs(manifest, dtype_chosen, exclude_frozen_parameters)
+        layout = _of_adapters(checkpoint, tensors, only, adapters) or _of_model(
+            checkpoint, tensors, only, max_shard_size
         )
         plans = {name: plan_outputs(part) for name, part in layout.parts.items()}
         total = sum(output.nbytes for output in layout.chosen)
         _make(target, layout)
         with lock_folder(target):
-            kept, carried = _write(
+            resumed, carried = _write(
                 checkpoint, target, layout, plans, verify is True, workers, progress, overwrite
             )
     parameters = sum(output.numel for output in layout.chosen if not output.is_buffer)
@@ -218,19 +218,19 @@ def convert_checkpoint(
         len(layout.chosen),
         parameters,
         total,
-        kept,
+        resumed,
         checkpoint.folder,
         _dtypes(layout.chosen),
     )
 
 
-def _refuse(to: str, given: list[str]) -> None:
+def _refuse(to: str, names: list[str]) -> None:
     """Raise ConfigError for an unknown format ``to`` and for arguments that it does not take."""
     if to not in REFUSED:
         raise ConfigError(
             f"to={to!r} is no format to convert to; pass {', '.join(map(repr, REFUSED))}"
         )
-    refused = [f"{name} ({REFUSED[to][name]})" for name in given if name in REFUSED[to]]
+    refused = [f"{name} ({REFUSED[to][name]})" for name in names if name in REFUSED[to]]
     if refused:
         raise ConfigError(f"to={to!r} does not take {', '.join(refused)}; leave it out")
 
@@ -256,9 +256,9 @@ def _for_training(
             checkpoint.verify(checkpoint.listed())
         with new_folder(target) as folder:
             if to == DCP:
-                held = to_dcp.write_dcp(checkpoint, folder, dtype, exclude_frozen)
+                tensors = to_dcp.write_dcp(checkpoint, folder, dtype, exclude_frozen)
             else:
-                held = to_universal.write_universal(checkpoint, folder)
+                tensors = to_universal.write_universal(checkpoint, folder)
             written = sorted(path for path in folder.rglob("*") if path.is_file())
             names = tuple(str(path.relative_to(folder)) for path in written)
             nbytes = sum(path.stat().st_size for path in written)
@@ -268,11 +268,11 @@ def _for_training(
             target,
             names,
             (),
-            len(held),
-            sum(each.numel for each in held if not each.is_buffer),
+            len(tensors),
+            sum(tensor.numel for tensor in tensors if not tensor.is_buffer),
             nbytes,
             source=checkpoint.folder,
-            dtypes=_dtypes(held),
+            dtypes=_dtypes(tensors),
         )
 
 
@@ -295,13 +295,13 @@ def _write(
     try:
         if not journal.resumes:
             _replace_or_refuse(checkpoint, layout, target, overwrite)
-        kept = sum(max(0, journal.kept(name) - len(plan.header)) for name, plan in plans.items())
+        resumed = sum(max(0, journal.kept(name) - len(plan.header)) for name, plan in plans.items())
         _check_room(target, list(plans), total)
-        if kept:
+        if resumed:
             logger.info(
                 "%s: going on with a conversion that was interrupted after %s of %s",
                 target,
-                in_units(kept),
+                in_units(resumed),
                 in_units(total),
             )
         with progress_bar(
@@ -329,23 +329,23 @@ def _write(
         journal.clear()
         raise
     journal.clear()
-    return kept, carried
+    return resumed, carried
 
 
 def _of_adapters(
     checkpoint: Checkpoint,
-    held: list[OutputTensor],
+    tensors: list[OutputTensor],
     only: str | Sequence[str] | None,
-    wanted: bool | None,
+    asks: bool | None,
 ) -> _Layout | None:
     """Return the files of PEFT's adapters, or None if the model is to be written."""
-    if wanted is False:
+    if asks is False:
         return None
-    by_name = {output.held: output for output in held}
-    found = adapters_in(checkpoint.manifest, checkpoint.folder, by_name, needed=wanted is True)
-    if not found:
+    by_name = {output.held: output for output in tensors}
+    adapters = adapters_in(checkpoint.manifest, checkpoint.folder, by_name, needed=asks is True)
+    if not adapters:
         return None
-    parts, configs = adapter_parts(found, by_name, checkpoint.folder)
+    parts, configs = adapter_parts(adapters, by_name, checkpoint.folder)
     if only is not None:
         remedy = (
             "; these are only the adapters: for the rest of the model pass adapters=False (--whole)"
@@ -371,25 +371,25 @@ def _of_adapters(
 
 def _of_model(
     checkpoint: Checkpoint,
-    held: list[OutputTensor],
+    model_tensors: list[OutputTensor],
     only: str | Sequence[str] | None,
     max_shard_size: str | int,
 ) -> _Layout:
-    parts = _split(choose(_of_whole(checkpoint, held), only), max_shard_size)
+    parts = _split(choose(_of_whole(checkpoint, model_tensors), only), max_shard_size)
     if len(parts) == 1:
         return _Layout(parts, {})
     places = {output.name: file for file, part in parts.items() for output in part}
     return _Layout(parts, {INDEX: _index(parts, places)})
 
 
-def _of_whole(checkpoint: Checkpoint, held: list[OutputTensor]) -> list[OutputTensor]:
-    """Return the tensors of ``held`` that ``save_pretrained`` would write, under its names."""
+def _of_whole(checkpoint: Checkpoint, tensors: list[OutputTensor]) -> list[OutputTensor]:
+    """Return those of ``tensors`` that ``save_pretrained`` would write, under its names."""
     if checkpoint.manifest.excluded:
         logger.warning(
             "%s was saved without its frozen parameters: the converted folder lacks them",
             checkpoint.folder,
         )
-    return exported(held, checkpoint.manifest.export)
+    return exported(tensors, checkpoint.manifest.export)
 
 
 def _identity(checkpoint: Checkpoint, plans: dict[str, FilePlan]) -> str:
@@ -461,8 +461,8 @@ def write_torch_files(
         open_checkpoint(find_checkpoint(src, tag), hashes=verify) as checkpoint,
     ):
         manifest = checkpoint.manifest
-        held = outputs(manifest, torch.float32, exclude_frozen_parameters)
-        parts = _split(_of_whole(checkpoint, held), max_shard_size, TORCH_WEIGHTS)
+        tensors = outputs(manifest, torch.float32, exclude_frozen_parameters)
+        parts = _split(_of_whole(checkpoint, tensors), max_shard_size, TORCH_WEIGHTS)
         names = all_names(manifest)
         written = [*parts, *([TORCH_INDEX] if len(parts) > 1 else [])]
         places: dict[str, str] = {}
@@ -539,12 +539,12 @@ def _replace_or_refuse(
 
 
 def _check_room(target: Path, names: list[str], total: int) -> None:
-    there = [
+    sizes = [
         path.stat().st_blocks * 512
         for path in (temporary_path(target, name) for name in names)
         if path.is_file()
     ]
-    free = shutil.disk_usage(target).free + sum(there)
+    free = shutil.disk_usage(target).free + sum(sizes)
     if free < total:
         raise CheckpointError(
             f"{target} has room for {free:,} bytes, the model needs {total:,}; free space or "

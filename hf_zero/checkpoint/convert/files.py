@@ -159,13 +159,13 @@ class Journal:
         self._target = target
         new = self._path.with_name(self._path.name + "-new")
         remove_irregular([self._path, new, *(temporary_path(target, name) for name in names)])
-        left = _read(self._path)
+        noted = _read(self._path)
         self._kept: dict[str, int] = {}
-        self.resumes = bool(left) and left[0].get("identity") == identity
+        self.resumes = bool(noted) and noted[0].get("identity") == identity
         if self.resumes:
-            self._kept = dict(_stretches(target, names, left[1:]))
+            self._kept = dict(_stretches(target, names, noted[1:]))
         else:
-            _remove(target, left)
+            _remove(target, noted)
         # Rewrite the file, so that new lines do not follow one that was cut off.
         lines = [
             {"identity": identity, "files": list(names)},
@@ -269,16 +269,16 @@ class _WindowedFile:
         buffer[: max(0, len(header) - start)] = header[start:stop]
         # The header's length and the windows' edges are multiples of every dtype's size, so no
         # element is split between windows.
-        place = bisect.bisect_right(self._ends, start - len(header))
-        while place < len(self._entries) and len(header) + self._entries[place].begin < stop:
-            entry, size = self._entries[place], self._entries[place].dtype.itemsize
+        index = bisect.bisect_right(self._ends, start - len(header))
+        while index < len(self._entries) and len(header) + self._entries[index].begin < stop:
+            entry, size = self._entries[index], self._entries[index].dtype.itemsize
             base = len(header) + entry.begin
             first, last = max(base, start), min(len(header) + entry.end, stop)
             out = torch.frombuffer(
                 buffer, dtype=entry.dtype, count=(last - first) // size, offset=first - start
             )
             checkpoint.read(self.part[entry.name].held, (first - base) // size, out, scratch)
-            place += 1
+            index += 1
         return stop - start
 
     def write(self, buffer: mmap.mmap, count: int, start: int) -> None:
@@ -336,19 +336,19 @@ def write_part(
     """Write the rest of the temporary file of ``name``, after the part that the journal has
     recorded, and flush it to the device.
     """
-    kept = journal.kept(name)
-    if kept:
-        tick(max(0, kept - len(plan.header)))
-    if kept == plan.size:
+    written = journal.kept(name)
+    if written:
+        tick(max(0, written - len(plan.header)))
+    if written == plan.size:
         return
-    kept -= kept % DATA_ALIGNMENT  # every note is aligned, but the journal is not trusted
-    file = _WindowedFile(temporary_path(target, name), plan, part, fresh=not kept)
+    written -= written % DATA_ALIGNMENT  # every note is aligned, but the journal is not trusted
+    file = _WindowedFile(temporary_path(target, name), plan, part, fresh=not written)
     try:
         _fill(
             checkpoint,
             file,
-            iter(range(kept, plan.size, WINDOW)),
-            _WrittenPrefix(kept),
+            iter(range(written, plan.size, WINDOW)),
+            _WrittenPrefix(written),
             name,
             journal,
             workers,
@@ -363,7 +363,7 @@ def write_part(
 def _fill(
     checkpoint: Checkpoint,
     file: _WindowedFile,
-    left: Iterator[int],
+    starts: Iterator[int],
     front: _WrittenPrefix,
     name: str,
     journal: Journal,
@@ -379,7 +379,7 @@ def _fill(
         try:
             while not failed.is_set():
                 with lock:
-                    start = next(left, None)
+                    start = next(starts, None)
                 if start is None:
                     return
                 count = file.fill(checkpoint, start, buffer, scratch)

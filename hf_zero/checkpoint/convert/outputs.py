@@ -74,57 +74,58 @@ def outputs(
     With ``dtype`` None each parameter has the dtype it had when it was handed to training. Only
     floating-point parameters that are not raw are cast; buffers keep their dtype, as in training.
     """
-    made = []
-    for name, own in manifest.parameters.items():
+    result = []
+    for name, stored in manifest.parameters.items():
         flat, slot = manifest.slots[name]
         if exclude_frozen and not flat.trainable:
             continue
-        given = own if dtype is None or flat.raw or not own.is_floating_point else dtype
-        made.append(OutputTensor(strip_wrappers(name), name, given, slot.whole, raw=flat.raw))
-    return made + [
-        OutputTensor(strip_wrappers(name), name, own, shape, is_buffer=True)
-        for name, (own, shape) in manifest.buffers.items()
+        chosen = stored if dtype is None or flat.raw or not stored.is_floating_point else dtype
+        result.append(OutputTensor(strip_wrappers(name), name, chosen, slot.whole, raw=flat.raw))
+    return result + [
+        OutputTensor(strip_wrappers(name), name, buffer_dtype, shape, is_buffer=True)
+        for name, (buffer_dtype, shape) in manifest.buffers.items()
     ]
 
 
-def exported(held: Sequence[OutputTensor], export: Export) -> list[OutputTensor]:
-    """Rename and drop the tensors of ``held`` as ``save_pretrained`` would."""
+def exported(tensors: Sequence[OutputTensor], export: Export) -> list[OutputTensor]:
+    """Rename and drop ``tensors`` as ``save_pretrained`` would."""
     skip, names = set(export.skip), export.names
     renamed = [
-        replace(output, name=strip_wrappers(names.get(output.held, output.name))) for output in held
+        replace(output, name=strip_wrappers(names.get(output.held, output.name)))
+        for output in tensors
     ]
     return [output for output in renamed if output.name not in skip]
 
 
 def tied_names(manifest: Manifest) -> dict[str, str]:
     """Return, by the further names of tied tensors, the names under which they are held."""
-    return {strip_wrappers(tied): strip_wrappers(held) for tied, held in manifest.aliases.items()}
+    return {strip_wrappers(tied): strip_wrappers(first) for tied, first in manifest.aliases.items()}
 
 
 def all_names(manifest: Manifest) -> dict[str, list[str]]:
     """Return all names of each tied tensor, by each of them."""
     groups: dict[str, list[str]] = {}
-    for tied, held in tied_names(manifest).items():
-        groups.setdefault(held, [held]).append(tied)
+    for tied, first in tied_names(manifest).items():
+        groups.setdefault(first, [first]).append(tied)
     return {name: group for group in groups.values() for name in group}
 
 
 def plan_outputs(chosen: Iterable[OutputTensor]) -> FilePlan:
     """Return the plan of a safetensors file of ``chosen``."""
-    return plan_file([(each.name, each.dtype, each.shape) for each in chosen], {"format": "pt"})
+    return plan_file([(t.name, t.dtype, t.shape) for t in chosen], {"format": "pt"})
 
 
 def choose(
-    held: Sequence[OutputTensor], only: str | Sequence[str] | None, remedy: str = ""
+    tensors: Sequence[OutputTensor], only: str | Sequence[str] | None, remedy: str = ""
 ) -> list[OutputTensor]:
-    """Return the tensors of ``held`` whose written or held name matches one of the patterns
+    """Return those of ``tensors`` whose written or held name matches one of the patterns
     ``only`` (``*``, ``?``, ``[…]``); all of them if ``only`` is None.
 
     Raises ConfigError for a pattern that matches nothing; the message has similar names, then
     ``remedy``.
     """
     if only is None:
-        return list(held)
+        return list(tensors)
     patterns = [only] if isinstance(only, str) else list(only)
     if not patterns:
         raise ConfigError(
@@ -133,17 +134,17 @@ def choose(
     chosen: set[int] = set()
     for pattern in patterns:
         fitting = {
-            place
-            for place, output in enumerate(held)
+            index
+            for index, output in enumerate(tensors)
             if fnmatchcase(output.name, pattern) or fnmatchcase(output.held, pattern)
         }
         if not fitting:
             raise ConfigError(
                 f"only={pattern!r} fits no tensor; "
-                f"{_near(pattern, [output.name for output in held])}{remedy}"
+                f"{_near(pattern, [output.name for output in tensors])}{remedy}"
             )
         chosen |= fitting
-    return [output for place, output in enumerate(held) if place in chosen]
+    return [output for index, output in enumerate(tensors) if index in chosen]
 
 
 def _near(pattern: str, names: Sequence[str]) -> str:
@@ -151,11 +152,11 @@ def _near(pattern: str, names: Sequence[str]) -> str:
     near = [
         name for name in names if bare and bare.lower() in name.lower()
     ] or difflib.get_close_matches(bare, names, 3, 0.4)
-    found = ", ".join((near or list(names))[:3])
+    shown = ", ".join((near or list(names))[:3])
     return (
-        f"names near it are {found}"
+        f"names near it are {shown}"
         if near
-        else f"there are {len(names)} names, such as {found}"
+        else f"there are {len(names)} names, such as {shown}"
         if names
         else "there are none"
     )
@@ -174,15 +175,15 @@ _OF_LAYER = re.compile(
 _WHOLE = re.compile(r"(.*)\.modules_to_save\.([^.]+)\.(.+)")
 
 
-def written_name(held: str) -> tuple[str, str] | None:
-    """Return (adapter, name in PEFT's file) of the parameter ``held``; None if it is not part of an
+def written_name(key: str) -> tuple[str, str] | None:
+    """Return (adapter, name in PEFT's file) of the parameter ``key``; None if it is not part of an
     adapter.
     """
-    if found := _WHOLE.fullmatch(held):
-        module, adapter, leaf = found.groups()
+    if match := _WHOLE.fullmatch(key):
+        module, adapter, leaf = match.groups()
         return adapter, _based(f"{module}.{leaf}")
-    if found := _OF_LAYER.fullmatch(held):
-        stem, adapter, leaf = found.groups()
+    if match := _OF_LAYER.fullmatch(key):
+        stem, adapter, leaf = match.groups()
         # DoRA's magnitudes used to be a bare parameter and are still written under that name.
         return adapter, _based(
             stem if leaf is None or stem.endswith(".lora_magnitude_vector") else f"{stem}.{leaf}"
@@ -195,25 +196,27 @@ def _based(name: str) -> str:
 
 
 def adapters_in(
-    manifest: Manifest, folder: AnyPath, held: Iterable[str], needed: bool
+    manifest: Manifest, folder: AnyPath, names: Iterable[str], needed: bool
 ) -> dict[str, Adapter]:
-    """Return the adapters of a checkpoint whose tensors are named ``held``; {} if there are none.
+    """Return the adapters of a checkpoint whose tensors have ``names``; {} if there are none.
 
     Raises CheckpointError if they are ``needed`` but absent, or of a kind that names alone do not
     identify.
     """
     if manifest.export.adapters:
         return manifest.export.adapters
-    found: dict[str, dict[str, str]] = {}
-    for name in held:
-        if (place := written_name(strip_wrappers(name))) is not None and is_plain(place[0]):
-            found.setdefault(place[0], {})[place[1]] = name
-    config, source = _beside(folder, found) if found else ({}, None)
+    by_adapter: dict[str, dict[str, str]] = {}
+    for name in names:
+        if (parts := written_name(strip_wrappers(name))) is not None and is_plain(parts[0]):
+            by_adapter.setdefault(parts[0], {})[parts[1]] = name
+    config, source = _beside(folder, by_adapter) if by_adapter else ({}, None)
     trouble = None
-    if not found:
+    if not by_adapter:
         trouble = f"{folder} holds no adapter that PEFT made"
     elif source is None:
-        trouble = f"{folder} holds the adapter {next(iter(found))!r} and no {CONFIG} lies beside it"
+        trouble = (
+            f"{folder} holds the adapter {next(iter(by_adapter))!r} and no {CONFIG} lies beside it"
+        )
     elif config.get("peft_type") not in KINDS or config.get("bias", "none") != "none":
         trouble = (
             f"{source} describes an adapter of kind {config.get('peft_type')}, bias "
@@ -221,32 +224,32 @@ def adapters_in(
         )
     if trouble is None:
         return {
-            DEFAULT if len(found) == 1 else adapter: Adapter(dict(config), tensors)
-            for adapter, tensors in found.items()
+            DEFAULT if len(by_adapter) == 1 else adapter: Adapter(dict(config), tensors)
+            for adapter, tensors in by_adapter.items()
         }
     if needed:
         raise CheckpointError(
             f"{trouble}; convert it whole (adapters=False, --whole), or put the {CONFIG} of "
             "save_pretrained beside it"
         )
-    if found:
+    if by_adapter:
         logger.warning("%s: it is converted whole, under the names of the wrapped model", trouble)
     return {}
 
 
 def _beside(
-    folder: AnyPath, found: Mapping[str, object]
+    folder: AnyPath, adapters: Mapping[str, object]
 ) -> tuple[dict[str, object], AnyPath | None]:
     """Return the nearest configuration of a single adapter, and its path; else {} and None."""
-    for place in places(folder) if len(found) == 1 else ():
-        path = place / CONFIG
+    for parent in places(folder) if len(adapters) == 1 else ():
+        path = parent / CONFIG
         if path.is_file():
             return json_object(path), path
     return {}, None
 
 
 def adapter_parts(
-    adapters: Mapping[str, Adapter], held: Mapping[str, OutputTensor], folder: AnyPath
+    adapters: Mapping[str, Adapter], tensors: Mapping[str, OutputTensor], folder: AnyPath
 ) -> tuple[dict[str, list[OutputTensor]], dict[str, bytes]]:
     """Return the tensors of each weight file, and the contents of each configuration file, by path
     in the target.
@@ -259,24 +262,24 @@ def adapter_parts(
     lacks = {}
     for adapter, entry in adapters.items():
         below = "" if adapter == DEFAULT else f"{adapter}/"
-        missing = [name for name in entry.tensors.values() if name not in held]
+        missing = [name for name in entry.tensors.values() if name not in tensors]
         if missing:
             lacks[adapter] = missing[0]
             continue
         parts[below + WEIGHTS] = [
-            replace(held[own], name=written) for written, own in entry.tensors.items()
+            replace(tensors[key], name=written) for written, key in entry.tensors.items()
         ]
         configs[below + CONFIG] = (
             json.dumps(entry.config, indent=2, sort_keys=True).encode() + b"\n"
         )
-    told = ", ".join(f"{adapter!r} lacks {name}" for adapter, name in lacks.items())
+    reasons = ", ".join(f"{adapter!r} lacks {name}" for adapter, name in lacks.items())
     if not parts:
         raise CheckpointError(
-            f"{folder} holds no adapter that is whole: {told}; save it without "
+            f"{folder} holds no adapter that is whole: {reasons}; save it without "
             "exclude_frozen_parameters"
         )
     if lacks:
         logger.warning(
-            "%s was saved without parts of adapters, which are left out: %s", folder, told
+            "%s was saved without parts of adapters, which are left out: %s", folder, reasons
         )
     return parts, configs

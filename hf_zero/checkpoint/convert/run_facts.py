@@ -89,10 +89,10 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def facts(
-    manifest: Manifest, record: RecordedSteps, found: Logged, data: Sequence[str]
+    manifest: Manifest, record: RecordedSteps, results: Logged, data: Sequence[str]
 ) -> list[tuple[str, str]]:
     """Return rows (label, value) about the run: from the manifest, from ``record``, and from
-    ``found`` in the Trainer's log. ``data``: the names of its datasets. A manifest without flat
+    ``results`` in the Trainer's log. ``data``: the names of its datasets. A manifest without flat
     buffers has no row of their elements.
     """
     count = sum(flat.layout.numel for flat in manifest.flats)
@@ -102,7 +102,7 @@ def facts(
     rows += [
         ("steps", f"{manifest.counters.get('global_steps', 0):,}"),
         ("samples", f"{manifest.counters.get('global_samples', 0):,}"),
-        *_tokens(record, found),
+        *_tokens(record, results),
         *elements,
         (
             "ZeRO stage, ranks, precision",
@@ -120,7 +120,7 @@ def facts(
                 f"{manifest.optimizer.class_name.rpartition('.')[2]}, {shown}",
             )
         )
-    rows += [*_losses(record), *_shown(found), *_resumed(record)]
+    rows += [*_losses(record), *_shown(results), *_resumed(record)]
     named = [
         f"{name.replace('hf_zero', 'hf-zero')} {version}"
         for name, version in manifest.software.items()
@@ -128,13 +128,13 @@ def facts(
     return [*rows, ("software", ", ".join(named))]
 
 
-def _tokens(record: RecordedSteps, found: Logged) -> Iterator[tuple[str, str]]:
+def _tokens(record: RecordedSteps, results: Logged) -> Iterator[tuple[str, str]]:
     if record.tokens is not None:
         yield "tokens, with padding", f"{record.tokens:,}"
         return
     for name in TOKENS:
-        if name in found and _is_number(found[name][0]):
-            yield "tokens", f"{found[name][0]:,.0f}"
+        if name in results and _is_number(results[name][0]):
+            yield "tokens", f"{results[name][0]:,.0f}"
             return
 
 
@@ -177,12 +177,12 @@ def last_numbers(history: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float,
     }
 
 
-def _shown(found: Logged) -> Iterator[tuple[str, str]]:
+def _shown(results: Logged) -> Iterator[tuple[str, str]]:
     for key, label in (
         ("loss", "training loss"),
         ("eval_loss", "evaluation loss"),
         ("eval_accuracy", "evaluation accuracy"),
     ):
-        if key in found:
-            value, step = found[key]
+        if key in results:
+            value, step = results[key]
             yield label, f"{value:.4g} at step {step}"

@@ -45,23 +45,23 @@ class _Planner(dcp.DefaultSavePlanner):
         self._fills = fills
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = super().lookup_object(index)
+        tensor = super().lookup_object(index)
         if index.fqn in self._fills:
-            found = torch.empty_like(found, device="cpu")
-            self._fills[index.fqn](found)
-        return found
+            tensor = torch.empty_like(tensor, device="cpu")
+            self._fills[index.fqn](tensor)
+        return tensor
 
 
 class _State:
     """The nested dict to be saved, its tensors' values, and further names of the same bytes."""
 
-    def __init__(self, checkpoint: Checkpoint, held: list[OutputTensor]):
+    def __init__(self, checkpoint: Checkpoint, tensors: list[OutputTensor]):
         self._checkpoint = checkpoint
         self.fills: dict[str, Fill] = {}
         # the path of each further name in the dict that a program asks with, and the name it equals
         self.further: dict[tuple[str, ...], str] = {}
-        self.tree: dict[str, Any] = {"model": {each.name: self._weights(each) for each in held}}
-        names = {each.name for each in held}
+        self.tree: dict[str, Any] = {"model": {t.name: self._weights(t) for t in tensors}}
+        names = {tensor.name for tensor in tensors}
         for tied, of in tied_names(checkpoint.manifest).items():
             if of in names:
                 self.further[("model", tied)] = f"model.{of}"
@@ -86,38 +86,40 @@ class _State:
     def _add_group(self, group: GroupEntry, kind: str, others: Iterable[str]) -> None:
         optimizer = self.tree["optimizer"]
         names = [strip_wrappers(name) for name in group.parameters]
-        place = len(optimizer["param_groups"])
+        number = len(optimizer["param_groups"])
         settings = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in group.hyperparameters.items()
         }
         settings = {**_defaults(kind), **settings}
         optimizer["param_groups"].append({**settings, "params": names})
-        for held, name in zip(group.parameters, names):
-            optimizer["state"][name] = self._states(held, name, group)
+        for parameter, name in zip(group.parameters, names):
+            optimizer["state"][name] = self._states(parameter, name, group)
         for name in {*names, *others}:
             # torch flattens a setting that is a dict, into other names
             for key in (key for key, value in settings.items() if not isinstance(value, dict)):
                 self.further[("optimizer", f"param_groups.{name}.{key}")] = (
-                    f"optimizer.param_groups.{place}.{key}"
+                    f"optimizer.param_groups.{number}.{key}"
                 )
 
-    def _states(self, held: str, name: str, group: GroupEntry) -> dict[str, torch.Tensor]:
-        if group.apart.get(held) == {}:  # never stepped: torch's optimizer has no state of it
+    def _states(self, source: str, name: str, group: GroupEntry) -> dict[str, torch.Tensor]:
+        if group.apart.get(source) == {}:  # never stepped: torch's optimizer has no state of it
             return {}
         checkpoint = self._checkpoint
-        flat, slot = checkpoint.manifest.slots[held]
-        runs = list(parameter_ranges(checkpoint.manifest, held, 0, torch.Size(slot.whole).numel()))
-        scalars = group.apart.get(held, group.scalars)
-        found = {key: torch.tensor(float(value)) for key, value in scalars.items()}
+        flat, slot = checkpoint.manifest.slots[source]
+        runs = list(
+            parameter_ranges(checkpoint.manifest, source, 0, torch.Size(slot.whole).numel())
+        )
+        scalars = group.apart.get(source, group.scalars)
+        states = {key: torch.tensor(float(value)) for key, value in scalars.items()}
         for state in flat.states:
             if not all(checkpoint.holds(run, state) for run in runs):
                 continue
             fill = partial(_fill, checkpoint, runs, state)
             self.fills[f"optimizer.state.{name}.{state}"] = fill
             dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
-            found[state] = torch.empty(slot.whole, dtype=dtype, device="meta")
-        return found
+            states[state] = torch.empty(slot.whole, dtype=dtype, device="meta")
+        return states
 
 
 def _fill(checkpoint: Checkpoint, runs: Any, state: str, out: torch.Tensor) -> None:
@@ -131,10 +133,10 @@ IMPLEMENTATION = {"foreach": None, "fused": None, "capturable": False, "differen
 
 def _defaults(kind: str) -> dict[str, Any]:
     """Return the settings that an optimizer of this name has beside those of a checkpoint."""
-    found = getattr(torch.optim, kind.rpartition(".")[2], None)
-    if found is None:
+    cls = getattr(torch.optim, kind.rpartition(".")[2], None)
+    if cls is None:
         return IMPLEMENTATION
-    group = found([torch.zeros(1, 1, requires_grad=True)]).param_groups[0]  # Muon takes matrices
+    group = cls([torch.zeros(1, 1, requires_grad=True)]).param_groups[0]  # Muon takes matrices
     return {key: value for key, value in group.items() if key != "params"}
 
 
@@ -152,8 +154,8 @@ def write_dcp(
             f"{checkpoint.folder} holds {optimizer.class_name}'s state of whole tensors, for which "
             "torch.distributed.checkpoint has no names; convert it with --to safetensors"
         )
-    held = outputs(checkpoint.manifest, dtype, exclude_frozen)
-    state = _State(checkpoint, held)
+    tensors = outputs(checkpoint.manifest, dtype, exclude_frozen)
+    state = _State(checkpoint, tensors)
     writer = dcp.FileSystemWriter(folder, thread_count=1)
     try:
         dcp.save(state.tree, storage_writer=writer, planner=_Planner(state.fills), no_dist=True)
@@ -161,7 +163,7 @@ def write_dcp(
         cause, _ = error.failures[0]
         raise file_error(cause) from None
     _name_again(folder / METADATA, state.further)
-    return held
+    return tensors
 
 
 def _name_again(path: Path, further: dict[tuple[str, ...], str]) -> None:

@@ -47,15 +47,15 @@ def name_latest(folder: Path) -> None:
 
     Raises CheckpointError, which says that ``folder`` itself is whole.
     """
-    place = Path(os.path.abspath(folder))
-    new, latest = (place.with_name(prefix + LATEST_UNIVERSAL) for prefix in (find.NEW, ""))
+    path = Path(os.path.abspath(folder))
+    new, latest = (path.with_name(prefix + LATEST_UNIVERSAL) for prefix in (find.NEW, ""))
     try:
-        storage.write_file(new, place.name.encode())
+        storage.write_file(new, path.name.encode())
         os.replace(new, latest)
     except OSError as error:
         raise CheckpointError(
             f"{storage.describe_error(error, latest)}. {folder} itself is whole; write "
-            f"{place.name} into {latest}"
+            f"{path.name} into {latest}"
         ) from error
 
 
@@ -84,23 +84,23 @@ def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
     for name, (flat, _) in manifest.slots.items():
         if flat.raw:
             continue  # bytes that only their module reads: saved with the model
-        place = folder / strip_wrappers(name)
-        if not is_plain(place.name) or place.parent != folder:
+        target = folder / strip_wrappers(name)
+        if not is_plain(target.name) or target.parent != folder:
             raise CheckpointError(
                 f"{checkpoint.folder} holds a parameter {name!r}, whose name leads out of a folder "
                 "of its own; convert it to safetensors or dcp"
             )
-        place.mkdir()
+        target.mkdir()
         weights = {"param": _whole(checkpoint, name, MASTER)}
-        torch_save(weights | ({"cat_dim": 0} if flat.trainable else {}), place / f"{WEIGHTS}.pt")
+        torch_save(weights | ({"cat_dim": 0} if flat.trainable else {}), target / f"{WEIGHTS}.pt")
         for state in flat.states:
-            if (found := _whole(checkpoint, name, state)) is not None:
-                torch_save({"cat_dim": 0, "param": found}, place / f"{state}.pt")
+            if (tensor := _whole(checkpoint, name, state)) is not None:
+                torch_save({"cat_dim": 0, "param": tensor}, target / f"{state}.pt")
         if (step := steps.get(name)) is not None:
-            torch_save(torch.tensor(float(step)), place / f"{STEP}.pt")
+            torch_save(torch.tensor(float(step)), target / f"{STEP}.pt")
     settings = [{**group.hyperparameters, "params": []} for group in groups]
-    told = {"param_groups": settings, "zero_stage": 1, "ds_version": WRITTEN_AS}
-    torch_save(told, folder / SETTINGS)
+    content = {"param_groups": settings, "zero_stage": 1, "ds_version": WRITTEN_AS}
+    torch_save(content, folder / SETTINGS)
 
 
 def _whole(checkpoint: Checkpoint, name: str, state: str) -> torch.Tensor | None:
@@ -118,8 +118,8 @@ def _model_states(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return DeepSpeed's model file: whole weights, counters, schedule."""
     manifest = checkpoint.manifest
     module = dict(_tensors(checkpoint))
-    tied = {strip_wrappers(own): strip_wrappers(of) for own, of in manifest.aliases.items()}
-    module |= {own: module[of] for own, of in tied.items()}
+    tied = {strip_wrappers(name): strip_wrappers(of) for name, of in manifest.aliases.items()}
+    module |= {name: module[of] for name, of in tied.items()}
     trained = [name for name, (flat, _) in manifest.slots.items() if flat.trainable]
     optimizer = manifest.optimizer
     grouped = [group.parameters for group in optimizer.groups] if optimizer else [trained]

@@ -61,7 +61,7 @@ class Ranged:
 CAST_AT_ONCE = 1 << 20  # elements
 # The trained parameters of the model that loads, by optimizer group and in the optimizer's order,
 # for programs that store no names.
-Asked = Sequence[Sequence[str]]
+ModelGroups = Sequence[Sequence[str]]
 Held = torch.Tensor | Widened | Ranged
 
 
@@ -108,9 +108,9 @@ class OptimizerGroup:
         """Return the group of the parameters whose scalars are ``numbers``; None for one that has
         never been stepped.
         """
-        stepped = [own for own in numbers.values() if own is not None]
-        shared = max(stepped, key=lambda own: own.get("step", 0.0), default={})
-        apart = {name: own or {} for name, own in numbers.items() if own != shared}
+        stepped = [state for state in numbers.values() if state is not None]
+        shared = max(stepped, key=lambda state: state.get("step", 0.0), default={})
+        apart = {name: state or {} for name, state in numbers.items() if state != shared}
         return cls(hyperparameters, shared, tuple(numbers), apart)
 
 
@@ -154,20 +154,20 @@ class Table:
         }
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        held = self._tensors[name]
-        if isinstance(held, Ranged):
-            held.read(start, out)
-        elif isinstance(held, torch.Tensor):
-            self._copy(held, start, out)
+        tensor = self._tensors[name]
+        if isinstance(tensor, Ranged):
+            tensor.read(start, out)
+        elif isinstance(tensor, torch.Tensor):
+            self._copy(tensor, start, out)
         else:
-            part = torch.empty(min(out.numel(), CAST_AT_ONCE), dtype=held.values.dtype)
+            part = torch.empty(min(out.numel(), CAST_AT_ONCE), dtype=tensor.values.dtype)
             for at in range(0, out.numel(), CAST_AT_ONCE):
                 block = out[at : at + CAST_AT_ONCE]
-                self._copy(held.values, start + at, part[: block.numel()])
+                self._copy(tensor.values, start + at, part[: block.numel()])
                 block.copy_(part[: block.numel()])
 
-    def _copy(self, held: torch.Tensor, start: int, out: torch.Tensor) -> None:
-        values = held.detach().reshape(-1)
+    def _copy(self, tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
+        values = tensor.detach().reshape(-1)
         if not self._mapped.read(values, start, out):
             out.copy_(values[start : start + out.numel()])
 
@@ -181,21 +181,21 @@ class Assembled(Checkpoint):
     Raises CheckpointError if the parts of a parameter do not make up the whole of it.
     """
 
-    def __init__(self, found: FolderContents) -> None:
-        self.folder, self._found = found.folder, found
-        flats = tuple(self._flat(parameter) for parameter in found.parameters)
-        self.manifest = _manifest(found, flats)
-        held: list[dict[str, Held]] = [{} for _ in found.files]
-        for parameter in found.parameters:
+    def __init__(self, contents: FolderContents) -> None:
+        self.folder, self._found = contents.folder, contents
+        flats = tuple(self._flat(parameter) for parameter in contents.parameters)
+        self.manifest = _manifest(contents, flats)
+        tables: list[dict[str, Held]] = [{} for _ in contents.files]
+        for parameter in contents.parameters:
             for piece in parameter.pieces:
-                held[piece.file] |= {
+                tables[piece.file] |= {
                     f"{parameter.name}::{state}": tensor for state, tensor in piece.tensors.items()
                 }
-        held[0] |= {BUFFER + name: tensor for name, tensor in found.buffers.items()}
+        tables[0] |= {BUFFER + name: tensor for name, tensor in contents.buffers.items()}
         self._mapped = MappedFiles()
         self._tables = [
-            Table(found.folder / name, tensors, self._mapped)
-            for name, tensors in zip(found.files, held)
+            Table(contents.folder / name, tensors, self._mapped)
+            for name, tensors in zip(contents.files, tables)
         ]
 
     def _flat(self, parameter: Parameter) -> FlatEntry:
@@ -266,31 +266,31 @@ class Assembled(Checkpoint):
             file.close()
 
 
-def _manifest(found: FolderContents, flats: tuple[FlatEntry, ...]) -> Manifest:
-    groups = found.groups
+def _manifest(contents: FolderContents, flats: tuple[FlatEntry, ...]) -> Manifest:
+    groups = contents.groups
     return Manifest(
         save_id="",
-        tag=found.folder.name,
-        world={"size": found.world, "shard": found.world, "replicate": 1},
-        stage=found.stage,
-        precision=found.precision,
-        files=tuple(FileEntry(name, index, 0, "") for index, name in enumerate(found.files)),
+        tag=contents.folder.name,
+        world={"size": contents.world, "shard": contents.world, "replicate": 1},
+        stage=contents.stage,
+        precision=contents.precision,
+        files=tuple(FileEntry(name, index, 0, "") for index, name in enumerate(contents.files)),
         flats=flats,
-        parameters={parameter.name: parameter.dtype for parameter in found.parameters},
+        parameters={parameter.name: parameter.dtype for parameter in contents.parameters},
         buffers={name: (tensor.dtype, tuple(tensor.shape)) for name,
-        tensor in found.buffers.items()},
-        aliases=found.aliases,
+        tensor in contents.buffers.items()},
+        aliases=contents.aliases,
         excluded=(),
         export=Export(),
         optimizer=None if groups is None else OptimizerEntry("", tuple(GroupEntry(g.hyperparameters,
         dict(g.scalars), g.parameters, g.apart) for g in groups)),
-        scaler=found.scaler,
-        lr_scheduler=None if found.lr_scheduler is None else {"class": "", "state": {"json": {},
+        scaler=contents.scaler,
+        lr_scheduler=None if contents.lr_scheduler is None else {"class": "", "state": {"json": {},
         "objects": []}},
-        counters=found.counters,
+        counters=contents.counters,
         client_state={"json": {}, "objects": []},
         objects=None,
-        software={"written_by": found.writer},
+        software={"written_by": contents.writer},
     )  # fmt: skip
 
 
@@ -298,20 +298,20 @@ def states(values: Iterable[tuple[str, torch.Tensor]], numel: int) -> dict[str, 
     """Return the per-element tensors of an optimizer state, cut to ``numel`` elements: without
     padding.
     """
-    kept = (
+    kept_states = (
         (name, tensor)
         for name, tensor in values
         if isinstance(tensor, torch.Tensor) and tensor.ndim > 0 and tensor.numel() >= numel
     )
-    return {name: tensor.reshape(-1)[:numel] for name, tensor in kept}
+    return {name: tensor.reshape(-1)[:numel] for name, tensor in kept_states}
 
 
 __all__ = [
     "MASTER",
     "SHARD",
-    "Asked",
     "Assembled",
     "FolderContents",
+    "ModelGroups",
     "OptimizerGroup",
     "Parameter",
     "ParameterPart",

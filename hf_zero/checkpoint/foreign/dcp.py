@@ -22,15 +22,15 @@ import torch
 from hf_zero.checkpoint.foreign.assembled import (
     MASTER,
     SHARD,
-    Asked,
     Assembled,
     FolderContents,
+    ModelGroups,
     OptimizerGroup,
     Parameter,
     ParameterPart,
     Ranged,
 )
-from hf_zero.checkpoint.foreign.optimizer_states import Shape, as_asked, named
+from hf_zero.checkpoint.foreign.optimizer_states import Shape, as_in_model, named
 from hf_zero.checkpoint.foreign.torch_files import Opaque, SavedTensor, damaged, load
 from hf_zero.errors import CheckpointError, HfZeroError
 from hf_zero.logging import logger
@@ -61,7 +61,7 @@ ALLOWED = {
 }  # fmt: skip
 
 
-def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
+def open_checkpoint(folder: Path, model_groups: ModelGroups = ()) -> Assembled:
     """Open ``folder`` as a checkpoint.
 
     Raises CheckpointError for a damaged one, and for one that holds no model.
@@ -69,7 +69,7 @@ def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
     parts = sorted(path for pattern in PARTS for path in folder.glob(f"{pattern}/{METADATA}"))
     metadata = parts or [folder / METADATA]
     try:
-        return Assembled(_Reading(folder, metadata, asked).found())
+        return Assembled(_Reading(folder, metadata, model_groups).found())
     except HfZeroError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:  # of what it lacks
@@ -88,8 +88,8 @@ class _Unpickler(pickle.Unpickler):
 class _Reading:
     """Records of one or two folders, by path into the dict that was saved."""
 
-    def __init__(self, folder: Path, metadata: list[Path], asked: Asked = ()) -> None:
-        self.folder, self.asked = folder, asked
+    def __init__(self, folder: Path, metadata: list[Path], model_groups: ModelGroups = ()) -> None:
+        self.folder, self.model_groups = folder, model_groups
         self.files: list[Path] = []
         self.entries: dict[tuple[Any, ...], tuple[str, Any]] = {}
         self.places: dict[str, list[tuple[Any, Path, int, int]]] = {}
@@ -184,47 +184,46 @@ class _Reading:
         """Return what was saved beside the model and the optimizer, with its nesting. Tensors there
         are not read; a warning names them.
         """
-        made: dict[str, Any] = {}
-        left = []
-        known = {".".join(map(str, keys)) for keys in self._under(MODEL)}
+        tree: dict[str, Any] = {}
+        skipped = []
+        weights = {".".join(map(str, keys)) for keys in self._under(MODEL)}
         for keys, (fqn, entry) in self.entries.items():
             if keys[0] in (*MODEL, *OPTIMIZER):
                 continue
             if hasattr(entry, "chunks"):
                 name = ".".join(map(str, keys))
-                left += [] if name in known else [name]  # torchtitan's names of the same tensors
+                if name not in weights:  # torchtitan's names of the same tensors
+                    skipped.append(name)
             else:
-                inner = made
+                inner = tree
                 for key in keys[:-1]:
                     inner = inner.setdefault(key, {})
                 inner[keys[-1]] = self._value(fqn)
-        if left:
+        if skipped:
             logger.warning(
                 "%s holds tensors beside the model, which the client state is without: %s",
                 self.folder,
-                ", ".join(left[:8]),
+                ", ".join(skipped[:8]),
             )
-        return {str(key): _with_lists(value) for key, value in made.items()}
+        return {str(key): _with_lists(value) for key, value in tree.items()}
 
     def _under(self, names: tuple[str, ...]) -> dict[tuple[Any, ...], tuple[str, Any]]:
         return {
-            keys[1:]: record
-            for keys, record in self.entries.items()
-            if keys[0] in names and len(keys) > 1
+            keys[1:]: r for keys, r in self.entries.items() if keys[0] in names and len(keys) > 1
         }
 
     def _parameter(self, name: str, record: Record, states: States) -> Parameter:
         fqn, entry = record
-        dtype, shape, kept = entry.properties.dtype, tuple(entry.size), states.get(name)
-        main = MASTER if kept is not None else SHARD
+        dtype, shape, state = entry.properties.dtype, tuple(entry.size), states.get(name)
+        main = MASTER if state is not None else SHARD
         elementwise = {
             key: r
-            for key, r in (kept or {}).items()
+            for key, r in (state or {}).items()
             if hasattr(r[1], "chunks") and tuple(r[1].size) == shape
         }
         chunks = {
-            key: self._chunks(each_fqn, each)
-            for key, (each_fqn, each) in {main: (fqn, entry), **elementwise}.items()
+            key: self._chunks(each_fqn, r)
+            for key, (each_fqn, r) in {main: (fqn, entry), **elementwise}.items()
         }
         cuts = [[(start, stop) for start, stop, _, _ in pieces] for pieces in chunks.values()]
         if any(cut != cuts[0] for cut in cuts):
@@ -233,10 +232,10 @@ class _Reading:
                 "load and save it again with torch"
             )
         pieces = tuple(
-            ParameterPart(chunks[main][i][2], {key: held[i][3] for key, held in chunks.items()})
+            ParameterPart(chunks[main][i][2], {key: record[i][3] for key, record in chunks.items()})
             for i in range(len(chunks[main]))
         )
-        return Parameter(name, shape, dtype, kept is not None, pieces)
+        return Parameter(name, shape, dtype, state is not None, pieces)
 
     def _chunks(self, fqn: str, entry: Any) -> list[tuple[int, int, int, Ranged]]:
         """Return (start, stop, file number, values) of each chunk, in order; start and stop count
@@ -244,7 +243,7 @@ class _Reading:
 
         Raises CheckpointError for a tensor cut along another dimension than the first.
         """
-        made = []
+        boxes = []
         shape = torch.Size(entry.size)
         row = shape[1:].numel() if shape else 1
         for index, path, offset, length in self.places.get(fqn, ()):
@@ -266,7 +265,7 @@ class _Reading:
             if path not in self.files:
                 self.files.append(path)
             values = SavedTensor(fqn, path, offset, length, entry.properties.dtype, numel)
-            made.append(
+            boxes.append(
                 (
                     start,
                     start + numel,
@@ -274,7 +273,7 @@ class _Reading:
                     Ranged(values.dtype, numel, values.read),
                 )
             )
-        return sorted(made, key=lambda each: each[:2])
+        return sorted(boxes, key=lambda box: box[:2])
 
     def _optimizer(
         self, shapes: Mapping[str, Shape]
@@ -288,14 +287,14 @@ class _Reading:
         states: dict[Any, dict[str, Record]] = {}
         apart: dict[str, dict[str, Any]] = {}
         for keys, record in self._under(OPTIMIZER).items():
-            part, _, rest = str(keys[0]).partition(".")
+            part, _, path = str(keys[0]).partition(".")
             if len(keys) == 3 and part == "state":
                 states.setdefault(keys[1], {})[keys[2]] = record
             elif len(keys) == 3 and part == "param_groups":
                 settings.setdefault(keys[1], {})[keys[2]] = self._value(record[0])
             elif len(keys) == 1 and part in ("state", "param_groups"):
                 # flatten_optimizer_state_dict: a path in one name
-                name, _, last = rest.rpartition(".")
+                name, _, last = path.rpartition(".")
                 if part == "state":
                     states.setdefault(name, {})[last] = record
                 else:
@@ -306,19 +305,19 @@ class _Reading:
                 "params"
             ].append(name)
         groups = list(settings.values())
-        if any(
-            not isinstance(place, str) for group in groups for place in group.get("params") or ()
-        ):
-            places = [[str(place) for place in group.get("params") or ()] for group in groups]
-            wanted = [[_shape_of(states.get(place, {})) for place in each] for each in places]
-            found = named(groups, shapes) or as_asked(wanted, self.asked, shapes) or []
+        if any(not isinstance(key, str) for group in groups for key in group.get("params") or ()):
+            places = [[str(key) for key in group.get("params") or ()] for group in groups]
+            expected = [[_shape_of(states.get(key, {})) for key in keyed] for keyed in places]
+            matched = (
+                named(groups, shapes) or as_in_model(expected, self.model_groups, shapes) or []
+            )
             states = {
-                name: states[place]
-                for each, names in zip(places, found)
-                for place, name in zip(each, names)
-                if place in states
+                name: states[key]
+                for keyed, names in zip(places, matched)
+                for key, name in zip(keyed, names)
+                if key in states
             }
-            groups = [{**group, "params": names} for group, names in zip(groups, found)]
+            groups = [{**group, "params": names} for group, names in zip(groups, matched)]
         if settings and (not groups or not states.keys() <= shapes.keys()):
             logger.warning(
                 "%s does not say which parameters its optimizer's state belongs to: the weights "
@@ -329,14 +328,14 @@ class _Reading:
             )
             return None, {}
         scalars = self._scalars(states, shapes)
-        made = [
+        groups_of_model = [
             OptimizerGroup.of(
                 plain_settings(values),
                 {name: scalars.get(name) for name in values.get("params") or ()},
             )
             for values in groups
         ]
-        return tuple(made) or None, states
+        return tuple(groups_of_model) or None, states
 
     def _scalars(
         self, states: dict[Any, dict[str, Record]], shapes: Mapping[str, Shape]
@@ -346,13 +345,13 @@ class _Reading:
         """
         names = {STEP} | {
             key
-            for name, kept in states.items()
-            for key, (_, entry) in kept.items()
+            for name, state in states.items()
+            for key, (_, entry) in state.items()
             if shapes.get(name) and not len(getattr(entry, "size", ()))
         }
         return {
-            name: {key: float(self._value(kept.pop(key)[0])) for key in names & kept.keys()}
-            for name, kept in states.items()
+            name: {key: float(self._value(state.pop(key)[0])) for key in names & state.keys()}
+            for name, state in states.items()
         }
 
     def _value(self, fqn: str) -> Any:
@@ -364,10 +363,10 @@ def _with_lists(tree: Any) -> Any:
     """Return ``tree`` with dictionaries of integer keys as lists; missing items are None."""
     if not isinstance(tree, dict):
         return tree
-    made = {key: _with_lists(value) for key, value in tree.items()}
-    if made and all(isinstance(key, int) for key in made):
-        return [made.get(place) for place in range(max(made) + 1)]
-    return made
+    items = {key: _with_lists(value) for key, value in tree.items()}
+    if items and all(isinstance(key, int) for key in items):
+        return [items.get(index) for index in range(max(items) + 1)]
+    return items
 
 
 def _shape_of(states: Mapping[str, Record]) -> Shape | None:

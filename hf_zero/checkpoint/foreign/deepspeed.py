@@ -27,9 +27,9 @@ import torch
 from hf_zero.checkpoint.foreign.assembled import (
     MASTER,
     SHARD,
-    Asked,
     Assembled,
     FolderContents,
+    ModelGroups,
     OptimizerGroup,
     Parameter,
     ParameterPart,
@@ -37,7 +37,7 @@ from hf_zero.checkpoint.foreign.assembled import (
     states,
 )
 from hf_zero.checkpoint.foreign.optimizer_states import (
-    as_asked,
+    as_in_model,
     by_contents,
     by_shapes,
     groups_of,
@@ -90,8 +90,8 @@ RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 class DeepSpeedFolder:
     """Reader of a DeepSpeed folder: the model's file, and the optimizer's files by rank."""
 
-    def __init__(self, folder: Path, asked: Asked = ()) -> None:
-        self.folder, self.asked = folder, asked
+    def __init__(self, folder: Path, model_groups: ModelGroups = ()) -> None:
+        self.folder, self.model_groups = folder, model_groups
         models = files_by_rank(folder, "model_states.pt")
         plain = sorted(folder.glob("mp_rank_*_model_states.pt"))
         # Any of these is refused: tensor parallelism writes a file per rank, expert parallelism one
@@ -142,10 +142,10 @@ class DeepSpeedFolder:
 
     def _load(self, path: Path) -> dict[str, Any]:
         data = load_pickle(path, CLASSES)
-        wanted = "module" if path.name.endswith("model_states.pt") else "optimizer_state_dict"
-        if not isinstance(data, dict) or wanted not in data:
+        key = "module" if path.name.endswith("model_states.pt") else "optimizer_state_dict"
+        if not isinstance(data, dict) or key not in data:
             raise CheckpointError(
-                f"{path} is not a file of a DeepSpeed checkpoint: it holds no {wanted!r}; name a "
+                f"{path} is not a file of a DeepSpeed checkpoint: it holds no {key!r}; name a "
                 "folder that save_checkpoint wrote"
             )
         return data
@@ -156,10 +156,10 @@ class DeepSpeedFolder:
             (name for name in ("bf16", "fp16") if at(config, name, "enabled") is True), "fp32"
         )
         trained = list(self._trained())
-        known = {parameter.name for parameter in trained}
+        names = {parameter.name for parameter in trained}
         buffers = [name for name in self.model.get("buffer_names") or () if name in self.module]
-        aliases = self._tied(known)
-        frozen = list(self._frozen(known | {*buffers} | {*aliases}))
+        aliases = self._tied(names)
+        frozen = list(self._frozen(names | {*buffers} | {*aliases}))
         accumulation = config.get("gradient_accumulation_steps", 1)
         steps = int(self.model.get("global_steps") or 0)
         return FolderContents(
@@ -187,11 +187,11 @@ class DeepSpeedFolder:
     def shapes(self) -> list[dict[str, tuple[int, ...]]]:
         """Return the trained parameters' shapes, by group and name, in the optimizer's order."""
         if self._listed is None:
-            given = self.model.get("param_shapes")
+            listed = self.model.get("param_shapes")
             self._listed = (
                 self._matched()
-                if given is None
-                else [{name: tuple(shape) for name, shape in group.items()} for group in given]
+                if listed is None
+                else [{name: tuple(shape) for name, shape in group.items()} for group in listed]
             )
         return self._listed
 
@@ -202,16 +202,18 @@ class DeepSpeedFolder:
 
         If they cannot be inferred, the optimizer state is left out, with a warning.
         """
-        own, base, masters = dict(self._own()), self._base(), self._masters()
-        held = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        weights, base, masters = dict(self._own()), self._base(), self._masters()
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         settings = base.get("param_groups", ())
-        found = named(settings, held)
-        if found is None and masters:
-            found = by_contents(masters, own)
-        elif found is None:
-            wanted = shapes_in(base)
-            found = as_asked(wanted, self.asked, held) or by_shapes(wanted, held)
-        if found is None:
+        names_by_group = named(settings, shapes)
+        if names_by_group is None and masters:
+            names_by_group = by_contents(masters, weights)
+        elif names_by_group is None:
+            sizes = shapes_in(base)
+            names_by_group = as_in_model(sizes, self.model_groups, shapes) or by_shapes(
+                sizes, shapes
+            )
+        if names_by_group is None:
             self._nameless = bool(settings)
             if settings:
                 logger.warning(
@@ -222,8 +224,8 @@ class DeepSpeedFolder:
                     "its master weights" if masters else "their shapes",
                     " in 16 bits" if masters else "",
                 )
-            return [held]
-        return [{name: held[name] for name in names} for names in found]
+            return [shapes]
+        return [{name: shapes[name] for name in names} for names in names_by_group]
 
     def _masters(self) -> list[list[torch.Tensor]]:
         """Return the float32 weights of stage 0 in 16 bits, by group: one tensor per parameter or,
@@ -236,15 +238,15 @@ class DeepSpeedFolder:
 
     def _own(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the module's parameters, tied ones once."""
-        buffers, seen = {*(self.model.get("buffer_names") or ())}, set()
+        buffers, storages = {*(self.model.get("buffer_names") or ())}, set()
         for name, tensor in self.module.items():
             if (
                 name in buffers
                 or not isinstance(tensor, torch.Tensor)
-                or (tensor.data_ptr(), tensor.shape) in seen
+                or (tensor.data_ptr(), tensor.shape) in storages
             ):
                 continue
-            seen.add((tensor.data_ptr(), tensor.shape))
+            storages.add((tensor.data_ptr(), tensor.shape))
             yield name, tensor
 
     def _base(self) -> Mapping[str, Any]:
@@ -273,14 +275,14 @@ class DeepSpeedFolder:
         shapes = self.shapes()
         masters = [] if self._nameless else self._masters()
         base: Mapping[str, Any] = {} if self._nameless else self._base()
-        made: dict[str, list[ParameterPart]] = {}
+        parts: dict[str, list[ParameterPart]] = {}
         index = 0
         for number, names in enumerate(shapes):
             joined = bool(masters) and len(masters[number]) < len(names)
             at = 0
-            for place, name in enumerate(names):
+            for position, name in enumerate(names):
                 weights = (
-                    self.module[name] if not masters else masters[number][0 if joined else place]
+                    self.module[name] if not masters else masters[number][0 if joined else position]
                 )
                 numel = self.module[name].numel()
                 state = states(state_of(base, number if joined else index).items(), weights.numel())
@@ -288,15 +290,15 @@ class DeepSpeedFolder:
                 if joined:
                     cut = {key: tensor[at : at + numel] for key, tensor in cut.items()}
                     at += numel
-                made[name] = [ParameterPart(0, {**cut, MASTER: _as_float(cut[MASTER])})]
+                parts[name] = [ParameterPart(0, {**cut, MASTER: _as_float(cut[MASTER])})]
                 index += 1
-        return made
+        return parts
 
     def _cut_groups(self) -> dict[str, list[ParameterPart]]:
         """Return the parts at stages 1 and 2: the parameters of a group are concatenated and cut
         into equal parts; the padding at the end is not written.
         """
-        made: dict[str, list[ParameterPart]] = {}
+        parts: dict[str, list[ParameterPart]] = {}
         for group, shapes in enumerate(self.shapes()):
             numels = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
             gaps = self.optims[0].get("param_alignment_paddings") or ()
@@ -308,7 +310,7 @@ class DeepSpeedFolder:
             start = 0
             for rank, saved in enumerate(self.optims):
                 weights: torch.Tensor = saved["single_partition_of_fp32_groups"][group]
-                held = {
+                tensors = {
                     MASTER: weights,
                     **states(state_of(torch_state(saved), group).items(), weights.numel()),
                 }
@@ -318,19 +320,16 @@ class DeepSpeedFolder:
                         min(places[name] + numels[name], start + weights.numel()),
                     )
                     if first < last:
-                        cut = {
-                            key: tensor[first - start : last - start]
-                            for key, tensor in held.items()
-                        }
-                        made.setdefault(name, []).append(
+                        cut = {key: t[first - start : last - start] for key, t in tensors.items()}
+                        parts.setdefault(name, []).append(
                             ParameterPart(len(self.model_paths) + rank, cut)
                         )
                 start += weights.numel() + saved["group_paddings"][group]
-        return made
+        return parts
 
     def _cut_each(self) -> dict[str, list[ParameterPart]]:
         """Return the parts at stage 3: equal parts of parameters, concatenated by rank."""
-        made: dict[str, list[ParameterPart]] = {}
+        pieces: dict[str, list[ParameterPart]] = {}
         for rank, saved in enumerate(self.optims):
             flats: Sequence[torch.Tensor] = saved["fp32_flat_groups"]
             base = torch_state(saved)
@@ -343,22 +342,22 @@ class DeepSpeedFolder:
                 (name, shape) for group in self.shapes() for name, shape in group.items()
             ):
                 numel = torch.Size(shape).numel()
-                each = -(-numel // self.world)
+                share = -(-numel // self.world)
                 if index < len(parts) and at == flats[index].numel():
                     index, at = index + 1, 0
-                if index >= len(parts) or at + each > flats[index].numel():
+                if index >= len(parts) or at + share > flats[index].numel():
                     raise CheckpointError(
                         f"{self.optim_paths[rank]} is damaged: it ends before parameter "
                         f"{name!r}; restore it"
                     )
-                real = _without_padding(numel, rank, each)
+                real = _without_padding(numel, rank, share)
                 if real or (rank == 0 and not numel):
                     cut = {key: tensor[at : at + real] for key, tensor in parts[index].items()}
-                    made.setdefault(name, []).append(
+                    pieces.setdefault(name, []).append(
                         ParameterPart(len(self.model_paths) + rank, cut)
                     )
-                at += each
-        return made
+                at += share
+        return pieces
 
     def _tied(self, trained: set[str]) -> dict[str, str]:
         """Return tied name -> held name: the pairs that the file lists, and names that share a
@@ -370,37 +369,37 @@ class DeepSpeedFolder:
             for name, tensor in self.module.items()
             if isinstance(tensor, torch.Tensor) and name not in buffers
         }
-        held = (
+        candidates = (
             trained
             | {*(self.model.get("frozen_param_shapes") or ())}
             | ({*whole} if len(self.model_paths) == 1 else set())
         )
-        made = {
-            tied: own
-            for tied, own in (self.model.get("shared_params") or {}).items()
-            if own in held and tied not in trained
+        aliases = {
+            tied: first
+            for tied, first in (self.model.get("shared_params") or {}).items()
+            if first in candidates and tied not in trained
         }
         at: dict[Any, str] = {}
         for name in sorted(
-            (name for name in whole if name in held and name not in made),
+            (name for name in whole if name in candidates and name not in aliases),
             key=lambda name: name not in trained,
         ):
             if whole[name].numel():
                 at.setdefault((whole[name].data_ptr(), whole[name].shape), name)
         for name, tensor in whole.items():
-            own = at.get((tensor.data_ptr(), tensor.shape))
-            if own not in (None, name) and name not in trained:
-                made.setdefault(name, own)
-        return made
+            first = at.get((tensor.data_ptr(), tensor.shape))
+            if first not in (None, name) and name not in trained:
+                aliases.setdefault(name, first)
+        return aliases
 
-    def _frozen(self, known: set[str]) -> Iterator[Parameter]:
+    def _frozen(self, names: set[str]) -> Iterator[Parameter]:
         """Yield the parameters that are not trained: stored whole in the model's file, or at stage
         3 in one part per rank.
         """
         shapes = self.model.get("frozen_param_shapes") or {}
         if len(self.model_paths) == 1:
             for name, tensor in self.module.items():
-                if name not in known and isinstance(tensor, torch.Tensor):
+                if name not in names and isinstance(tensor, torch.Tensor):
                     yield Parameter(
                         name,
                         tuple(tensor.shape),
@@ -413,12 +412,13 @@ class DeepSpeedFolder:
         fragments = [model.get("frozen_param_fragments") or {} for model in models]
         for name, shape in shapes.items():
             numel = torch.Size(shape).numel()
-            each = -(-numel // self.world)
+            share = -(-numel // self.world)
             pieces = [
                 ParameterPart(
-                    rank, {SHARD: held[name].reshape(-1)[: _without_padding(numel, rank, each)]}
+                    rank,
+                    {SHARD: part[name].reshape(-1)[: _without_padding(numel, rank, share)]},
                 )
-                for rank, held in enumerate(fragments)
+                for rank, part in enumerate(fragments)
             ]
             yield Parameter(name, tuple(shape), fragments[0][name].dtype, False, tuple(pieces))
 
@@ -441,9 +441,9 @@ def _as_float(weights: torch.Tensor) -> torch.Tensor | Widened:
     return weights if weights.dtype == torch.float32 else Widened(torch.float32, weights)
 
 
-def _without_padding(numel: int, rank: int, each: int) -> int:
-    """Return how many of the ``each`` elements in the part of ``rank`` belong to the parameter."""
-    return max(0, min(numel - rank * each, each))
+def _without_padding(numel: int, rank: int, share: int) -> int:
+    """Return how many of the ``share`` elements in the part of ``rank`` belong to the parameter."""
+    return max(0, min(numel - rank * share, share))
 
 
 def _in_order(parameters: Sequence[Parameter], module: Mapping[str, Any]) -> list[Parameter]:
@@ -486,20 +486,20 @@ class Universal(DeepSpeedFolder):
         base: Mapping[str, Any] = saved.get("optimizer_state_dict", saved)
         places = {name: self.folder / FOLDER / name for group in self.shapes() for name in group}
         steps = {
-            name: load_pickle(place / f"{STEP}.pt", CLASSES)
-            for name, place in places.items()
-            if (place / f"{STEP}.pt").is_file()
+            name: load_pickle(path / f"{STEP}.pt", CLASSES)
+            for name, path in places.items()
+            if (path / f"{STEP}.pt").is_file()
         }
         return groups_of(base, self.shapes(), steps)
 
     @staticmethod
     def _tensor(path: Path) -> torch.Tensor:
-        held = load_pickle(path, CLASSES)
-        found: torch.Tensor = held["param"] if isinstance(held, dict) else held
-        return found.detach()
+        content = load_pickle(path, CLASSES)
+        tensor: torch.Tensor = content["param"] if isinstance(content, dict) else content
+        return tensor.detach()
 
 
-def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
+def open_checkpoint(folder: Path, model_groups: ModelGroups = ()) -> Assembled:
     """Open ``folder``, one tag of a DeepSpeed run, as a checkpoint.
 
     Raises CheckpointError for a damaged one, and for tensor- or pipeline-parallel ones, each of
@@ -507,7 +507,7 @@ def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
     """
     kind = Universal if (folder / FOLDER).is_dir() else DeepSpeedFolder
     try:
-        return Assembled(kind(folder, asked).found())
+        return Assembled(kind(folder, model_groups).found())
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{folder} is not what DeepSpeed 0.19 writes, or is damaged ({type(error).__name__}: "
@@ -520,15 +520,15 @@ def scaler_of(saved: Mapping[str, Any]) -> dict[str, float] | None:
     loss scale: read from its object or, at stage 0, from the optimizer's own state. None without a
     loss scale.
     """
-    kept = vars(saved["loss_scaler"]) if "loss_scaler" in saved else saved
-    if not kept.get("cur_scale"):
+    saved_scale = vars(saved["loss_scaler"]) if "loss_scaler" in saved else saved
+    if not saved_scale.get("cur_scale"):
         return None
-    state = {"scale": float(kept["cur_scale"]), "left": 1, "since": -1}
-    if "last_overflow_iter" in kept:  # a dynamic one
-        since = int(kept["cur_iter"]) - int(kept["last_overflow_iter"]) - 2
-        window = int(kept["scale_window"])
+    state = {"scale": float(saved_scale["cur_scale"]), "left": 1, "since": -1}
+    if "last_overflow_iter" in saved_scale:  # a dynamic one
+        since = int(saved_scale["cur_iter"]) - int(saved_scale["last_overflow_iter"]) - 2
+        window = int(saved_scale["scale_window"])
         state["since"] = since % window if since > 0 else since
-        state["left"] = int(kept.get("cur_hysteresis", 1))
+        state["left"] = int(saved_scale.get("cur_hysteresis", 1))
     return state
 
 
@@ -537,13 +537,13 @@ def files_by_rank(folder: Path, suffix: str) -> dict[int, Path]:
 
     Raises CheckpointError for files of several model-parallel ranks.
     """
-    made: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     for path in folder.glob(f"*zero_pp_rank_*_{suffix}"):
         rank, part = map(int, RANK.search(path.name).groups())  # type: ignore[union-attr]
-        if part or rank in made:
+        if part or rank in paths:
             raise model_parallel(folder, path)
-        made[rank] = path
-    return made
+        paths[rank] = path
+    return paths
 
 
 def model_parallel(folder: Path, path: Path) -> CheckpointError:

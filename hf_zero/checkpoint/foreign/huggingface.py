@@ -10,9 +10,9 @@ from pathlib import Path
 
 from hf_zero.checkpoint.foreign.assembled import (
     SHARD,
-    Asked,
     Assembled,
     FolderContents,
+    ModelGroups,
     Parameter,
     ParameterPart,
     Ranged,
@@ -24,7 +24,7 @@ from hf_zero.json_text import parse_json
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
+def open_checkpoint(folder: Path, model_groups: ModelGroups = ()) -> Assembled:
     """Open ``folder`` as a checkpoint without an optimizer.
 
     Raises CheckpointError for a file that is missing or damaged.
@@ -34,11 +34,11 @@ def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
     try:
         for number, name in enumerate(names):
             opened.append(file := TensorFile(folder / name))
-            for held, entry in file.entries.items():
-                values = Ranged(entry.dtype, entry.numel, partial(file.read_into, held))
+            for key, entry in file.entries.items():
+                values = Ranged(entry.dtype, entry.numel, partial(file.read_into, key))
                 parameters.append(
                     Parameter(
-                        held,
+                        key,
                         entry.shape,
                         entry.dtype,
                         False,

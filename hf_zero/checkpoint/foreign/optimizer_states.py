@@ -44,35 +44,35 @@ def _shape(state: Mapping[str, Any]) -> Shape | None:
     )
 
 
-def as_asked(
-    wanted: Sequence[Sequence[Shape | None]],
-    asked: Sequence[Sequence[str]],
-    held: Mapping[str, Shape],
+def as_in_model(
+    groups: Sequence[Sequence[Shape | None]],
+    model_groups: Sequence[Sequence[str]],
+    model: Mapping[str, Shape],
 ) -> Names | None:
     """Return the groups of the model that loads, if each parameter has the shape of the state at
     its position.
     """
-    if [len(group) for group in wanted] != [len(group) for group in asked]:
+    if [len(group) for group in groups] != [len(group) for group in model_groups]:
         return None
-    there = pair_names([name for names in asked for name in names], held)
-    pairs = [pair for shapes, names in zip(wanted, asked) for pair in zip(shapes, names)]
-    fits = all(name in there and shape in (None, held[there[name]]) for shape, name in pairs)
-    return [[there[name] for name in names] for names in asked] if fits else None
+    names_of = pair_names([name for names in model_groups for name in names], model)
+    pairs = [pair for shapes, names in zip(groups, model_groups) for pair in zip(shapes, names)]
+    fits = all(name in names_of and shape in (None, model[names_of[name]]) for shape, name in pairs)
+    return [[names_of[name] for name in names] for names in model_groups] if fits else None
 
 
-def by_shapes(wanted: Sequence[Sequence[Shape | None]], held: Mapping[str, Shape]) -> Names | None:
+def by_shapes(groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape]) -> Names | None:
     """Assign parameters in the model's order, each to the only group whose next shape equals its
     own. Returns None if this is ambiguous: several groups fit, or an unassigned parameter has the
     shape of an assigned one.
     """
-    if not wanted or any(shape is None for shapes in wanted for shape in shapes):
+    if not groups or any(shape is None for shapes in groups for shape in shapes):
         return None
-    made: Names = [[] for _ in wanted]
-    left = set()
-    for name, shape in held.items():
+    result: Names = [[] for _ in groups]
+    free = set()
+    for name, shape in model.items():
         takers = [
             names
-            for names, shapes in zip(made, wanted)
+            for names, shapes in zip(result, groups)
             if len(names) < len(shapes) and shapes[len(names)] == shape
         ]
         if len(takers) > 1:
@@ -80,23 +80,25 @@ def by_shapes(wanted: Sequence[Sequence[Shape | None]], held: Mapping[str, Shape
         if takers:
             takers[0].append(name)
         else:
-            left.add(shape)
-    complete = all(len(names) == len(shapes) for names, shapes in zip(made, wanted))
+            free.add(shape)
+    complete = all(len(names) == len(shapes) for names, shapes in zip(result, groups))
     return (
-        made if complete and not left & {held[name] for names in made for name in names} else None
+        result
+        if complete and not free & {model[name] for names in result for name in names}
+        else None
     )
 
 
 def by_contents(
-    groups: Sequence[Sequence[torch.Tensor]], held: Mapping[str, torch.Tensor]
+    groups: Sequence[Sequence[torch.Tensor]], weights: Mapping[str, torch.Tensor]
 ) -> Names | None:
-    """Find the parameters of fp32 master weights by value: those in ``held`` equal the masters
+    """Find the parameters of fp32 master weights by value: those in ``weights`` equal the masters
     after rounding. ``groups`` has one tensor per parameter, or several parameters in one flat
     tensor.
 
     Among parameters with equal values the next one in the model's order is taken.
     """
-    order, made = list(held), []
+    order, result = list(weights), []
     free, last = dict.fromkeys(order), -1
     for group in groups:
         names: list[str] = []
@@ -107,17 +109,17 @@ def by_contents(
                 fitting = (
                     name
                     for name in (*order[last + 1 :], *order[: last + 1])
-                    if name in free and held[name].numel() in sizes
+                    if name in free and weights[name].numel() in sizes
                 )
-                name = next((name for name in fitting if _begins(values[at:], held[name])), None)
+                name = next((name for name in fitting if _begins(values[at:], weights[name])), None)
                 if name is None:
                     return None
                 del free[name]
                 last = order.index(name)
                 names.append(name)
-                at += held[name].numel()
-        made.append(names)
-    return made
+                at += weights[name].numel()
+        result.append(names)
+    return result
 
 
 def _begins(values: torch.Tensor, rounded: torch.Tensor) -> bool:
@@ -127,13 +129,13 @@ def _begins(values: torch.Tensor, rounded: torch.Tensor) -> bool:
     return all(torch.equal(values[end].to(flat.dtype), flat[end]) for end in ends)
 
 
-def named(groups: Sequence[Mapping[str, Any]], held: Collection[str]) -> Names | None:
+def named(groups: Sequence[Mapping[str, Any]], parameters: Collection[str]) -> Names | None:
     """Return the names that torch stores for an optimizer that was given named parameters."""
-    made = [list(group.get("param_names") or ()) for group in groups]
-    complete = all(len(names) == len(group["params"]) for names, group in zip(made, groups))
+    result = [list(group.get("param_names") or ()) for group in groups]
+    complete = all(len(names) == len(group["params"]) for names, group in zip(result, groups))
     return (
-        made
-        if made and complete and all(name in held for names in made for name in names)
+        result
+        if result and complete and all(name in parameters for names in result for name in names)
         else None
     )
 
@@ -156,10 +158,10 @@ def groups_of(
             {name: shape for _ in group["params"] for name, shape in next(buffers, {}).items()}
             for group in settings
         ]
-    made = []
+    result = []
     for group, names in zip(settings, shapes):
-        kept = plain_settings(group)
-        shared = kept.pop("step", None)  # FusedAdam keeps the step count in the group
+        options = plain_settings(group)
+        shared = options.pop("step", None)  # FusedAdam keeps the step count in the group
         states = [state_of(base, index) for index in group.get("params", ())]
         counts = [state.get("step", shared) for state in states]
         if steps:
@@ -172,17 +174,17 @@ def groups_of(
             name: none if count is None else {"step": float(count)}
             for name, count in zip(names, counts)
         }
-        made.append(OptimizerGroup.of(kept, numbers))
-    return tuple(made)
+        result.append(OptimizerGroup.of(options, numbers))
+    return tuple(result)
 
 
 def steps_of(saved: Mapping[str, Any]) -> float | None:
     """Return the step count of the optimizer in a rank's file; None if it has none."""
     base = torch_state(saved)
     counts = [
-        kept["step"]
-        for kept in (*base.get("state", {}).values(), *base.get("param_groups", ()))
-        if "step" in kept
+        holder["step"]
+        for holder in (*base.get("state", {}).values(), *base.get("param_groups", ()))
+        if "step" in holder
     ]
     return float(counts[0]) if counts else None
 
@@ -193,20 +195,20 @@ def torch_state(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     With ``elastic_checkpoint`` DeepSpeed writes a list of states without settings, which is
     converted.
     """
-    found = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or saved
-    if isinstance(found, list):
+    state = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or saved
+    if isinstance(state, list):
         step = {
             key: saved[name]
             for key, name in (("step", "base_optimizer_state_step"),)
             if name in saved
         }
         return {
-            "state": dict(enumerate(found)),
-            "param_groups": [{"params": [index], **step} for index in range(len(found))],
+            "state": dict(enumerate(state)),
+            "param_groups": [{"params": [index], **step} for index in range(len(state))],
         }
-    return found if isinstance(found, Mapping) else {}
+    return state if isinstance(state, Mapping) else {}
 
 
 def state_of(base: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = base.get("state", {}).get(index, {})
-    return found
+    state: Mapping[str, Any] = base.get("state", {}).get(index, {})
+    return state

@@ -74,12 +74,12 @@ def _of_numpy() -> tuple[Any, ...]:
     module names before and since numpy 2. numpy's own are not used: a dtype takes flags and
     addresses from the file, and crashes the process if they are wrong.
     """
-    made = [
-        (maker, f"numpy.{place}.multiarray.{name}")
+    functions = [
+        (maker, f"numpy.{package}.multiarray.{name}")
         for name, maker in (("_reconstruct", _empty_array), ("scalar", _scalar))
-        for place in ("core", "_core")
+        for package in ("core", "_core")
     ]
-    return (*made, (_NumpyArray, "numpy.ndarray"), (_NumpyDtype, "numpy.dtype"))
+    return (*functions, (_NumpyArray, "numpy.ndarray"), (_NumpyDtype, "numpy.dtype"))
 
 
 class _NumpyDtype:
@@ -247,12 +247,12 @@ class SavedTensor:
         within = getattr(shell.untyped_storage(), "_checkpoint_offset", None)
         if within is None or not shell.is_contiguous():
             return -1
-        place = within + shell.storage_offset() * self.dtype.itemsize
-        if place + self.numel * self.dtype.itemsize > self.length:
+        offset = within + shell.storage_offset() * self.dtype.itemsize
+        if offset + self.numel * self.dtype.itemsize > self.length:
             raise damaged(
                 self.path, f"{self.name!r} at byte {self.offset} reaches beyond its record"
             )
-        return int(self.offset + place)
+        return int(self.offset + offset)
 
 
 MAPS = Path("/proc/self/maps")
@@ -278,11 +278,11 @@ class MappedFiles:
 
     def __init__(self) -> None:
         text = MAPS.read_text() if MAPS.exists() else ""
-        found = [_LINE.fullmatch(line) for line in text.splitlines()]
+        lines = [_LINE.fullmatch(line) for line in text.splitlines()]
         self._mappings = sorted(
             (
                 Mapping(int(m[1], 16), int(m[2], 16), int(m[3], 16), int(m[4]), m[5])
-                for m in found
+                for m in lines
                 if m
             ),
             key=lambda m: m.start,
@@ -315,8 +315,8 @@ class MappedFiles:
         return True
 
     def _around(self, address: int, nbytes: int) -> Mapping | None:
-        place = bisect.bisect_right(self._starts, address) - 1
-        mapping = self._mappings[place] if place >= 0 else None
+        index = bisect.bisect_right(self._starts, address) - 1
+        mapping = self._mappings[index] if index >= 0 else None
         return mapping if mapping is not None and address + nbytes <= mapping.stop else None
 
     def _file(self, mapping: Mapping) -> int:

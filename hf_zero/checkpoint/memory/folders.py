@@ -74,14 +74,14 @@ def plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:100] or "unnamed"
 
 
-def job_identity(asked: str | None) -> tuple[str, bool]:
-    """Return the identity of this process's job, and whether its restarts keep that: the name
-    ``asked`` for, SLURM's job, torchrun's run, the launcher's process, or this process alone.
+def job_identity(job: str | None) -> tuple[str, bool]:
+    """Return the identity of this process's job, and whether its restarts keep that: the
+    configured ``job``, SLURM's job, torchrun's run, the launcher's process, or this process alone.
     """
     import psutil
 
-    if asked is not None:
-        return plain(asked), True
+    if job is not None:
+        return plain(job), True
     if os.environ.get("SLURM_JOB_ID"):
         return plain(f"slurm-{os.environ['SLURM_JOB_ID']}"), True
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -113,11 +113,11 @@ def refuse_foreign(folder: Path) -> None:
     /dev/shm anyone may make one of its name first, and put files there that this job would load.
     """
     try:
-        found = os.lstat(folder)
+        status = os.lstat(folder)
     except FileNotFoundError:
         return
-    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid():
-        what = "a link" if stat.S_ISLNK(found.st_mode) else f"of the user {found.st_uid}"
+    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid():
+        what = "a link" if stat.S_ISLNK(status.st_mode) else f"of the user {status.st_uid}"
         raise CheckpointError(
             f"{folder} is {what}, and nothing is read or written there; have it removed, or name "
             "the job (checkpoint.memory.job) or another folder (checkpoint.memory.folder)"
@@ -211,22 +211,22 @@ def jobs_in(base: Path) -> Iterator[Left]:
             continue
         files = list(_files_in(folder))
         try:
-            changed = max((held.st_mtime for held in files), default=folder.stat().st_mtime)
+            changed = max((status.st_mtime for status in files), default=folder.stat().st_mtime)
         except FileNotFoundError:
             continue  # removed meanwhile
-        yield Left(folder, sum(held.st_size for held in files), changed, is_in_use(folder))
+        yield Left(folder, sum(status.st_size for status in files), changed, is_in_use(folder))
 
 
 def _files_in(folder: Path) -> Iterator[os.stat_result]:
     """Yield the status of each file below ``folder``, which other processes may remove meanwhile. A
     link that a resume has made is none.
     """
-    for place, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
-                found = os.lstat(os.path.join(place, name))
-                if stat.S_ISREG(found.st_mode):
-                    yield found
+                status = os.lstat(os.path.join(parent, name))
+                if stat.S_ISREG(status.st_mode):
+                    yield status
 
 
 def remove_job(folder: Path) -> bool:
@@ -306,12 +306,12 @@ def remove_empty(folder: Path, top: Path) -> None:
         top.rmdir()
 
 
-def bases(asked: str | None) -> list[Path]:
-    """Return the folders that may hold jobs' folders, the preferred one first: the one ``asked``
-    for, else /dev/shm where that is a tmpfs that can be written, and the folder of temporary files.
+def bases(folder: str | None) -> list[Path]:
+    """Return the folders that may hold jobs' folders, the preferred one first: the configured
+    ``folder``, else /dev/shm if it is a writable tmpfs, and the folder of temporary files.
     """
-    if asked is not None:
-        return [Path(asked).absolute()]
+    if folder is not None:
+        return [Path(folder).absolute()]
     memory = is_in_memory(SHARED_MEMORY) and os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
     return [*([SHARED_MEMORY] if memory else []), Path(tempfile.gettempdir())]
 
@@ -320,13 +320,13 @@ def free(base: Path) -> int:
     """Return the bytes that are free in ``base``, in memory also under the limits of this
     process.
     """
-    there = next(each for each in (base, *base.parents) if each.exists())
-    left = shutil.disk_usage(there).free
-    return min(left, free_ram().nbytes) if is_in_memory(there) else left
+    existing = next(path for path in (base, *base.parents) if path.exists())
+    nbytes = shutil.disk_usage(existing).free
+    return min(nbytes, free_ram().nbytes) if is_in_memory(existing) else nbytes
 
 
 def room(base: Path, folder: Path) -> int:
     """Return the bytes that ``folder``, below ``base``, may come to: those that are :func:`free`
     there, and those that it has already.
     """
-    return free(base) + sum(held.st_size for held in _files_in(folder))
+    return free(base) + sum(status.st_size for status in _files_in(folder))

@@ -10,12 +10,12 @@ def machine(base: Path) -> str:
     """Return what tells the file system of ``base`` from those of other machines and containers,
     which may have the same name.
     """
-    there = next(each for each in (base, *base.parents) if each.exists())
+    existing = next(path for path in (base, *base.parents) if path.exists())
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot = ""
-    return f"{boot} {there.stat().st_dev}"
+    return f"{boot} {existing.stat().st_dev}"
 
 
 class Hosts:
@@ -36,17 +36,17 @@ class Hosts:
         hold it: one on each of the next hosts, as far as there are any.
         """
         order = list(self.ranks)
-        own = order.index(self.names[rank])
-        place = self.ranks[self.names[rank]].index(rank)
-        following = [order[(own + n) % len(order)] for n in range(1, min(copies, len(order)))]
-        return [self.ranks[name][place % len(self.ranks[name])] for name in following]
+        index = order.index(self.names[rank])
+        number = self.ranks[self.names[rank]].index(rank)
+        following = [order[(index + n) % len(order)] for n in range(1, min(copies, len(order)))]
+        return [self.ranks[name][number % len(self.ranks[name])] for name in following]
 
     def kept_by(self, rank: int, copies: int) -> list[int]:
         """Return the ranks of whose files ``rank`` keeps copies."""
-        return [each for each in range(len(self.names)) if rank in self.partners(each, copies)]
+        return [other for other in range(len(self.names)) if rank in self.partners(other, copies)]
 
     def files_on(self, rank: int, copies: int) -> list[int]:
         """Return the ranks whose files the host of ``rank`` holds, its own and copies."""
-        here = set(self.ranks[self.names[rank]])
+        local = set(self.ranks[self.names[rank]])
         every = range(len(self.names))
-        return [each for each in every if here & {each, *self.partners(each, copies)}]
+        return [r for r in every if local & {r, *self.partners(r, copies)}]

@@ -55,7 +55,7 @@ def scan(folders: Sequence[Path]) -> dict[Held, Path]:
     """Return the rank files in the slots of a job's ``folders`` on this host whose records are
     there and fit. A record that does not fit is logged and left out.
     """
-    found: dict[Held, Path] = {}
+    files: dict[Held, Path] = {}
     for path in (item for folder in folders for item in _records(folder)):
         try:
             content = path.read_bytes()
@@ -69,9 +69,9 @@ def scan(folders: Sequence[Path]) -> dict[Held, Path]:
             logger.warning("passed over in memory: %s", describe_error(error, path))
             continue
         digest = hash_of(content)
-        held = Held(record.save_id, record.begun, record.step, record.world, record.rank, digest)
-        found[held] = file
-    return found
+        key = Held(record.save_id, record.begun, record.step, record.world, record.rank, digest)
+        files[key] = file
+    return files
 
 
 def _records(folder: Path) -> Iterator[Path]:
@@ -94,8 +94,7 @@ def is_from_memory(folder: AnyPath) -> bool:
     reads, with links to files that may be gone.
     """
     return not is_remote(folder) and any(
-        each.name == RESUME and (each.parent / CLAIM).is_file()
-        for each in (folder, *folder.parents)
+        p.name == RESUME and (p.parent / CLAIM).is_file() for p in (folder, *folder.parents)
     )
 
 
@@ -110,16 +109,16 @@ def generations(hosts: Sequence[str], inventories: Sequence[Sequence[Held]]) -> 
     rank reports of its host; ``hosts``: the host of each rank. A file whose records differ between
     hosts is counted for none of them.
     """
-    found: dict[str, Generation] = {}
+    by_save: dict[str, Generation] = {}
     digests: dict[tuple[str, int], set[str]] = {}
-    for host, held in zip(hosts, inventories, strict=True):
-        for each in held:
-            made = Generation(each.save_id, each.begun, each.step, each.world)
-            made = found.setdefault(each.save_id, made)
-            made.holders.setdefault(each.rank, []).append(host)
-            digests.setdefault((each.save_id, each.rank), set()).add(each.digest)
-    for (save_id, rank), said in digests.items():
-        if len(said) > 1:
+    for host, files in zip(hosts, inventories, strict=True):
+        for file in files:
+            generation = Generation(file.save_id, file.begun, file.step, file.world)
+            generation = by_save.setdefault(file.save_id, generation)
+            generation.holders.setdefault(file.rank, []).append(host)
+            digests.setdefault((file.save_id, file.rank), set()).add(file.digest)
+    for (save_id, rank), copies in digests.items():
+        if len(copies) > 1:
             logger.warning("the copies of rank %d's file differ between hosts", rank)
-            found[save_id].holders.pop(rank)
-    return sorted(found.values(), key=lambda each: (each.begun, each.step), reverse=True)
+            by_save[save_id].holders.pop(rank)
+    return sorted(by_save.values(), key=lambda g: (g.begun, g.step), reverse=True)

@@ -35,18 +35,18 @@ class JobFolders:
         job, lasting = folders.job_identity(settings.job)
         self.bases: Sequence[Path] = folders.bases(settings.folder)
         begun = time.time_ns() // 1_000_000
-        own = (host, job, lasting, secrets.token_hex(16), begun, machine(self.bases[0]))
-        said = ranks.all_gather_object(own, "hosts of checkpoints in memory")
-        seen: dict[str, str] = {}
-        twice = {name for name, *_, of in said if seen.setdefault(name, of) != of}
+        local = (host, job, lasting, secrets.token_hex(16), begun, machine(self.bases[0]))
+        gathered = ranks.all_gather_object(local, "hosts of checkpoints in memory")
+        tokens: dict[str, str] = {}
+        twice = {name for name, *_, of in gathered if tokens.setdefault(name, of) != of}
         if twice:
             raise CheckpointError(
                 f"checkpoint.memory: several machines or containers call themselves "
                 f"{listed(sorted(twice))}; give each a name of its own in HF_ZERO_HOST, or let the "
                 "ranks of one name share a folder (checkpoint.memory.folder)"
             )
-        self.hosts = Hosts([name for name, *_ in said])
-        _, self.job, self.is_lasting, self.token, self.begun, _ = said[0]
+        self.hosts = Hosts([name for name, *_ in gathered])
+        _, self.job, self.is_lasting, self.token, self.begun, _ = gathered[0]
 
     def job_folder(self, base: Path) -> Path:
         return folders.job_folder(base, self.job)
@@ -78,7 +78,7 @@ class JobFolders:
         """Return the generations over all hosts, newest first, and this host's files.
         Collective.
         """
-        own, told = collective_try(
-            self._ranks, self.scan, share=lambda found: list(found) if self.acts_for_host else []
+        local, inventories = collective_try(
+            self._ranks, self.scan, share=lambda files: list(files) if self.acts_for_host else []
         )
-        return generations(self.hosts.names, told), own
+        return generations(self.hosts.names, inventories), local

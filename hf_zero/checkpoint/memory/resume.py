@@ -79,9 +79,9 @@ def newest(
     if memory is not None:
         memory.wait()
         able = _generations(memory, ranks, on_disk, directory)
-        found = next(filter(None, (each.take(engine, strict) for each in able)), None)
-        if found is not None:
-            return found
+        checkpoint = next(filter(None, (taking.take(engine, strict) for taking in able)), None)
+        if checkpoint is not None:
+            return checkpoint
     if on_disk is None or directory is None:
         return None
     return Newest(as_path(directory), on_disk.tag, on_disk.step, in_memory=False)
@@ -103,7 +103,7 @@ def newest_in_memory(
     on_disk = _on_disk(ranks, rank, directory, tag)
     where = saving.next_folders(config.memory_checkpoints, ranks, rank)
     able = _generations(where, ranks, on_disk, directory)
-    return next(filter(None, (each.take() for each in able)), None)
+    return next(filter(None, (taking.take() for taking in able)), None)
 
 
 def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, strict: bool) -> Newest:
@@ -118,17 +118,19 @@ def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, stri
     if where in [memory.folder(base) / folders.RESUME for base in memory.bases]:
         tag = find.latest_tag(where) if tag is None else tag
         save_id = Manifest.read(where / tag / MANIFEST_NAME).save_id
-        found = Newest(where, tag, -1, in_memory=True)
+        checkpoint = Newest(where, tag, -1, in_memory=True)
         if save_id == memory.ready:
-            return found
+            return checkpoint
         memory.wait()
-        taken = [each for each in _generations(memory, engine.mesh.job) if each.save_id == save_id]
-        if not any(each.take(engine, strict) for each in taken):
+        taken = [
+            taking for taking in _generations(memory, engine.mesh.job) if taking.save_id == save_id
+        ]
+        if not any(taking.take(engine, strict) for taking in taken):
             raise CheckpointError(
                 f"{where}: the generation in memory that was chosen cannot be loaded; start the "
                 "job again: an older one, or a checkpoint on disk, is taken"
             )
-        return found
+        return checkpoint
     named = tag is not None or decide_on_rank_0(lambda: find.is_checkpoint(where))
     looks = not named and not memory.by_route and not memory.has_stepped
     chosen = newest(engine, directory, strict) if looks else None
@@ -154,8 +156,8 @@ def _on_disk(
             step, begun = manifest.counters.get("global_steps", -1), manifest.begun
         return OnDisk(tag or find.latest_tag(root), step, begun)
 
-    found: OnDisk | None = collective_try(ranks, look, directory, share=lambda own: own)[1][0]
-    return found
+    on_disk: OnDisk | None = collective_try(ranks, look, directory, share=lambda value: value)[1][0]
+    return on_disk
 
 
 def _generations(
@@ -167,16 +169,16 @@ def _generations(
     """Yield the generations that were saved after the checkpoint ``on_disk`` in ``directory``,
     newest first. Collective.
     """
-    found, own = where.exchange_inventories()
-    if on_disk is not None and not found:
+    candidates, local = where.exchange_inventories()
+    if on_disk is not None and not candidates:
         log_rank0(
             f"the memory of {counted(len(where.hosts.ranks), 'host')} "
             f"({listed(where.hosts.ranks)}) holds nothing of job {where.job}: "
             f"{directory}/{on_disk.tag} is taken from the disk"
         )
-    for each in found:
-        if on_disk is None or on_disk.is_older(each):
-            yield _Taking(where, ranks, each, own)
+    for generation in candidates:
+        if on_disk is None or on_disk.is_older(generation):
+            yield _Taking(where, ranks, generation, local)
 
 
 class _Taking:
@@ -189,14 +191,14 @@ class _Taking:
         where: JobFolders,
         ranks: Any,
         generation: Generation,
-        own: Mapping[Held, Path],
+        local: Mapping[Held, Path],
     ) -> None:
         self._where, self._hosts, self._ranks, self._rank = where, where.hosts, ranks, where.rank
         self._host = self._hosts.names[self._rank]
         self._generation, self.save_id = generation, generation.save_id
         self._holders = {rank: list(hosts) for rank, hosts in generation.holders.items()}
         self._here = {
-            held.rank: path for held, path in own.items() if held.save_id == generation.save_id
+            file.rank: path for file, path in local.items() if file.save_id == generation.save_id
         }
         self._chooses = False  # a load follows
         self._mark: folders.InUse | None = None  # of the folder that a load reads
@@ -232,13 +234,13 @@ class _Taking:
 
         def own() -> dict[int, bytes]:
             mine = [r for r in order if self._source(self._host_of(r), r) == self._host]
-            here = self._hosts.ranks[self._host]
-            share = mine[here.index(self._rank) :: len(here)]
+            ranks = self._hosts.ranks[self._host]
+            share = mine[ranks.index(self._rank) :: len(ranks)]
             return {r: record_path(self._here[r]).read_bytes() for r in share}
 
-        held, _ = collective_try(self._ranks, own)
-        told = self._ranks.all_gather_bytes(pickle.dumps(held), "records of a generation")
-        contents = {r: content for each in told for r, content in pickle.loads(each).items()}
+        records, _ = collective_try(self._ranks, own)
+        gathered = self._ranks.all_gather_bytes(pickle.dumps(records), "records of a generation")
+        contents = {r: content for m in gathered for r, content in pickle.loads(m).items()}
         return [RankRecord.parse(contents[r], f"the record of rank {r}") for r in order]
 
     def _host_of(self, file: int) -> str:
@@ -263,8 +265,8 @@ class _Taking:
 
     def _share(self, files: Iterable[int]) -> list[int]:
         """Return the part of this host's ``files`` that this rank compares."""
-        here = self._hosts.ranks[self._host]
-        return sorted(files)[here.index(self._rank) :: len(here)]
+        ranks = self._hosts.ranks[self._host]
+        return sorted(files)[ranks.index(self._rank) :: len(ranks)]
 
     def _damaged(self, files: Iterable[int], manifest: Manifest) -> list[tuple[str, int]]:
         """Return those of ``files`` of which this host's copy is damaged, with the host."""
@@ -277,8 +279,8 @@ class _Taking:
         those of all ranks: host and file. Raises CheckpointError if no copy of a file is left.
         Collective.
         """
-        told = self._ranks.all_gather_object(damaged, "hashes of checkpoints in memory")
-        lost = {each for of_rank in told for each in of_rank}
+        gathered = self._ranks.all_gather_object(damaged, "hashes of checkpoints in memory")
+        lost = {copy for of_rank in gathered for copy in of_rank}
         for host, file in sorted(lost):
             self._holders[file].remove(host)
             name = manifest.files[file].name
@@ -324,17 +326,17 @@ class _Taking:
     def _complete(self, engine: Any, manifest: Manifest, folder: Path, strict: bool) -> None:
         """Add the files that the ranks of this host read for a load into ``engine``. Collective."""
         memory = engine.memory
-        _, told = collective_try(
+        _, needs = collective_try(
             self._ranks,
             lambda: files_needed(engine, manifest, strict),
             share=lambda needed: needed,
         )
-        wanted = {
-            (host, n) for host, needed in zip(self._hosts.names, told, strict=True) for n in needed
+        wanted_by = {
+            (host, n) for host, needed in zip(self._hosts.names, needs, strict=True) for n in needed
         }
         arrived: dict[int, Path] = {}
         sound: set[tuple[str, int]] = set()
-        while unknown := {(*each, self._source(*each)) for each in wanted - sound}:
+        while unknown := {(*pair, self._source(*pair)) for pair in wanted_by - sound}:
             moves = sorted((n, host, source) for host, n, source in unknown if host != source)
             share = self._share(n for host, n, source in unknown if host == source == self._host)
             saving.reached("fetching")
@@ -344,18 +346,18 @@ class _Taking:
                 if moves:
                     into = self._place(memory, manifest, moves)
                     damaged = self._fetch(memory, manifest, moves, into)
-                    here = [n for n, host, _ in moves if host == self._host]
-                    arrived |= {n: into / manifest.files[n].name for n in here}
+                    received = [n for n, host, _ in moves if host == self._host]
+                    arrived |= {n: into / manifest.files[n].name for n in received}
             lost = self._leave_out(manifest, damaged + compared.result())
             sound |= {(host, n) for host, n, source in unknown if (source, n) not in lost}
         _compared.clear()
 
         def link() -> None:
-            for n in (n for host, n in wanted if host == self._host and memory.acts_for_host):
-                place = folder / manifest.tag / manifest.files[n].name
-                held = arrived[n] if n in arrived else self._here[n]
-                if held != place:
-                    place.symlink_to(held)
+            for n in (n for host, n in wanted_by if host == self._host and memory.acts_for_host):
+                target = folder / manifest.tag / manifest.files[n].name
+                source = arrived[n] if n in arrived else self._here[n]
+                if source != target:
+                    target.symlink_to(source)
 
         collective_try(self._ranks, link)
         saving.reached("fetched")
@@ -378,12 +380,12 @@ class _Taking:
             )  # fmt: skip
             base = next(fitting, memory.bases[0])
             folders.make_own(memory.job_folder(base))
-            made = memory.folder(base) / folders.RESUME / manifest.tag
-            made.mkdir(parents=True, exist_ok=True)
-            return str(made)
+            path = memory.folder(base) / folders.RESUME / manifest.tag
+            path.mkdir(parents=True, exist_ok=True)
+            return str(path)
 
-        _, told = collective_try(self._ranks, make, share=lambda made: made)
-        return Path(told[self._hosts.first(self._rank)])
+        _, paths = collective_try(self._ranks, make, share=lambda path: path)
+        return Path(paths[self._hosts.first(self._rank)])
 
     def _fetch(
         self,
@@ -402,10 +404,10 @@ class _Taking:
         def open_files() -> None:
             for at, (n, host, source) in enumerate(moves):
                 entry = manifest.files[n]
-                sender, receiver = (_one_of(self._hosts, each, at) for each in (source, host))
+                sender, receiver = (_one_of(self._hosts, peer, at) for peer in (source, host))
                 if sender == self._rank:
-                    held = torch.from_file(str(self._here[n]), size=entry.size, dtype=torch.uint8)
-                    sends.append((receiver, held))
+                    tensor = torch.from_file(str(self._here[n]), size=entry.size, dtype=torch.uint8)
+                    sends.append((receiver, tensor))
                 if receiver == self._rank:
                     receives.append((sender, memory.map_file(folder / entry.name, entry.size)))
                     hasher = Hash(algorithm_of(entry.hash))
@@ -422,7 +424,7 @@ class _Taking:
                 raise CheckpointError(f"files of other hosts did not arrive: {error}") from error
 
         collective_try(self._ranks, transfer)
-        return [copy for copy, wanted, hasher in arriving if hasher.text() != wanted]
+        return [copy for copy, expected, hasher in arriving if hasher.text() != expected]
 
 
 def _one_of(hosts: Hosts, host: str, at: int) -> int:
