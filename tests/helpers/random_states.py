@@ -46,6 +46,13 @@ OPTIMIZERS: dict[str, Callable[[Groups], Optimizer]] = {
     "SGD8bit": lambda groups: SGD8bit(groups, lr=1e-2, momentum=0.9),
 }
 ON_HOST = {"AdamW", "SGD", "SGD nesterov", "Adagrad"}  # of torch's, those that offload has
+WEIGHTS_IN_16, STATES_IN_16 = "bf16_master_weights_and_grads", "bf16_optimizer_states"
+IN_16_BITS = (
+    "enabled",
+    f"enabled {WEIGHTS_IN_16}",
+    f"enabled {STATES_IN_16}",
+    f"enabled {WEIGHTS_IN_16} {STATES_IN_16}",
+)
 # "start": a new engine, often on other ranks; the others are what a script does between steps.
 ACTS = (
     *("start", "step", "step of two", "skipped", "write", "write all", "set state"),
@@ -73,7 +80,7 @@ class Life:
     decays: bool  # matrices in one group, the rest in another
     tied: bool
     clip: float
-    bf16: bool  # beside fp32 masters
+    bf16: str  # its keys: none, masters in fp32, weights or moments or both in bf16 alone
     acts: tuple[Act, ...]
 
     @staticmethod
@@ -92,7 +99,9 @@ class Life:
             acts += [Act(draw.choice(PLAIN), draw.randrange(len(widths))) for _ in range(count)]
             acts += [Act("step"), Act("save")]
         decays, tied = draw.random() < 0.5, draw.random() < 0.3
-        clip, bf16 = draw.choice((0.0, 0.0, 0.05)), draw.random() < 0.25
+        clip, bf16 = draw.choice((0.0, 0.0, 0.05)), draw.choice((*("",) * 6, *IN_16_BITS))
+        if "states" in bf16 and optimizer not in ("AdamW", "SGD nesterov"):
+            bf16 = "enabled"
         if bf16 or "8bit" in optimizer:  # the mean over three ranks of equal numbers is rounded
             acts = [replace(act, world=4) if act.world == 3 else act for act in acts]
         return Life(seed, optimizer, widths, decays, tied, clip, bf16, tuple(acts[:-1]))
@@ -102,7 +111,7 @@ class Life:
         """Whether all ranks have the same rows: a gradient that differs in its last bit can change
         a code of 8 bits, or a weight in bf16, by one.
         """
-        return self.in_8_bits or self.bf16
+        return self.in_8_bits or bool(self.bf16)
 
     @property
     def in_8_bits(self) -> bool:
@@ -277,7 +286,7 @@ class OnRank(Alone):
         self.folder.mkdir(exist_ok=True)
         section = offload(act.place, act.stage, self.folder) | more
         config = config_of(act.stage, zero_optimization=section, gradient_clipping=self.life.clip)
-        config["bf16"] = {"enabled": self.life.bf16}
+        config["bf16"] = dict.fromkeys(self.life.bf16.split(), True)
         self.engine = start(self.model, self.life.optimizer_of(self.model), config)
         self.optimizer = self.engine.optimizer
 
