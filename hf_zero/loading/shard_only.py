@@ -15,6 +15,7 @@ from hf_zero.parallel.expert.model import spread_experts
 from hf_zero.parallel.tensor import tensor_parallel
 from hf_zero.techniques.registry import TrainingTechniques
 from hf_zero.zero.layout.attributes import register_attached
+from hf_zero.zero.layout.materialize import check_alike
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.shared_memory import tie_shared_memory
 
@@ -48,6 +49,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     )
     patches, techniques = ActivationPatches(resolved), TrainingTechniques(resolved)
     plan = Engine.plan(model, resolved, None, extensions_of, keeps_dtypes=True)
+    check_alike(plan)
     return Engine(plan, patches, techniques)
 
 

@@ -19,7 +19,6 @@ from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.cpu_base import names_in_8_bits
 from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.fused import FusedStep
-from hf_zero.optim.offloaded_state import refuse_offload
 from hf_zero.optim.own_step import OwnStep
 from hf_zero.optim.segment_table import (
     GroupNumbers,
@@ -73,9 +72,8 @@ class BoundOptimizer:
         bf16: what is kept in bf16 between steps; None: nothing.
 
     Raises:
-        UnsupportedOptimizerError: state exists that cannot be carried over, or an optimizer that
-            the user vouches for counts its steps outside its state, which is offloaded; the
-            optimizer is then unchanged.
+        UnsupportedOptimizerError: state exists that cannot be carried over; the optimizer is then
+            unchanged.
         ConfigError: ``moments`` in fewer bits for an optimizer whose states must be fp32.
     """
 
@@ -102,8 +100,6 @@ class BoundOptimizer:
         self.factors = TensorFactors(self._entries, self._table)
         self.loads = 0  # calls of load_tensor
         self._flats, self.ranks = [flat for flat in flats if flat.trainable], ranks or OneRank()
-        if any(flat.offloaded for flat in self._flats):
-            refuse_offload(optimizer)
         self.sums: ShardedTensors | None = None  # set only for an update that needs whole tensors
         if isinstance(optimizer, WholeTensorOptimizer):
             table, flats = self._table, self._flats

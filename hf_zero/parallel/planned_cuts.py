@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import nn
 
 from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.parallel.expert.model import cuts_of_experts, experts_of_layers
+from hf_zero.parallel.expert.model import cuts_of_experts, experts_of_layers, refuse_adapters
 from hf_zero.parallel.tensor import cuts_of
 from hf_zero.zero.layout.sharding import Sharding, sharding_of
 
@@ -36,6 +36,7 @@ def planned_cuts(
         ConfigError: as :func:`hf_zero.tensor_parallel` and :func:`hf_zero.expert_parallel` do.
     """
     cuts = cuts_of(model, tensor, dims.coordinate(rank, "tensor"))
+    refuse_adapters(model, spreads=False)
     if expert > 1:
         cuts |= cuts_of_experts(model, dims.coordinate(rank, "expert"), expert, cuts)
     for parameter in experts_of_layers(model):

@@ -30,15 +30,15 @@ from hf_zero.parallel.pipeline.engine import check_pipeline, check_uncut, pipeli
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.planned_cuts import planned_cuts
 from hf_zero.parallel.sequence import sequence_parallel
-from hf_zero.parallel.tensor.model import dims_of, with_tensor_size
+from hf_zero.parallel.tensor.model import check_verifiable, dims_of, with_tensor_size
 from hf_zero.planning import PreflightReport, check_on_all_ranks
 from hf_zero.setup.request import E, SetupRequest
 from hf_zero.techniques.quantized_linears import check_linears
-from hf_zero.techniques.registry import TrainingTechniques
+from hf_zero.techniques.registry import TrainingTechniques, check_samples
 from hf_zero.techniques.training_loader import check_data
 from hf_zero.zero.layout.attributes import register_attached, without_parts
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.layout.materialize import check_parameters, check_statistics
+from hf_zero.zero.layout.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
 from hf_zero.zero.layout.stage_policy import POLICIES
 from hf_zero.zero.layout.wrap import mark_configured
@@ -99,6 +99,7 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
         # apart: the plan of a model in stages is collective, which a refusal before must not meet
         with raise_on_all_ranks("plan its engine"):
             engine_plan, is_final, ending = _plan_engine(resolved)
+        check_alike(engine_plan)
         report = check_on_all_ranks(engine_plan, _freed(ending))
     return Planned(resolved, report, is_final)
 
@@ -155,6 +156,8 @@ def check_features(resolved: Resolved[Any]) -> None:
         check_pipeline(settings, model, resolved.techniques.by_key, one_bit)
     division = sequence_parallel.division_of(settings)
     sequence_parallel.check_model(model, division, resolved.dims)
+    if settings.tensor_parallel.size > 1 and settings.tensor_parallel.verify:
+        check_verifiable(model)
     check_linears(model, settings)
     sparse = sparse_section(settings)
     if sparse is not None:
@@ -167,6 +170,7 @@ def check_features(resolved: Resolved[Any]) -> None:
 
         moved_norms(model, calls_of_model(model))
     check_data(request.training_data, settings)
+    check_samples(resolved.techniques, request.training_data)
     if settings.scheduler is not None and optimizer is not None:
         check_scheduler(settings.scheduler, optimizer)
     resolved.patches.check(model, not POLICIES[settings.stage].shards_parameters)
@@ -205,6 +209,7 @@ def _plan_engine(resolved: Resolved[Any]) -> tuple[EnginePlan, bool, list[Engine
         check_parameters(engine_plan.units, engine_plan.device)
     check_statistics(engine_plan, engine_plan.device)
     check_optimizer(engine_plan)
+    resolved.techniques.check(engine_plan)
     return engine_plan, not cuts and not without_values, ending
 
 

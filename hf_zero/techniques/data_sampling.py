@@ -329,12 +329,16 @@ class DifficultySampling:
             index = _opened(settings, section, by_value)
             self._criteria.append(Criterion(name, index, difficulty, top))
 
-    def follow(self, sampler: CurriculumSampler) -> None:
-        """Make ``sampler`` draw in the order of this engine's training. Raises DifficultyIndexError
-        if its dataset is not the analyzed one.
-        """
+    def check_dataset(self, dataset: Any) -> None:
+        """Raise DifficultyIndexError if ``dataset`` is not the analyzed one."""
         for criterion in self._criteria:
-            criterion.index.check(sampler.dataset)
+            criterion.index.check(dataset)
+
+    def follow(self, sampler: CurriculumSampler) -> None:
+        """Make ``sampler`` draw in the order of this engine's training. Raises as
+        :meth:`check_dataset`.
+        """
+        self.check_dataset(sampler.dataset)
         rows = len(sampler.dataset)
         order = SampleOrder(rows, self._criteria, sampler.batch_size, self._seed)
         sampler.follow(order, lambda: self._counters.global_steps, self.finish)

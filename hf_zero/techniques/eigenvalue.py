@@ -25,6 +25,7 @@ from hf_zero.logging import logger
 from hf_zero.techniques.blocks import layers_at
 from hf_zero.techniques.schedules import BitSchedule, Precision
 from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import name_of, owner_of
 from hf_zero.zero.sharded_model import MeshRanks
@@ -212,14 +213,17 @@ class StretchedPeriods:
         self._measured: list[float] = []
         self.measuring = False  # if True, modules compute with unrounded weights
 
-    def install(self, engine: Any) -> None:
-        """Raises ConfigError for layers that the model lacks, and for compressed gradients."""
-        compressed = any(flat.spec.reduce_codec is not None for flat in engine.flats)
-        if compressed or engine.optimizer_step.extensions:
+    def check(self, plan: EnginePlan) -> None:
+        """Raise ConfigError for layers that the model lacks, and for compressed gradients."""
+        layers_of(plan.model, self._section)
+        compressed = any(flat.spec.reduce_codec is not None for flat in plan.flats)
+        if compressed or plan.extensions.steps:
             raise ConfigError(
                 f"{EIGENVALUE} takes differences of gradients, which gradients in few bits are too "
                 "coarse for; remove it, or what compresses them"
             )
+
+    def install(self, engine: Any) -> None:
         self._engine = engine
         layers = layers_of(engine.module, self._section)
         self._layer_of = {

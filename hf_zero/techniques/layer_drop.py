@@ -56,6 +56,7 @@ from hf_zero.techniques.blocks import (
 )
 from hf_zero.techniques.schedules import Decay
 from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.unit import RootForward
 from hf_zero.zero.layout.wrap import described
 
@@ -109,10 +110,12 @@ class LayerDrop(DrawsForBlocks):
         steps = 0 if self._engine is None else self._engine.global_steps
         return self._theta.at(steps)
 
-    def install(self, engine: Any) -> None:
-        """Raises ConfigError if ranks that compute a block together would draw differently."""
+    def check(self, plan: EnginePlan) -> None:
+        """Raise ConfigError for a model without blocks, and if ranks that compute a block together
+        would draw differently.
+        """
         axes = ("tensor", "sequence", "context", "expert")
-        sizes = {axis: engine.mesh.dims.size(axis) for axis in axes}
+        sizes = {axis: plan.dims.size(axis) for axis in axes}
         shared = [axis for axis, size in sizes.items() if size > 1]
         if self._section.per_rank and shared:
             raise ConfigError(
@@ -120,6 +123,9 @@ class LayerDrop(DrawsForBlocks):
                 f"parallel ranks compute each block together; remove per_rank, or train without "
                 f"{shared[0]} parallelism"
             )
+        layers_of(plan.model, KEY)
+
+    def install(self, engine: Any) -> None:
         self._layers = layers_of(engine.module, KEY)
         self._training = self._only_trained(engine)
         self._of = {layer.block: layer for layer in self._layers}

@@ -30,7 +30,9 @@ from hf_zero.logging import logger
 from hf_zero.ops.level_rounding import round_to_levels
 from hf_zero.techniques.eigenvalue import StretchedPeriods
 from hf_zero.techniques.schedules import BitSchedule, Precision
+from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.wrap import names_in_blocks
 
 
@@ -69,6 +71,20 @@ class WeightsInBits:
         self._stretched = stretched
         self._engine: Any = None
 
+    def check(self, plan: EnginePlan) -> None:
+        """Raise ConfigError if no weight of ``plan`` is to be rounded, or one cannot be."""
+        if plan.keeps_dtypes:  # an engine that only holds parameters
+            return
+        wanted, found = self._falls_of(plan.model), False
+        for flat in plan.trainable:
+            falls = _rounded(flat, wanted)
+            self._check_groups(flat.spec, falls)
+            found |= bool(falls)
+        if not found:
+            raise ConfigError(self._nothing_found)
+        if self._stretched is not None:
+            self._stretched.check(plan)
+
     def install(self, engine: Any) -> None:
         if engine.shard_only:
             return
@@ -76,28 +92,18 @@ class WeightsInBits:
         wanted = self._falls_of(engine.module)
         for unit in engine.units:
             for flat in unit.trainable:
-                falls = {
-                    name: fall
-                    for name, parameter in flat.parameters.items()
-                    if parameter.dim() > 1
-                    and parameter.is_floating_point()
-                    and (fall := wanted.get(name)) is not None
-                }
-                if falls:
-                    self._check_groups(flat, falls)
+                if falls := _rounded(flat, wanted):
                     self._falls.update(falls)
                     self._flats.append(flat)
-        if not self._falls:
-            raise ConfigError(self._nothing_found)
         if self._stretched is not None:
             self._stretched.install(engine)
         self._begin()
 
-    def _check_groups(self, flat: FlatBuffer, falls: Mapping[str, BitSchedule]) -> None:
+    def _check_groups(self, spec: FlatSpec, falls: Mapping[str, BitSchedule]) -> None:
         for name, fall in falls.items():
-            slot = flat.layout.by_name[name]
+            slot = spec.layout.by_name[name]
             if slot.box is not None:
-                axes = " and ".join(flat.mesh.axes)
+                axes = " and ".join(spec.sharding.axes)
                 raise ConfigError(
                     f"{fall.name}: the scales of rounded weights are those of whole tensors, and "
                     f"{name} is cut over ranks by {axes} parallelism, where they would depend on "
@@ -187,6 +193,17 @@ class WeightsInBits:
         if self._stretched is not None:
             self._stretched.remove()
         self._falls, self._flats, self._began = {}, [], False
+
+
+def _rounded(
+    flat: FlatPlan | FlatBuffer, wanted: Mapping[str, BitSchedule]
+) -> dict[str, BitSchedule]:
+    """Return the schedules in ``wanted`` of the matrices of ``flat``."""
+    return {
+        name: wanted[name]
+        for name, parameter in flat.parameters.items()
+        if name in wanted and parameter.dim() > 1 and parameter.is_floating_point()
+    }
 
 
 def quantize_training(config: ZeroConfig) -> WeightsInBits | None:

@@ -18,6 +18,7 @@ from hf_zero.techniques.layer_drop import LayerDrop
 from hf_zero.techniques.quantization import quantize_training, weight_quantization
 from hf_zero.techniques.schedules import DifficultySchedule
 from hf_zero.techniques.token_drop import TokenDrop
+from hf_zero.zero.layout.engine_plan import EnginePlan
 
 
 class Technique(Protocol):
@@ -34,6 +35,13 @@ class Technique(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def remove(self) -> None: ...
+
+
+@runtime_checkable
+class ChecksPlans(Protocol):
+    """A technique that some models or optimizers do not support."""
+
+    def check(self, plan: EnginePlan) -> None: ...
 
 
 @runtime_checkable
@@ -103,6 +111,11 @@ class TrainingTechniques:
         copied.by_key = {**self.by_key, **others}
         return copied
 
+    def check(self, plan: EnginePlan) -> None:
+        for technique in self.by_key.values():
+            if isinstance(technique, ChecksPlans):
+                technique.check(plan)
+
     def install(self, engine: Any) -> None:
         for technique in self.by_key.values():
             technique.install(engine)
@@ -128,6 +141,15 @@ class TrainingTechniques:
     def remove(self) -> None:
         for technique in reversed(self.by_key.values()):
             technique.remove()
+
+
+def check_samples(techniques: TrainingTechniques, data: Any) -> None:
+    """Raise DifficultyIndexError if ``data`` is a dataset whose samples are chosen by difficulty,
+    and another one was analyzed.
+    """
+    sampling = techniques.by_key.get(SAMPLING)
+    if isinstance(sampling, data_sampling.DifficultySampling) and hasattr(data, "__getitem__"):
+        sampling.check_dataset(data)
 
 
 def follow(techniques: Any, sampler: Any) -> None:

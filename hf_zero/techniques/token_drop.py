@@ -39,6 +39,7 @@ from hf_zero.techniques.schedules import Growth
 from hf_zero.techniques.sequence_length import DECODER_TOKENS, NOT_TEXT, TOKENS
 from hf_zero.techniques.token_cut import TokenCut
 from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.unit import RootForward
 from hf_zero.zero.layout.wrap import described
 
@@ -130,9 +131,14 @@ class TokenDrop(DrawsForBlocks):
             )
         return cls(section, config.data_efficiency.seed)
 
-    def install(self, engine: Any) -> None:
+    def check(self, plan: EnginePlan) -> None:
+        """Raise ConfigError for a model without blocks, or without the chosen ones."""
+        self._choose(plan.model)
+
+    def _choose(self, model: nn.Module) -> tuple[list[Layer], set[nn.Module]]:
+        """Return the repeated blocks of ``model``, and those that drop tokens."""
         section = self._section
-        layers = layers_of(engine.module, TOKEN_DROP)
+        layers = layers_of(model, TOKEN_DROP)
         chosen = section.random_ltd_layer_id
         if chosen is None:
             chosen = tuple(at for at, each in enumerate(layers) if 1 < each.place < each.of)
@@ -141,23 +147,27 @@ class TokenDrop(DrawsForBlocks):
         if wrong:
             raise ConfigError(
                 f"{TOKEN_DROP}.random_ltd_layer_id names {wrong}, and "
-                f"{type(engine.module).__name__} has {len(layers)} blocks, of which the first of a "
+                f"{type(model).__name__} has {len(layers)} blocks, of which the first of a "
                 "stack reads all tokens where it returns more than a hidden state; leave them out "
                 "of the list"
             )
         if (total or len(layers)) != len(layers) or (count or len(chosen)) != len(chosen):
             raise ConfigError(
                 f"{TOKEN_DROP}: total_layer_num = {total} and random_ltd_layer_num = {count}, but "
-                f"{type(engine.module).__name__} has {len(layers)} blocks and "
+                f"{type(model).__name__} has {len(layers)} blocks and "
                 f"random_ltd_layer_id {len(chosen)}; correct them, or leave both out"
             )
-        # unselected blocks too: each records what it returns beside the hidden state
-        self._layers = {layer.block: (number, layer) for number, layer in enumerate(layers)}
-        self._chosen = {layers[number].block for number in chosen}
-        for block in self._chosen:
+        blocks = {layers[number].block for number in chosen}
+        for block in blocks:
             batch_first = {getattr(part, "batch_first", None) for part in block.modules()}
             if (not self._rows_first) in batch_first and self._rows_first not in batch_first:
                 raise self._other_order(block, f"has batch_first = {not self._rows_first}")
+        return layers, blocks
+
+    def install(self, engine: Any) -> None:
+        layers, self._chosen = self._choose(engine.module)
+        # unselected blocks too: each records what it returns beside the hidden state
+        self._layers = {layer.block: (number, layer) for number, layer in enumerate(layers)}
         self._watching = engine.module.register_forward_pre_hook(
             Attached(self._watch), with_kwargs=True
         )

@@ -25,6 +25,7 @@ from hf_zero.techniques import sequence_length
 from hf_zero.techniques.schedules import Stairs
 from hf_zero.techniques.sequence_length import SequenceLength
 from hf_zero.zero.backward import Counters
+from hf_zero.zero.layout.engine_plan import EnginePlan
 
 _SCALING = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 MICRO, TOTAL = "train_micro_batch_size_per_gpu", "train_batch_size"
@@ -178,22 +179,15 @@ class TrainingPhases:
             start, increment, samples = self._rampup
             self._batches = rampup(start, increment, samples, batch)
 
-    def install(self, engine: Any) -> None:
-        if engine.optimizer is None:
-            return
-        known, self._engine = self._engine, weakref.ref(engine)
-        self._counters = engine.counters
-        if known is None or known() is not engine:  # its present sizes may be those of a phase
-            self.resize(engine.train_batch_size(), engine.train_micro_batch_size_per_gpu())
-            self._check(engine)
-        if self.sequences is not None:
-            self.sequences.install(engine.module)
-        self._begin(engine)
-
-    def _check(self, engine: Any) -> None:
+    def check(self, plan: EnginePlan) -> None:
         """Raise ConfigError for batches that micro-batches do not divide, optimizers without a
         learning rate, and unmanaged accumulation windows.
         """
+        if plan.optimizer is None or self._engine is not None:  # its sizes may be those of a phase
+            return
+        settings, ranks = plan.settings, plan.dims.in_a_stage
+        batch = settings.train_batch_size or plan.data_ranks
+        self.resize(batch, settings.train_micro_batch_size_per_gpu or 1)
         grown = self._batches.values[:-1] if self._batches is not None else ()
         sizes = {(size, self._sizes[1]) for size in grown} or {
             (
@@ -203,10 +197,10 @@ class TrainingPhases:
             for phase in self.phases
         }
         for size, micro in sorted(sizes):
-            if size % (micro * engine.world_size):
+            if size % (micro * ranks):
                 raise ConfigError(
                     f"{PHASES} makes steps of {size} samples, no multiple of the "
-                    f"{micro * engine.world_size} that the micro-batches of all ranks have; choose "
+                    f"{micro * ranks} that the micro-batches of all ranks have; choose "
                     "one"
                 )
         if self.phases[0].train_micro_batch_size_per_gpu not in (None, self._sizes[1]):
@@ -215,16 +209,24 @@ class TrainingPhases:
                 f"and {MICRO}, by which the loader is made, is {self._sizes[1]}; write that of the "
                 "first phase there"
             )
-        if any(group["lr"] is None for group in engine.optimizer.param_groups):
+        if any(group["lr"] is None for group in plan.optimizer.param_groups):
             raise ConfigError(
-                f"{PHASES} changes the learning rate, but {type(engine.optimizer).__name__} "
+                f"{PHASES} changes the learning rate, but {type(plan.optimizer).__name__} "
                 "computes its own; give it an lr"
             )
-        if self.changes_batches and not engine.accumulation.managed:
+        if self.changes_batches and not settings.managed_gradient_accumulation:
             raise ConfigError(
                 f"{PHASES} changes how many micro-batches a step has, and "
                 "managed_gradient_accumulation is false; remove that key"
             )
+
+    def install(self, engine: Any) -> None:
+        if engine.optimizer is None:
+            return
+        self._engine, self._counters = weakref.ref(engine), engine.counters
+        if self.sequences is not None:
+            self.sequences.install(engine.module)
+        self._begin(engine)
 
     def _begin(self, engine: Any) -> None:
         """Prepare the engine for the next step: batch sizes and learning rate."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,6 +84,7 @@ class EngineParts(AroundModel):
         self.module = plan.model
         self.config = config = plan.settings
         self.written_config = config  # ``config`` follows changes of batch sizes
+        self.data_ranks = plan.data_ranks
         self.patches = patches
         self.techniques = techniques
         self.optimizer: Any = plan.optimizer
@@ -157,6 +157,7 @@ class EngineParts(AroundModel):
         installed.callback(placement.close)
         installed.callback(retire_flats, self.module, mesh)
         self.patches.check(self.module, not plan.policy.shards_parameters)
+        self.techniques.check(plan)
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         # the model's parameters in each group of the optimizer
         self.given = given = [list(group["params"]) for group in groups]
@@ -270,15 +271,6 @@ class EngineParts(AroundModel):
     global_samples: int = reading("counters.global_samples")
     micro_steps: int = reading("counters.micro_steps")
     skipped_steps: int = reading("counters.skipped_steps")
-
-    @cached_property
-    def data_ranks(self) -> int:
-        """Number of ranks that read batches of their own: those of a tensor-parallel or
-        sequence-parallel group read the same, and a pipeline stage has that many.
-        """
-        tensor = max(self.mesh.dims.tensor, self.config.tensor_parallel.size)
-        sequence = max(self.mesh.dims.tokens, self.config.ranks_of_a_sequence)
-        return self.world_size // (tensor * sequence)
 
     @property
     def local_rank(self) -> int:

@@ -173,7 +173,7 @@ def rebuild(engine: EngineParts, what: str, change: Callable[[], None]) -> None:
 
     with raise_on_all_ranks(f"plan {what}"):
         plan = _try(engine, change_groups, keeps)
-    check_alike(plan, engine.mesh)
+    check_alike(plan)
     with engine.changes.change(what):
         state = CarriedState(engine)
         kept = [parameter for parameter in former if state.trains(parameter)]
@@ -232,6 +232,7 @@ def _try(engine: EngineParts, change: Callable[[], None], keeps: bool) -> Engine
         check_statistics(plan, plan.device)
         check_optimizer(plan)
         engine.patches.check(engine.module, not plan.policy.shards_parameters)
+        engine.techniques.check(plan)
         return plan
     finally:
         optimizer.param_groups[:] = [group for group, _ in before]

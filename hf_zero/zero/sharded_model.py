@@ -22,6 +22,7 @@ from hf_zero.ops import native
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import adopted_class, check, update_base
+from hf_zero.optim.offloaded_state import refuse_offload
 from hf_zero.optim.state import collect
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.extensions import Extensions
@@ -300,6 +301,8 @@ def check_optimizer(plan: EnginePlan) -> None:
     if Bf16State.of(settings, optimizer) is not None:
         _refuse_bf16(plan)
     _refuse_unknown_params(optimizer, {id(p) for p in parameters.values()})
+    if any(flat.sub_groups is not None for flat in plan.trainable):
+        refuse_offload(optimizer)
     # state that cannot be carried over
     slots = {name: Slot(name, tuple(parameters[name].shape), 0) for name in plan.group_of}
     collect(optimizer, parameters, slots, plan.group_of)

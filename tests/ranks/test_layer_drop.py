@@ -299,6 +299,6 @@ def test_ranks_that_compute_a_block_together_must_draw_alike(axis: str) -> None:
     keys = {"progressive_layer_drop": {"enabled": True, "per_rank": True}}
     drop = LayerDrop.from_config(ZeroConfig.from_dict(keys))
     dims = SimpleNamespace(size=lambda asked: 2 if asked == axis else 1)
-    engine = SimpleNamespace(mesh=SimpleNamespace(dims=dims), module=nn.Linear(2, 2))
+    plan = SimpleNamespace(dims=dims, model=nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=f"without {axis} parallelism"):
-        drop.install(engine)
+        drop.check(plan)

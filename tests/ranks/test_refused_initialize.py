@@ -455,13 +455,90 @@ def test_parameters_without_room_beside_the_engine_are_not_kept(monkeypatch):
     assert all(torch.equal(first[key], again[key]) for key in first)
 
 
-@pytest.mark.parametrize("keys, error", [
-    ({"pre_layer_norm": True}, "pre_layer_norm: .* does not end with a LayerNorm"),
-])  # fmt: skip
-def test_what_a_feature_refuses_is_refused_before_anything_changes(keys, error, monkeypatch):
+def without_blocks() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4))
+
+
+def with_dropout() -> nn.Module:
+    model: Any = tensor_parallel.llama()
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    return model
+
+
+class Counts(torch.optim.AdamW):
+    """Counts its steps on itself."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+
+BITS = {"enabled": True, "quantize_bits": {"start_bits": 8, "target_bits": 4}}
+GROWTH = {"require_steps": 2, "seq_per_step": 2}
+TOKENS = {"min_value": 4, "max_value": 8, "schedule_config": GROWTH}
+LTD = {"enabled": True, "random_ltd_schedule": TOKENS, "random_ltd_layer_id": [9]}
+ROUTING = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": LTD}}
+VALUES = {"enabled": True, "layer_num": 9}
+PHASES = {"phases": [{"steps": 1, "train_batch_size": 3}, {}]}
+IN_CPU = {
+    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+REFUSED = [
+    (llama, {"pre_layer_norm": True}, "pre_layer_norm: .* does not end with a LayerNorm"),
+    (llama, {"sparse_attention": {"mode": "fixed", "num_heads": 3}}, "num_heads"),
+    (without_blocks, {"progressive_layer_drop": {"enabled": True}}, "has none"),
+    (llama, {"data_efficiency": ROUTING}, r"random_ltd_layer_id names \[9\]"),
+    (without_blocks, {"quantize_training": BITS}, "no block with a weight"),
+    (llama, {"quantize_training": BITS | {"quantize_groups": 7}}, "quantize_groups = 7"),
+    (llama, {"quantize_training": BITS, "eigenvalue": VALUES}, "eigenvalue.layer_num = 9"),
+    (without_blocks, {"tiled_mlp": {"enabled": True}}, "no block of Sequential"),
+    (llama, {"training_phases": PHASES}, "steps of 3 samples"),
+    (llama, IN_CPU, r"changes \['steps'\]"),
+]
+
+
+@pytest.mark.parametrize("build, keys, error", REFUSED)
+def test_what_a_feature_refuses_is_refused_before_anything_changes(build, keys, error, monkeypatch):
     monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
-    model = llama()
+    model = build()
+    make = Counts if "zero_allow_untested_optimizer" in keys else torch.optim.AdamW
     with pytest.raises(HfZeroError, match=error):
         hf_zero.initialize(
-            model=model, optimizer=adamw(model), config=configuration(Feature(), keys)
+            model=model,
+            optimizer=make(model.parameters(), lr=1e-3),
+            config=configuration(Feature(), keys),
         )
+
+
+def different_shapes(rank: int) -> nn.Module:
+    return nn.Linear(4, 4 + rank)
+
+
+def drawing(rank: int) -> nn.Module:
+    return with_dropout()
+
+
+@pytest.mark.parametrize("build, keys, error", [
+    (different_shapes, {}, r"shape of bias is \(4,\) on rank 0, \(5,\) on rank 1"),
+    (drawing, {"tensor_parallel": {"autotp_size": 2, "verify": True}}, "the model draws some"),
+])  # fmt: skip
+def test_what_ranks_refuse_together_is_refused_before_anything_changes(
+    build, keys, error, monkeypatch
+):
+    def on_rank(rank: int) -> None:
+        with pytest.raises(HfZeroError, match=error):
+            hf_zero.initialize(
+                model=models[rank],
+                optimizer=adamw(models[rank]),
+                config=configuration(Feature(), keys),
+            )
+
+    monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
+    models = [build(rank) for rank in range(2)]
+    run_ranks(2, on_rank)

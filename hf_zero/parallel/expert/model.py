@@ -100,14 +100,8 @@ def expert_parallel(model: nn.Module, size: int) -> nn.Module:
             adapters of experts.
     """
     dims = expert_dims(size, AUTOEP_SIZE)
-    for path, module, _ in _stacked(model):
-        if _WRAPPED in f".{path}" and (dims is not None or RECORD in module.__dict__):
-            raise ConfigError(
-                f"{path} has adapters (PEFT's target_parameters), which each rank would hold for "
-                "all experts, or only for its own; leave the experts out of target_parameters, or "
-                "remove the section expert_parallel"
-            )
     if dims is None:
+        refuse_adapters(model, spreads=False)
         return model
     rank = dims.coordinate(process_group.get_rank(), AXIS)
     cuts = cuts_of_experts(model, rank, size)
@@ -120,6 +114,19 @@ def expert_parallel(model: nn.Module, size: int) -> nn.Module:
         if RECORD not in module.__dict__:
             _dispatch(module, _Experts(axis, module.num_experts, path))  # type: ignore[arg-type]
     return model
+
+
+def refuse_adapters(model: nn.Module, spreads: bool) -> None:
+    """Raise ConfigError for adapters of PEFT on experts of ``model`` that are spread over ranks, or
+    will be (``spreads``).
+    """
+    for path, module, _ in _stacked(model):
+        if _WRAPPED in f".{path}" and (spreads or RECORD in module.__dict__):
+            raise ConfigError(
+                f"{path} has adapters (PEFT's target_parameters), which each rank would hold for "
+                "all experts, or only for its own; leave the experts out of target_parameters, or "
+                "remove the section expert_parallel"
+            )
 
 
 def _dispatch(module: Any, held: _Experts) -> None:
@@ -196,10 +203,12 @@ def cuts_of_experts(
     """Return the sharding of the expert parameters of ``model`` that are whole so far, for ``rank``
     of ``size``. ``others``: shardings planned for some of them along other axes, applied before.
 
-    Raises ConfigError for a model that names no experts, and for experts that do not divide.
+    Raises ConfigError for a model that names no experts, for experts that do not divide, and for
+    adapters of experts.
     """
     cuts: dict[nn.Parameter, Sharding] = {}
     named = False
+    refuse_adapters(model, spreads=True)
     for path, module, names in _stacked(model):
         for name in names:
             parameter, named = module._parameters[name], True

@@ -15,6 +15,7 @@ from hf_zero.config import TiledMlpSection, ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.zero.gather.model_patches import Attached, Override, Stateless
 from hf_zero.zero.layout.declared import text_config_of
+from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.wrap import described, repeated_blocks
 
 KEY = "tiled_mlp"
@@ -39,11 +40,17 @@ class TiledMlps(Stateless):
         """Return the technique if ``config`` enables it, else None."""
         return cls(config.tiled_mlp) if config.tiled_mlp.enabled else None
 
-    def install(self, engine: Any) -> None:
-        """Override the MLPs' forwards. Raises ConfigError for a model without MLPs in its
-        blocks.
-        """
-        model, self._engine = engine.module, engine
+    def check(self, plan: EnginePlan) -> None:
+        """Raise ConfigError for a model without MLPs in its blocks."""
+        if not self._mlps(plan.model):
+            raise ConfigError(
+                f"{KEY}.enabled: no block of {type(plan.model).__name__} has a module whose class "
+                "ends in MLP; remove the section"
+            )
+
+    @staticmethod
+    def _mlps(model: nn.Module) -> list[nn.Module]:
+        """Return the MLPs in the blocks of ``model``."""
         blocks = [block for _, block in repeated_blocks(model)]
         mlps = dict.fromkeys(
             module
@@ -51,12 +58,12 @@ class TiledMlps(Stateless):
             for module in block.modules()
             if type(module).__name__.endswith("MLP")
         )
-        if not mlps:
-            raise ConfigError(
-                f"{KEY}.enabled: no block of {type(model).__name__} has a module whose class ends "
-                f"in MLP; remove the section"
-            )
-        for module in mlps:
+        return list(mlps)
+
+    def install(self, engine: Any) -> None:
+        """Override the MLPs' forwards."""
+        model, self._engine = engine.module, engine
+        for module in self._mlps(model):
             plain, before = module.forward, module.__dict__.get("forward")
             tiled = Override(self._tiled(module, plain), module, "forward")
             module.__dict__["forward"] = tiled

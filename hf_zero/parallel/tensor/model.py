@@ -106,7 +106,7 @@ def tensor_parallel(
             _check_forward(target)
     cuts = _placed(inner, plan, cuts_for(modules, planned, rank, size), rank, size)
     if verify:
-        _check_verifiable(model, record)
+        check_verifiable(model)
     # All checks have passed: a refused call leaves the job unchanged.
     whole = copied(inner) if verify and record is None else None
     groups = init_parallel(dims)  # also if cut already: another model may have reset the groups
@@ -126,8 +126,9 @@ def tensor_parallel(
     return model
 
 
-def _check_verifiable(model: nn.Module, record: TensorParallel | None) -> None:
+def check_verifiable(model: nn.Module) -> None:
     """Raise ConfigError for a model that cannot be compared with its uncut copy."""
+    record = model_record(model)
     if record is not None and not record.is_verified:
         raise ConfigError(
             f"{VERIFY} compares a model with what it was before it was cut, and this one is cut "

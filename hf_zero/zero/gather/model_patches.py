@@ -121,6 +121,10 @@ class Techniques(Protocol):
     weights in fewer bits. An interface, like :class:`Patches`.
     """
 
+    def check(self, plan: Any) -> None:
+        """Raise ConfigError for what the engine of ``plan``, an EnginePlan, does not support."""
+        ...
+
     def install(self, engine: Any) -> None:
         """Install everything on the model of ``engine``, after its own hooks. Step-dependent
         techniques read ``engine.global_steps`` and ``engine.micro_steps``, which a load restores.

@@ -194,6 +194,15 @@ class EnginePlan:
         return range(4 if self.dims.pipeline == 1 else 2)
 
     @property
+    def data_ranks(self) -> int:
+        """Number of ranks that read batches of their own: those of a tensor-parallel or
+        sequence-parallel group read the same, and a pipeline stage has that many.
+        """
+        tensor = max(self.dims.tensor, self.settings.tensor_parallel.size)
+        sequence = max(self.dims.tokens, self.settings.ranks_of_a_sequence)
+        return self.dims.in_a_stage // (tensor * sequence)
+
+    @property
     def persistence(self) -> int:
         """The most elements of a parameter that stays whole between steps at stage 3."""
         return persistence(self.settings.zero.param_persistence_threshold)

@@ -119,10 +119,9 @@ def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit
     """Build the units of ``plan`` on the device of ``mesh``, with rank 0's values on every rank
     (collective). ``placement`` allocates shards and optimizer state.
 
-    Raises RankMismatchError if ranks hold different models or one of them has no room on its disk,
-    and DiskSpaceError on that rank; the model is then unchanged.
+    Raises RankMismatchError if one of the ranks has no room on its disk, and DiskSpaceError on that
+    rank; the model is then unchanged.
     """
-    check_alike(plan, mesh)
     device, engine_flats = mesh.device, EngineFlats(mesh)
     flats_of: dict[int, list[FlatBuffer]] = {}
     for planned in plan.flats:
@@ -248,11 +247,13 @@ def check_statistics(plan: EnginePlan, device: torch.device) -> None:
         )
 
 
-def check_alike(plan: EnginePlan, mesh: Mesh) -> None:
-    """Raise RankMismatchError unless all ranks hold the same names, shapes, dtypes and groups, at
-    the same stage: else their messages would not fit.
+def check_alike(plan: EnginePlan) -> None:
+    """Raise RankMismatchError on all ranks of the job unless those of each pipeline stage hold the
+    same names, shapes, dtypes and groups, at the same ZeRO stage: else their messages would not
+    fit. Collective.
     """
-    if mesh.world == 1:
+    dims = plan.dims
+    if dims.world == 1:
         return
     mine = {"the engine": {"stage": str(plan.settings.stage)}} | {
         name: {
@@ -265,16 +266,17 @@ def check_alike(plan: EnginePlan, mesh: Mesh) -> None:
         for spec in plan.units
         for name, parameter in spec.parameters
     }
-    digests = mesh.all_gather_object(hashlib.sha256(str(mine).encode()).hexdigest())
-    if len(set(digests)) > 1:
-        each = mesh.all_gather_object(mine)
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        first, second = mesh.ranks[0], mesh.ranks[other]
-        raise RankMismatchError(
-            f"ranks {first} and {second} hold different models: "
-            f"{_difference(each[0], each[other], first, second)}; build the same model with the "
-            "same configuration and optimizer groups on every rank"
-        )
+    world = get_world_group()
+    digests = world.all_gather_object(hashlib.sha256(str(mine).encode()).hexdigest(), "models")
+    for second, digest in enumerate(digests):
+        first = second - second % dims.in_a_stage
+        if digest != digests[first]:
+            each = world.all_gather_object(mine, "models")
+            raise RankMismatchError(
+                f"ranks {first} and {second} hold different models: "
+                f"{_difference(each[first], each[second], first, second)}; build the same model "
+                "with the same configuration and optimizer groups on every rank"
+            )
 
 
 def _difference(
