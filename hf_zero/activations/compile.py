@@ -48,6 +48,7 @@ from hf_zero.config import CompileSection
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.zero.gather.model_patches import Attached, Override
+from hf_zero.zero.layout.attributes import kept_in_attributes
 from hf_zero.zero.layout.tree import transformed
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.wrap import find_units
@@ -94,6 +95,13 @@ def check_compilation(section: CompileSection, model: nn.Module, fixed: bool) ->
         return
     if not fixed:
         refuse_backend(section.backend, section.mode, None)
+    kept = kept_in_attributes(model)
+    if kept is not None:
+        raise ConfigError(
+            f"compile.blocks with {kept}, a weight that its layer assigns in each forward (int8 of "
+            "bitsandbytes), which torch.compile cannot trace; remove compile.blocks, or load the "
+            "model with BitsAndBytesConfig(load_in_4bit=True) or torchao's Int8WeightOnlyConfig"
+        )
     backends = torch.compiler.list_backends(())
     if section.backend not in backends:
         raise ConfigError(

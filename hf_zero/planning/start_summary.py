@@ -66,7 +66,7 @@ def summary(report: PreflightReport) -> str:
         slots = [slot for flat in plan.trainable for slot in flat.spec.layout.slots]
         numel = sum(slot.numel for slot in slots if slot.name in coded)
         lines.append(f"moments of {numel:,} parameters in 8 bits, of {trained - numel:,} in fp32")
-    lines += _quantized(plan)
+    lines += _quantized(report)
     for row in report.verdict.rows:
         limit = f" ({row.limited_by})" if row.limited_by else ""
         lines.append(
@@ -77,8 +77,11 @@ def summary(report: PreflightReport) -> str:
     return "\n  ".join(lines)
 
 
-def _quantized(plan: EnginePlan) -> list[str]:
-    """Return a line on the frozen quantized weights: their bits, bytes and sharding."""
+def _quantized(report: PreflightReport) -> list[str]:
+    """Return a line on the frozen quantized weights: their bits, bytes and sharding, and whether
+    the device has room for all of them.
+    """
+    plan = report.plan
     flats = [flat for flat in plan.flats if flat.spec.raw and not flat.spec.trainable]
     held = [(flat, p) for flat in flats for p in flat.parameters.values()]
     weights = Counter[int]()
@@ -94,7 +97,14 @@ def _quantized(plan: EnginePlan) -> list[str]:
     kinds = ", ".join(f"{numel:,} in {bits} bits" for bits, numel in sorted(weights.items()))
     places = [(shards, "in shards"), (whole, "whole on each rank")]
     kept = " and ".join(f"{in_units(nbytes)} {where}" for nbytes, where in places if nbytes)
-    return [f"frozen quantized weights: {kinds}; with their scales {kept}"]
+    said = f"frozen quantized weights: {kinds}; with their scales {kept}"
+    more, row = shards - shards // plan.shards, report.verdict.rows[0]  # of the device
+    if more and row.needed + more <= 0.8 * row.free and not plan.settings.offload_param.on:
+        said += (
+            f"; stage 2 would keep them whole with {in_units(more)} more on each rank, and gather "
+            "none of them"
+        )
+    return [said]
 
 
 def _more_ranks() -> str:

@@ -431,6 +431,35 @@ def test_a_base_in_4_bits_is_counted_by_its_bytes_and_scales() -> None:
     assert found.at(3).optimizer == found.at(3).gradients == 0
 
 
+def test_a_base_in_8_bits_is_counted_by_its_rows() -> None:
+    """A byte for a weight and, as the library has them, 4 or 5 for each row."""
+    sizes = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "vocab_size": 1000,
+    }
+    layers, rows = 2 * (4 * 1024**2 + 3 * 4096 * 1024), 2 * (5 * 1024 + 2 * 4096)
+    plain = hf_zero.estimate(sizes, ranks=2, precision="bf16")
+    torchao = {"quant_method": "torchao"}
+    for values, row in (
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 4),
+        ({**torchao, "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}, 5),
+        ({**torchao, "quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}}, 4),
+    ):
+        found = hf_zero.estimate(
+            {**sizes, "quantization_config": values}, ranks=2, precision="bf16"
+        )
+        assert found.total_parameters == plain.total_parameters
+        assert found.trainable_parameters == 0
+        whole = layers + row * rows + 2 * (found.total_parameters - layers)
+        assert found.at(2).parameters == pytest.approx(whole, rel=1e-4)
+        assert found.at(3).parameters == pytest.approx(whole / 2, rel=0.02)
+
+
 def test_other_quantized_bases_are_said_not_to_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     warn = "hf_zero.integrations.transformers.meta_model._warn_once"

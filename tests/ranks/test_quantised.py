@@ -357,6 +357,8 @@ def test_the_start_says_what_is_kept_in_how_many_bits(stage, kept):
     wanted = kept.format(whole=in_units(sizes + rest), shards=in_units(sizes), rest=in_units(rest))
     assert f"frozen quantized weights: {bits:,} in 4 bits, {bytes_of:,} in 8 bits; " in said
     assert f"with their scales {wanted}" in said
+    more = f"stage 2 would keep them whole with {in_units(sizes // 2)} more on each rank"
+    assert (more in said) == (stage == 3)
 
 
 @on_each_rank(RANKS, build=build(width=128))

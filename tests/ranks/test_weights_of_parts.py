@@ -16,14 +16,14 @@ from torch import nn
 
 import hf_zero
 from hf_zero.distributed import process_group
-from hf_zero.errors import PartitionError
+from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.zero.layout.attributes import AttachedParameter, parts_of
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack
 from tests.helpers.packed import RowsOfBytes
-from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, stack
 from tests.ranks.test_quantised import adam, adapters, alike
 
 RANKS, STEPS = 2, 3
@@ -204,6 +204,36 @@ def test_an_initialize_that_fails_leaves_the_weights_as_they_were(rank: int, mod
     assert any(p is weight for p in optimizer.param_groups[0]["params"])
     start(model, optimizer, config_of(3))
     assert "weight" not in layer._parameters and layer.weight is weight
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "torchao float8"])
+def test_compiled_blocks_have_the_numbers_of_one_process(kind: str) -> None:
+    made = build(kind)
+    want, _ = by_hand(adam, [[(1.0, 0)]] * STEPS, RANKS, build=made)
+    section = {"blocks": True, "backend": "aot_eager"}
+    for stage in (0, 3):
+
+        def run(rank: int, model: Any, stage: int = stage) -> Any:
+            engine = start(model, adam(model), config_of(stage, compile=section))
+            run_steps(engine, rank, range(STEPS))
+            return full_weights(engine)
+
+        for weights in on_ranks(RANKS, run, build=made):
+            oracle.compare_tensors("weights", adapters(weights), adapters(want))
+
+
+def with_memory(weight: torch.Tensor) -> Any:
+    made = nn.Parameter(weight.detach(), requires_grad=False)
+    made.__class__ = type("Int8Params", (nn.Parameter,), {})
+    made.CB = made.data  # type: ignore[attr-defined]
+    return made
+
+
+def test_compiled_blocks_of_weights_that_layers_assign_are_refused() -> None:
+    model = stack()
+    model.head.weight = with_memory(model.head.weight)
+    with pytest.raises(ConfigError, match=r"compile\.blocks with head\.weight, a weight that its"):
+        start(model, None, config_of(2, compile={"blocks": True}))
 
 
 @on_each_rank(RANKS)

@@ -218,8 +218,8 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
             method = quantizer.quantization_config.quant_method
             log_rank0(
                 f"{type(model).__name__} is quantized by {getattr(method, 'value', method)}: each "
-                "rank loads the whole model; BitsAndBytesConfig(load_in_4bit=True) is read into "
-                "shards",
+                "rank loads the whole model; BitsAndBytesConfig(load_in_4bit=True) and torchao's "
+                "Int8WeightOnlyConfig are read into shards",
                 logging.WARNING,
             )
         if not lazily or not loads_in_shards:

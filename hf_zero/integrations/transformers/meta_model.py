@@ -87,23 +87,29 @@ def _as_quantized(model: Any, config: PreTrainedConfig, runs: bool) -> nn.Module
     values = values if isinstance(values, Mapping) else values.to_dict()
     if not values:
         return model
-    if runs or not values.get("load_in_4bit"):
+    by_rows = _rows_of(values)
+    counted = values.get("load_in_4bit") or by_rows is not None
+    if runs or not counted:
         method = values.get("quant_method", "an unknown method")
-        without = (
-            " in estimates of activations and simulations" if values.get("load_in_4bit") else ""
-        )
+        without = " in estimates of activations and simulations" if counted else ""
         _warn_once(
             f"the quantization_config ({method}) is not counted{without}: weights are counted as "
             "those of the model that is not quantized"
         )
         return model
-    skipped = HfQuantizer.get_modules_to_not_convert(
-        model, values.get("llm_int8_skip_modules"), model._keep_in_fp32_modules
-    )
+    left = values.get("llm_int8_skip_modules") or values.get("modules_to_not_convert")
+    skipped = HfQuantizer.get_modules_to_not_convert(model, left, model._keep_in_fp32_modules)
     nested = bool(values.get("bnb_4bit_use_double_quant"))
     for name, module in model.named_modules():
         if type(module) in (nn.Linear, Conv1D) and should_convert_module(name, skipped):
             shape = module.weight.shape
+            if by_rows is not None:
+                rows = shape[1] if type(module) is Conv1D else shape[0]
+                weight = module._parameters["weight"] = _frozen(shape, torch.int8)
+                weight.__dict__["_hf_zero_elements"] = weight.numel()
+                for part, dtype in by_rows.items():
+                    module._parameters[f"weight_{part}"] = _frozen((rows,), dtype)
+                continue
             blocks = -(-math.prod(shape) // BLOCK)
             weight = _frozen((-(-math.prod(shape) // 2), 1), torch.uint8)
             weight.quant_state = SimpleNamespace(shape=shape)  # type: ignore[attr-defined]
@@ -114,6 +120,19 @@ def _as_quantized(model: Any, config: PreTrainedConfig, runs: bool) -> nn.Module
                 again = _frozen((-(-blocks // NESTED_BLOCK),), torch.float32)
                 module._parameters["weight.nested_absmax"] = again
     return model.requires_grad_(False)
+
+
+def _rows_of(values: Mapping[str, Any]) -> dict[str, torch.dtype] | None:
+    """Return the tensors of one number a row beside the bytes of weights in 8 bits; None if
+    ``values``, a quantization_config, has them otherwise.
+    """
+    if values.get("load_in_8bit"):
+        return {"SCB": torch.float32}
+    kind = values.get("quant_type")
+    name = kind.get("default", {}).get("_type") if isinstance(kind, Mapping) else None
+    if name == "Int8WeightOnlyConfig":
+        return {"scale": torch.float32, "zero_point": torch.int8}
+    return {"scale": torch.float32} if name == "Float8WeightOnlyConfig" else None
 
 
 def _frozen(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

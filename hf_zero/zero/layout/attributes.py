@@ -165,9 +165,26 @@ def _beside(module: nn.Module, weight: torch.Tensor) -> Iterator[Attribute]:
     """
     for name, value in module.__dict__.items():
         held = {} if isinstance(value, (torch.Tensor, nn.Module, type)) else _attributes(value)
-        tensors = [each for each in held.values() if isinstance(each, torch.Tensor)]
-        if any(each is weight or _has_the_memory_of(weight, each) for each in tensors):
+        if _refers(held, weight):
             yield from _search(held, f"{name}.", {id(weight)})
+
+
+def kept_in_attributes(model: nn.Module) -> str | None:
+    """Return the name of a weight of ``model`` whose memory is also among its attributes, or in an
+    object of its module; None if there is none.
+    """
+    for prefix, module in model.named_modules():
+        for name, weight in _weights(module):
+            beside = next(_beside(module, weight), None)
+            if beside is not None or _refers(_attributes(weight), weight):
+                return f"{prefix}.{name}".lstrip(".")
+    return None
+
+
+def _refers(held: dict[str, Any], weight: torch.Tensor) -> bool:
+    """Whether one of the attributes ``held`` is ``weight`` or its memory."""
+    tensors = [each for each in held.values() if isinstance(each, torch.Tensor)]
+    return any(each is weight or _has_the_memory_of(weight, each) for each in tensors)
 
 
 def _has_the_memory_of(weight: torch.Tensor, tensor: torch.Tensor) -> bool:
