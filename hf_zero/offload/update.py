@@ -96,17 +96,20 @@ class Updater:
         if self._gathers is None and self._uses:
             self.units = self._uses + [unit for unit in self.units if unit not in self._uses]
         self._uses = []
-        order = [
-            unit
-            for unit in self.units
-            if not all(flat.gradient.all_unused for flat in unit.offloaded)
-        ]
+        order: list[Unit] = []
+        unused: list[Unit] = []
+        for unit in self.units:
+            rests = all(flat.gradient.all_unused for flat in unit.offloaded)
+            (unused if rests else order).append(unit)
         if self.early is update:
             started, self.early, self.updated_early = self.updated_early, None, []
             self._submit(update, [unit for unit in order if unit not in started])
         else:
             self.finish()
             self._submit(update, order)
+        for unit in unused:  # other parameters of their groups make one more step than theirs
+            for flat in unit.offloaded:
+                update.announce(flat.optimizer_shard)
         if self._gathers is not None:
             self._gathers.complete()
 

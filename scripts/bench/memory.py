@@ -1,12 +1,13 @@
 """Memory of a training step beside FSDP2 on CPU ranks: what a rank keeps between steps, and its
 peak within one.
 
-    python scripts/bench/memory.py --ranks 2,4 --rounds 3 [--against CHECKOUT]
+    python scripts/bench/memory.py --ranks 2,4 --rounds 3 [--layers 10] [--against CHECKOUT]
         [--out scripts/bench/results]
 
 Contenders (`hf-zero 1`, `2`, `3`, `fsdp2`; with CHECKOUT also `before 1`, ..., the same of hf-zero
 there, with its native core built) run one after the other in every round, each in fresh processes.
-The work is a Llama of 50M parameters in bf16 with AdamW in fp32, 2 x 64 tokens a rank. ``kept`` is
+The work is a Llama, of 50M parameters with ten layers, in bf16 with AdamW in fp32, 2 x 64 tokens a
+rank. ``kept`` is
 RssAnon + RssFile after the last step, freed memory returned to the system, and ``peak`` the highest
 value within the last steps, both over what the process had before it made the model: torch, gloo
 and the libraries. ``seconds`` is the median step, ``cpu`` the user and system time of a step, which
@@ -29,14 +30,13 @@ from typing import Any
 
 from offload import BEFORE, SMALL, Peak, environment, resident, rows_of_ranks
 
-SHAPE = {**SMALL, "num_hidden_layers": 10}
 SAMPLES, LENGTH = 2, 64
 WARM, LIMIT = 3, 600  # steps before the measured ones; seconds of a contender
 OURS = ("hf-zero 1", "hf-zero 2", "hf-zero 3")
 PEER = "fsdp2"
 
 
-def contender(name: str) -> Any:
+def contender(name: str, layers: int) -> Any:
     """Return a function that does one training step on token ids."""
     import torch
     import transformers
@@ -44,7 +44,11 @@ def contender(name: str) -> Any:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            **SHAPE, tie_word_embeddings=False, use_cache=False, bos_token_id=0, eos_token_id=1
+            **{**SMALL, "num_hidden_layers": layers},
+            tie_word_embeddings=False,
+            use_cache=False,
+            bos_token_id=0,
+            eos_token_id=1,
         )
     ).train()
     if name != PEER:
@@ -84,7 +88,7 @@ def contender(name: str) -> Any:
     return plain_step
 
 
-def work(name: str, steps: int) -> None:
+def work(name: str, steps: int, layers: int) -> None:
     """A rank: trains, and prints what it took."""
     import torch
     import torch.distributed.fsdp
@@ -96,9 +100,9 @@ def work(name: str, steps: int) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(100 + int(os.environ["RANK"]))
-    batches = torch.randint(5, SHAPE["vocab_size"], (4, SAMPLES, LENGTH))
+    batches = torch.randint(5, SMALL["vocab_size"], (4, SAMPLES, LENGTH))
     before = resident()
-    step = contender(name)
+    step = contender(name, layers)
     for number in range(WARM):
         step(batches[number % 4])
     times, used = [], time.process_time()
@@ -127,7 +131,8 @@ def run(name: str, ranks: int, options: argparse.Namespace) -> list[dict[str, An
     if name.startswith(BEFORE):
         env.update(PYTHONPATH=options.against)
         name = "hf-zero " + name.removeprefix(BEFORE)
-    command = [sys.executable, __file__, "--work", name, "--steps", str(options.steps)]
+    command = [sys.executable, __file__, "--work", name]
+    command += ["--steps", str(options.steps), "--layers", str(options.layers)]
     rows = rows_of_ranks(command, ranks, env, LIMIT)
     if "error" in rows[0]:
         raise SystemExit(f"a rank of {name} failed: {rows[0]['error']}")
@@ -140,6 +145,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--ranks", default="2")
     parser.add_argument("--only", default=",".join((*OURS, PEER)))
     parser.add_argument("--against", metavar="CHECKOUT", type=os.path.abspath)
@@ -147,7 +153,7 @@ def main() -> None:
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        return work(options.work, options.steps)
+        return work(options.work, options.steps, options.layers)
 
     names = options.only.split(",")
     if options.against:
@@ -159,6 +165,7 @@ def main() -> None:
                 name = names[(place + number) % len(names)]
                 for rank, row in enumerate(run(name, ranks, options)):
                     facts = {"contender": name, "ranks": ranks, "round": number, "rank": rank}
+                    facts["layers"] = options.layers
                     rows.append({**facts, **row, "load": os.getloadavg()[0]})
     columns = ("kept_mb", "peak_mb", "seconds", "cpu")
     print(f"{'contender':12}{'ranks':>6}" + "".join(f"{column:>10}" for column in columns))

@@ -234,6 +234,49 @@ def test_step_counts_that_differ_are_saved_and_loaded(kind, stages, ranks, ways,
     oracle.compare_tensors("weights", got, want.weights, floor=oracle.ADAM_ROUNDING)
 
 
+class Skipping(nn.Module):
+    """Blocks, each a unit, of which a call leaves out one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, skipped: int | None) -> torch.Tensor:
+        for place, block in enumerate(self.blocks):
+            x = x if place == skipped else block(x)
+        return x.square().mean()
+
+
+@in_turn("ways", [("optimizer on cpu", DEVICE), ("half on cpu", "optimizer in files")])
+@in_turn("skipped", [(0, None), (None, 1, 1, None)])
+def test_a_whole_unit_that_steps_leave_out_is_saved_with_its_steps(ways, skipped, tmp_path):
+    plain, folder = seeded(Skipping), str(tmp_path / "saved")
+    optimizer = torch.optim.AdamW(plain.parameters(), 1e-2)
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    for place in skipped:
+        plain(x, place).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run(rank, model, part):
+        config = config_of(2, zero_optimization=offload(ways[part], 2, tmp_path))
+        engine = start(model, torch.optim.AdamW(model.parameters(), 1e-2), config)
+        if part:
+            engine.load_checkpoint(folder)
+        for place in skipped[-1:] if part else skipped[:-1]:
+            engine.backward(engine(x, place))
+            engine.step()
+        if not part:
+            engine.save_checkpoint(folder)
+        weights = {name: each.clone() for name, each in engine.state_dict().items()}
+        engine.destroy()
+        return weights
+
+    for part in range(2):
+        (weights, _) = on_ranks(2, run, part, build=lambda: seeded(Skipping))
+    oracle.compare_tensors("weights", weights, plain.state_dict(), floor=oracle.ADAM_ROUNDING)
+
+
 # ---- state dicts kept in memory ----
 
 RANKS = 2
