@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 
-from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.optim.adafactor import Adafactor, TorchAdafactor
 from hf_zero.optim.adam_lion import Adam, Lion
+from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.foreign_eight_bit import FOREIGN_8_BIT, NEAREST, is_of_8_bit_library
 from hf_zero.optim.muon import Muon
@@ -160,6 +162,43 @@ def check(optimizer: Any, allowed: Iterable[str] = (), untested: bool = False) -
         "update depends on that element alone, say so in the configuration: "
         f'"elementwise_optimizers": ["{cls.__name__}"].'
     )
+
+
+def check_bf16(
+    optimizer: torch.optim.Optimizer, settings: ZeroConfig, in_8_bits: bool, few_bits: bool
+) -> None:
+    """Raise if ``settings`` ask for state in bf16 that the update of ``optimizer`` cannot have.
+
+    Args:
+        in_8_bits: some of its moments are in 8 bits.
+        few_bits: steps send momenta or changes in few bits.
+
+    Raises:
+        UnsupportedOptimizerError: it needs whole tensors, or keeps moments in 8 bits.
+        ConfigError: its steps send few bits.
+    """
+    if Bf16State.of(settings, optimizer) is None:
+        return
+    kind, masters = type(optimizer), "bf16.bf16_master_weights_and_grads"
+    states = "bf16.bf16_optimizer_states"
+    if in_8_bits and settings.bf16.bf16_optimizer_states:
+        raise UnsupportedOptimizerError(
+            f"{kind.__name__} keeps moments in 8 bits, and {states} asks for bf16; remove that "
+            f"key, which {masters} does not need, or use AdamW with it"
+        )
+    base = update_base(adopted_class(kind) or kind)
+    if base is not None and issubclass(base, WholeTensorOptimizer):
+        raise UnsupportedOptimizerError(
+            f"{kind.__name__} needs whole tensors in fp32, which {masters} and {states} do not "
+            "keep; remove these keys, or use an optimizer that updates each element independently "
+            "(AdamW, Lion, SGD)"
+        )
+    if few_bits:
+        raise ConfigError(
+            f"{masters} and {states} do not go with steps that send changes in few bits "
+            "(compressed_communication.bits, one-bit optimizers), which need fp32; remove one of "
+            "them"
+        )
 
 
 # keyed by module and name: transformers may not be installed

@@ -16,12 +16,12 @@ from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
 from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.errors import ConfigError, PartitionError, UnsupportedOptimizerError
+from hf_zero.errors import PartitionError, UnsupportedOptimizerError
 from hf_zero.offload.placement import Placement
 from hf_zero.ops import native
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.bound_optimizer import BoundOptimizer
-from hf_zero.optim.elementwise import adopted_class, check, update_base
+from hf_zero.optim.elementwise import check, check_bf16
 from hf_zero.optim.offloaded_state import refuse_offload
 from hf_zero.optim.state import collect
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
@@ -298,39 +298,15 @@ def check_optimizer(plan: EnginePlan) -> None:
             f"zero_optimization.offload_optimizer.moments is "
             f"{settings.offload_optimizer.moments!r}; remove that key, or use AdamW with it"
         )
-    if Bf16State.of(settings, optimizer) is not None:
-        _refuse_bf16(plan)
+    codecs = plan.extensions.codecs
+    few_bits = codecs.momentum is not None or codecs.updates is not None
+    check_bf16(optimizer, settings, bool(plan.names_in_8_bits), few_bits)
     _refuse_unknown_params(optimizer, {id(p) for p in parameters.values()})
     if any(flat.sub_groups is not None for flat in plan.trainable):
         refuse_offload(optimizer)
     # state that cannot be carried over
     slots = {name: Slot(name, tuple(parameters[name].shape), 0) for name in plan.group_of}
     collect(optimizer, parameters, slots, plan.group_of)
-
-
-def _refuse_bf16(plan: EnginePlan) -> None:
-    """Raise if the update of ``plan`` cannot run on state that is kept in bf16."""
-    kind, key = type(plan.optimizer), "bf16.bf16_master_weights_and_grads"
-    states = "bf16.bf16_optimizer_states"
-    if plan.names_in_8_bits and plan.settings.bf16.bf16_optimizer_states:
-        raise UnsupportedOptimizerError(
-            f"{kind.__name__} keeps moments in 8 bits, and {states} asks for bf16; remove that "
-            f"key, which {key} does not need, or use AdamW with it"
-        )
-    base = update_base(adopted_class(kind) or kind)
-    if base is not None and issubclass(base, WholeTensorOptimizer):
-        raise UnsupportedOptimizerError(
-            f"{kind.__name__} needs whole tensors in fp32, which {key} and {states} do not keep; "
-            "remove these keys, or use an optimizer that updates each element independently "
-            "(AdamW, Lion, SGD)"
-        )
-    codecs = plan.extensions.codecs
-    if codecs.momentum is not None or codecs.updates is not None:
-        raise ConfigError(
-            f"{key} and {states} do not go with steps that send changes in few bits "
-            "(compressed_communication.bits, one-bit optimizers), which need fp32; remove one of "
-            "them"
-        )
 
 
 def _refuse_unknown_params(optimizer: torch.optim.Optimizer, known: set[int]) -> None:

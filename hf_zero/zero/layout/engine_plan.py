@@ -261,8 +261,7 @@ class EnginePlan:
             numbers = fresh_state(self.optimizer, in_numbers(settings), like)
             # on the device, 8-bit moments are counted by optimizer_bytes
             blocks = settings.get("moments") in ("int8", "dynamic8")
-            there = fresh_state(self.optimizer, settings, like)
-            there = numbers if blocks else there
+            there = numbers if blocks else fresh_state(self.optimizer, settings, like)
             if bf16 := Bf16State.of(self.settings, self.optimizer):
                 numbers, there = (bf16.fresh(state, dtype) for state in (numbers, there))
             kinds = {torch.float64: "fp32", torch.bfloat16: "bf16"}
