@@ -52,16 +52,16 @@ class ErrorCodec:
     @torch.no_grad()
     def encode(self, values: Tensor, rows: int = 1, there: Tensor | None = None) -> Tensor:
         """Encode, see :class:`~hf_zero.distributed.collectives.Codec`. Uses 8 bytes an element."""
-        wanted = values.to(torch.float32, copy=True)
+        corrected = values.to(torch.float32, copy=True)
         if self._error is not None:
-            self._blocks.dequantise(self._error, wanted, add=True)
-        messages = self._codec.encode(wanted, rows)
-        said = torch.empty_like(wanted)
-        self._codec.decode(messages, said)
+            self._blocks.dequantise(self._error, corrected, add=True)
+        messages = self._codec.encode(corrected, rows)
+        decoded = torch.empty_like(corrected)
+        self._codec.decode(messages, decoded)
         # e is wanted - values
-        wanted.sub_(said, alpha=1 - self._beta).sub_(values, alpha=self._beta)
-        self._numel = wanted.numel() // rows
-        self._error = self._blocks.quantise(wanted, rows)
+        corrected.sub_(decoded, alpha=1 - self._beta).sub_(values, alpha=self._beta)
+        self._numel = corrected.numel() // rows
+        self._error = self._blocks.quantise(corrected, rows)
         return messages
 
     def decode(self, messages: Tensor, full: Tensor) -> None:

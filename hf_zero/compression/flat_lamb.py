@@ -44,8 +44,8 @@ class FlatLamb(FlatMomentum):
 
     def freeze(self) -> None:
         self.state(FRESH).copy_(self.state(VARIANCE))
-        for kept in self._bound.factors.held().values():
-            kept.pop(FACTOR, None)
+        for factors in self._bound.factors.held().values():
+            factors.pop(FACTOR, None)
 
     def _denominators_of(self, group: Mapping[str, Any], variance: Tensor, step: int) -> Tensor:
         """Return sqrt(v) + eps, or sqrt(v + eps), uncorrected: LAMB corrects its step size."""
@@ -68,14 +68,14 @@ class FlatLamb(FlatMomentum):
 
     def held_scales(self) -> Tensor:
         """Return c and f of the tensors with a part on this rank, else zeros: [2, tensors]."""
-        held = self._bound.factors.held()
-        found = torch.zeros(self._scales.shape, dtype=torch.float32)
+        factors = self._bound.factors.held()
+        scales = torch.zeros(self._scales.shape, dtype=torch.float32)
         for index, slot in enumerate(self._slots):
-            kept = held.get(slot.name, {})
-            if RATIO in kept:
-                found[0, index] = float(kept[RATIO])
-                found[1, index] = float(kept.get(FACTOR, torch.ones(1)))
-        return found
+            numbers = factors.get(slot.name, {})
+            if RATIO in numbers:
+                scales[0, index] = float(numbers[RATIO])
+                scales[1, index] = float(numbers.get(FACTOR, torch.ones(1)))
+        return scales
 
     def set_scales(self, scales: Tensor) -> None:
         """Set c and f to ``scales``, the maximum over ranks, or 1 if a tensor has none."""
@@ -83,24 +83,24 @@ class FlatLamb(FlatMomentum):
 
     def store_scales(self) -> None:
         """Write f of each tensor into the optimizer's state, before a save."""
-        held, factors = self._bound.factors.held(), self._scales[1].cpu()
+        stored, factors = self._bound.factors.held(), self._scales[1].cpu()
         for index, slot in enumerate(self._slots):
-            if slot.name in held:
-                held[slot.name][FACTOR] = factors[index : index + 1].clone()
+            if slot.name in stored:
+                stored[slot.name][FACTOR] = factors[index : index + 1].clone()
 
     # ---- a step ----
 
-    def largest(self, made: int) -> Tensor:
+    def largest(self, step: int) -> Tensor:
         # for uncorrected denominators, whether or not the step size is corrected
         group = self._bound.groups[0]
-        return super().largest(made) / grown(group, 1, int(group[FROZEN_AT])) ** 0.5
+        return super().largest(step) / grown(group, 1, int(group[FROZEN_AT])) ** 0.5
 
     def combine(self, came: Tensor, beta: float) -> Tensor:
         before = self.state(AVERAGE).clone()
         sent = super().combine(came, beta)
         after, fresh = self.state(AVERAGE), self.state(FRESH)
-        said = self._own_blocks.values(sent)
-        gradient = (after - before).mul_(beta).div_(1.0 - beta).add_(said)
+        decoded = self._own_blocks.values(sent)
+        gradient = (after - before).mul_(beta).div_(1.0 - beta).add_(decoded)
         for slot in self._slots:
             start, stop = self._own(slot.name)
             decay = float(self._group_of(slot.name)["betas"][1])
@@ -115,8 +115,8 @@ class FlatLamb(FlatMomentum):
         assert self.momentum is not None and self.weights is not None
         assert self.exponents is not None
         first, stop_of = self.flat.owned
-        own = self.momentum[self.flat.axis.rank : self.flat.axis.rank + 1]
-        update = self._own_blocks.values(own)
+        own_row = self.momentum[self.flat.axis.rank : self.flat.axis.rank + 1]
+        update = self._own_blocks.values(own_row)
         update *= powers(self.exponents[first:stop_of])
         sums = torch.zeros(2, len(self._slots), dtype=torch.float64, device=update.device)
         largest = torch.zeros(len(self._slots), dtype=torch.float32, device=update.device)
@@ -131,7 +131,7 @@ class FlatLamb(FlatMomentum):
             part = part + float(group["weight_decay"]) * self.weights[first + start : first + stop]
             sums[1, index] = squares_of(part)
             frozen, now = (
-                self._denominators_of(group, each[start:stop], 0) for each in (variance, fresh)
+                self._denominators_of(group, d[start:stop], 0) for d in (variance, fresh)
             )
             largest[index] = frozen.div_(now.clamp_(min=self._least[slot.name])).max()
         return sums, largest
@@ -139,15 +139,15 @@ class FlatLamb(FlatMomentum):
     def learn(self, sums: Tensor, largest: Tensor) -> None:
         """Update the scales f for this step, from values reduced over all ranks."""
         groups = [self._group_of(slot.name) for slot in self._slots]
-        given = [[float(group[name]) for group in groups] for name in FACTOR_SETTINGS]
-        settings = upload(torch.tensor(given, dtype=torch.float32), largest.device)
+        rows = [[float(group[name]) for group in groups] for name in FACTOR_SETTINGS]
+        settings = upload(torch.tensor(rows, dtype=torch.float32), largest.device)
         without, whole = sums.sqrt().float()
         self._scales[1] = next_factor(settings, largest, without, whole, self._scales[1])
 
-    def settings(self, index: int, made: int, frozen: int) -> tuple[float, float]:
+    def settings(self, index: int, step: int, frozen: int) -> tuple[float, float]:
         """Return the weight decay of a tensor, and its step size without c and f."""
         group = self._group_of(self._slots[index].name)
-        return float(group["weight_decay"]), step_size(group, made, frozen)
+        return float(group["weight_decay"]), step_size(group, step, frozen)
 
     def rates(self, settings: Callable[[int], tuple[float, float]]) -> Tensor:
         decay, size = super().rates(settings)

@@ -76,12 +76,12 @@ class FlatMomentum:
 
     def state(self, name: str) -> Tensor:
         """Return the state ``name`` of this rank's chunk: [owned], a view of the optimizer's."""
-        held, shard = self._state.get(name), self.flat.optimizer_shard
-        if held is None or held.data_ptr() != self._bound.address(shard, name):
+        array, shard = self._state.get(name), self.flat.optimizer_shard
+        if array is None or array.data_ptr() != self._bound.address(shard, name):
             self._state = self._bound.tensors(shard)
-            held = self._state.get(name)
-        assert held is not None
-        return held
+            array = self._state.get(name)
+        assert array is not None
+        return array
 
     @property
     def has_copy(self) -> bool:
@@ -116,22 +116,22 @@ class FlatMomentum:
         of v, less ``lags``, by name the steps in which no rank has used the parameter.
         """
         variance = self.state(VARIANCE)
-        found = torch.zeros_like(variance)
+        result = torch.zeros_like(variance)
         for name, start, stop in self._owned():
-            group, made = self._group_of(name), step - lags.get(name, 0)
-            found[start:stop] = self._denominators_of(group, variance[start:stop], made)
-        return found
+            group, count = self._group_of(name), step - lags.get(name, 0)
+            result[start:stop] = self._denominators_of(group, variance[start:stop], count)
+        return result
 
     def sums(self, denominators: Tensor) -> Tensor:
         """Return, over this rank's elements of each tensor with a variance, the sum of squares of
         ``denominators`` and their number, [2, tensors], fp64.
         """
-        variance, found = self.state(VARIANCE), list[Tensor]()
+        variance, terms = self.state(VARIANCE), list[Tensor]()
         for _, start, stop in self._owned():
             varies = variance[start:stop] > 0
-            found.append(squares_of(denominators[start:stop] * varies))
-            found.append(varies.count_nonzero().double())
-        return torch.stack([each.to(denominators.device) for each in found]).view(-1, 2).T
+            terms.append(squares_of(denominators[start:stop] * varies))
+            terms.append(varies.count_nonzero().double())
+        return torch.stack([total.to(denominators.device) for total in terms]).view(-1, 2).T
 
     def raise_variance(
         self,
@@ -148,11 +148,11 @@ class FlatMomentum:
         variance = self.state(VARIANCE)
         for (name, start, stop), (total, count) in zip(self._owned(), sums.T):
             mean = torch.where(count > 0, (total / count.clamp(min=1.0)).sqrt(), usual)
-            own, held = denominators[start:stop], variance[start:stop]
-            least = torch.where(held > 0, mean * FLOOR, mean).to(own.dtype)
+            local, stored = denominators[start:stop], variance[start:stop]
+            least = torch.where(stored > 0, mean * FLOOR, mean).to(local.dtype)
             group = self._group_of(name)
             raised = self._variance_of(group, least, step - lags.get(name, 0))
-            held.copy_(torch.where(least > own, raised, held))
+            stored.copy_(torch.where(least > local, raised, stored))
 
     def _correction(self, group: Mapping[str, Any], step: int) -> float:
         """Return the bias correction (a divisor) of a variance of ``step`` steps."""
@@ -169,11 +169,11 @@ class FlatMomentum:
         """Rescale the variance from step ``before`` to step ``now``: the bias correction that the
         optimizer's own step divides by has changed.
         """
-        for held in map(self.state, self.VARIANCES):
+        for variance in map(self.state, self.VARIANCES):
             for name, start, stop in self._owned():
                 group, lag = self._group_of(name), lags.get(name, 0)
                 ratio = self._correction(group, now - lag) / self._correction(group, before - lag)
-                held[start:stop].mul_(ratio)
+                variance[start:stop].mul_(ratio)
 
     def begin(self, denominators: Tensor, renews: bool = True) -> list[tuple[Tensor, Tensor]]:
         """Return the (whole, own) pairs to gather before steps in one bit; without ``renews`` the
@@ -184,7 +184,7 @@ class FlatMomentum:
         assert master is not None
         self._largest = None
         # the clamp is for padding, which has no denominators
-        found = exponents_of(denominators.clamp(min=1e-30).reciprocal())
+        exponents = exponents_of(denominators.clamp(min=1e-30).reciprocal())
         device = flat.full.device
         if self.error is None:
             self.error = torch.zeros(layout.padded, dtype=torch.float32, device=device)
@@ -196,7 +196,7 @@ class FlatMomentum:
                 if not self.has_copy
                 else torch.empty(layout.padded, dtype=torch.float32, device=device)
             )
-        pairs = [(self.exponents, found.to(torch.int8))]
+        pairs = [(self.exponents, exponents.to(torch.int8))]
         if self.weights is not flat.full:
             pairs.append((self.weights, master))
         return [*pairs, self.renew()] if renews or self.momentum is None else pairs
@@ -208,10 +208,10 @@ class FlatMomentum:
             self.momentum = self.blocks.empty(device)
         nothing = self._own_blocks.empty(device)
         zero = torch.zeros((), dtype=torch.float32, device=device)
-        own = self._own_blocks.compress(
+        message = self._own_blocks.compress(
             average.clone(), torch.zeros_like(average), nothing, 0.0, zero
         )
-        return self.momentum.view(-1), own.view(-1)
+        return self.momentum.view(-1), message.view(-1)
 
     # ---- a step ----
 
@@ -226,13 +226,13 @@ class FlatMomentum:
         """Return the message of this rank's chunk of the momentum from all ranks' messages."""
         assert self.momentum is not None
         rank = self.flat.axis.rank
-        own = self.momentum[rank : rank + 1]
-        return self._own_blocks.combine(came, self.state(AVERAGE), own, beta)
+        own_row = self.momentum[rank : rank + 1]
+        return self._own_blocks.combine(came, self.state(AVERAGE), own_row, beta)
 
     def apply(
-        self, made: int, settings: Callable[[int], tuple[float, float]], limit: float = LIMIT
+        self, number: int, settings: Callable[[int], tuple[float, float]], limit: float = LIMIT
     ) -> None:
-        """Update the weights by the received momentum in step number ``made``. ``settings`` of a
+        """Update the weights by the received momentum in step ``number``. ``settings`` of a
         group: the factor that weights are multiplied by, and the step size; ``limit``: see the
         note.
         """
@@ -243,15 +243,15 @@ class FlatMomentum:
             self._run_of = upload(numbers, self.weights.device)
         of_runs = self.rates(settings).float().index_select(1, self._run_of)
         keep, step = of_runs.view(2, *self.blocks.shape).unbind()
-        self.blocks.apply(self.weights, self._bounded(made, limit), self.exponents, keep, step)
+        self.blocks.apply(self.weights, self._bounded(number, limit), self.exponents, keep, step)
 
     def rates(self, settings: Callable[[int], tuple[float, float]]) -> Tensor:
         """Return ``settings`` of each run: fp64 [2, runs]."""
         numbers = list(zip(*(settings(index) for index, *_ in self.runs)))
         return upload(torch.tensor(numbers, dtype=torch.float64), self.flat.full.device)
 
-    def largest(self, made: int) -> Tensor:
-        """Return the scale of a block's momentum whose update in step number ``made`` is LIMIT:
+    def largest(self, step: int) -> Tensor:
+        """Return the scale of a block's momentum whose update in step number ``step`` is LIMIT:
         fp32 [ranks, blocks].
         """
         assert self.exponents is not None
@@ -260,29 +260,29 @@ class FlatMomentum:
             self._largest = squares.rsqrt_().mul_(LIMIT).float()
             self.outgrown = torch.zeros((), dtype=torch.bool, device=self.exponents.device)
         # all groups have the same betas
-        return self._largest * grown(self._bound.groups[0], 0, made)
+        return self._largest * grown(self._bound.groups[0], 0, step)
 
-    def _bounded(self, made: int, limit: float) -> Tensor:
-        """Return the momentum of step number ``made``, with scales bounded by ``limit``."""
+    def _bounded(self, step: int, limit: float) -> Tensor:
+        """Return the momentum of step number ``step``, with scales bounded by ``limit``."""
         assert self.momentum is not None
-        largest, held = self.largest(made), self.momentum.clone()
+        largest, bounded = self.largest(step), self.momentum.clone()
         assert self.outgrown is not None
-        scales = self.blocks.scales(held)
+        scales = self.blocks.scales(bounded)
         self.outgrown.logical_or_((scales > largest).any())
         torch.minimum(scales, largest * (limit / LIMIT), out=scales)
-        return held
+        return bounded
 
     def values(self) -> Tensor:
         """Return the momentum as decoded on all ranks: fp32 [padded]."""
         assert self.momentum is not None
         return self.blocks.values(self.momentum)
 
-    def settings(self, index: int, made: int, frozen: int) -> tuple[float, float]:
+    def settings(self, index: int, step: int, frozen: int) -> tuple[float, float]:
         """Return the factor of group ``index``'s weights (decay), and the step size."""
         group = self._bound.groups[index]
         lr = float(group["lr"])
         keep = 1.0 - lr * float(group["weight_decay"])
-        return keep, lr / (grown(group, 0, made) if corrects(group) else 1.0)
+        return keep, lr / (grown(group, 0, step) if corrects(group) else 1.0)
 
     def publish(self) -> None:
         """Copy the weights into the whole parameters, the shard and the master weights."""
@@ -297,11 +297,11 @@ class FlatMomentum:
         """Snapshot weights, error and average of the parameters ``names``; return a function that
         restores them after a step, which must not change unused parameters.
         """
-        kept = [(place, place.clone()) for name in names for place in self._kept(name)]
+        copies = [(tensor, tensor.clone()) for name in names for tensor in self._kept(name)]
 
         def restore() -> None:
-            for place, before in kept:
-                place.copy_(before)
+            for tensor, before in copies:
+                tensor.copy_(before)
 
         return restore
 
@@ -309,7 +309,7 @@ class FlatMomentum:
         """Return views of everything that a step changes of parameter ``name``."""
         slot, (start, stop) = self.flat.layout.by_name[name], self._own(name)
         assert self.weights is not None and self.error is not None
-        whole = [each[slot.offset : slot.end] for each in (self.weights, self.error)]
+        whole = [tensor[slot.offset : slot.end] for tensor in (self.weights, self.error)]
         return [*whole, self.state(AVERAGE)[start:stop]]
 
     def forget(self) -> None:
@@ -327,9 +327,9 @@ class FlatMomentum:
 
     def nbytes(self) -> int:
         """Return the bytes that this rank keeps besides the optimizer's state."""
-        own = (self.error, self.momentum, self.exponents)
+        local = (self.error, self.momentum, self.exponents)
         whole = None if self.weights is self.flat.full else self.weights
-        return sum(tensor.nbytes for tensor in (*own, whole) if tensor is not None)
+        return sum(tensor.nbytes for tensor in (*local, whole) if tensor is not None)
 
     def _owned(self) -> list[tuple[str, int, int]]:
         """Return each parameter with the range of its part in this rank's chunk."""

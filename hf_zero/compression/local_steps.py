@@ -64,8 +64,8 @@ class LocalMomentum:
         """Whether there are local steps that have not been synchronised."""
         return bool(self._sums) and self._loads == self._bound.numbers.loads
 
-    def add(self, gradient: Tensor | None, beta: float, factor: Tensor, made: int) -> None:
-        """Make step number ``made`` by ``factor`` times ``gradient`` [padded]; None: zeros."""
+    def add(self, gradient: Tensor | None, beta: float, factor: Tensor, step: int) -> None:
+        """Make step number ``step`` by ``factor`` times ``gradient`` [padded]; None: zeros."""
         flat, momentum = self.momentum.flat, self.momentum
         if not self.pending:
             self.forget()
@@ -77,22 +77,22 @@ class LocalMomentum:
         if gradient is not None:
             self._own.add_(gradient.float() * factor)
         self.used |= flat.gradient.used
-        settings = {index: momentum.settings(index, made, made) for index, *_ in momentum.runs}
-        counted = self._bounded(made)
+        settings = {index: momentum.settings(index, step, step) for index, *_ in momentum.runs}
+        counted = self._bounded(step)
         for index, start, stop in momentum.runs:
             keep, size = settings[index]
             self._moved[start:stop].mul_(keep).add_(counted[start:stop], alpha=size)
         for index, (keep, size) in settings.items():
-            kept, moved = self._sums.get(index, (1.0, 0.0))
-            self._sums[index] = keep * kept, keep * moved + size
+            factor_so_far, moved = self._sums.get(index, (1.0, 0.0))
+            self._sums[index] = keep * factor_so_far, keep * moved + size
 
-    def _bounded(self, made: int) -> Tensor:
+    def _bounded(self, step: int) -> Tensor:
         """Return m_i with its blocks bounded by LIMIT, as added to u_i: [padded]."""
         assert self._own is not None
-        own, blocks = self._own, self.momentum.blocks
-        means = blocks.means(lambda start, stop: own[start:stop].abs())
-        factors = (self.momentum.largest(made) / means.clamp_(min=1e-38)).clamp_(max=1.0)
-        return own * blocks.spread(factors)
+        momentum_sum, blocks = self._own, self.momentum.blocks
+        means = blocks.means(lambda start, stop: momentum_sum[start:stop].abs())
+        factors = (self.momentum.largest(step) / means.clamp_(min=1e-38)).clamp_(max=1.0)
+        return momentum_sum * blocks.spread(factors)
 
     def mean(self) -> Tensor:
         """Return u_i / L, [padded], in the memory of u_i."""
@@ -124,15 +124,15 @@ class LocalMomentum:
             slot, index = momentum.flat.layout.by_name[name], self._bound.group_of[name]
             if not slot.numel:  # an empty tensor is in no run
                 continue
-            place, here = slice(slot.offset, slot.end), view.view(-1)
-            weights = momentum.weights[place]
+            part, flat = slice(slot.offset, slot.end), view.view(-1)
+            weights = momentum.weights[part]
             if momentum.has_copy:  # a script may have written to the 16-bit parameters
-                weights = torch.where(weights.to(here.dtype) == here, weights, here.float())
-            moved = self._moved[place] * powers(momentum.exponents[place])
-            here.copy_(weights * self._sums[index][0] - moved)
+                weights = torch.where(weights.to(flat.dtype) == flat, weights, flat.float())
+            moved = self._moved[part] * powers(momentum.exponents[part])
+            flat.copy_(weights * self._sums[index][0] - moved)
 
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in (self._own, self._moved) if each is not None)
+        return sum(tensor.nbytes for tensor in (self._own, self._moved) if tensor is not None)
 
 
 class LocalSteps:
@@ -152,16 +152,16 @@ class LocalSteps:
         self.others: list[FlatMomentum] = []  # never compressed to bits
         self._computed = computed
         if momenta and one_bit.local:
-            chosen = {each.flat for each in momenta}
-            rest = [flat for flat in flats if flat.trainable and flat not in chosen]
-            for flat in rest:
+            chosen = {momentum.flat for momentum in momenta}
+            dense = [flat for flat in flats if flat.trainable and flat not in chosen]
+            for flat in dense:
                 if flat.dtype not in FLOATS:
                     raise UnsupportedOptimizerError(
                         f"{next(iter(flat.parameters))} is {flat.dtype}, of which ZeroOneAdam "
                         "makes no local steps; set local_step_clipper: 1, or train it in 32 bits"
                     )
-            self.others = [FlatDense(flat, bound) for flat in rest]
-        self._of = {each: LocalMomentum(each, bound) for each in (*momenta, *self.others)}
+            self.others = [FlatDense(flat, bound) for flat in dense]
+        self._of = {m: LocalMomentum(m, bound) for m in (*momenta, *self.others)}
         self._moves = False  # modules compute with the result of :meth:`LocalMomentum.move`
 
     @property
@@ -172,7 +172,7 @@ class LocalSteps:
     @property
     def pending(self) -> bool:
         """Whether ranks compute with different weights."""
-        return any(each.pending for each in self._of.values())
+        return any(local.pending for local in self._of.values())
 
     def synchronises(self, step: int) -> bool:
         return step % self.interval == 0
@@ -184,31 +184,31 @@ class LocalSteps:
         """Make modules compute with this rank's weights; called between passes."""
         if self.on and not self._moves:
             self._moves = True
-            for momentum, each in self._of.items():
-                self._computed.change([momentum.flat], each.move, "weights of this rank alone")
+            for momentum, local in self._of.items():
+                self._computed.change([momentum.flat], local.move, "weights of this rank alone")
 
     def unused(self, mesh: Mesh) -> dict[FlatMomentum, frozenset[str]]:
         """Return the parameters unused on all ranks since the last synchronisation (collective)."""
         used = [
-            each.used >> place & 1
-            for momentum, each in self._of.items()
-            for place in range(len(momentum.flat.layout.slots))
+            local.used >> index & 1
+            for momentum, local in self._of.items()
+            for index in range(len(momentum.flat.layout.slots))
         ]
         what = "parameters used since the last synchronisation"
-        at, found = iter(mesh.shard.maximum_on_hosts(used, what)), {}
+        at, used_by_none = iter(mesh.shard.maximum_on_hosts(used, what)), {}
         for momentum in self._of:
             slots = momentum.flat.layout.slots
-            found[momentum] = frozenset(slot.name for slot in slots if not next(at))
-        return found
+            used_by_none[momentum] = frozenset(slot.name for slot in slots if not next(at))
+        return used_by_none
 
     def forget(self) -> None:
-        for each in self._of.values():
-            each.forget()
+        for local in self._of.values():
+            local.forget()
 
     def nbytes(self) -> int:
         """Return the bytes that this rank keeps for local steps."""
-        own = sum(each.nbytes() for each in self._of.values())
-        return own + sum(each.nbytes() for each in self.others)
+        total = sum(local.nbytes() for local in self._of.values())
+        return total + sum(momentum.nbytes() for momentum in self.others)
 
 
 class FlatDense(FlatMomentum):
@@ -233,7 +233,7 @@ class FlatDense(FlatMomentum):
         return average.div_(came.shape[0]).clone()
 
     def apply(
-        self, made: int, settings: Callable[[int], tuple[float, float]], limit: float = LIMIT
+        self, step: int, settings: Callable[[int], tuple[float, float]], limit: float = LIMIT
     ) -> None:
         assert self.weights is not None and self.exponents is not None
         values = self.values()

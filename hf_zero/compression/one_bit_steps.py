@@ -85,8 +85,8 @@ class OneBitSteps(StepExtension):
             self._loads = self._bound.numbers.loads
             self._made = self._bound.numbers.loaded_steps
             self._compressing = False
-            for each in (*self._chosen, *self._local.others):
-                each.forget()
+            for momentum in (*self._chosen, *self._local.others):
+                momentum.forget()
             self._local.forget()
         self._begin_phase()
         self._keep_local(self.sends or self._measures)
@@ -100,11 +100,11 @@ class OneBitSteps(StepExtension):
             self._count_variance()
             self._compressing = False  # the momenta that join now must be frozen, too
         local.interval = interval
-        for each in local.others:
-            each.flat.gradient.keep_local(False)
+        for momentum in local.others:
+            momentum.flat.gradient.keep_local(False)
         if self._mesh.rank == 0:
-            said = "step %d: ranks synchronise every %d steps from now on"
-            logger.info(said, self._made + 1, interval)
+            message = "step %d: ranks synchronise every %d steps from now on"
+            logger.info(message, self._made + 1, interval)
 
     @property
     def _measures(self) -> bool:
@@ -112,19 +112,19 @@ class OneBitSteps(StepExtension):
         return not self.sends and not all(map(self._one_bit.is_dense, after))
 
     def _keep_local(self, local: bool) -> None:
-        for each in self._momenta:
-            each.flat.gradient.keep_local(local)
+        for momentum in self._momenta:
+            momentum.flat.gradient.keep_local(local)
 
     def before_reduction(self, scale: float) -> None:
         """Take the norm of the gradients that stay on this rank, before all others are reduced;
         a local gradient times ``scale`` is this rank's term of the mean.
         """
-        gradients = [each.flat.gradient for each in self._momenta]
-        local = [each for each in gradients if each.stays_local and each.has_unreduced]
+        gradients = [momentum.flat.gradient for momentum in self._momenta]
+        local = [g for g in gradients if g.stays_local and g.has_unreduced]
         if not local:
             return
-        held = [each.accumulated_grad for each in local if each.accumulated_grad is not None]
-        self._norm.take(held, scale)
+        accumulated = [g.accumulated_grad for g in local if g.accumulated_grad is not None]
+        self._norm.take(accumulated, scale)
         self._keep_local(self.sends)
 
     def squares(self, local: bool) -> Tensor | None:
@@ -144,16 +144,16 @@ class OneBitSteps(StepExtension):
         """Whether a script on any rank has written to weights or state (collective)."""
         if not self.sends or not self._compressing:
             return False
-        own = self._writes != self._bound.numbers.writes
-        own |= any(each.is_stale for each in self._momenta)
-        return any(self._mesh.shard.maximum_on_hosts([own], "writes to weights and state"))
+        is_stale = self._writes != self._bound.numbers.writes
+        is_stale |= any(momentum.is_stale for momentum in self._momenta)
+        return any(self._mesh.shard.maximum_on_hosts([is_stale], "writes to weights and state"))
 
     def _measure(self) -> None:
         """Compare the norm of a dense step's reduced gradients with the ranks' own norms, if those
         were taken (collective then).
         """
         if not self.sends:
-            shards = [each.flat.gradient.shard for each in self._momenta]
+            shards = [momentum.flat.gradient.shard for momentum in self._momenta]
             self._norm.measure([shard for shard in shards if shard is not None])
 
     # ---- the step ----
@@ -173,14 +173,14 @@ class OneBitSteps(StepExtension):
         with span("update", "momenta in 1 bit"):
             factor = self._factor(divisor)
             if local.on:
-                for each in momenta:
-                    local.of(each).add(self._gradient(each), self._beta, factor, self._made)
+                for momentum in momenta:
+                    local.of(momentum).add(self._gradient(momentum), self._beta, factor, self._made)
                 local.compute_apart()
             if not local.on:
-                self._update([(each, self._gradient(each)) for each in momenta], factor)
+                self._update([(momentum, self._gradient(momentum)) for momentum in momenta], factor)
             elif local.synchronises(self._made):
                 self._synchronise()
-        return [each.flat for each in momenta]
+        return [momentum.flat for momentum in momenta]
 
     def before_update(self) -> None:
         """Exclude the flat buffers that :meth:`update` changes from the optimizer's own step;
@@ -188,7 +188,7 @@ class OneBitSteps(StepExtension):
         """
         if not self._chosen:
             return
-        flats = [each.flat for each in self._momenta] if self.sends else []
+        flats = [momentum.flat for momentum in self._momenta] if self.sends else []
         self._bound.rest(frozenset(name for flat in flats for name in flat.layout.by_name))
         if self.sends and not self._compressing:
             self._freeze()
@@ -212,13 +212,13 @@ class OneBitSteps(StepExtension):
         if not fresh:
             return
         lags = self._lags()
-        denominators = [each.denominators(self._made, lags) for each in fresh]
+        denominators = [momentum.denominators(self._made, lags) for momentum in fresh]
         sums = self._all_sums(fresh, denominators)
         total = torch.cat(sums, 1).sum(1)
         usual = (total[0] / total[1].clamp(min=1.0)).sqrt()
-        for each, own, of in zip(fresh, denominators, sums):
-            each.raise_variance(own, of, usual, self._made, lags)
-            each.freeze()
+        for momentum, local, of in zip(fresh, denominators, sums):
+            momentum.raise_variance(local, of, usual, self._made, lags)
+            momentum.freeze()
         if frozen or self._mesh.rank or (self._one_bit.renews and resumed is not None):
             return
         rising = (
@@ -264,24 +264,22 @@ class OneBitSteps(StepExtension):
     def _gather_all(self) -> None:
         """Gather the owners' weights, denominators and momentum on all ranks (collective)."""
         lags, momenta = self._lags(), self._momenta
-        denominators = [each.denominators(self._frozen_at, lags) for each in momenta]
+        denominators = [momentum.denominators(self._frozen_at, lags) for momentum in momenta]
         # pending local steps began with the momentum of the last synchronisation
         renews = not self._local.pending
-        pairs = [
-            pair for each, own in zip(momenta, denominators) for pair in each.begin(own, renews)
-        ]
+        pairs = [pair for m, local in zip(momenta, denominators) for pair in m.begin(local, renews)]
         self._mesh.shard.all_gather(pairs, "denominators, weights and momenta").wait()
         self._writes = self._bound.numbers.writes
-        for each in momenta:
-            each.note_master()
+        for momentum in momenta:
+            momentum.note_master()
         if self._lamb:
             for lamb, sums in zip(self._lamb, self._all_sums(self._lamb, denominators)):
                 lamb.keep_least(sums)
-            scales = torch.cat([each.held_scales() for each in self._lamb], 1)
+            scales = torch.cat([lamb.held_scales() for lamb in self._lamb], 1)
             scales = scales.to(self._mesh.device)
             self._mesh.shard.all_reduce(scales, "trust ratios", maximum=True).wait()
-            for each, own in zip(self._lamb, scales.split(self._tensors, 1)):
-                each.set_scales(own)
+            for momentum, own_scales in zip(self._lamb, scales.split(self._tensors, 1)):
+                momentum.set_scales(own_scales)
 
     @property
     def _frozen_at(self) -> int:
@@ -300,18 +298,18 @@ class OneBitSteps(StepExtension):
         self, momenta: Sequence[FlatMomentum], denominators: Sequence[Tensor]
     ) -> list[Tensor]:
         """Return the sums of all ranks (collective)."""
-        sums = [each.sums(own) for each, own in zip(momenta, denominators)]
+        sums = [momentum.sums(local) for momentum, local in zip(momenta, denominators)]
         total = torch.cat(sums, 1)
         self._mesh.shard.all_reduce(total, "squares of denominators").wait()
-        return list(total.split([own.shape[1] for own in sums], 1))
+        return list(total.split([part.shape[1] for part in sums], 1))
 
     def _count_variance(self) -> None:
         """Rescale the variance to the last step made, before a dense step or a save."""
         if not self._rescales:
             return
         lags = self._lags()
-        for each in self._momenta:
-            each.count_variance(self._frozen_at, self._made, lags)
+        for momentum in self._momenta:
+            momentum.count_variance(self._frozen_at, self._made, lags)
         self._note_frozen()
 
     @property
@@ -326,10 +324,10 @@ class OneBitSteps(StepExtension):
 
     def _gradient(self, momentum: FlatMomentum) -> Tensor:
         """Return this rank's gradient, [padded]."""
-        held = momentum.flat.gradient
-        gradient = held.accumulated_grad
+        buffer = momentum.flat.gradient
+        gradient = buffer.accumulated_grad
         assert gradient is not None
-        return gradient if held.has_unreduced else torch.zeros_like(gradient)
+        return gradient if buffer.has_unreduced else torch.zeros_like(gradient)
 
     def _update(
         self,
@@ -345,31 +343,31 @@ class OneBitSteps(StepExtension):
         # means of local steps include the momentum already
         past, limit = (beta, LIMIT) if unused is None else (0.0, LIMIT_OF_MEANS)
         sent = []
-        for each, gradient in messages:
-            restore = each.unused(each.flat.gradient.unused if unused is None else unused[each])
-            rows = each.compress(gradient, past, factor)
+        for m, gradient in messages:
+            restore = m.unused(m.flat.gradient.unused if unused is None else unused[m])
+            rows = m.compress(gradient, past, factor)
             sizes = [rows.shape[1]] * axis.size
-            key = f"momentum of {each.flat.key}"
-            sent.append((each, restore, *axis.all_to_all(rows.view(-1), sizes, sizes, key)))
+            key = f"momentum of {m.flat.key}"
+            sent.append((m, restore, *axis.all_to_all(rows.view(-1), sizes, sizes, key)))
         gathers = []
-        for each, restore, handle, came in sent:
+        for m, restore, handle, came in sent:
             handle.wait()
-            own = each.combine(came.view(axis.size, -1), beta)
-            assert each.momentum is not None
-            pair = (each.momentum.view(-1), own.view(-1))
-            gathers.append((each, restore, axis.all_gather([pair], f"momentum of {each.flat.key}")))
+            row = m.combine(came.view(axis.size, -1), beta)
+            assert m.momentum is not None
+            pair = (m.momentum.view(-1), row.view(-1))
+            gathers.append((m, restore, axis.all_gather([pair], f"momentum of {m.flat.key}")))
         for _, _, gather in gathers:
             gather.wait()
         if self._lamb:
             self._scale_updates()
-        for each, restore, _ in gathers:
-            one_step = partial(each.settings, made=self._made, frozen=self._frozen_at)
-            settings = one_step if unused is None else self._local.of(each).settings
-            each.apply(self._made, settings, limit)
+        for m, restore, _ in gathers:
+            one_step = partial(m.settings, step=self._made, frozen=self._frozen_at)
+            settings = one_step if unused is None else self._local.of(m).settings
+            m.apply(self._made, settings, limit)
             restore()
-            each.publish()
-        for each in self._momenta:
-            each.note_master()
+            m.publish()
+        for m in self._momenta:
+            m.note_master()
         self._warn_of_outgrown(limit)
 
     def synchronise(self) -> None:
@@ -384,14 +382,14 @@ class OneBitSteps(StepExtension):
     def _synchronise(self) -> None:
         local, unused = self._local, self._local.unused(self._mesh)
         one = torch.ones((), dtype=torch.float32, device=self._mesh.device)
-        self._update([(each, local.of(each).mean()) for each in self._momenta], one, unused)
+        self._update([(m, local.of(m).mean()) for m in self._momenta], one, unused)
         local.forget()
 
     def _warn_of_outgrown(self, limit: float) -> None:
         """Warn once, on rank 0 alone, because all ranks have the same messages."""
         if self._warned or self._mesh.rank or self._made % OUTGROWN_EVERY:
             return
-        flags = [each.outgrown for each in self._momenta if each.outgrown is not None]
+        flags = [momentum.outgrown for momentum in self._momenta if momentum.outgrown is not None]
         if flags and bool(torch.stack(flags).any()):
             self._warned = True
             logger.warning(
@@ -406,13 +404,13 @@ class OneBitSteps(StepExtension):
 
     @property
     def _tensors(self) -> list[int]:
-        return [len(each.runs) for each in self._lamb]
+        return [len(lamb.runs) for lamb in self._lamb]
 
     def _scale_updates(self) -> None:
         """Compute the scale of the update of each tensor (LAMB) from all ranks (collective)."""
-        measured = [each.measured() for each in self._lamb]
-        sums = torch.cat([own for own, _ in measured], 1)
-        largest = torch.cat([own for _, own in measured])
+        measured = [lamb.measured() for lamb in self._lamb]
+        sums = torch.cat([squares for squares, _ in measured], 1)
+        largest = torch.cat([maximum for _, maximum in measured])
         shard = self._mesh.shard
         waits = [
             shard.all_reduce(sums, "norms of updates"),
@@ -421,8 +419,8 @@ class OneBitSteps(StepExtension):
         for handle in waits:
             handle.wait()
         split = zip(sums.split(self._tensors, 1), largest.split(self._tensors))
-        for each, own in zip(self._lamb, split):
-            each.learn(*own)
+        for lamb, parts in zip(self._lamb, split):
+            lamb.learn(*parts)
 
     # ---- checkpoints ----
 
@@ -433,15 +431,15 @@ class OneBitSteps(StepExtension):
         self.synchronise()
         # after a load, the errors belong to another run
         loaded = self._loads != self._bound.numbers.loads
-        if loaded or any(each.error is None for each in self._chosen):
+        if loaded or any(momentum.error is None for momentum in self._chosen):
             return
         axis, beta = self._mesh.shard, self._beta
-        for each in self._chosen:
-            assert each.error is not None
-            mean = torch.empty_like(each.error[: each.flat.layout.chunk])
-            handle = axis.reduce_scatter(each.error, f"errors of {each.flat.key}")
+        for momentum in self._chosen:
+            assert momentum.error is not None
+            mean = torch.empty_like(momentum.error[: momentum.flat.layout.chunk])
+            handle = axis.reduce_scatter(momentum.error, f"errors of {momentum.flat.key}")
             handle.reduce_into(mean, False, 1.0 / axis.size)
-            each.take_errors(mean, beta)
+            momentum.take_errors(mean, beta)
         for lamb in self._lamb:
             lamb.store_scales()
         if self._compressing:
@@ -456,19 +454,19 @@ class OneBitSteps(StepExtension):
         if not self._compressing or self._loads != self._bound.numbers.loads:
             yield False
             return
-        variances = [each.state(name) for each in self._momenta for name in each.VARIANCES]
-        kept, frozen_at = [each.clone() for each in variances], self._frozen_at
+        variances = [m.state(name) for m in self._momenta for name in m.VARIANCES]
+        copies, frozen_at = [variance.clone() for variance in variances], self._frozen_at
         self._count_variance()
         try:
             yield True
         finally:
-            for held, before in zip(variances, kept):
-                held.copy_(before)
+            for variance, before in zip(variances, copies):
+                variance.copy_(before)
             note(self._bound, FROZEN_AT, frozen_at)
 
     def state_bytes(self) -> Mapping[str, int]:
-        own = sum(each.nbytes() for each in self._chosen) + self._local.nbytes()
-        return {"optimizer": own}
+        nbytes = sum(momentum.nbytes() for momentum in self._chosen) + self._local.nbytes()
+        return {"optimizer": nbytes}
 
 
 class RankNorm:
@@ -507,10 +505,10 @@ class RankNorm:
 
     def _ratio(self) -> Tensor:
         """Return the ratio measured so far, fp64, 0-dim; -1: none."""
-        held = self._bound.groups[0].get(NORM_RATIO, -1.0)
-        if isinstance(held, Tensor):
-            return held
-        return torch.full((), held, dtype=torch.float64, device=self._mesh.device)
+        ratio = self._bound.groups[0].get(NORM_RATIO, -1.0)
+        if isinstance(ratio, Tensor):
+            return ratio
+        return torch.full((), ratio, dtype=torch.float64, device=self._mesh.device)
 
     def _sum(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the sum of squares of ``tensors`` on the device, fp64."""

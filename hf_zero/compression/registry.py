@@ -85,10 +85,10 @@ def secondary_shards(config: ZeroConfig, optimizer: torch.optim.Optimizer | None
 def two_hops(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Gathers across hosts and then within each (MiCS), and replicas of the shards."""
     key = "zero_optimization.mics_hierarchical_params_gather"
-    asked = config.zero.hierarchical_gather
-    keys = {"replicate_size": (config.replicate_size or 1) > 1, key: asked}
+    hops = config.zero.hierarchical_gather
+    keys = {"replicate_size": (config.replicate_size or 1) > 1, key: hops}
     sharded = POLICIES[config.stage].shards_parameters
-    return {"hierarchical": key if asked and sharded else "", "needs_one_mesh": _in_use(keys)}
+    return {"hierarchical": key if hops and sharded else "", "needs_one_mesh": _in_use(keys)}
 
 
 ROWS: list[Row] = [two_hops, secondary_shards, compressed]
@@ -99,12 +99,12 @@ def extensions_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None = 
 
     Sequences of several rows are joined; of other fields a later row's value counts.
     """
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     joined = {field.name for field in fields(Extensions) if field.default == ()}
     for row in ROWS:
         for name, value in row(config, optimizer).items():
-            given[name] = given.get(name, ()) + value if name in joined else value
-    return Extensions(**given)
+            values[name] = values.get(name, ()) + value if name in joined else value
+    return Extensions(**values)
 
 
 def _in_use(keys: dict[str, bool]) -> Sequence[str]:

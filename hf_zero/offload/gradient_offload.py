@@ -87,7 +87,7 @@ class GradientOffload:
         while sum(copy.staged is not None for copy in self._copies) >= STAGED:
             self._finish_oldest()
         fitting = next(
-            (place for place, memory in enumerate(self._staging) if memory.numel() >= nbytes), None
+            (index for index, memory in enumerate(self._staging) if memory.numel() >= nbytes), None
         )
         if fitting is not None:
             return self._staging.pop(fitting)

@@ -117,8 +117,8 @@ class BufferPool:
         """
         with self.lock:
             if self._free is None:
-                made = [self._allocator(self._size, torch.uint8) for _ in range(self._count)]
-                self._free = [(memory, None) for memory in made]
+                buffers = [self._allocator(self._size, torch.uint8) for _ in range(self._count)]
+                self._free = [(memory, None) for memory in buffers]
             self._reap()
             if must and not self._free:
                 if self._writing:
@@ -197,7 +197,7 @@ class BufferPool:
                 self._end_write(self._writing[0])
 
     def _reap(self) -> None:
-        for block in [each for each in self._writing if all(t.done() for t in each.tickets)]:
+        for block in [block for block in self._writing if all(t.done() for t in block.tickets)]:
             self._end_write(block)
 
     def _end_write(self, block: FileBlock) -> None:
@@ -275,8 +275,8 @@ class NvmeStorage:
         numel, how = stop - start, self._formats[name].of(sub_group)
         if how.blocks:
             scales, at = -(-numel // BLOCK), paged(numel)
-            held = memory[at : at + 4 * scales].view(torch.float32)
-            return Blocks(memory[:numel], held, how.signed, how.dynamic)
+            scale_array = memory[at : at + 4 * scales].view(torch.float32)
+            return Blocks(memory[:numel], scale_array, how.signed, how.dynamic)
         return memory[: numel * how.dtype.itemsize].view(how.dtype)
 
     def _parts(self, sub_group: int, memory: torch.Tensor) -> list[tuple[str, int, torch.Tensor]]:
@@ -378,12 +378,12 @@ class NvmeStorage:
 
     def _overlaps(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (sub-group, first, last) of the elements ``[start, stop)``."""
-        found = []
+        overlaps = []
         for sub_group, (begin, end) in enumerate(self.sub_groups):
             first, last = max(begin, start), min(end, stop)
             if first < last:
-                found.append((sub_group, first, last))
-        return found
+                overlaps.append((sub_group, first, last))
+        return overlaps
 
     def fetch(self, name: str) -> torch.Tensor:
         out = torch.empty(self._numel, dtype=self.dtype(name))
@@ -393,7 +393,7 @@ class NvmeStorage:
     def fetch_into(self, name: str, start: int, out: torch.Tensor) -> None:
         alone = len(self._formats) == 1
         for sub_group, first, last in self._overlaps(start, start + out.numel()):
-            begin, place = self.sub_groups[sub_group][0], out[first - start : last - start]
+            begin, target = self.sub_groups[sub_group][0], out[first - start : last - start]
             with self._pool.lock:  # another thread may fetch the same sub-group
                 before = self._blocks.get(sub_group)
                 acquired = before is not None and not self._pool.is_prefetched(before)
@@ -401,7 +401,7 @@ class NvmeStorage:
                     array = numbers(self.acquire(sub_group)[name])
                 else:
                     array = numbers(self._alone(name, sub_group))
-                place.copy_(array[first - begin : last - begin], non_blocking=alone)
+                target.copy_(array[first - begin : last - begin], non_blocking=alone)
                 if alone and not acquired:  # an acquired one is released by its user
                     self._discard(sub_group, streams.record_here(out.device))
 

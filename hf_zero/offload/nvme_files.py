@@ -321,8 +321,8 @@ class NvmeFiles:
     ) -> Ticket:
         """Transfer an extent's bytes, which begin at ``start`` of the files. For ``FileExtent``."""
         self._check_open()
-        kept = "its values are still in memory" if write else "what it holds was not changed"
-        context = f" for {name!r} of rank {self.rank}; {kept}, and other extents are untouched"
+        state = "its values are still in memory" if write else "what it holds was not changed"
+        context = f" for {name!r} of rank {self.rank}; {state}, and other extents are untouched"
         ticket = self._queue.transfer(
             write, self._pieces(start, tensor.nbytes), tensor, priority, after, context, name
         )

@@ -129,12 +129,12 @@ class PlacementRules:
         """
         if not self._param.on:
             return {spec.key: "device" for spec in specs}
-        found, room = {}, self._param.max_in_cpu
+        tiers, room = {}, self._param.max_in_cpu
         for spec in specs:
             stays = self._param.device == "cpu" or spec.numel <= room
-            found[spec.key] = "ram" if stays else "disk"
+            tiers[spec.key] = "ram" if stays else "disk"
             room -= spec.numel if stays else 0
-        return found
+        return tiers
 
     def gradient_dtype(self, spec: ShardSpec, wire: torch.dtype) -> torch.dtype:
         """Return the dtype of a gradient that is offloaded or that the update reads in 16 bits: 16
@@ -229,44 +229,44 @@ class Placement(PlacementRules):
 
     def _shard(self, spec: ShardSpec, in_files: bool) -> Storage:
         whole: list[SubGroup] = [(0, spec.numel)]
-        made: Storage
+        storage: Storage
         if in_files:
             count = pool_size(self._param.buffer_count)
             pool = self._pool("shards", count, self.take_for_shards)
             files = self._files_on(self._param.nvme_path)
-            made = NvmeStorage(spec.key, spec.numel, whole, files, pool)
+            storage = NvmeStorage(spec.key, spec.numel, whole, files, pool)
         else:
-            made = HostStorage(spec.numel, whole, self.take_for_shards)
-        made.add(SHARD, StorageFormat(spec.dtype))
-        return made
+            storage = HostStorage(spec.numel, whole, self.take_for_shards)
+        storage.add(SHARD, StorageFormat(spec.dtype))
+        return storage
 
     def _pool(self, what: str, *args: Any) -> BufferPool:
         if what not in self._pools:
             self._pools[what] = BufferPool(*args)
         return self._pools[what]
 
-    def reserve(self, wanted: Mapping[tuple[str, ...], int]) -> None:
+    def reserve(self, nbytes_by_paths: Mapping[tuple[str, ...], int]) -> None:
         """Reserve room for everything that will be in files: bytes by the folders that share them.
 
         Raises ConfigError and DiskSpaceError, before anything else has been done.
         """
-        for paths, nbytes in wanted.items():
+        for paths, nbytes in nbytes_by_paths.items():
             self._files_on(paths).reserve(nbytes)
 
     def optimizer_state(self, spec: ShardSpec, sub_groups: Sequence[SubGroup]) -> Storage:
         """Create the storage of offloaded optimizer state, with zeros as master weights."""
-        made: Storage
+        storage: Storage
         how = self._optimizer
         if how.device == "nvme":
             count = pool_size(how.buffer_count)
             reads, writes = how.pipeline_read, how.pipeline_write
             pool = self._pool("states", count, self.take, reads, writes)
             files = self._files_on(how.nvme_path)
-            made = NvmeStorage(spec.key, spec.numel, sub_groups, files, pool)
+            storage = NvmeStorage(spec.key, spec.numel, sub_groups, files, pool)
         else:
-            made = HostStorage(spec.numel, sub_groups, self.take)
-        made.add(MASTER, StorageFormat(spec.wide))
-        return made
+            storage = HostStorage(spec.numel, sub_groups, self.take)
+        storage.add(MASTER, StorageFormat(spec.wide))
+        return storage
 
     def close(self) -> None:
         """Drop the references: memory and files are freed with their last user."""

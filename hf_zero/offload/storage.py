@@ -112,9 +112,9 @@ def overwrite(array: Moment, start: int, values: torch.Tensor) -> None:
         whole[start : start + values.numel()].copy_(values)
         array.encode(whole)
     else:
-        own = array[start : start + values.numel()]
-        if own.data_ptr() != values.data_ptr() or own.dtype != values.dtype:
-            own.copy_(values)
+        target = array[start : start + values.numel()]
+        if target.data_ptr() != values.data_ptr() or target.dtype != values.dtype:
+            target.copy_(values)
 
 
 def numbers(array: Moment) -> torch.Tensor:
@@ -153,14 +153,14 @@ class DeviceStorage:
         return self._arrays[name]
 
     def fetch_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        own = self._arrays[name][start : start + out.numel()]
-        if own.data_ptr() != out.data_ptr():
-            out.copy_(own, non_blocking=True)
+        source = self._arrays[name][start : start + out.numel()]
+        if source.data_ptr() != out.data_ptr():
+            out.copy_(source, non_blocking=True)
 
     def store(self, name: str, start: int, values: torch.Tensor) -> None:
-        own = self._arrays[name][start : start + values.numel()]
-        if own.data_ptr() != values.data_ptr() or own.dtype != values.dtype:
-            own.copy_(values, non_blocking=not kinds.is_host(own.device))
+        target = self._arrays[name][start : start + values.numel()]
+        if target.data_ptr() != values.data_ptr() or target.dtype != values.dtype:
+            target.copy_(values, non_blocking=not kinds.is_host(target.device))
 
     def prefetch(self, sub_group: int) -> None:
         """Do nothing: the array is in memory."""
@@ -201,11 +201,11 @@ class CastStorage(DeviceStorage):
         return self._arrays[name].to(self._dtype)
 
     def store(self, name: str, start: int, values: torch.Tensor) -> None:
-        own = self._arrays[name][start : start + values.numel()]
+        target = self._arrays[name][start : start + values.numel()]
         if values.dtype == self._dtype:
-            given = values.to(own.device)
-            same = given.view(torch.int16) == own.to(self._dtype).view(torch.int16)
-            values = torch.where(same, own, given.to(own.dtype))
+            source = values.to(target.device)
+            same = source.view(torch.int16) == target.to(self._dtype).view(torch.int16)
+            values = torch.where(same, target, source.to(target.dtype))
         super().store(name, start, values)
 
     def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, Moment]:
@@ -256,9 +256,9 @@ class HostStorage:
         return out
 
     def fetch_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        own = self.fetch(name)[start : start + out.numel()]
-        if own.data_ptr() != out.data_ptr():
-            out.copy_(own, non_blocking=True)
+        source = self.fetch(name)[start : start + out.numel()]
+        if source.data_ptr() != out.data_ptr():
+            out.copy_(source, non_blocking=True)
 
     def store(self, name: str, start: int, values: torch.Tensor) -> None:
         if name in self._whole:
@@ -274,8 +274,8 @@ class HostStorage:
 
     def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, Moment]:
         start, stop = self.sub_groups[sub_group]
-        held: dict[str, Moment] = {name: array[start:stop] for name, array in self._whole.items()}
-        return held | {name: blocks[sub_group] for name, blocks in self._blocks.items()}
+        arrays: dict[str, Moment] = {name: array[start:stop] for name, array in self._whole.items()}
+        return arrays | {name: blocks[sub_group] for name, blocks in self._blocks.items()}
 
     def release(self, sub_group: int) -> None:
         """Do nothing: the array was changed in place."""
@@ -285,7 +285,7 @@ class HostStorage:
 
     def nbytes(self) -> dict[str, int]:
         whole = sum(array.nbytes for array in self._whole.values())
-        blocks = sum(each.nbytes for array in self._blocks.values() for each in array)
+        blocks = sum(block.nbytes for array in self._blocks.values() for block in array)
         return {"device": 0, "ram": whole + blocks, "disk": 0}
 
     def close(self) -> None:

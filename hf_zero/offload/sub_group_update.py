@@ -90,9 +90,9 @@ class SubGroupOptimizer(Protocol):
         """
 
     def step_sub_group(
-        self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
+        self, segment: Segment, arrays: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
     ) -> None:
-        """Make one update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
+        """Make one update of ``segment`` by the optimizer itself, over ``arrays``."""
 
 
 class Update:
@@ -154,20 +154,20 @@ class Update:
             for sub_group, those in groupby(segments, key=lambda segment: segment.sub_group)
         ]
 
-    def run(self, flat: Flat, place: Place, placed: Placed) -> None:
+    def run(self, flat: Flat, stage: Place, placed: Placed) -> None:
         """Update ``flat``, which was announced, sub-group by sub-group: write the new values to
         ``place(start, stop)``, then call ``placed`` with the range and them.
         """
         storage, grad = flat.storage, flat.grad
         assert grad is not None
         for sub_group, segments in self._sub_groups(flat):
-            held = self._acquire(storage, sub_group)
+            arrays = self._acquire(storage, sub_group)
             start, stop = segments[0].start, segments[-1].stop
-            out = place(start, stop)
+            out = stage(start, stop)
             if len(segments) == 1 and segments[0] in self._counted:
-                self._apply(segments[0], held, grad[start:stop], out)
+                self._apply(segments[0], arrays, grad[start:stop], out)
             else:
-                self._apply_parts(segments, held, grad, out)
+                self._apply_parts(segments, arrays, grad, out)
             storage.release(sub_group)
             placed(start, stop, out)
 
@@ -176,17 +176,17 @@ class Update:
         storage, grad = flat.storage, flat.grad
         assert grad is not None
         for sub_group, segments in self._sub_groups(flat):
-            chosen = [each for each in segments if each in self._counted and self._prepares(each)]
+            chosen = [s for s in segments if s in self._counted and self._prepares(s)]
             if not chosen:
                 continue
-            held = self._acquire(storage, sub_group)
+            state = self._acquire(storage, sub_group)
             with self._lock:  # it is acquired again after all the others
                 self._line[storage, sub_group] = None
             for segment in chosen:
                 rule = self._rules[segment.group]
                 assert rule is not None and rule.prepare is not None
-                own = slice(segment.start - segments[0].start, segment.stop - segments[0].start)
-                arrays = {name: array[own] for name, array in held.items()}
+                span = slice(segment.start - segments[0].start, segment.stop - segments[0].start)
+                arrays = {name: array[span] for name, array in state.items()}
                 self._prepared[segment] = rule.prepare(
                     arrays, grad[segment.start : segment.stop], self._call(segment), at
                 )
@@ -211,16 +211,20 @@ class Update:
         self._prepared = {}
 
     def _acquire(self, storage: Any, sub_group: int) -> Mapping[str, Any]:
-        held: Mapping[str, Any] = storage.acquire(sub_group)
+        state: Mapping[str, Any] = storage.acquire(sub_group)
         with self._lock:
             del self._line[storage, sub_group]
             following = list(islice(self._line, AHEAD))
-        for other, each in following:
-            other.prefetch(each)
-        return held
+        for other, key in following:
+            other.prefetch(key)
+        return state
 
     def _apply_parts(
-        self, segments: Sequence[Segment], held: Mapping[str, Any], grad: Tensor, out: Tensor | None
+        self,
+        segments: Sequence[Segment],
+        state: Mapping[str, Any],
+        grad: Tensor,
+        out: Tensor | None,
     ) -> None:
         """Update the parts of a sub-group if some are unused or have made another
         number of steps.
@@ -228,34 +232,34 @@ class Update:
         first = segments[0].start
         whole = {
             name: array.decode() if isinstance(array, Blocks) else array
-            for name, array in held.items()
+            for name, array in state.items()
         }
         for segment in segments:
-            own = slice(segment.start - first, segment.stop - first)
-            target = None if out is None else out[own]
+            span = slice(segment.start - first, segment.stop - first)
+            target = None if out is None else out[span]
             if segment in self._counted:
-                arrays = {name: array[own] for name, array in whole.items()}
+                arrays = {name: array[span] for name, array in whole.items()}
                 self._apply(segment, arrays, grad[segment.start : segment.stop], target)
             elif target is not None:
-                target.copy_(whole[MASTER][own])
-        for name, array in held.items():
+                target.copy_(whole[MASTER][span])
+        for name, array in state.items():
             if isinstance(array, Blocks):
                 array.encode(whole[name])
 
     def _apply(
-        self, segment: Segment, held: Mapping[str, Any], grad: Tensor, out: Tensor | None
+        self, segment: Segment, arrays: Mapping[str, Any], grad: Tensor, out: Tensor | None
     ) -> None:
         rule, counted = self._rules[segment.group], self._counted[segment]
-        wide = held if self._bf16 is None else self._bf16.widen(held)
-        writes = rule is not None and wide[MASTER] is held[MASTER]
+        wide = arrays if self._bf16 is None else self._bf16.widen(arrays)
+        writes = rule is not None and wide[MASTER] is arrays[MASTER]
         if rule is None:
             self._bound.step_sub_group(segment, wide, grad, self._divisor, counted.fresh)
         else:
             rule.update(wide, grad, out if writes else None, self._call(segment))
         if self._bf16 is not None:
-            self._bf16.narrow(segment, held, wide, self._number)
+            self._bf16.narrow(segment, arrays, wide, self._number)
         if out is not None and not writes:
-            out.copy_(held[MASTER])
+            out.copy_(arrays[MASTER])
 
     def _call(self, segment: Segment) -> Call:
         counted = self._counted[segment]

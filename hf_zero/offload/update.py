@@ -148,12 +148,12 @@ class Updater:
             update.combine(at)
         if update.touches_optimizer:
             for unit in units:
-                done: Future[streams.Event | None] = Future()
-                done.set_result(self._run(update, unit, [*events, *self._copied_gradients(unit)]))
-                self._add(unit, done)
+                result: Future[streams.Event | None] = Future()
+                result.set_result(self._run(update, unit, [*events, *self._copied_gradients(unit)]))
+                self._add(unit, result)
                 self.finish(unit)
             return
-        for place, unit in enumerate(units):
+        for index, unit in enumerate(units):
             future: Future[streams.Event | None] = Future()
             self._add(unit, future)
             for flat in unit.offloaded:
@@ -163,7 +163,7 @@ class Updater:
             urgency = (
                 self.units.index(unit)
                 if self._gathers is None and update is self.early
-                else len(self.units) + place
+                else len(self.units) + index
             )
             run = partial(self._run, update, unit, [*events, *self._copied_gradients(unit)])
             self._queue.submit(urgency, run, future)
@@ -174,9 +174,9 @@ class Updater:
         if self._gathers is not None:
             messages: dict[MeshDim, list[tuple[torch.Tensor, torch.Tensor]]] = {}
             for flat in unit.offloaded:
-                axis, own = flat.mesh.updates, flat.full[flat.owned[0] : flat.owned[1]]
+                axis, part = flat.mesh.updates, flat.full[flat.owned[0] : flat.owned[1]]
                 if axis is not None:
-                    messages.setdefault(axis, []).append((flat.full, own))
+                    messages.setdefault(axis, []).append((flat.full, part))
             gather = self._gathers.add(
                 unit.label, list(messages.items()), future, self._copies.stream
             )
@@ -187,8 +187,8 @@ class Updater:
         offload = self._offload
         if offload is None:
             return []
-        found = [offload.event(flat.gradient) for flat in unit.offloaded]
-        return [event for event in found if event is not None]
+        events = [offload.event(flat.gradient) for flat in unit.offloaded]
+        return [event for event in events if event is not None]
 
     def _begun_at_once(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Return ``units``, with the first two swapped if the gradients of the first, usually the
@@ -205,21 +205,21 @@ class Updater:
 
     def finish(self, unit: Unit | None = None) -> None:
         """Wait for the update of ``unit``, or of all units, and raise its exception."""
-        for each in [unit] if unit is not None else list(self._pending):
-            if each not in self._pending:
+        for updated in [unit] if unit is not None else list(self._pending):
+            if updated not in self._pending:
                 continue
-            future, gather = self._pending[each]
+            future, gather = self._pending[updated]
             # Only this wait is watched, not those of the threads: a rank waits for one thing.
             needs = self._gathers.peers if self._gathers is not None else ()
-            pending = PendingCollective(f"the update of {each.label}", needs=needs)
-            with span("wait_update", each.label), self._watchdog.watching(pending):
+            pending = PendingCollective(f"the update of {updated.label}", needs=needs)
+            with span("wait_update", updated.label), self._watchdog.watching(pending):
                 copied = future.result()
                 self._wait_for(copied)
                 if self._gathers is not None and gather is not None:
                     self._gathers.wait(gather)
-                each.gathered_here()
-            if self._pending.pop(each, None) is not None:
-                _end(each, copied)
+                updated.gathered_here()
+            if self._pending.pop(updated, None) is not None:
+                _end(updated, copied)
 
     def _wait_for(self, copied: streams.Event | None) -> None:
         if copied is not None:
@@ -260,8 +260,8 @@ class Updater:
             event.synchronize()
         with span("update", unit.label):
             for flat in unit.offloaded:
-                place, placed = partial(copies.place, flat), partial(copies.placed, flat)
-                update.run(flat.optimizer_shard, place, placed)
+                take_copy, placed = partial(copies.place, flat), partial(copies.placed, flat)
+                update.run(flat.optimizer_shard, take_copy, placed)
                 flat.end_host_writes()
         return copies.record()
 
@@ -356,9 +356,9 @@ class StagedCopies:
         """Return host memory for the new elements ``[start, stop)`` of the parameter shard of
         ``flat``, in its dtype. Call :meth:`placed` once they are written.
         """
-        own = flat.part_in_host_memory(start, stop)
-        if own is not None:
-            return own
+        part = flat.part_in_host_memory(start, stop)
+        if part is not None:
+            return part
         self.open()
         if len(self._staged) < STAGED:
             memory = self._allocator(self._largest, torch.uint8)

@@ -130,10 +130,10 @@ class UpdateGathers:
         if not self._queue:
             return
         with self._changed:
-            left = [gather for gather in self._queue if gather.number <= self._owed]
-            if left:
-                self._allow(left[-1].number)
-        for gather in left:
+            due = [gather for gather in self._queue if gather.number <= self._owed]
+            if due:
+                self._allow(due[-1].number)
+        for gather in due:
             gather.issued.exception()
 
     def _allow(self, number: int) -> None:
@@ -217,14 +217,14 @@ class UpdateGathers:
         """Post what this rank needs, and read the posts of others."""
         self._looked, needed = time.monotonic(), self._needed
         try:
-            asked = self._messages.asked(ASKED) if self._messages is not None else 0
-            if self._messages is not None and needed > max(self._said, asked):
+            requested = self._messages.asked(ASKED) if self._messages is not None else 0
+            if self._messages is not None and needed > max(self._said, requested):
                 self._messages.ask(ASKED, needed)
         except RuntimeError:  # the store is closed: the job has ended
-            self._messages, asked = None, 0
+            self._messages, requested = None, 0
         self._said = needed
-        if asked > self._asked:
-            self._asked, self._since = asked, time.monotonic()
+        if requested > self._asked:
+            self._asked, self._since = requested, time.monotonic()
 
 
 _running: weakref.WeakSet[UpdateGathers] = weakref.WeakSet()
@@ -236,7 +236,7 @@ def _end_threads() -> None:
     down would abort the process.
     """
     ending = list(_running)
-    for each in ending:
-        each.close()
-    for each in ending:
-        each.join()
+    for gathers in ending:
+        gathers.close()
+    for gathers in ending:
+        gathers.join()

@@ -43,17 +43,17 @@ def cut(parameter: nn.Parameter, sharding: Sharding) -> None:
             "hf_zero.initialize"
         )
     present, source = sharding_of(parameter), source_of(parameter)
-    done = present.box.cuts if present.box is not None else ()
+    cuts_made = present.box.cuts if present.box is not None else ()
     assert sharding.box is not None
-    left = tuple(each for each in sharding.box.cuts if each not in done)
-    box = Box(tuple(parameter.shape), left)
+    cuts = tuple(c for c in sharding.box.cuts if c not in cuts_made)
+    box = Box(tuple(parameter.shape), cuts)
     if source is None:
         whole = parameter.data
-        if not done and expert_group(parameter) in (None, ALONE):
+        if not cuts_made and expert_group(parameter) in (None, ALONE):
             # not into the parameter's memory, which a refused call of initialize gives back
             whole = whole if get_rank() == 0 else torch.empty_like(whole)
             world_group.broadcast(whole, 0)
-        elif not done:  # ranks hold different experts under this name
+        elif not cuts_made:  # ranks hold different experts under this name
             whole = _of_first(whole, sharding)
         parameter.data = box.take(whole).clone(memory_format=torch.contiguous_format)
     else:

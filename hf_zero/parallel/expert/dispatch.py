@@ -142,10 +142,10 @@ def _routes(experts: torch.Tensor, count: int, axis: MeshDim | None, name: str) 
         sent, *by_rank = _even_rows(flat.numel(), count, axis)
     else:
         sent, *by_rank = _on_host(counts.sum(1), arriving)
-    received = [sum(each) for each in by_rank]
+    received = [sum(counts) for counts in by_rank]
     numbers = torch.arange(count // size, device=flat.device).repeat(size)
     numbers = numbers.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
-    sizes = [sum(each) for each in zip(*by_rank)]
+    sizes = [sum(counts) for counts in zip(*by_rank)]
     return Routes(sent, received, sizes, by_expert[: sum(sent)], numbers)
 
 
@@ -171,9 +171,9 @@ def _even_rows(pairs: int, count: int, axis: MeshDim | None) -> list[list[int]]:
     """
     size, rank = (1, 0) if axis is None else (axis.size, axis.rank)
     rows = [pairs // count + (expert < pairs % count) for expert in range(count)]
-    own = count // size
-    by_rank = [rows[at : at + own] for at in range(0, count, own)]
-    return [[sum(each) for each in by_rank], *([by_rank[rank]] * size)]
+    share = count // size
+    by_rank = [rows[at : at + share] for at in range(0, count, share)]
+    return [[sum(counts) for counts in by_rank], *([by_rank[rank]] * size)]
 
 
 class RoutesOfForwards(Stateless):

@@ -62,10 +62,10 @@ def split_groups(
     shared: list[dict[str, Any]] = []
     experts: list[dict[str, Any]] = []
     for group in listed:
-        common, own = split(group["params"])
+        common, expert_parameters = split(group["params"])
         shared.append({**group, "params": common})
         by_name: dict[str | None, list[nn.Parameter]] = {}
-        for parameter in own:
+        for parameter in expert_parameters:
             by_name.setdefault(expert_group(parameter), []).append(parameter)
         for name, members in by_name.items():
             experts += [
@@ -87,37 +87,37 @@ def _cut(parameters: list[nn.Parameter], most: int | None) -> list[list[nn.Param
     return parts
 
 
-def expert_axis(size: int, asked: str) -> MeshDim | None:
+def expert_axis(size: int, key: str) -> MeshDim | None:
     """Return the mesh dimension of ``size`` expert-parallel ranks, or None for one rank. The first
     call creates it (collective over all ranks of the job). Arguments and errors:
     :func:`expert_dims`.
     """
-    dims = expert_dims(size, asked)
+    dims = expert_dims(size, key)
     return None if dims is None else init_parallel(dims).along(AXIS)
 
 
-def expert_dims(size: int, asked: str, dims: ParallelDims | None = None) -> ParallelDims | None:
+def expert_dims(size: int, key: str, dims: ParallelDims | None = None) -> ParallelDims | None:
     """Return the job's mesh dimensions with experts spread over ``size`` ranks, or None for one
-    rank. ``asked``: the setting that requests the size, for error messages; ``dims``: the
+    rank. ``key``: the setting that requests the size, for error messages; ``dims``: the
     dimensions without them, by default those in effect.
 
     Raises ConfigError for an invalid size, a size that does not divide the ranks that read
     different tokens, and a second size in a job.
     """
-    check_size(size, asked)
+    check_size(size, key)
     if size == 1:
         return None
     init.init_distributed()
     dims = dims or dims_in_effect()
     if dims.expert not in (1, size):
         raise ConfigError(
-            f"{asked} = {size} was asked for in a job whose experts are spread over {dims.expert} "
+            f"{key} = {size} was asked for in a job whose experts are spread over {dims.expert} "
             "ranks; the size stays for the life of the processes, after engine.destroy() too: "
             "start new ones for another"
         )
     if dims.batches % size:
         raise ConfigError(
-            f"{asked} = {size} does not divide the {dims.batches} ranks that read different "
+            f"{key} = {size} does not divide the {dims.batches} ranks that read different "
             "tokens; choose a divisor of it"
         )
     return replace(dims, expert=size)

@@ -129,13 +129,13 @@ def refuse_adapters(model: nn.Module, spreads: bool) -> None:
             )
 
 
-def _dispatch(module: Any, held: _Experts) -> None:
+def _dispatch(module: Any, experts: _Experts) -> None:
     """Make ``module`` send its tokens to the ranks of their experts, inside the sum of tensor
     parallelism, so that the sum has one row per token.
     """
     around = take_off(module) if is_sharded(module) else None
-    module.__dict__[RECORD] = held
-    module.num_experts //= held.axis.size
+    module.__dict__[RECORD] = experts
+    module.num_experts //= experts.axis.size
     kind = type(module)
     name = f"ExpertParallel{kind.__name__}"
     module.__class__ = type(name, (Dispatches, kind), {"__module__": kind.__module__})
@@ -147,9 +147,9 @@ def dims_with_experts(model: nn.Module, config: ZeroConfig, dims: ParallelDims) 
     """Return ``dims``, those of the job, with the ranks over which ``config`` and the MoE layers of
     ``model`` spread experts. Raises as :func:`hf_zero.parallel.expert.marks.expert_dims`.
     """
-    asked = [(config.expert_parallel.size, AUTOEP_SIZE)]
-    asked += [(module.ep_size, f"ep_size of {path}") for path, module in _spread_layers(model)]
-    for size, key in asked:
+    sizes = [(config.expert_parallel.size, AUTOEP_SIZE)]
+    sizes += [(module.ep_size, f"ep_size of {path}") for path, module in _spread_layers(model)]
+    for size, key in sizes:
         dims = expert_dims(size, key, dims) or dims
     return dims
 

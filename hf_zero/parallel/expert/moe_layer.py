@@ -170,15 +170,15 @@ class MOELayer(nn.Module):
                 f"a layer of experts over {self.ep_size} ranks (ep_size={self.ep_size}) runs "
                 "without an engine; call initialize with the model first, or pass ep_size=1"
             )
-        hidden, *rest = input
+        hidden, *options = input
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        found = self.gate.route(tokens, rest[0] if rest else None)
-        self.l_aux, self.exp_counts = found.aux_loss, found.counts
+        route = self.gate.route(tokens, options[0] if options else None)
+        self.l_aux, self.exp_counts = route.aux_loss, route.counts
         count = self.ep_size * self.num_local_experts
         output = run_experts(
             tokens,
-            found.experts,
-            found.weights,
+            route.experts,
+            route.weights,
             count,
             self._run,
             self.axis,

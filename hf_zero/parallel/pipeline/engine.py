@@ -150,12 +150,12 @@ class PipelineTraining(TrainingEngine):
                 )
         finally:
             self._batches = training
-        here = self.is_last_stage()
+        is_last = self.is_last_stage()
         answer: Any
         if not compute_loss:
-            answer = outputs if here else None
+            answer = outputs if is_last else None
         elif reduce_output is None:
-            answer = losses if here else None
+            answer = losses if is_last else None
         else:
             answer = self._mean(losses)
         if not return_logits:
@@ -211,7 +211,7 @@ class PipelineTraining(TrainingEngine):
             if self._batch_function is not None:
                 batch = self._batch_function(batch)
             inputs, labels = map_tensors(
-                self.module.split_batch(batch), lambda each: upload(each, self.device)
+                self.module.split_batch(batch), lambda tensor: upload(tensor, self.device)
             )
             yield inputs, labels
 
@@ -393,8 +393,8 @@ def pipelined(engine_class: type[E]) -> type[E]:
     cached.
     """
     if engine_class not in _made:
-        told = {"__doc__": PipelineTraining.__doc__, "__module__": engine_class.__module__}
-        _made[engine_class] = type("PipelineEngine", (PipelineTraining, engine_class), told)
+        attributes = {"__doc__": PipelineTraining.__doc__, "__module__": engine_class.__module__}
+        _made[engine_class] = type("PipelineEngine", (PipelineTraining, engine_class), attributes)
     return _made[engine_class]
 
 
@@ -415,7 +415,7 @@ def check_uncut(config: ZeroConfig, module: StagedModule) -> None:
             f"call hf_zero.tensor_parallel(model, {size}) before pipeline_stages(model, "
             f"{module.num_stages}), and remove the key"
         )
-    layers = [each.ep_size for each in module.modules() if isinstance(each, MOELayer)]
+    layers = [layer.ep_size for layer in module.modules() if isinstance(layer, MOELayer)]
     experts = max(config.expert_parallel.size, dims.expert, *layers, 1)
     if experts > 1:
         raise ConfigError(

@@ -143,9 +143,9 @@ class PipelineModule(StagedModule):
         return inputs
 
     def _run(
-        self, functions: Sequence[Callable[[Any], Any]], first: int, offset: int, *given: Any
+        self, functions: Sequence[Callable[[Any], Any]], first: int, offset: int, *inputs: Any
     ) -> Any:
-        value = given[0] if len(given) == 1 else given
+        value = inputs[0] if len(inputs) == 1 else inputs
         for index, function in enumerate(functions, first):
             if self.seed_layers:
                 self.seed_fn(self.base_seed * offset + index)
@@ -272,8 +272,8 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     """Return the first index of each part of ``num_items``, and the end. Sizes differ by at most
     one; the first parts are the larger ones.
     """
-    size, rest = divmod(num_items, num_parts)
-    return [part * size + min(part, rest) for part in range(num_parts + 1)]
+    size, remainder = divmod(num_items, num_parts)
+    return [part * size + min(part, remainder) for part in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:

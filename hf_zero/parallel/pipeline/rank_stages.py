@@ -173,7 +173,7 @@ class Stage:
             activation is not None and activation.requires_grad for activation in activations
         )
         # copied, as by a message: the next stage may change it in place
-        inputs = tuple(None if each is None else each.detach().clone() for each in activations)
+        inputs = tuple(None if t is None else t.detach().clone() for t in activations)
         self._inputs[micro_batch] = inputs, grads, single
 
     def get_local_bwd_output(self, micro_batch: int) -> tuple[torch.Tensor, ...]:
@@ -195,13 +195,13 @@ class Stage:
         if not self.is_first:
             activations, grads, single = self._inputs[micro_batch]
             if self.has_backward:
-                leaves = [each for each, wanted in zip(activations, grads) if wanted]
+                leaves = [t for t, differentiable in zip(activations, grads) if differentiable]
                 for leaf in leaves:
                     assert leaf is not None
                     leaf.requires_grad_()
                 received = iter(_Received.apply(*leaves) if leaves else ())
                 activations = tuple(
-                    next(received) if wanted else each for each, wanted in zip(activations, grads)
+                    next(received) if used else tensor for tensor, used in zip(activations, grads)
                 )
             else:
                 del self._inputs[micro_batch]
@@ -233,17 +233,15 @@ class Stage:
             self._backward([self._losses.pop(micro_batch)], [])
         else:
             outputs = [
-                each
-                for each in self._outputs.pop(micro_batch)[0]
-                if each is not None and each.requires_grad
+                t for t in self._outputs.pop(micro_batch)[0] if t is not None and t.requires_grad
             ]
             self._backward(outputs, self._gradients.pop(micro_batch))
         if not self.is_first:
             activations, grads, _ = self._inputs.pop(micro_batch)
             self._sent_back[micro_batch] = [
-                torch.zeros_like(each) if each.grad is None else each.grad
-                for each, wanted in zip(activations, grads)
-                if each is not None and wanted
+                torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                for tensor, differentiable in zip(activations, grads)
+                if tensor is not None and differentiable
             ]
 
 
@@ -252,7 +250,7 @@ def _as_tuple(output: Any) -> tuple[Activations, bool]:
     if isinstance(output, torch.Tensor):
         return (output,), True
     if isinstance(output, (tuple, list)) and all(
-        each is None or isinstance(each, torch.Tensor) for each in output
+        value is None or isinstance(value, torch.Tensor) for value in output
     ):
         return tuple(output), False
     raise ConfigError(
@@ -279,7 +277,7 @@ def make_schedule(
         ScheduleInterleaved1F1B,
     )
 
-    own: list[Any] = list(stages)
+    rank_stages: list[Any] = list(stages)
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     if name == "interleaved_1f1b":
         ranks = stages[0].group_size
@@ -289,11 +287,11 @@ def make_schedule(
                 f"gradient_accumulation_steps is {micro_batches}, which the interleaved schedule "
                 f"cannot divide among {ranks} ranks of a pipeline; make it a multiple of {ranks}"
             )
-        schedule: Any = ScheduleInterleaved1F1B(own, micro_batches, **options)
+        schedule: Any = ScheduleInterleaved1F1B(rank_stages, micro_batches, **options)
     elif name == "gpipe" or micro_batches < stages[0].num_stages:
-        schedule = ScheduleGPipe(own[0], micro_batches, **options)
+        schedule = ScheduleGPipe(rank_stages[0], micro_batches, **options)
     else:
-        schedule = Schedule1F1B(own[0], micro_batches, **options)
+        schedule = Schedule1F1B(rank_stages[0], micro_batches, **options)
     schedule._p2p_initialized = True  # torch 2.15 would launch collectives and messages of its own
     return schedule
 
@@ -301,16 +299,16 @@ def make_schedule(
 @contextmanager
 def launching_by(launch: Callable[..., list[Any]]) -> Iterator[None]:
     """Context in which schedules launch a batch of messages by ``launch(own, operations, desc)``,
-    ``own`` being torch's function, and wait for what it returns.
+    ``original`` being torch's function, and wait for what it returns.
     """
     from torch.distributed.pipelining import schedules
 
-    own = schedules._batch_p2p
-    schedules._batch_p2p = partial(launch, own)
+    original = schedules._batch_p2p
+    schedules._batch_p2p = partial(launch, original)
     try:
         yield
     finally:
-        schedules._batch_p2p = own
+        schedules._batch_p2p = original
 
 
 class PipelineRun:
@@ -334,11 +332,11 @@ class PipelineRun:
                 self.name, self.stages, micro_batches, self._loss_of
             )
         schedule, losses = self._schedules[micro_batches], list[torch.Tensor]()
-        here = {"target": torch.arange(micro_batches)} if self.stages[-1].is_last else {}
+        arguments = {"target": torch.arange(micro_batches)} if self.stages[-1].is_last else {}
         self._loss = loss
         run = schedule.step if training else schedule.eval
         try:
-            run(losses=losses, return_outputs=False, **here)
+            run(losses=losses, return_outputs=False, **arguments)
         except RuntimeError as error:
             if not _is_of_a_message(error):
                 raise

@@ -176,9 +176,9 @@ def mark_tied(module: StagedModule, groups: ParallelGroups) -> None:
     module.elsewhere, module.tied = frozenset(), {}
     if groups.dims.pipeline == 1:
         return
-    own = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     stage_of = [groups.dims.coordinate(rank, "pipeline") for rank in range(groups.dims.world)]
-    described = {name: (tuple(p.shape), str(p.dtype)) for name, p in own.items()}
+    described = {name: (tuple(p.shape), str(p.dtype)) for name, p in parameters.items()}
     every = get_world_group().all_gather_object(described, "parameters of the stages")
     holders: dict[str, dict[int, object]] = {}
     for stage, described in zip(stage_of, every):
@@ -187,7 +187,7 @@ def mark_tied(module: StagedModule, groups: ParallelGroups) -> None:
     buffers = [name for name, _ in module.named_buffers()]
     names = get_world_group().all_gather_object(buffers, "buffers of the stages")
     every_name = {*holders, *(name for stages in names for name in stages)}
-    module.elsewhere = frozenset(every_name - set(own) - set(buffers))
+    module.elsewhere = frozenset(every_name - set(parameters) - set(buffers))
     for name, stages in holders.items():
         if len(stages) > 1 and len(set(stages.values())) > 1:
             raise PartitionError(
@@ -203,9 +203,9 @@ def mark_tied(module: StagedModule, groups: ParallelGroups) -> None:
 def set_tied(module: StagedModule, tied: Mapping[str, tuple[int, ...]]) -> None:
     """Mark the parameters of ``module`` that several stages hold: ``tied`` has these, by name."""
     module.tied = tied
-    own = dict(module.named_parameters())
-    for name in set(tied) & set(own):
-        set_sharding(own[name], replace(sharding_of(own[name]), stages=tied[name]))
+    parameters = dict(module.named_parameters())
+    for name in set(tied) & set(parameters):
+        set_sharding(parameters[name], replace(sharding_of(parameters[name]), stages=tied[name]))
 
 
 class TiedParameters:
@@ -221,10 +221,10 @@ class TiedParameters:
         for stages in sorted(set(module.tied.values())):
             name = f"weights tied over stages {', '.join(map(str, stages))}"
             self._along[stages] = dim_of_stages(groups, stages, name, timeout)
-        own = dict(module.named_parameters())
+        parameters = dict(module.named_parameters())
         for name, stages in module.tied.items():
-            if name in own:
-                self._take_first(own[name], self._along[stages], name)
+            if name in parameters:
+                self._take_first(parameters[name], self._along[stages], name)
 
     @torch.no_grad()
     def _take_first(self, parameter: torch.Tensor, along: MeshDim, name: str) -> None:
@@ -242,14 +242,14 @@ class TiedParameters:
         """
         if not self._along:
             return
-        own = {
+        local = {
             stages: [(flat.layout.slots, flat.layout.padded, str(flat.dtype)) for flat in of_stages]
             for stages, of_stages in self._flats(flats).items()
         }
-        every = get_world_group().all_gather_object(own, "tied parameters")
+        every = get_world_group().all_gather_object(local, "tied parameters")
         for stages, column in itertools.product(self._along, self._columns):
             shared = [every[rank][stages] for rank in column if every[rank].get(stages)]
-            if any(each != shared[0] for each in shared):
+            if any(entry != shared[0] for entry in shared):
                 raise PartitionError(
                     f"the parameters tied over stages {list(stages)} of the pipeline lie in "
                     "different flat buffers there; give them the same optimizer group, or freeze "
@@ -262,8 +262,8 @@ class TiedParameters:
         for flat in flats:
             if flat.spec.sharding.stages and flat.trainable:
                 by_stages.setdefault(flat.spec.sharding.stages, []).append(flat)
-        for each in by_stages.values():
-            each.sort(key=lambda flat: flat.layout.slots[0].name)
+        for flats_of_stages in by_stages.values():
+            flats_of_stages.sort(key=lambda flat: flat.layout.slots[0].name)
         return dict(sorted(by_stages.items()))
 
     @torch.no_grad()

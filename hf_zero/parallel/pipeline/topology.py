@@ -77,7 +77,7 @@ class ProcessTopology:
         """Return the sets of ranks that differ only along ``axis``; [] for an unknown axis."""
         if axis not in self.axes:
             return []
-        others = [each for each in self.axes if each != axis]
+        others = [other for other in self.axes if other != axis]
         return [
             self.filter_match(**dict(zip(others, coordinates)))
             for coordinates in product(*(range(self.get_dim(other)) for other in others))
@@ -153,8 +153,8 @@ class PipelineParallelGrid:
 
     def stage_to_global(self, stage_id: int, **coords: int) -> int:
         """Return the rank at ``stage_id`` of this rank's pipeline, or of the one at ``coords``."""
-        here = {**self._coord._asdict(), **coords, "pipe": stage_id}
-        return self._topology.get_rank(**here)
+        coordinates = {**self._coord._asdict(), **coords, "pipe": stage_id}
+        return self._topology.get_rank(**coordinates)
 
     def get_pipe_parallel_rank(self) -> int:
         return self.stage_id

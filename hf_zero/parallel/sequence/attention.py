@@ -94,7 +94,7 @@ def spread_heads(
     check_heads(heads, shared, dim.size)
     repeats = math.lcm(shared, dim.size) // shared
     if repeats > 1:
-        key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+        key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     dtype = value.dtype
     kind = query.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -126,10 +126,10 @@ def _by_document(
         return core(q, k, v)
     rows, tokens = q.shape[0], q.shape[2]
     # [B x S, H, D]
-    flat = [each.transpose(1, 2).reshape(rows * tokens, each.shape[1], -1) for each in (q, k, v)]
+    flat = [t.transpose(1, 2).reshape(rows * tokens, t.shape[1], -1) for t in (q, k, v)]
     places, by_length = _places(documents, rows, q.device)
     out = torch.cat([
-        core(*(each[place].transpose(1, 2) for each in flat)).flatten(0, 1) for place in by_length
+        core(*(t[index].transpose(1, 2) for t in flat)).flatten(0, 1) for index in by_length
     ])  # fmt: skip
     whole = torch.empty_like(out).index_copy(0, places, out)
     return whole.view(rows, tokens, *out.shape[1:])
@@ -179,9 +179,9 @@ def gather(dim: MeshDim, key: str, tensor: torch.Tensor) -> tuple[torch.Tensor, 
 
 def all_gather(dim: MeshDim, key: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` of each rank, stacked: [ranks, ...]. Without gradients."""
-    own = tensor.detach().contiguous()
-    whole = own.new_empty(dim.size, *own.shape)
-    dim.all_gather([(whole.view(-1), own.view(-1))], key).wait()
+    local = tensor.detach().contiguous()
+    whole = local.new_empty(dim.size, *local.shape)
+    dim.all_gather([(whole.view(-1), local.view(-1))], key).wait()
     return whole
 
 
@@ -248,9 +248,9 @@ def _swap(dim: MeshDim, key: str, rows: Sequence[torch.Tensor]) -> list[tuple[to
     sizes = [sent.shape[1]] * dim.size
     handle, came = dim.all_to_all(sent.view(-1), sizes, sizes, key)
     handle.wait()
-    parts = [part.split([each.shape[1] for each in flat]) for part in came.view(dim.size, -1)]
+    parts = [part.split([row.shape[1] for row in flat]) for part in came.view(dim.size, -1)]
     return [
-        tuple(part[index].view(each.shape[1:]) for part in parts) for index, each in enumerate(rows)
+        tuple(part[index].view(row.shape[1:]) for part in parts) for index, row in enumerate(rows)
     ]
 
 
@@ -290,8 +290,9 @@ class DistributedAttention(nn.Module):
                 f"{groups.dims.context} they stay on the ranks of a ring; use a model of "
                 f"transformers, or {KEY} alone"
             )
-        own = None if groups is None else groups.group(AXIS)
-        if sequence_process_group not in (None, own) and get_world_size(sequence_process_group) > 1:
+        ours = None if groups is None else groups.group(AXIS)
+        other = sequence_process_group not in (None, ours)
+        if other and get_world_size(sequence_process_group) > 1:
             raise ConfigError(
                 "DistributedAttention(sequence_process_group=...) is not the group of this job's "
                 "sequence-parallel ranks; call hf_zero.sequence_parallel(size), which makes it, "
@@ -345,5 +346,5 @@ class DistributedAttention(nn.Module):
         places = self.scatter_idx, self.gather_idx
         # treat merged heads and D as heads of one element
         four = (whole.unsqueeze(-1) if joined else whole).movedim(places, (1, 2))
-        own = gather_heads(dim, "attention", four).movedim((1, 2), places)
-        return own.squeeze(-1) if joined else own
+        local = gather_heads(dim, "attention", four).movedim((1, 2), places)
+        return local.squeeze(-1) if joined else local

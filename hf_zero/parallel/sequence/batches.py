@@ -202,17 +202,17 @@ class SequenceBatches:
         """The place in the data, as of a :class:`TrainingLoader`, without the batches of the
         current turns that have not been yielded.
         """
-        place: dict[str, int] = self.loader.place
+        position: dict[str, int] = self.loader.place
         ahead = self._left * self.loader.samples_of_all_ranks // self.turns
-        return {**place, "samples": place["samples"] - ahead}
+        return {**position, "samples": position["samples"] - ahead}
 
-    def continue_from(self, place: dict[str, int]) -> None:
-        """Begin the next iteration at ``place``."""
+    def continue_from(self, position: dict[str, int]) -> None:
+        """Begin the next iteration at ``position``."""
         turns = self.loader.samples_of_all_ranks
-        rest = place["samples"] % turns
-        self.loader.continue_from({**place, "samples": place["samples"] - rest})
-        self.loader.resumed = place["samples"] > 0
-        self._skip = rest * self.turns // turns
+        extra = position["samples"] % turns
+        self.loader.continue_from({**position, "samples": position["samples"] - extra})
+        self.loader.resumed = position["samples"] > 0
+        self._skip = extra * self.turns // turns
 
     def __len__(self) -> int:
         return len(self.loader) * self.turns - self._skip
@@ -224,14 +224,14 @@ class SequenceBatches:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         skip, self._skip = self._skip, 0
-        own = iter(self.loader)
+        loader = iter(self.loader)
         while True:
-            batch = next(own, None)
+            batch = next(loader, None)
             last = getattr(self.loader, "end_of_dataloader", None)
             batches = _gather_objects(self.dim, on_cpu(batch))
-            if any(each is None for each in batches):
+            if any(batch is None for batch in batches):
                 return
-            for index, each in enumerate(batches):
+            for index, piece in enumerate(batches):
                 self._left = len(batches) - index - 1
                 if skip:
                     skip -= 1
@@ -239,7 +239,7 @@ class SequenceBatches:
                 if last is not None:
                     # Accelerate ends an accumulation window with the last batch of a loader
                     self.loader.end_of_dataloader = last and index + 1 == len(batches)
-                yield self._placed(cut(each, self.dim.rank, self.division))
+                yield self._placed(cut(piece, self.dim.rank, self.division))
 
     def _placed(self, batch: dict[str, Any]) -> dict[str, Any]:
         if self.device is None:
@@ -292,7 +292,7 @@ def _gather_objects(dim: MeshDim, value: Any) -> list[Any]:
     data, device = pickle.dumps(value), dim.host_messages_on
     own_size = torch.tensor([len(data)], device=device)
     sizes = all_gather(dim, "sizes of batches", own_size).flatten().tolist()
-    own = torch.zeros(max(sizes), dtype=torch.uint8)
-    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    whole = all_gather(dim, "batches", own.to(device)).cpu()
+    message = torch.zeros(max(sizes), dtype=torch.uint8)
+    message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    whole = all_gather(dim, "batches", message.to(device)).cpu()
     return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(whole, sizes)]

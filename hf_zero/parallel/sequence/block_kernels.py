@@ -81,7 +81,7 @@ def _on_gpu_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> Any:
         F.pad(sums, (0, -sums.shape[-1] % _ALIGNED), value=math.inf), seed, seed, 0.0,
         [True, True, True, False], causal, scale=scale,
     )  # fmt: skip
-    grads[1:] = (each.unflatten(1, (key.shape[1], -1)).sum(2) for each in grads[1:])
+    grads[1:] = (grad.unflatten(1, (key.shape[1], -1)).sum(2) for grad in grads[1:])
     return grads
 
 
@@ -99,7 +99,7 @@ def _on_blocks(forward: Callable[..., Any], backward: Callable[..., Any]) -> Ker
         causal = pattern is not Pattern.FULL
         grads = backward(*_to_kernel(pattern, *tensors), causal=causal, scale=scale)
         widths = (tensor.shape[-1] for tensor in tensors[1:4])
-        return [_from_kernel(pattern, each)[..., :width] for each, width in zip(grads, widths)]
+        return [_from_kernel(pattern, grad)[..., :width] for grad, width in zip(grads, widths)]
 
     return Kernels(attend, gradients)
 
@@ -121,11 +121,11 @@ def _to_kernel(pattern: Pattern, *tensors: torch.Tensor) -> list[torch.Tensor]:
     width = max(tensor.shape[-1] for tensor in tensors if tensor.dim() == 4)
     width = -(-width // 8) * 8
     converted = []
-    for each in tensors:
-        if each.dim() == 4 and each.shape[-1] < width:
-            each = F.pad(each, (0, width - each.shape[-1]))
-        each = (each.flip(1) if pattern is Pattern.REVERSED else each).transpose(1, 2)
-        converted.append(each.contiguous() if each.dim() == 3 else each)
+    for t in tensors:
+        if t.dim() == 4 and t.shape[-1] < width:
+            t = F.pad(t, (0, width - t.shape[-1]))
+        t = (t.flip(1) if pattern is Pattern.REVERSED else t).transpose(1, 2)
+        converted.append(t.contiguous() if t.dim() == 3 else t)
     return converted
 
 

@@ -78,16 +78,16 @@ class AttentionBlocks:
 
 @functools.lru_cache(maxsize=8)  # called by every layer of a forward, for each kind of layer
 def blocks_of(
-    documents: Documents, rows: int, place: int, ranks: int, device: torch.device
+    documents: Documents, rows: int, ring_rank: int, ranks: int, device: torch.device
 ) -> tuple[tuple[AttentionBlocks, ...], ...]:
     """Return, for each rank of a ring of ``ranks``, the blocks of its keys and the queries of the
-    rank at ``place``. Both have the tokens that :class:`Division` gives them, of ``rows`` rows.
+    rank ``ring_rank``. Both have the tokens that :class:`Division` gives them, of ``rows`` rows.
     """
     division, length = Division(context=ranks), documents.length
     tokens = [
         division.part(torch.arange(length, device="cpu")[None], rank)[0] for rank in range(ranks)
     ]
-    queries = tokens[place]
+    queries = tokens[ring_rank]
     first = documents.first_keys(rows)[:, queries]
     with torch.inference_mode(False):  # autograd of a later forward may save these cached tensors
         return tuple(
@@ -160,8 +160,8 @@ def _runs(low: torch.Tensor, high: torch.Tensor) -> Iterator[tuple[int, int, int
     """
     lower, upper = low.diff(), high.diff()
     empty = low >= high
-    known = (lower | upper) >> 1 == 0  # 0 or 1
-    codes = torch.where(known & (empty[1:] == empty[:-1]), 2 * lower + upper, -1)
+    is_plain = (lower | upper) >> 1 == 0  # 0 or 1
+    codes = torch.where(is_plain & (empty[1:] == empty[:-1]), 2 * lower + upper, -1)
     values, counts = torch.unique_consecutive(codes, return_counts=True)
     start = step = 0
     for code, count in zip(values.tolist(), counts.tolist()):

@@ -19,9 +19,9 @@ ALL_ROWS = -1
 _of_thread = threading.local()  # .has_positions: for the mask requested last
 
 
-def note_positions(given: bool) -> None:
-    """Note that a model of this thread makes a mask; ``given``: whether it passed positions."""
-    _of_thread.has_positions = given
+def note_positions(has_positions: bool) -> None:
+    """Note that a model of this thread makes a mask, and whether it passed positions."""
+    _of_thread.has_positions = has_positions
 
 
 def knows_positions() -> bool:
@@ -66,8 +66,8 @@ class Documents:
         spans = []
         for row in range(rows):
             starts = [*begins[row].nonzero().flatten().tolist(), length]
-            place = ALL_ROWS if rows == 1 else row
-            spans += [(place, start, end) for start, end in itertools.pairwise(starts)]
+            row_of_span = ALL_ROWS if rows == 1 else row
+            spans += [(row_of_span, start, end) for start, end in itertools.pairwise(starts)]
         return cls(number, length, tuple(spans))
 
     @property
@@ -85,8 +85,8 @@ class Documents:
         """Return the first token of each document, row x length + token, by document length."""
         starts = defaultdict(list)
         for row, start, end in self.spans:
-            for each in range(rows) if row == ALL_ROWS else (row,):
-                starts[end - start].append(each * self.length + start)
+            for r in range(rows) if row == ALL_ROWS else (row,):
+                starts[end - start].append(r * self.length + start)
         return starts
 
     def first_keys(self, rows: int) -> torch.Tensor:

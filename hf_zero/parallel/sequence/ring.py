@@ -73,9 +73,9 @@ class _RingAttention(torch.autograd.Function):
             sums = sinks.to(out.dtype).expand(out.shape[:3]).contiguous()
         for source, keys, values in _rounds(dim, key, value):
             for block in blocks[source]:
-                own, *before = (block.queries.take(each) for each in (query, out, sums))
+                q, *before = (block.queries.take(tensor) for tensor in (query, out, sums))
                 theirs = (block.keys.take(tensor) for tensor in (keys, values))
-                merged = _merge(before, kernels.attend(block.pattern, own, *theirs, scale=scale))
+                merged = _merge(before, kernels.attend(block.pattern, q, *theirs, scale=scale))
                 for whole, part in zip((out, sums), merged):
                     block.queries.put(whole, part)
         result = out.to(query.dtype)
@@ -89,12 +89,12 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, out, sums, sinks = ctx.saved_tensors
         dim, grad, kernels = ctx.dim, grad.contiguous(), kernels_on(grad.device)
         for_queries = torch.zeros_like(query, dtype=_wide(query))
-        own, message = _zeros(key, value), None
+        own_grads, message = _zeros(key, value), None
         for source, keys, values in _rounds(dim, key, value):
-            flat = own if source == dim.rank else _zeros(key, value)
+            flat = own_grads if source == dim.rank else _zeros(key, value)
             totals = _split(flat, key, value)
             for block in ctx.blocks[source]:
-                mine = [block.queries.take(each) for each in (grad, query, out, sums)]
+                mine = [block.queries.take(tensor) for tensor in (grad, query, out, sums)]
                 theirs = (block.keys.take(tensor) for tensor in (keys, values))
                 block_grads = kernels.gradients(
                     block.pattern, *mine[:2], *theirs, *mine[2:], scale=ctx.scale
@@ -108,8 +108,8 @@ class _RingAttention(torch.autograd.Function):
                 flat += _received(*message)
             message = dim.send_to_next(flat, f"gradients of {_NAME}")
         if message is not None:
-            own += _received(*message)
-        for_keys, for_values = _split(own, key, value)
+            own_grads += _received(*message)
+        for_keys, for_values = _split(own_grads, key, value)
         for_sinks = None
         if sinks is not None:
             products = (grad * out).sum(-1, dtype=sums.dtype)
@@ -145,12 +145,12 @@ def _received(handle: Any, message: torch.Tensor) -> torch.Tensor:
 
 def _split(flat: torch.Tensor, *like: torch.Tensor) -> list[torch.Tensor]:
     """Return views of the parts of ``flat`` with the shapes of ``like``."""
-    parts = flat.split([each.numel() for each in like])
-    return [part.view(each.shape) for part, each in zip(parts, like)]
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like)]
 
 
 def _zeros(*like: torch.Tensor) -> torch.Tensor:
-    return like[0].new_zeros(sum(each.numel() for each in like), dtype=_wide(like[0]))
+    return like[0].new_zeros(sum(tensor.numel() for tensor in like), dtype=_wide(like[0]))
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
@@ -163,7 +163,7 @@ def _merge(
     """Merge outputs [..., D] and their log-sum-exps [...] over different keys."""
     (out, sums), (more, more_sums) = before, part
     largest = torch.maximum(sums, more_sums)  # finite: a query attends to every key of its block
-    old, new = ((each - largest).exp() for each in (sums, more_sums))
+    old, new = ((values - largest).exp() for values in (sums, more_sums))
     total = old + new
     merged = (out * (old / total).unsqueeze(-1)).add_(more * (new / total).unsqueeze(-1))
     return merged, largest + total.log()

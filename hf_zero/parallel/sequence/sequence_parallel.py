@@ -162,13 +162,13 @@ class SequenceParallel:
         ``labels``: this rank's, shifted. The gradient is ``size`` times that of this rank's share;
         the engine's average over all ranks divides it back.
         """
-        own = (labels != ignore_index).sum()
-        loss = torch.where(own > 0, loss, torch.zeros_like(loss))
-        pair = torch.stack([loss.detach().double(), own.double()])
+        count = (labels != ignore_index).sum()
+        loss = torch.where(count > 0, loss, torch.zeros_like(loss))
+        pair = torch.stack([loss.detach().double(), count.double()])
         pairs = all_gather(self.dim, "losses", pair)
         total = pairs[:, 1].sum().clamp(min=1)
         mean = ((pairs[:, 0] * pairs[:, 1]).sum() / total).to(loss.dtype)
-        weighted = loss * (own * self.size / total).to(loss.dtype)
+        weighted = loss * (count * self.size / total).to(loss.dtype)
         return mean + weighted - weighted.detach()
 
     # ---- Megatron's method names ----
@@ -221,16 +221,16 @@ class SameBatches:
         self._cuts += 1
         if not due(self._cuts):
             return
-        own = _hash_of_part(part)
-        if own is None:
+        key = _hash_of_part(part)
+        if key is None:
             return
         whole = hash_of(
-            each
-            for _, each in sorted(batch.items())
-            if isinstance(each, torch.Tensor) and not each.is_floating_point()
+            value
+            for _, value in sorted(batch.items())
+            if isinstance(value, torch.Tensor) and not value.is_floating_point()
         )
         # equal parts of different batches, such as pure padding, do not identify their batch
-        self._known[own] = whole if self._known.get(own, whole) == whole else _UNKNOWN
+        self._known[key] = whole if self._known.get(key, whole) == whole else _UNKNOWN
         while len(self._known) > KEPT:
             self._known.popitem(last=False)
 
@@ -253,8 +253,8 @@ class SameBatches:
         if self._known:
             whole = self._known.pop(_hash_of_part(inputs) or _UNKNOWN, _UNKNOWN)
         code = _UNKNOWN if documents is None else documents.code
-        own = torch.tensor([*positions.shape, whole, code], device=dim.host_messages_on)
-        *sizes, batches, codes = all_gather(dim, "sizes of batches", own).T.tolist()
+        local = torch.tensor([*positions.shape, whole, code], device=dim.host_messages_on)
+        *sizes, batches, codes = all_gather(dim, "sizes of batches", local).T.tolist()
         shapes = [list(shape) for shape in zip(*sizes)]
         ranks, count = dim.ranks, dim.size
         these = (
@@ -266,7 +266,7 @@ class SameBatches:
                 f"{these} {shapes} tokens; let each have as many of the same batch, as "
                 "hf_zero.sequence_parallel().shard(batch) cuts them"
             )
-        if any(len({*each} - {_UNKNOWN}) > 1 for each in (batches, codes)):
+        if any(len({*values} - {_UNKNOWN}) > 1 for values in (batches, codes)):
             alike = count * (ranks[1] - ranks[0])  # including tensor-parallel ranks
             raise RankMismatchError(
                 f"{these} different batches; read data as rank // {alike} of ranks // {alike} "
@@ -300,16 +300,16 @@ def with_sequence_size(config: ZeroConfig, mpu: Any, dims: ParallelDims) -> Zero
     """
     if not isinstance(mpu, SequenceParallel):
         return config
-    own = {KEY: mpu.division.sequence, CONTEXT: mpu.division.context}
+    mpu_sizes = {KEY: mpu.division.sequence, CONTEXT: mpu.division.context}
     written = {KEY: config.sequence_parallel_size, CONTEXT: config.context_parallel_size}
     for key, size in written.items():
-        if size not in (1, own[key]):
+        if size not in (1, mpu_sizes[key]):
             raise ConfigError(
                 f"{key} = {size} ({config.sources[key]}) contradicts the mpu of {mpu.division} "
                 "that initialize was given; remove one of them"
             )
     _refuse_former_groups(mpu, sequence_dims(mpu.division, dims))
-    config = config.override(own, "the mpu of initialize")
+    config = config.override(mpu_sizes, "the mpu of initialize")
     micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     if config.train_batch_size is not None and micro is not None and steps is not None:
         total = micro * steps * (process_group.get_world_size() // mpu.size)

@@ -78,7 +78,7 @@ class TiledMlps(Stateless):
         def forward(*args: Any, **kwargs: Any) -> Any:
             named: dict[int | str, Any] = dict(enumerate(args))
             named.update(kwargs)
-            arguments = {name: each for name, each in named.items() if each is not None}
+            arguments = {name: value for name, value in named.items() if value is not None}
             name, x = next(iter(arguments.items()), (0, None))
             tokens = x.shape[-2] if isinstance(x, torch.Tensor) and x.dim() > 1 else 1
             shards = min(self._shards, tokens)
@@ -122,11 +122,11 @@ class TiledMlps(Stateless):
 
     def remove(self) -> None:
         undo, self._undo = self._undo, []
-        for each in undo:
-            if not isinstance(each, tuple):
-                each.remove()
+        for item in undo:
+            if not isinstance(item, tuple):
+                item.remove()
                 continue
-            module, tiled, before = each
+            module, tiled, before = item
             if module.__dict__.get("forward") is tiled:
                 module.__dict__.pop("forward")
                 if before is not None:

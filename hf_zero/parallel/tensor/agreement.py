@@ -43,10 +43,10 @@ class Agreement:
         self._forwards.restart()
         device = process_group.default_device()
         states = _generators(device)
-        own = torch.cat(states).to(device)
-        by_rank = own.new_empty(self._axis.size * own.numel())
-        self._axis.dim.all_gather([(by_rank, own)], "generators of a generation").wait()
-        first = by_rank[: own.numel()].cpu().split([len(state) for state in states])
+        local = torch.cat(states).to(device)
+        by_rank = local.new_empty(self._axis.size * local.numel())
+        self._axis.dim.all_gather([(by_rank, local)], "generators of a generation").wait()
+        first = by_rank[: local.numel()].cpu().split([len(state) for state in states])
         torch.set_rng_state(first[0].clone())
         if len(first) > 1:
             kinds.module_of(device).set_rng_state(first[1].clone(), device)
@@ -108,5 +108,5 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     """Return the tensors in the inputs of a forward. Those inside objects, such as key-value
     caches, are left out: they may be parts.
     """
-    leaves = tree_flatten(values, is_leaf=lambda each: type(each) not in (tuple, list, dict))[0]
+    leaves = tree_flatten(values, is_leaf=lambda value: type(value) not in (tuple, list, dict))[0]
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -83,10 +83,10 @@ class TensorAxis:
         rows = x.detach().reshape(-1, x.shape[-1])
         joined = rows.new_empty(len(rows), self.size, x.shape[-1])
         most = max(1, STRETCH // max(1, self.size * x.shape[-1] * x.element_size()))
-        for own, place in zip(rows.split(most), joined.split(most)):
-            by_rank = own.new_empty(self.size * own.numel())
-            self.dim.all_gather([(by_rank, own.contiguous().view(-1))], name).wait()
-            place.copy_(by_rank.view(self.size, *own.shape).transpose(0, 1))
+        for part, target in zip(rows.split(most), joined.split(most)):
+            by_rank = part.new_empty(self.size * part.numel())
+            self.dim.all_gather([(by_rank, part.contiguous().view(-1))], name).wait()
+            target.copy_(by_rank.view(self.size, *part.shape).transpose(0, 1))
         return joined.view(*x.shape[:-1], self.size * x.shape[-1])
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
@@ -315,9 +315,9 @@ class WeightGradients:
         node.register_prehook(partial(self._arrive, index))
         return y
 
-    def _arrive(self, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _arrive(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
         if gradients[0] is not None:
-            self._arrived[place] = gradients[0]
+            self._arrived[index] = gradients[0]
 
     def compute(self, x: torch.Tensor) -> list[torch.Tensor | None]:
         """Return the gradients, from input ``x`` and the gradients that arrived; None: none did."""
@@ -395,7 +395,7 @@ class SharedInputs:
             return x, None
         if member in self._ran:
             self._ran, self._copies = [], []
-        copied = next((each[1:] for each in self._copies if each[0] is x), None)
+        copied = next((entry[1:] for entry in self._copies if entry[0] is x), None)
         if copied is None:
             beside = self._beside(x, member, axis)
             copied = copy_to(x, axis, self.name, beside), beside
@@ -410,9 +410,9 @@ class SharedInputs:
         if axis.is_rehearsed or torch.compiler.is_compiling() or not x.is_contiguous():
             return None
         weights = {}
-        for number, each in enumerate(self._members):
-            layer = each()
+        for number, reference in enumerate(self._members):
+            layer = reference()
             if number not in self._ran and layer is not None:
                 weights[number] = getattr(layer, "separable_weight", None)
-        own = weights[member]
-        return None if own is None else of_one_unit(own, weights)
+        weight = weights[member]
+        return None if weight is None else of_one_unit(weight, weights)

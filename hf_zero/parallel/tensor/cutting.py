@@ -45,16 +45,16 @@ class TensorParallel:
 
 def cut_layers(
     modules: Mapping[str, nn.Module],
-    found: list[Target],
+    targets: list[Target],
     cuts: Mapping[nn.Parameter, Sharding],
     record: TensorParallel,
     counts: bool,
     keep: Callable[[nn.Parameter, Sharding], None],
 ) -> None:
-    """Make the layers ``found``, among ``modules``, run as parts. ``keep`` reduces a parameter to
+    """Make the layers ``targets``, among ``modules``, run as parts. ``keep`` reduces a parameter to
     its part. ``counts``: divide the attributes that count heads.
     """
-    new = [target for target in found if not is_sharded(target.module)]
+    new = [target for target in targets if not is_sharded(target.module)]
     for parameter, sharding in cuts.items():
         if "tensor" in sharding.axes:
             keep(parameter, sharding)
@@ -72,12 +72,12 @@ def cut_layers(
 
 
 def cuts_for(
-    modules: Mapping[str, nn.Module], found: list[Target], rank: int, size: int
+    modules: Mapping[str, nn.Module], targets: list[Target], rank: int, size: int
 ) -> dict[nn.Parameter, Sharding]:
-    """Return the sharding of each parameter of ``found`` that is still whole."""
+    """Return the sharding of each parameter of ``targets`` that is still whole."""
     cuts: dict[nn.Parameter, _Cut] = {}
     named: set[tuple[nn.Module, str]] = set()
-    for target in found:
+    for target in targets:
         target.keep_heads(modules.get(target.parent), size)
         for name, parameter in target.module._parameters.items():
             named.add((target.module, name))
@@ -85,19 +85,17 @@ def cuts_for(
                 continue
             style = _stacked(target, name, parameter)
             dim = dimension(style, target.module, name, parameter.dim())
-            wanted = _Cut(f"{target.name}.{name}", dim, style.packed, style.partial)
-            cuts.setdefault(parameter, wanted).agree(wanted)
+            cut = _Cut(f"{target.name}.{name}", dim, style.packed, style.partial)
+            cuts.setdefault(parameter, cut).agree(cut)
     for path, module in modules.items():
         for name, parameter in module._parameters.items():
             if parameter in cuts and (module, name) not in named:
                 cuts[parameter].agree(_Cut(f"{path}.{name}", None))
     found_cuts = {}
-    for parameter, wanted in cuts.items():
-        if wanted.dim is not None:
-            found_cuts[parameter] = _spread(
-                wanted.name, parameter, wanted.dim, wanted.packed, rank, size
-            )
-        elif wanted.partial:
+    for parameter, cut in cuts.items():
+        if cut.dim is not None:
+            found_cuts[parameter] = _spread(cut.name, parameter, cut.dim, cut.packed, rank, size)
+        elif cut.partial:
             found_cuts[parameter] = replace(sharding_of(parameter), partial=True)
     return found_cuts
 
@@ -150,8 +148,8 @@ def _run(target: Target, record: TensorParallel, modules: Mapping[str, nn.Module
         return
     part = Part(axis, target.name, random=record.random, between=target.parent)
     if issubclass(kind, (layers.Colwise, layers.ColwiseGathered, layers.KeyValueHeads)):
-        own = target.name if target.adapts else target.parent
-        part.inputs = record.inputs.setdefault(own, SharedInputs(own or target.name))
+        owner = target.name if target.adapts else target.parent
+        part.inputs = record.inputs.setdefault(owner, SharedInputs(owner or target.name))
         part.member = part.inputs.join(module)
         if is_conv1d(module) and target.style.cuts:
             module.nf //= axis.size  # output width in the forward of Conv1D

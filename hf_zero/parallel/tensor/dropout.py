@@ -47,10 +47,10 @@ class OwnRandomNumbers:
         seed = int(torch.randint(_SEEDS, ()))
         self._states = self._kept()
         self._recomputes = torch._C._current_graph_task_id() != -1
-        own = (seed ^ (self._axis.rank + 1) * _STEP) & _SEEDS
-        torch.default_generator.manual_seed(own)
+        own_seed = (seed ^ (self._axis.rank + 1) * _STEP) & _SEEDS
+        torch.default_generator.manual_seed(own_seed)
         if not kinds.is_host(self._device):
-            kinds.module_of(self._device).manual_seed(own)
+            kinds.module_of(self._device).manual_seed(own_seed)
 
     @torch.compiler.disable
     def end(self) -> None:

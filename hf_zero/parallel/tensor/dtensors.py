@@ -50,16 +50,16 @@ def local_part(name: str, tensor: torch.Tensor, size: int) -> tuple[torch.Tensor
     """
     assert isinstance(tensor, DTensor)
     spread = [
-        place
-        for place, ranks in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+        placement
+        for placement, ranks in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
         if ranks > 1
     ]
     if not spread or spread == [Replicate()]:
         return tensor.to_local(), None, 1
-    place = spread[0]
+    placement = spread[0]
     if (
         len(spread) > 1
-        or not isinstance(place, Shard | _StridedShard)
+        or not isinstance(placement, Shard | _StridedShard)
         or (tensor.device_mesh.size() != size)
     ):
         raise PartitionError(
@@ -68,11 +68,11 @@ def local_part(name: str, tensor: torch.Tensor, size: int) -> tuple[torch.Tensor
             "the model over tensor-parallel ranks alone, as many as that: ZeRO shards it further"
         )
     local = tensor.to_local()
-    dim = place.dim % tensor.dim()
+    dim = placement.dim % tensor.dim()
     if local.shape[dim] * size != tensor.shape[dim]:
         raise PartitionError(
             f"dimension {dim} of {name}, of shape {tuple(tensor.shape)}, is cut among {size} ranks "
             "unevenly; choose a size that divides it"
         )
-    packed = int(place.split_factor) if isinstance(place, _StridedShard) else 1
+    packed = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
     return local, dim, packed

@@ -193,9 +193,9 @@ class EmbeddingRowwise(Sharded):
 
     def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         part = self._part
-        own = ids - part.start
-        others = (own < 0) | (own >= part.width)
-        y = super().forward(own.masked_fill(others, 0), *args, **kwargs)  # type: ignore[misc]
+        local_ids = ids - part.start
+        others = (local_ids < 0) | (local_ids >= part.width)
+        y = super().forward(local_ids.masked_fill(others, 0), *args, **kwargs)  # type: ignore[misc]
         return sum_over(y.masked_fill(others.unsqueeze(-1), 0), part.axis, part.name)
 
 
@@ -318,11 +318,11 @@ class EnteringCaches:
         model.register_forward_hook(Attached(self._after), with_kwargs=True)
 
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        for name, given in (*enumerate(args), *kwargs.items()):
-            if not is_cache(given):
+        for name, value in (*enumerate(args), *kwargs.items()):
+            if not is_cache(value):
                 continue
-            _check(name, given)
-            for cache in _parts(given):
+            _check(name, value)
+            for cache in _parts(value):
                 if cache not in self._own:
                     for index, layer in enumerate(cache.layers):
                         self._cut(model, f"layer {index} of {name}", index, layer)
@@ -330,16 +330,16 @@ class EnteringCaches:
 
     def _after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         returned = output.values() if isinstance(output, Mapping) else output
-        for each in returned if isinstance(returned, Iterable) else ():
-            if not isinstance(each, torch.Tensor) and is_cache(each):
-                self._own.update(_parts(each))
+        for value in returned if isinstance(returned, Iterable) else ():
+            if not isinstance(value, torch.Tensor) and is_cache(value):
+                self._own.update(_parts(value))
 
-    def _cut(self, model: Any, name: str, place: int, layer: Any) -> None:
+    def _cut(self, model: Any, name: str, layer_index: int, layer: Any) -> None:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not isinstance(keys, torch.Tensor) or keys.dim() != 4:
             return
         assert isinstance(values, torch.Tensor)
-        kinds = _projections(model, place)
+        kinds = _projections(model, layer_index)
         if kinds and not any(issubclass(kind, (Colwise, KeyValueHeads)) for kind in kinds):
             return  # all ranks compute all heads
         heads, size = keys.shape[1], self._axis.size
@@ -364,28 +364,28 @@ class EnteringCaches:
         return copy_to(x, axis, name).narrow(1, axis.rank * heads // axis.size, 1)
 
 
-def _parts(given: Any) -> list[Any]:
-    """Return the caches in ``given`` that hold layers: it, or both of an encoder-decoder cache."""
+def _parts(value: Any) -> list[Any]:
+    """Return the caches in ``value`` that hold layers: it, or both of an encoder-decoder cache."""
     names = ("self_attention_cache", "cross_attention_cache")
-    parts = (given, *(getattr(given, name, None) for name in names))
-    return [each for each in parts if isinstance(getattr(each, "layers", None), list)]
+    parts = (value, *(getattr(value, name, None) for name in names))
+    return [part for part in parts if isinstance(getattr(part, "layers", None), list)]
 
 
-def _check(name: object, given: Any) -> None:
+def _check(name: object, value: Any) -> None:
     """Raise ConfigError for keys and values that are not in a cache of transformers."""
-    if (isinstance(given, tuple) or hasattr(given, "get_seq_length")) and not _parts(given):
+    if (isinstance(value, tuple) or hasattr(value, "get_seq_length")) and not _parts(value):
         raise ConfigError(
-            f"{name} is a {type(given).__name__}, of which tensor-parallel ranks cannot take "
+            f"{name} is a {type(value).__name__}, of which tensor-parallel ranks cannot take "
             "their heads; pass a Cache of transformers, as DynamicCache"
         )
 
 
-def _projections(model: nn.Module, place: int) -> list[type[nn.Module]]:
-    """Return the classes of the layers in the attention number ``place``."""
+def _projections(model: nn.Module, layer_index: int) -> list[type[nn.Module]]:
+    """Return the classes of the layers in the attention number ``layer_index``."""
     return [
         type(child)
         for module in model.modules()
-        if getattr(module, "layer_idx", None) == place
+        if getattr(module, "layer_idx", None) == layer_index
         for child in module.children()
         if hasattr(child, "weight")
     ]

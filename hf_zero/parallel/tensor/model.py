@@ -190,8 +190,8 @@ def _multiplies_itself(model: nn.Module) -> bool:
     return code is not None and "fused_lm_head" in code.co_varnames
 
 
-def _without_the_head(model: Any, found: list[Target]) -> list[Target]:
-    """Return ``found`` without the head and embeddings that share its weight: they stay whole. A
+def _without_the_head(model: Any, planned: list[Target]) -> list[Target]:
+    """Return ``planned`` without the head and embeddings that share its weight: they stay whole. A
     head that was cut before, as in a model loaded in shards, is made to join its parts when read.
     """
     head = model.get_output_embeddings()
@@ -199,7 +199,7 @@ def _without_the_head(model: Any, found: list[Target]) -> list[Target]:
     if is_sharded(head) and not isinstance(head, layers.JoinedWhenRead):
         _, part = layers.take_off(head)
         put_on(head, layers.JoinedWhenRead, part)
-    return [each for each in found if each.module._parameters.get("weight") is not weight]
+    return [target for target in planned if target.module._parameters.get("weight") is not weight]
 
 
 def _rotary_width(model: nn.Module) -> int:
@@ -263,10 +263,10 @@ def _rehearse(
 
     Raises ConfigError for parameters with both kinds of use, and for those that the run misses.
     """
-    axis, held = RehearsedAxis(rank, size), model_record(inner)
+    axis, installed = RehearsedAxis(rank, size), model_record(inner)
     placed: dict[nn.Parameter, bool] = {}
     try:
-        twin, originals = without_memory(inner, None if held is None else held.axis, axis)
+        twin, originals = without_memory(inner, None if installed is None else installed.axis, axis)
         record = model_record(twin) or TensorParallel(axis, None, plan, _rotary_width(twin))
         modules = dict(twin.named_modules(remove_duplicate=False))
         planned = _planned("", twin, plan)
@@ -275,7 +275,7 @@ def _rehearse(
         outputs, ran = run(twin)
     except Exception as error:  # the model reads values, or is not one of transformers
         text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-        if held is None:
+        if installed is None:
             _check_whole(inner, axis, text)
         reason = f"the model cannot be run without memory ({text})"
         placed, ran = {}, set()
@@ -289,15 +289,15 @@ def _rehearse(
     return placed
 
 
-def _check_whole(inner: nn.Module, axis: RehearsedAxis, said: str) -> None:
-    """Raise ConfigError if ``inner`` runs whole although its cut copy failed with ``said``."""
+def _check_whole(inner: nn.Module, axis: RehearsedAxis, problem: str) -> None:
+    """Raise ConfigError if ``inner`` runs whole although its cut copy failed with ``problem``."""
     try:
         run(without_memory(inner, None, axis)[0])
     except Exception:  # the whole copy fails too: the failure says nothing about the plan
         return
     raise ConfigError(
         f"{type(inner).__name__} runs whole, and cut by its tensor-parallel plan it does not "
-        f"({said}): outside the layers that the plan names it computes with heads or widths of "
+        f"({problem}): outside the layers that the plan names it computes with heads or widths of "
         "which a rank has a part; leave those layers whole, by hf_zero.tensor_parallel(model, "
         f"size, plan={{name: None, ...}}), or set {TENSOR_SIZE} to 1"
     )

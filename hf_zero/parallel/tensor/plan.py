@@ -95,35 +95,35 @@ def planned_model(model: nn.Module) -> tuple[str, nn.Module]:
     return "", model
 
 
-def plan_of(model: nn.Module, given: Mapping[str, str | None] | None) -> dict[str, str]:
+def plan_of(model: nn.Module, overrides: Mapping[str, str | None] | None) -> dict[str, str]:
     """Return styles by names of modules and parameters, ``*`` for each number: the model's own
-    plan, or that of its family, changed by ``given``, in which None removes a name.
+    plan, or that of its family, changed by ``overrides``, in which None removes a name.
 
-    Raises ConfigError if there is no plan, and for a name in ``given`` that the model does not
+    Raises ConfigError if there is no plan, and for a name in ``overrides`` that the model does not
     have.
     """
-    _check_names(model, given or {})
-    own = dict(getattr(model, "tp_plan", None) or {}) or dict(FAMILIES.get(_type_of(model), {}))
-    for name, style in (given or {}).items():
+    _check_names(model, overrides or {})
+    plan = dict(getattr(model, "tp_plan", None) or {}) or dict(FAMILIES.get(_type_of(model), {}))
+    for name, style in (overrides or {}).items():
         if style is None:
-            own.pop(name, None)
+            plan.pop(name, None)
         else:
-            own[name] = style
-    if not own:
+            plan[name] = style
+    if not plan:
         raise ConfigError(
             f"{type(model).__name__} has no tensor-parallel plan, neither its own (tp_plan) nor "
             f"one of hf-zero's ({', '.join(FAMILIES)}); give one by hf_zero.tensor_parallel(model, "
             "size, plan={'layers.*.mlp.up_proj': 'colwise', ...}), or remove "
             "tensor_parallel.autotp_size"
         )
-    return own
+    return plan
 
 
-def _check_names(model: nn.Module, given: Mapping[str, str | None]) -> None:
+def _check_names(model: nn.Module, overrides: Mapping[str, str | None]) -> None:
     named = [*model.named_modules(remove_duplicate=False), *model.named_parameters()]
     names = {_NUMBER.sub("*", name) for name, _ in named}
     ends = is_of_family(model)
-    for name in given:
+    for name in overrides:
         if name not in names and not (ends and any(n.endswith(f".{name}") for n in names)):
             near = difflib.get_close_matches(name, names, n=1)
             raise ConfigError(
@@ -151,20 +151,20 @@ def targets(path: str, model: nn.Module, plan: Mapping[str, str], suffixes: bool
     """
     by_layer: dict[nn.Module, Target] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        own = {
+        styles = {
             parameter: style_of(style, f"{name}.{parameter}")
             for parameter in module._parameters
             if (style := _look(plan, f"{name}.{parameter}", suffixes)) is not None
         }
         style = _look(plan, name, suffixes) if name else None
-        if style is None and not own:
+        if style is None and not styles:
             continue
         whole = f"{path}.{name}" if path else name
         named = style_of(style, name) if style is not None else WHOLE
         for part, layer, how, adapts in _layers(whole, module, named):
             target = by_layer.setdefault(layer, Target(part, layer, how, whole, adapts))
             if layer is module:
-                target.own.update(own)
+                target.own.update(styles)
     return list(by_layer.values())
 
 
@@ -229,7 +229,7 @@ def _adapted(
     layer's own.
     """
     yield from _layers(f"{name}.base_layer", base, style)
-    adapters: dict[str, Any] = {each: getattr(module, each, {}) for each in _LOW_RANK}
+    adapters: dict[str, Any] = {kind: getattr(module, kind, {}) for kind in _LOW_RANK}
     plain = not any(getattr(module, "use_dora", {}).values()) and not getattr(
         module, "lora_magnitude_vector", {}
     )
@@ -252,9 +252,9 @@ def _adapted(
     if adapters["lora_embedding_A"] and style.cuts:
         yield name, module, LayerStyle(layers.AdapterOfPart, takes="any"), True
     inputs = style.cuts == "inputs"
-    for kind, wanted in (("lora_A", inputs), ("lora_B", not inputs)):
+    for kind, is_cut in (("lora_A", inputs), ("lora_B", not inputs)):
         for key, layer in adapters[kind].items():
-            if wanted:
+            if is_cut:
                 yield f"{name}.{kind}.{key}", layer, style, True
     if style.runs is not None and issubclass(style.runs, layers.Rowwise):
         for key, layer in adapters["lora_dropout"].items():

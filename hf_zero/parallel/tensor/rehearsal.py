@@ -65,12 +65,12 @@ class RehearsedAxis(TensorAxis):
 
 
 def without_memory(
-    model: nn.Module, held: TensorAxis | None, axis: RehearsedAxis
+    model: nn.Module, present: TensorAxis | None, axis: RehearsedAxis
 ) -> tuple[Any, dict[nn.Parameter, nn.Parameter]]:
-    """Return a copy of ``model`` on the meta device, in fp32, with ``axis`` in place of ``held``,
-    and a map from its parameters to those of ``model``.
+    """Return a copy of ``model`` on the meta device, in fp32, with ``axis`` in place of
+    ``present``, and a map from its parameters to those of ``model``.
     """
-    memo: dict[int, Any] = {} if held is None else {id(held): axis}
+    memo: dict[int, Any] = {} if present is None else {id(present): axis}
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, dtype=_dtype(buffer), device=META)
     twin = copied(model, memo, in_fp32=True).eval()
@@ -168,7 +168,7 @@ def _leave_out_experts(module: Any) -> None:
 class _AbsentExperts(nn.Module):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         read = [*tensors_in((args, kwargs)), *self.parameters()]
-        return hidden_states * sum(each.sum() for each in read if each.is_floating_point())
+        return hidden_states * sum(p.sum() for p in read if p.is_floating_point())
 
 
 def gradients(outputs: Iterable[torch.Tensor]) -> dict[nn.Parameter, set[str]]:
@@ -176,7 +176,7 @@ def gradients(outputs: Iterable[torch.Tensor]) -> dict[nn.Parameter, set[str]]:
     partial, or both, in several places. Raises ConfigError for a layer that receives parts although
     its style takes whole tensors, and vice versa.
     """
-    order = _from_leaves(each.grad_fn for each in outputs)
+    order = _from_leaves(output.grad_fn for output in outputs)
     parts: dict[Any, bool] = {}
     for node in order:
         parts[node] = _makes_parts(node, any(parts[child] for child in _children(node)))
@@ -233,29 +233,29 @@ def _makes_parts(node: Any, reads_parts: bool) -> bool:
 def _from_leaves(roots: Iterable[Any]) -> list[Any]:
     """Return the nodes of a graph in topological order, each after the nodes that it reads."""
     order: list[Any] = []
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     waiting = [(root, False) for root in roots]
     while waiting:
         node, is_done = waiting.pop()
         if is_done:
             order.append(node)
-        elif node not in seen:
-            seen.add(node)
+        elif node not in visited:
+            visited.add(node)
             waiting.append((node, True))
             waiting += [(child, False) for child in _children(node)]
     return order
 
 
 def placements(
-    model: nn.Module, found: Mapping[nn.Parameter, set[str]]
+    model: nn.Module, kinds_of: Mapping[nn.Parameter, set[str]]
 ) -> dict[nn.Parameter, bool]:
     """Return for each whole parameter of ``model`` whether its gradient is partial, by the result
-    ``found`` of :func:`gradients`. Raises ConfigError for one with both kinds of use.
+    ``kinds_of`` of :func:`gradients`. Raises ConfigError for one with both kinds of use.
     """
     mixed = [
         name
         for name, parameter in model.named_parameters()
-        if len(found.get(parameter, ())) > 1 and "tensor" not in sharding_of(parameter).axes
+        if len(kinds_of.get(parameter, ())) > 1 and "tensor" not in sharding_of(parameter).axes
     ]
     if mixed:
         raise ConfigError(
@@ -267,35 +267,33 @@ def placements(
         )
     return {
         parameter: _PARTIAL in kinds
-        for parameter, kinds in found.items()
+        for parameter, kinds in kinds_of.items()
         if kinds and "tensor" not in sharding_of(parameter).axes
     }
 
 
 def check_unplaced(
     model: nn.Module,
-    found: Iterable[Target],
+    planned: Iterable[Target],
     placed: Iterable[nn.Parameter],
     ran: Container[str],
     reason: str,
 ) -> None:
     """Raise ConfigError for a whole, trainable parameter beside layers that are cut into parts, if
-    the plan does not name it (``found``), it is not in ``placed``, and its module is not in
+    the plan does not name it (``planned``), it is not in ``placed``, and its module is not in
     ``ran``.
     """
-    targets = list(found)
-    known = {*placed, *(p for each in targets for p in each.module.parameters(recurse=False))}
+    targets = list(planned)
+    named = {*placed, *(p for t in targets for p in t.module.parameters(recurse=False))}
     between = {
-        target.parent
-        for target in targets
-        if target.style.runs is not None and issubclass(target.style.runs, _MAKE)
+        t.parent for t in targets if t.style.runs is not None and issubclass(t.style.runs, _MAKE)
     }
     for path, module in model.named_modules():
-        inside = any(path == each or path.startswith(f"{each}.") for each in between)
+        inside = any(path == prefix or path.startswith(f"{prefix}.") for prefix in between)
         if path in ran or not inside:
             continue
         for name, parameter in module.named_parameters(path, recurse=False):
-            if parameter in known or not parameter.requires_grad:
+            if parameter in named or not parameter.requires_grad:
                 continue
             raise ConfigError(
                 f"{name} is whole and lies among layers of which each tensor-parallel rank has a "

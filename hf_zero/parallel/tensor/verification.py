@@ -66,20 +66,20 @@ class Verification:
 
     def _take_values(self, model: nn.Module) -> None:
         device = process_group.default_device()
-        needed = 2 * sum(each.numel() * each.element_size() for each in self.whole.parameters())
+        needed = 2 * sum(p.numel() * p.element_size() for p in self.whole.parameters())
         if free_bytes(device) < needed:
             raise DoesNotFitError(
                 f"{VERIFY} needs {in_units(needed)} on each rank for the whole model and its "
                 f"gradients, and {in_units(free_bytes(device))} are free; verify a smaller model "
                 "of this type, or remove the key"
             )
-        values, wanted = model.state_dict(), dict(self.whole.named_parameters())
-        if missing := sorted(set(wanted) - set(values)):
+        values, parameters = model.state_dict(), dict(self.whole.named_parameters())
+        if missing := sorted(set(parameters) - set(values)):
             raise ConfigError(
                 f"{VERIFY} compares the model with what it was before it was cut, and "
                 f"{missing[0]} has gone since; add adapters before the model is cut"
             )
-        for name, parameter in wanted.items():
+        for name, parameter in parameters.items():
             value = values[name].to(device, copy=True)
             replacement = nn.Parameter(value, parameter.requires_grad)
             torch.utils.swap_tensors(parameter, replacement)
@@ -92,13 +92,13 @@ class Verification:
             handle.remove()
         self._handles = []
         outputs = _differentiable(output)
-        if [each.shape for each in outputs] != [each.shape for each in self._outputs]:
+        if [output.shape for output in outputs] != [output.shape for output in self._outputs]:
             raise VerificationError(
                 f"{VERIFY}: {type(model).__name__} has outputs of "
-                f"{[list(each.shape) for each in outputs]}, cut, and of "
-                f"{[list(each.shape) for each in self._outputs]}, whole; {_REMEDY}"
+                f"{[list(output.shape) for output in outputs]}, cut, and of "
+                f"{[list(output.shape) for output in self._outputs]}, whole; {_REMEDY}"
             )
-        named = {f"output {index}": each for index, each in enumerate(self._outputs)}
+        named = {f"output {index}": output for index, output in enumerate(self._outputs)}
         self._compare("outputs", dict(zip(named, outputs)), named)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -117,8 +117,8 @@ class Verification:
 
         return map_tensors(output, passed_on)
 
-    def _take_given(self, place: int, gradient: torch.Tensor) -> None:
-        self._given[place] = self._given.get(place, 0) + gradient.detach()
+    def _take_given(self, index: int, gradient: torch.Tensor) -> None:
+        self._given[index] = self._given.get(index, 0) + gradient.detach()
         if not self._ends:
             self._ends = True
             Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
@@ -129,12 +129,12 @@ class Verification:
     def _finish(self) -> None:
         for handle in self._handles:
             handle.remove()
-        reached = [(self._outputs[index], given) for index, given in self._given.items()]
+        reached = [(self._outputs[index], gradient) for index, gradient in self._given.items()]
         torch.autograd.backward(
             [output for output, _ in reached],
-            [given.to(output.dtype) for output, given in reached],
+            [gradient.to(output.dtype) for output, gradient in reached],
         )
-        wanted, got = {}, {}
+        expected, actual = {}, {}
         whole = dict(self.whole.named_parameters())
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad or name not in whole:
@@ -150,38 +150,38 @@ class Verification:
             gradient = gradient.reshape(want.shape)
             if sharding.partial:
                 gradient = self._axis.sum(gradient, f"{name} ({VERIFY})")
-            wanted[name], got[name] = want, gradient
-        self._compare("gradients", got, wanted)
+            expected[name], actual[name] = want, gradient
+        self._compare("gradients", actual, expected)
         log_rank0(
-            f"{VERIFY}: loss and {len(wanted)} gradients of {type(self._model).__name__} are those "
-            f"of the whole model, on {self._axis.size} ranks"
+            f"{VERIFY}: loss and {len(expected)} gradients of {type(self._model).__name__} are "
+            f"those of the whole model, on {self._axis.size} ranks"
         )
         self.__dict__.clear()
 
     @torch.no_grad()
     def _compare(
-        self, what: str, got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+        self, what: str, actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
     ) -> None:
         """Raise VerificationError on all ranks of the group if they differ (collective)."""
-        elements = sum(each.numel() for each in wanted.values())
-        norm = torch.stack([each.float().norm() for each in wanted.values()]).norm()
-        shares = [norm * (each.numel() / max(1, elements)) ** 0.5 for each in wanted.values()]
+        elements = sum(value.numel() for value in expected.values())
+        norm = torch.stack([value.float().norm() for value in expected.values()]).norm()
+        shares = [norm * (value.numel() / max(1, elements)) ** 0.5 for value in expected.values()]
         errors = torch.stack([
-            (got[name].float() - want.float()).norm()
+            (actual[name].float() - want.float()).norm()
             / (want.float().norm() + _FLOOR * share + torch.finfo(torch.float32).tiny)
-            for (name, want), share in zip(wanted.items(), shares)
+            for (name, want), share in zip(expected.items(), shares)
         ])  # fmt: skip
         errors = errors.nan_to_num(nan=torch.inf, posinf=torch.inf)
         self._axis.dim.all_reduce(errors, f"errors of {what} ({VERIFY})", maximum=True).wait()
-        allowed = max(_TOLERANCES.get(each.dtype, _OF_16_BITS) for each in got.values())
+        allowed = max(_TOLERANCES.get(value.dtype, _OF_16_BITS) for value in actual.values())
         wrong = [
             f"{name} (off by {error:.2g} of its norm)"
-            for name, error in zip(wanted, errors.tolist())
+            for name, error in zip(expected, errors.tolist())
             if not error <= allowed
         ]
         if wrong:
             raise VerificationError(
-                f"{VERIFY}: {len(wrong)} of {len(wanted)} {what} differ from those of the whole "
+                f"{VERIFY}: {len(wrong)} of {len(expected)} {what} differ from those of the whole "
                 f"model: {', '.join(wrong[:_NAMED])}; {_REMEDY}"
             )
 
@@ -195,4 +195,4 @@ _REMEDY = (
 
 def _differentiable(output: Any) -> list[torch.Tensor]:
     tensors: Iterable[torch.Tensor] = tensors_in(output)
-    return [each for each in tensors if each.requires_grad]
+    return [tensor for tensor in tensors if tensor.requires_grad]
