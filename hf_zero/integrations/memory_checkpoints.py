@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from hf_zero.engine import Engine
 
 
-def save_with_route(engine: Engine, write: Callable[[Path], Path]) -> None:
-    """Save ``engine`` into the memory of the hosts. ``write(folder)`` saves what a trainer saves,
-    and returns the folder of which the files are kept beside. Every rank calls it after the same
-    step.
+def save_if_due(engine: Engine, write: Callable[[Path], Path]) -> None:
+    """Save ``engine`` into the memory of the hosts if its configuration has it saved after this
+    step. ``write(folder)`` saves what a trainer saves, and returns the folder of which the files
+    are kept beside. Every rank calls it after the same step.
     """
-    assert engine.memory is not None
+    if engine.memory is None or not engine.memory.is_due(engine.global_steps):
+        return
     where = engine.memory.folder(engine.memory.base)
     engine.memory.mark_job(engine.memory.base)
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -58,7 +59,7 @@ def _saving_nothing(engine: Engine) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def replaced(holder: Any, **attributes: Any) -> Iterator[None]:
+def replaced(holder: object, **attributes: object) -> Iterator[None]:
     """Give the instance ``holder`` these ``attributes`` in place of its own or its class's."""
     before = {name: vars(holder)[name] for name in attributes if name in vars(holder)}
     vars(holder).update(attributes)

@@ -190,37 +190,50 @@ def convert_checkpoint(
         "workers": workers != WORKERS,
     }
     _refuse(to, [name for name, chosen in options.items() if chosen])
-    if to != SAFETENSORS:
-        return _for_training(to, src, target, dtype_chosen, tag, exclude_frozen_parameters, verify)
     with (
         checkpoint_errors(target),
         open_checkpoint(find_checkpoint(src, tag), hashes=verify is not False) as checkpoint,
     ):
-        manifest = checkpoint.manifest
         refuse_target(target, checkpoint.folder)
-        tensors = outputs(manifest, dtype_chosen, exclude_frozen_parameters)
+        if to != SAFETENSORS:
+            return _for_training(
+                to, checkpoint, target, dtype_chosen, exclude_frozen_parameters, verify is True
+            )
+        tensors = outputs(checkpoint.manifest, dtype_chosen, exclude_frozen_parameters)
         layout = _of_adapters(checkpoint, tensors, only, adapters) or _of_model(
             checkpoint, tensors, only, max_shard_size
         )
         plans = {name: plan_outputs(part) for name, part in layout.parts.items()}
-        total = sum(output.nbytes for output in layout.chosen)
         _make(target, layout)
         with lock_folder(target):
             resumed, carried = _write(
                 checkpoint, target, layout, plans, verify is True, workers, progress, overwrite
             )
-    parameters = sum(output.numel for output in layout.chosen if not output.is_buffer)
-    configs = [name for name in layout.beside if name != INDEX]
+        carried += [name for name in layout.beside if name != INDEX]
+        nbytes = sum(output.nbytes for output in layout.chosen)
+        return _conversion(checkpoint, target, plans, layout.chosen, nbytes, carried, resumed)
+
+
+def _conversion(
+    checkpoint: Checkpoint,
+    target: Path,
+    files: Iterable[str],
+    tensors: Sequence[OutputTensor],
+    nbytes: int,
+    carried: Sequence[str] = (),
+    resumed: int = 0,
+) -> Conversion:
+    """Return the result of writing ``tensors`` into ``files`` of ``target``."""
     return Conversion(
         target,
-        tuple(plans),
-        (*carried, *configs),
-        len(layout.chosen),
-        parameters,
-        total,
+        tuple(files),
+        tuple(carried),
+        len(tensors),
+        sum(tensor.numel for tensor in tensors if not tensor.is_buffer),
+        nbytes,
         resumed,
         checkpoint.folder,
-        _dtypes(layout.chosen),
+        _dtypes(tensors),
     )
 
 
@@ -237,43 +250,28 @@ def _refuse(to: str, names: list[str]) -> None:
 
 def _for_training(
     to: str,
-    src: str | os.PathLike[str],
+    checkpoint: Checkpoint,
     target: Path,
     dtype: torch.dtype | None,
-    tag: str | None,
     exclude_frozen: bool,
-    verify: bool | None,
+    verify: bool,
 ) -> Conversion:
     """Write the folder of another format than safetensors, with optimizer state."""
     from hf_zero.checkpoint.convert import to_dcp, to_universal  # import much of torch
 
-    with (
-        checkpoint_errors(target),
-        open_checkpoint(find_checkpoint(src, tag), hashes=verify is not False) as checkpoint,
-    ):
-        refuse_target(target, checkpoint.folder)
-        if verify is True:
-            checkpoint.verify(checkpoint.listed())
-        with new_folder(target) as folder:
-            if to == DCP:
-                tensors = to_dcp.write_dcp(checkpoint, folder, dtype, exclude_frozen)
-            else:
-                tensors = to_universal.write_universal(checkpoint, folder)
-            written = sorted(path for path in folder.rglob("*") if path.is_file())
-            names = tuple(str(path.relative_to(folder)) for path in written)
-            nbytes = sum(path.stat().st_size for path in written)
-        if to == UNIVERSAL:
-            to_universal.name_latest(target)
-        return Conversion(
-            target,
-            names,
-            (),
-            len(tensors),
-            sum(tensor.numel for tensor in tensors if not tensor.is_buffer),
-            nbytes,
-            source=checkpoint.folder,
-            dtypes=_dtypes(tensors),
-        )
+    if verify:
+        checkpoint.verify(checkpoint.listed())
+    with new_folder(target) as folder:
+        if to == DCP:
+            tensors = to_dcp.write_dcp(checkpoint, folder, dtype, exclude_frozen)
+        else:
+            tensors = to_universal.write_universal(checkpoint, folder)
+        written = sorted(path for path in folder.rglob("*") if path.is_file())
+        names = [str(path.relative_to(folder)) for path in written]
+        nbytes = sum(path.stat().st_size for path in written)
+    if to == UNIVERSAL:
+        to_universal.name_latest(target)
+    return _conversion(checkpoint, target, names, tensors, nbytes)
 
 
 def _write(

@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_zero.checkpoint.memory import newest
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.memory_checkpoints import replaced, save_with_route
+from hf_zero.integrations.memory_checkpoints import replaced, save_if_due
 
 INTO_MEMORY = "_hf_zero_into_memory"  # an attribute of an accelerator during such a save
 _saving: weakref.WeakSet[Any] = weakref.WeakSet()  # accelerators whose loops save so
@@ -25,7 +25,7 @@ def engines_of(accelerator: Any) -> list[Any]:
     return [model for model in accelerator._models if isinstance(model, Engine)]
 
 
-def save_by_loop(accelerator: Any) -> None:
+def save_by_loop(accelerator: object) -> None:
     """Have the loop of a script save the engine of ``accelerator`` into the memory of the hosts,
     with what ``save_state`` saves, if its configuration says so. Raises ConfigError for several.
     """
@@ -42,12 +42,12 @@ def save_by_loop(accelerator: Any) -> None:
     _saving.add(accelerator)
 
 
-def leave_to_trainer(accelerator: Any) -> None:
+def leave_to_trainer(accelerator: object) -> None:
     """Have the Trainer save what :func:`save_by_loop` has the loop of a script save."""
     _saving.discard(accelerator)
 
 
-def save_between_batches(original: Callable[[Any], None]) -> Callable[[Any], None]:
+def save_between_batches(original: Callable[[object], None]) -> Callable[[Any], None]:
     """Wraps two calls of Accelerate's loaders after the body of a script's loop: saves into the
     memory of the hosts if it is due. Loaders in the body, of an evaluation, do not.
     """
@@ -76,8 +76,7 @@ def _loops(state: Any) -> list[Any]:
 def _save_what_is_due() -> None:
     for accelerator in list(_saving):
         for engine in engines_of(accelerator):
-            if engine.memory is not None and engine.memory.is_due(engine.global_steps):
-                save_with_route(engine, functools.partial(_write_state, accelerator))
+            save_if_due(engine, functools.partial(_write_state, accelerator))
 
 
 def _write_state(accelerator: Any, folder: Path) -> Path:
@@ -89,7 +88,7 @@ def _write_state(accelerator: Any, folder: Path) -> Path:
     return folder
 
 
-def newer_in_memory(accelerator: Any, folder: str | None) -> str | None:
+def newer_in_memory(accelerator: object, folder: str | None) -> str | None:
     """Return the folder of the newest state in memory, unless ``folder`` is newer. Collective."""
     checkpoints = [
         newest(engine, folder)

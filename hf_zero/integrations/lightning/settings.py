@@ -37,7 +37,7 @@ TOTAL, MICRO, ACCUMULATION = (
 )
 
 
-def read(config: Any, stage: int | None) -> ZeroConfig:
+def read(config: object, stage: int | None) -> ZeroConfig:
     """Return the configuration of ``ZeroStrategy(config=…, stage=…)``; stage 3 if neither is given.
     Raises ConfigError if they name different stages.
     """
@@ -139,7 +139,7 @@ class PrecisionMethods:
     package: str
     engine: Any = None  # assigned by the strategy
 
-    def __init__(self, precision: Any) -> None:
+    def __init__(self, precision: object) -> None:
         if precision not in KINDS:
             raise ConfigError(
                 f"Trainer(precision={precision!r}) cannot run under ZeroStrategy; choose one "
@@ -155,7 +155,7 @@ class PrecisionMethods:
             _cast(module, self.dtype)
         return module
 
-    def convert_input(self, data: Any) -> Any:
+    def convert_input(self, data: object) -> Any:
         return map_tensors(
             data, lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
         )
@@ -207,7 +207,7 @@ class PrecisionMethods:
         return loss
 
     def clip_gradients(
-        self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+        self, optimizer: object, clip_val: float = 0.0, gradient_clip_algorithm: object = "norm"
     ) -> None:
         """Clip the next step to this norm over all ranks: the engine holds the gradients. Raises
         ConfigError for clipping by value.

@@ -10,7 +10,7 @@ import atexit
 import importlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
 from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.integrations.lightning.settings import read, resolve
-from hf_zero.integrations.memory_checkpoints import save_with_route
+from hf_zero.integrations.memory_checkpoints import save_if_due
 from hf_zero.integrations.transformers.loading import made_under
 from hf_zero.loading.shard_only import hold, release_holders
 from hf_zero.measures.figures import tracked
@@ -80,6 +80,26 @@ def left_in_place(strategy: Any) -> Iterator[None]:
         strategy._lightning_module, strategy.optimizers = module, optimizers
 
 
+def call_after_batches(
+    trainer: Any, base: Any, act: Callable[[], None], at_end: Callable[[], None] = lambda: None
+) -> None:
+    """Have ``trainer`` call ``act`` after the other callbacks of each batch of the present fit, and
+    ``at_end`` when it ends. ``base``: the class ``Callback`` of its library.
+    """
+
+    class AfterBatches(base):  # type: ignore[misc]
+        def on_train_batch_end(self, *args: object) -> None:
+            act()
+
+        def on_train_end(self, *args: Any) -> None:
+            trainer.callbacks = [c for c in trainer.callbacks if c is not self]
+            at_end()
+
+        on_exception = on_train_end
+
+    trainer.callbacks.append(AfterBatches())
+
+
 class StrategyMethods:
     """Train with sharded parameters, gradients and optimizer state, on CPU ranks (gloo) or GPUs
     (nccl).
@@ -101,11 +121,11 @@ class StrategyMethods:
 
     def __init__(
         self,
-        config: Any = None,
+        config: object = None,
         stage: int | None = None,
         *,
         exclude_frozen_parameters: bool = False,
-        **arguments: Any,
+        **arguments: object,
     ) -> None:
         finder.choose()
         if unknown := sorted(arguments.keys() - ARGUMENTS):
@@ -279,20 +299,10 @@ class StrategyMethods:
             trainer.save_checkpoint(folder / TAG, weights_only=False)
             return folder
 
-        class SavingIntoMemory(self._library("callbacks").Callback):  # type: ignore[misc]
-            def on_train_batch_end(self, *args: Any) -> None:
-                memory = engine.memory
-                if memory is not None and memory.is_due(engine.global_steps):
-                    save_with_route(engine, write)
-
-            def on_train_end(self, *args: Any) -> None:
-                trainer.callbacks = [c for c in trainer.callbacks if c is not self]
-
-            on_exception = on_train_end
-
         assert engine.memory is not None
         engine.memory.by_route = True
-        trainer.callbacks.append(SavingIntoMemory())
+        callback = self._library("callbacks").Callback
+        call_after_batches(trainer, callback, lambda: save_if_due(engine, write))
 
     def teardown(self) -> None:
         with left_in_place(self):
@@ -331,7 +341,7 @@ class StrategyMethods:
             dataloader = self._library("utilities.data")._update_dataloader(dataloader, shares)
         return super().process_dataloader(dataloader)  # type: ignore[misc]
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: object, **kwargs: object) -> Any:
         this: Any = self
         if this.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
@@ -340,7 +350,7 @@ class StrategyMethods:
         with this.precision_plugin.train_step_context():
             return this.lightning_module.training_step(*args, **kwargs)
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, *args: object, **kwargs: object) -> Any:
         """Step, and give the engine's figures to the loggers every ``log_every_n_steps`` steps."""
         result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         this: Any = self
@@ -377,7 +387,7 @@ class StrategyMethods:
         """
         return {}
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: object) -> dict[str, Any]:
         return {}
 
     def save_checkpoint(
@@ -407,7 +417,7 @@ class StrategyMethods:
         )
 
     def _save_weights(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+        self, checkpoint: dict[str, object], filepath: object, storage_options: object
     ) -> None:
         this: Any = self
         assert self.engine is not None
@@ -465,11 +475,11 @@ class StrategyMethods:
                 parameter.requires_grad_(True)
             engine.add_param_group({**group.hyperparameters, "params": params})
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: Mapping[str, object], strict: bool = True) -> None:
         if "state_dict" in checkpoint:  # from a file; a folder was read into the shards already
             super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, object]) -> None:
         """No-op: ``load_checkpoint`` has read the state into the shards."""
 
 

@@ -28,6 +28,7 @@ from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.integrations.lightning.settings import PrecisionMethods
 from hf_zero.integrations.lightning.strategy import (
     StrategyMethods,
+    call_after_batches,
     engine_of,
     left_in_place,
     register,
@@ -41,27 +42,27 @@ LAST = "_hf_zero_last"  # whether a connector was asked for the last checkpoint,
 HPC = "hpc_ckpt_"
 
 
-def register_stages(original: Callable[..., Any]) -> Callable[..., Any]:
+def register_stages(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``DeepSpeedStrategy.register_strategies``: adds ``zero_stage_0`` …
     ``zero_stage_3_offload`` to the registry.
     """
 
     package = original.__module__.partition(".strategies.")[0]
 
-    def register_strategies(cls: Any, strategy_registry: Any) -> None:
+    def register_strategies(cls: Any, strategy_registry: object) -> None:
         original(cls, strategy_registry)
         register(strategy_registry, functools.partial(_make, package))
 
     return register_strategies
 
 
-def _make(package: str, **arguments: Any) -> Any:
+def _make(package: str, **arguments: object) -> Any:
     # Imported on use: the names are registered while the library is still being imported.
     home = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}[package]
     return importlib.import_module(f"hf_zero.integrations.{home}").ZeroStrategy(**arguments)
 
 
-def choose_precision(original: Callable[..., Any]) -> Callable[..., Any]:
+def choose_precision(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``_AcceleratorConnector._check_and_init_precision``: a ZeroStrategy gets its own
     precision, fp16 on CPUs too.
     """
@@ -80,7 +81,7 @@ def choose_precision(original: Callable[..., Any]) -> Callable[..., Any]:
     return _check_and_init_precision
 
 
-def leave_out_by_identity(original: Callable[..., Any]) -> Callable[..., Any]:
+def leave_out_by_identity(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``BaseFinetuning.filter_on_optimizer``: returns those parameters that the optimizer of
     an engine does not have.
     """
@@ -97,7 +98,7 @@ def leave_out_by_identity(original: Callable[..., Any]) -> Callable[..., Any]:
     return filter_on_optimizer
 
 
-def store_names_of_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+def store_names_of_groups(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``BaseFinetuning._store``: stores the groups of an engine's optimizer with the model's
     parameters, not with shards.
     """
@@ -116,7 +117,7 @@ def store_names_of_groups(original: Callable[..., Any]) -> Callable[..., Any]:
     return _store
 
 
-def add_groups_again(original: Callable[..., Any]) -> Callable[..., Any]:
+def add_groups_again(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``BaseFinetuning.on_fit_start``: gives the optimizer of an engine the groups that the
     run had when it was saved.
     """
@@ -138,7 +139,7 @@ def add_groups_again(original: Callable[..., Any]) -> Callable[..., Any]:
     return on_fit_start
 
 
-def keep_engines_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
+def keep_engines_in_place(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``DDPStrategy.teardown``: keeps the memory of an engine on its device at the end of a
     fit.
     """
@@ -153,7 +154,7 @@ def keep_engines_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
     return teardown
 
 
-def go_on_with_an_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+def go_on_with_an_engine(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``DeepSpeedStrategy.init_deepspeed``: evaluates with the engine that has trained, and
     trains a model that was evaluated.
 
@@ -281,7 +282,7 @@ def resume_from_memory(original: Callable[..., None]) -> Callable[..., None]:
     return resume_start
 
 
-def save_after_a_step(original: Callable[[Any], None]) -> Callable[[Any], None]:
+def save_after_a_step(original: Callable[[object], None]) -> Callable[[Any], None]:
     """Wraps ``_SignalConnector.register_signal_handlers``: a fit of an engine saves and ends after
     the same step on all ranks.
 
@@ -300,39 +301,31 @@ def save_after_a_step(original: Callable[[Any], None]) -> Callable[[Any], None]:
             original(self)
             return
         package = type(self).__module__.partition(".trainer.")[0]
-        base: Any = importlib.import_module(f"{package}.callbacks").Callback
+        callback = importlib.import_module(f"{package}.callbacks").Callback
         exceptions = importlib.import_module(f"{package}.utilities.exceptions")
         slurm = trainer._accelerator_connector.cluster_environment
         # the signal on which Lightning queues a job of SLURM again
         requeue = slurm.requeue_signal if getattr(slurm, "auto_requeue", False) else None
         listen(engine, *filter(None, [requeue]))
-        connector = self
 
-        class SavingOnSignal(base):  # type: ignore[misc]
-            def on_train_batch_end(self, *args: Any) -> None:
-                if not engine.stop_requested:
-                    return
-                if decide_on_rank_0(lambda: requeue in engine.stop_requests.received):
-                    connector._slurm_sigusr_handler_fn(requeue, None)
-                else:
-                    path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
-                    trainer.save_checkpoint(path)
-                # The launcher's observer kills all processes once it finds that one has failed.
-                getattr(trainer.strategy.launcher, "procs", []).clear()
-                end(engine, exceptions.SIGTERMException)
+        def save_if_requested() -> None:
+            if not engine.stop_requested:
+                return
+            if decide_on_rank_0(lambda: requeue in engine.stop_requests.received):
+                self._slurm_sigusr_handler_fn(requeue, None)
+            else:
+                path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+                trainer.save_checkpoint(path)
+            # The launcher's observer kills all processes once it finds that one has failed.
+            getattr(trainer.strategy.launcher, "procs", []).clear()
+            end(engine, exceptions.SIGTERMException)
 
-            def on_train_end(self, *args: Any) -> None:
-                trainer.callbacks = [c for c in trainer.callbacks if c is not self]
-                stop_listening(engine)
-
-            on_exception = on_train_end
-
-        trainer.callbacks.append(SavingOnSignal())
+        call_after_batches(trainer, callback, save_if_requested, lambda: stop_listening(engine))
 
     return register_signal_handlers
 
 
-def _under_zero(strategy: Any) -> bool:
+def _under_zero(strategy: object) -> bool:
     return isinstance(strategy, StrategyMethods) or (
         finder.chosen() and type(strategy).__name__ == "DeepSpeedStrategy"
     )
@@ -366,7 +359,7 @@ def _nothing(set_to_none: bool = True) -> None:
     """
 
 
-def remove_once_replaced(original: Callable[..., Any]) -> Callable[..., Any]:
+def remove_once_replaced(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``Strategy.remove_checkpoint``: removes an old folder once the new one is complete,
     after a rename.
     """
@@ -381,7 +374,7 @@ def remove_once_replaced(original: Callable[..., Any]) -> Callable[..., Any]:
     return remove_checkpoint
 
 
-def end_with_whole_ones(original: Callable[[Any], None]) -> Callable[[Any], None]:
+def end_with_whole_ones(original: Callable[[object], None]) -> Callable[[Any], None]:
     """Wraps ``Strategy.on_train_end``: waits until the last checkpoint is complete."""
 
     def on_train_end(self: Any) -> None:

@@ -32,7 +32,7 @@ from hf_zero.integrations.checkpoint_folders import (
     warn_lost_random_states,
     written_otherwise,
 )
-from hf_zero.integrations.memory_checkpoints import replaced, save_with_route
+from hf_zero.integrations.memory_checkpoints import replaced, save_if_due
 from hf_zero.integrations.transformers.trainer_phases import windows_of
 from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.logging import listed, log_rank0, logger
@@ -102,12 +102,12 @@ def save_into_memory(original: Callable[..., None]) -> Callable[..., None]:
 
     def _maybe_log_save_evaluate(
         self: Any,
-        tr_loss: Any,
-        grad_norm: Any,
-        model: Any,
-        trial: Any,
+        tr_loss: object,
+        grad_norm: object,
+        model: object,
+        trial: object,
         epoch: float,
-        ignore_keys_for_eval: Any,
+        ignore_keys_for_eval: object,
         start_time: float,
         learning_rate: float | None = None,
     ) -> None:
@@ -115,11 +115,6 @@ def save_into_memory(original: Callable[..., None]) -> Callable[..., None]:
             self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time,
             learning_rate,
         )  # fmt: skip
-        if not under_zero(self) or self.deepspeed.memory is None:
-            return
-        engine = self.deepspeed
-        if not engine.memory.is_due(engine.global_steps):
-            return
 
         def write(folder: Path) -> Path:
             checkpoint = folder / f"{PREFIX}{self.state.global_step}"
@@ -133,7 +128,8 @@ def save_into_memory(original: Callable[..., None]) -> Callable[..., None]:
                 self._save_checkpoint(model, trial)
             return checkpoint
 
-        save_with_route(engine, write)
+        if under_zero(self):
+            save_if_due(self.deepspeed, write)
 
     return _maybe_log_save_evaluate
 
@@ -201,7 +197,7 @@ def _refuse_torn(folder: Path, output: Path) -> bool:
     return folder.resolve() in [c.resolve() for c in numbered_folders(output, PREFIX)[:1]]
 
 
-def end_with_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
+def end_with_whole_ones(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``Trainer._finalize_training``: waits until the last checkpoint is complete, and
     selects the best among the complete ones.
 
@@ -335,7 +331,7 @@ def leave_signals_to_engine(original: Callable[[Any, Any], None]) -> Callable[[A
     ``stop_callback.py`` saves in its place.
     """
 
-    def set_trainer(self: Any, trainer: Any) -> None:
+    def set_trainer(self: Any, trainer: object) -> None:
         if under_zero(trainer):
             self.trainer = trainer  # without a manager the stock events do nothing
         else:
