@@ -95,7 +95,7 @@ class WindowStart:
         return {LOADER: torch.frombuffer(bytearray(content), dtype=torch.uint8)}
 
 
-def is_stateful(loader: Any) -> bool:
+def is_stateful(loader: object) -> bool:
     """Whether ``loader`` has its own ``state_dict`` and ``load_state_dict``, like torchdata's
     ``StatefulDataLoader``.
     """
@@ -103,7 +103,7 @@ def is_stateful(loader: Any) -> bool:
     return all(callable(getattr(type(loader), name, None)) for name in names)
 
 
-def in_next_epoch(loader: Any, position: dict[str, int]) -> dict[str, int]:
+def in_next_epoch(loader: object, position: dict[str, int]) -> dict[str, int]:
     """Return ``position``; if no batch of its epoch is left, the start of the next epoch."""
     if not _past_the_end(loader, position):
         return dict(position)

@@ -380,7 +380,7 @@ class Manifest:
         return manifest
 
     @classmethod
-    def from_json(cls, data: Any, source: AnyPath) -> Manifest:
+    def from_json(cls, data: object, source: AnyPath) -> Manifest:
         """Inverse of :meth:`to_json`; ``source`` is named in errors."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(
@@ -404,14 +404,14 @@ class Manifest:
         return manifest
 
 
-def sealed(data: Mapping[str, Any]) -> bytes:
+def sealed(data: Mapping[str, object]) -> bytes:
     """Return ``data`` as JSON, with the hash of the text as its last field, :data:`DIGEST`."""
     blank = json.dumps({**data, DIGEST: _BLANK}, indent=1).encode()
     before, _, after = blank.rpartition(_BLANK.encode())
     return before + hash_of(blank).encode() + after
 
 
-def is_as_written(content: bytes, digest: Any) -> bool:
+def is_as_written(content: bytes, digest: object) -> bool:
     """Whether ``digest``, the last field of ``content``, is the hash of ``content`` with zeros in
     its place.
     """
@@ -421,14 +421,14 @@ def is_as_written(content: bytes, digest: Any) -> bool:
     return hash_of(before + _BLANK.encode() + after) == digest
 
 
-def _typed(value: Any, kind: type[T], where: str) -> T:
+def _typed(value: object, kind: type[T], where: str) -> T:
     # bool is a subclass of int: a flag in place of a size is damage.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"{where} is {type(value).__name__}, expected {kind.__name__}")
     return value
 
 
-def _get(data: Mapping[str, Any], key: str, kind: type[T]) -> T:
+def _get(data: Mapping[str, object], key: str, kind: type[T]) -> T:
     return _typed(data[key], kind, key)
 
 
@@ -436,32 +436,32 @@ def _optional(data: Mapping[str, Any], key: str, read: Callable[[dict[str, Any]]
     return None if data[key] is None else read(_get(data, key, dict))
 
 
-def _items(data: Mapping[str, Any], key: str, kind: type[T]) -> tuple[T, ...]:
+def _items(data: Mapping[str, object], key: str, kind: type[T]) -> tuple[T, ...]:
     return tuple(_typed(item, kind, f"an item of {key}") for item in _get(data, key, list))
 
 
-def _values(data: Mapping[str, Any], key: str, kind: type[T]) -> dict[str, T]:
+def _values(data: Mapping[str, object], key: str, kind: type[T]) -> dict[str, T]:
     return {
         name: _typed(value, kind, f"{key}[{name!r}]")
         for name, value in _get(data, key, dict).items()
     }
 
 
-def _size(data: Mapping[str, Any], key: str) -> int:
+def _size(data: Mapping[str, object], key: str) -> int:
     value = _get(data, key, int)
     if value < 0:
         raise ValueError(f"{key} is {value}")
     return value
 
 
-def _shape(data: Mapping[str, Any], key: str) -> tuple[int, ...]:
+def _shape(data: Mapping[str, object], key: str) -> tuple[int, ...]:
     shape = _items(data, key, int)
     if not all(0 <= size <= MAX_ELEMENTS for size in shape) or math.prod(shape) > MAX_ELEMENTS:
         raise ValueError(f"{key} is {list(shape)}, which no tensor has")
     return shape
 
 
-def _numbers(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _numbers(data: Mapping[str, object], where: str) -> dict[str, Any]:
     for name, value in data.items():
         if not isinstance(value, (int, float)) or (type(value) is int and abs(value) >= 1 << 63):
             raise ValueError(f"{name} of {where} is {value!r:.40}, expected a number")
@@ -514,13 +514,13 @@ def read_flat(data: dict[str, Any], version: int = PADDED_VERSION) -> FlatEntry:
     )
 
 
-def _adapter(name: str, data: dict[str, Any]) -> Adapter:
+def _adapter(name: str, data: dict[str, object]) -> Adapter:
     if not is_plain(name):
         raise ValueError(f"the adapter's name {name!r} leads out of the folder")
     return Adapter(_get(data, "config", dict), _values(data, "tensors", str))
 
 
-def _optimizer(data: dict[str, Any]) -> OptimizerEntry:
+def _optimizer(data: dict[str, object]) -> OptimizerEntry:
     groups = tuple(
         GroupEntry(
             _get(g, "hyperparameters", dict),
@@ -550,11 +550,11 @@ def _factors(optimizer: OptimizerEntry) -> dict[str, Any]:
     }
 
 
-def _state(data: dict[str, Any]) -> dict[str, Any]:
+def _state(data: dict[str, object]) -> dict[str, Any]:
     return {"json": _get(data, "json", dict), "objects": list(_items(data, "objects", str))}
 
 
-def read_export(data: dict[str, Any]) -> Export:
+def read_export(data: dict[str, object]) -> Export:
     """Inverse of ``asdict`` of an :class:`Export`. Raises ValueError, TypeError or KeyError."""
     model_class = data["model_class"]
     adapters = _values(data, "adapters", dict) if "adapters" in data else {}

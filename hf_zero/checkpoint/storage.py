@@ -52,7 +52,7 @@ class ClosedAtExit:
         self.close()
 
 
-def as_path(where: Any) -> AnyPath:
+def as_path(where: object) -> AnyPath:
     """Return the path for a place that a user names: a path, a URL that fsspec knows
     (``s3://bucket/run``, ``file:///…``), or a ``UPath``.
 
@@ -99,7 +99,7 @@ def is_remote(where: AnyPath) -> bool:
     return not isinstance(where, Path)
 
 
-def local_path(where: Any, what: str) -> Path:
+def local_path(where: object, what: str) -> Path:
     """Return ``where`` as a local path.
 
     Raises CheckpointError if it is in an object store; ``what`` is named as what must be local.
@@ -396,7 +396,7 @@ _REMEDIES = {
 }
 
 
-def describe_error(error: BaseException, path: Any = None) -> str:
+def describe_error(error: BaseException, path: object = None) -> str:
     """Return one line: what was wrong, in which file (by default ``path``), and what to do."""
     if isinstance(error, CheckpointError):
         return str(error)
@@ -408,7 +408,7 @@ def describe_error(error: BaseException, path: Any = None) -> str:
 
 
 @contextmanager
-def checkpoint_errors(path: Any) -> Iterator[None]:
+def checkpoint_errors(path: object) -> Iterator[None]:
     """Convert an OSError into a CheckpointError; ``path`` is the file to name where it has none."""
     try:
         yield

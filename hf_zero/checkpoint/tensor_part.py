@@ -76,7 +76,7 @@ class TensorPart(torch.Tensor):
             ChunkStorageMetadata(torch.Size(offsets), view.shape) for offsets, view in self.pieces
         ]
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+    def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 

@@ -51,7 +51,7 @@ class Hash:
     def __init__(self, algorithm: str = DEFAULT_HASH) -> None:
         self._algorithm, self._state = algorithm, HASH_ALGORITHMS[algorithm]()
 
-    def update(self, data: Any) -> None:
+    def update(self, data: object) -> None:
         self._state.update(data)
 
     def text(self) -> str:
@@ -105,7 +105,7 @@ class BlockHashes:
         return {"algorithm": BLOCK_HASH, "size": self.size, "digests": self.digests}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> BlockHashes:
+    def from_json(cls, data: dict[str, object]) -> BlockHashes:
         """Inverse of :meth:`to_json`. Raises ValueError for malformed ``data``."""
         size, digests = data["size"], data["digests"]
         if (
@@ -447,7 +447,7 @@ class TensorFile(ClosedAtExit):
         self._file.close()
 
 
-def _natural(value: Any) -> int:
+def _natural(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a size")
     return value

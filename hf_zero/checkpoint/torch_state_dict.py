@@ -86,7 +86,7 @@ class _TorchStates:
         for alias, joined in self.whole.wholes(entry.parameter, value, entry.name):
             yield strip_wrappers(alias), joined
 
-    def check(self, entry: StateEntry, value: Any, key: str) -> None:
+    def check(self, entry: StateEntry, value: object, key: str) -> None:
         """Raise CheckpointError unless ``value``, named ``key``, can be read as ``entry``."""
         position = shape, first, box = _place(entry)
         whole, numel = shape if box is None else box.whole, entry.range[1] - first
@@ -122,7 +122,7 @@ class _TorchStates:
         if first:
             _mapped(state, values.__setitem__)
 
-        def sent(path: tuple[Any, ...], like: torch.Tensor) -> torch.Tensor:
+        def sent(path: tuple[object, ...], like: torch.Tensor) -> torch.Tensor:
             value = torch.empty(like.shape, dtype=like.dtype, device=mesh.device)
             if first:
                 value.copy_(values[path])
@@ -456,7 +456,7 @@ def _replacements(torch_module: Any) -> dict[str, Callable[..., Any]]:
              _load_optim_state_dict)}  # fmt: skip
 
 
-def _one_box_a_file(write: Callable[..., Any]) -> Callable[..., Any]:
+def _one_box_a_file(write: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``HuggingFaceStorageWriter.write_data``, which keeps the last of several boxes of a
     tensor in one file.
     """
@@ -501,7 +501,7 @@ def _patch(torch_module: Any) -> None:
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Replaces the functions when torch's module is imported: it takes long, and few need it."""
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> Any:
         if fullname != TARGET:
             return None
         sys.meta_path.remove(self)

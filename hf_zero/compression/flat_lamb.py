@@ -33,7 +33,7 @@ class FlatLamb(FlatMomentum):
 
     VARIANCES = (VARIANCE, FRESH)
 
-    def __init__(self, flat: FlatBuffer, bound: Any) -> None:
+    def __init__(self, flat: FlatBuffer, bound: object) -> None:
         super().__init__(flat, bound)
         self._slots = [slot for slot in flat.layout.slots if slot.numel]
         self.runs = [(index, slot.offset, slot.end) for index, slot in enumerate(self._slots)]

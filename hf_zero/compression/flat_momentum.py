@@ -154,7 +154,7 @@ class FlatMomentum:
             raised = self._variance_of(group, least, step - lags.get(name, 0))
             stored.copy_(torch.where(least > local, raised, stored))
 
-    def _correction(self, group: Mapping[str, Any], step: int) -> float:
+    def _correction(self, group: Mapping[str, object], step: int) -> float:
         """Return the bias correction (a divisor) of a variance of ``step`` steps."""
         return grown(group, 1, max(1, step)) if corrects(group) else 1.0
 
@@ -344,7 +344,7 @@ class FlatMomentum:
         return start, stop
 
 
-def corrects(group: Mapping[str, Any]) -> bool:
+def corrects(group: Mapping[str, object]) -> bool:
     """Return whether the optimizer corrects the moments of ``group`` for their start at zero."""
     return bool(group.get("bias_correction", True))
 

@@ -167,7 +167,7 @@ class SeamFinder:
                     return spec
         return None
 
-    def _instead_of_namespace(self, path: Any, target: Any) -> ModuleSpec | None:
+    def _instead_of_namespace(self, path: object, target: object) -> ModuleSpec | None:
         # A folder named deepspeed (of config files beside the script, say) is a namespace package
         # to Python, and would be found before the facade, whose finder is last.
         spec = self._find_elsewhere(NAME, path, target)

@@ -102,7 +102,7 @@ class Update:
         self,
         bound: SubGroupOptimizer,
         rules: Sequence[Rule | None],
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Mapping[str, object]],
         divisor: float,
         number: int,
         sums: ShardedTensors | None = None,

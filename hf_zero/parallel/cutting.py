@@ -88,7 +88,7 @@ class HoldsParts(nn.Module):
                 destination[key] = join_parts(sharding_of(parameter), destination[key], key)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object
     ) -> None:
         for name, parameter in self._parameters.items():
             value = state_dict.get(prefix + name)

@@ -152,7 +152,7 @@ def configured(path: AnyPath, dtype: str | None) -> bytes:
     return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def _redtype(content: dict[str, Any], old: Any, new: str) -> None:
+def _redtype(content: dict[str, object], old: object, new: str) -> None:
     """Change the dtype of nested configurations (text and vision towers) that agree with the
     outermost one.
     """

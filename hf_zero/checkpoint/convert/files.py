@@ -114,7 +114,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def torch_save(value: Any, path: Path) -> None:
+def torch_save(value: object, path: Path) -> None:
     """Write ``value`` with torch.save. Raises OSError if the file cannot be written."""
     with open(path, "wb") as file:
         try:
@@ -209,7 +209,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _stretches(
-    target: Path, names: Sequence[str], lines: Sequence[dict[str, Any]]
+    target: Path, names: Sequence[str], lines: Sequence[dict[str, object]]
 ) -> Iterator[tuple[str, int]]:
     """Yield (file, bytes) from ``lines`` for files that still exist and are that long."""
     for line in lines:
@@ -220,7 +220,7 @@ def _stretches(
                     yield name, nbytes
 
 
-def _remove(target: Path, lines: Sequence[dict[str, Any]]) -> None:
+def _remove(target: Path, lines: Sequence[dict[str, object]]) -> None:
     listed = lines[0].get("files") if lines else None
     for name in listed if isinstance(listed, list) else ():
         # The journal is not trusted: remove files inside the target folder only.

@@ -80,11 +80,11 @@ def _record(folder: AnyPath, counters: Mapping[str, int]) -> RecordedSteps | Non
     return record
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and abs(value) <= LARGEST
 
 
-def _is_count(value: Any) -> TypeGuard[int]:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and 0 <= value < 1 << 63
 
 
@@ -167,7 +167,7 @@ def logged(folders: Sequence[AnyPath]) -> dict[str, tuple[float, Any]]:
     return {}
 
 
-def last_numbers(history: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, Any]]:
+def last_numbers(history: Iterable[Mapping[str, object]]) -> dict[str, tuple[float, Any]]:
     """Return the last number of each name in ``history``, the Trainer's log, with its step."""
     return {
         key: (value, entry.get("step"))

@@ -103,7 +103,7 @@ class OptimizerGroup:
 
     @classmethod
     def of(
-        cls, hyperparameters: dict[str, Any], numbers: Mapping[str, dict[str, float] | None]
+        cls, hyperparameters: dict[str, object], numbers: Mapping[str, dict[str, float] | None]
     ) -> OptimizerGroup:
         """Return the group of the parameters whose scalars are ``numbers``; None for one that has
         never been stepped.

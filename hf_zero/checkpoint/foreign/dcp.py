@@ -359,7 +359,7 @@ class _Reading:
         return load(path, offset, length)
 
 
-def _with_lists(tree: Any) -> Any:
+def _with_lists(tree: object) -> Any:
     """Return ``tree`` with dictionaries of integer keys as lists; missing items are None."""
     if not isinstance(tree, dict):
         return tree

@@ -446,7 +446,7 @@ def _without_padding(numel: int, rank: int, share: int) -> int:
     return max(0, min(numel - rank * share, share))
 
 
-def _in_order(parameters: Sequence[Parameter], module: Mapping[str, Any]) -> list[Parameter]:
+def _in_order(parameters: Sequence[Parameter], module: Mapping[str, object]) -> list[Parameter]:
     places = {name: index for index, name in enumerate(module)}
     return sorted(parameters, key=lambda parameter: places.get(parameter.name, len(places)))
 
@@ -554,7 +554,7 @@ def model_parallel(folder: Path, path: Path) -> CheckpointError:
     )
 
 
-def at(tree: Any, *keys: str) -> Any:
+def at(tree: object, *keys: str) -> Any:
     for key in keys:
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree

@@ -33,7 +33,7 @@ def shapes_in(base: Mapping[str, Any]) -> list[list[Shape | None]]:
     ]
 
 
-def _shape(state: Mapping[str, Any]) -> Shape | None:
+def _shape(state: Mapping[str, object]) -> Shape | None:
     return next(
         (
             tuple(value.shape)
@@ -178,7 +178,7 @@ def groups_of(
     return tuple(result)
 
 
-def steps_of(saved: Mapping[str, Any]) -> float | None:
+def steps_of(saved: Mapping[str, object]) -> float | None:
     """Return the step count of the optimizer in a rank's file; None if it has none."""
     base = torch_state(saved)
     counts = [
@@ -189,7 +189,7 @@ def steps_of(saved: Mapping[str, Any]) -> float | None:
     return float(counts[0]) if counts else None
 
 
-def torch_state(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+def torch_state(saved: Mapping[str, object]) -> Mapping[str, Any]:
     """Return torch's state dict of the optimizer in ``saved``.
 
     With ``elastic_checkpoint`` DeepSpeed writes a list of states without settings, which is

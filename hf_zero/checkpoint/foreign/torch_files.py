@@ -38,10 +38,10 @@ class Opaque:
     attributes.
     """
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: object) -> None:
         self.args = args
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
@@ -90,7 +90,7 @@ class _NumpyDtype:
             raise pickle.UnpicklingError(f"it holds a numpy array of dtype {kind!r}")
         self.dtype = np.dtype(kind)
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
+    def __setstate__(self, state: tuple[object, ...]) -> None:
         order, plain = state[1], (None, None, None)
         if order not in ("<", ">", "=", "|") or state[2:5] != plain or len(state) != 8 or state[7]:
             raise pickle.UnpicklingError(f"it holds a numpy dtype with the state {state}")
@@ -114,7 +114,7 @@ class _NumpyArray(np.ndarray):  # type: ignore[type-arg]  # numpy's parameters a
         return np.asarray(self).__reduce__()
 
 
-def _empty_array(*_: Any) -> _NumpyArray:
+def _empty_array(*_: object) -> _NumpyArray:
     return _NumpyArray(0)
 
 

@@ -68,7 +68,7 @@ class RankRecord:
         )
 
     @classmethod
-    def parse(cls, content: bytes, source: Any) -> RankRecord:
+    def parse(cls, content: bytes, source: object) -> RankRecord:
         """Inverse of :meth:`dumps`. Raises CheckpointError for damage, which names ``source``."""
         try:
             data = parse_json(content)
@@ -181,5 +181,5 @@ def _read_report(data: dict[str, Any]) -> RankReport:
     )
 
 
-def _read_flat(data: dict[str, Any]) -> FlatEntry:
+def _read_flat(data: dict[str, object]) -> FlatEntry:
     return replace(form.read_flat(data), chunks=())

@@ -30,12 +30,12 @@ CLIPPING = "gradient_clipping"
 TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 
-def keep_the_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+def keep_the_optimizer(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``map_pytorch_optim_to_deepspeed``: the script's own optimizer object is kept, since
     the engine updates with any element-wise optimizer.
     """
 
-    def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
+    def map_pytorch_optim_to_deepspeed(optimizer: object) -> Any:
         return optimizer if finder.chosen() else original(optimizer)
 
     return map_pytorch_optim_to_deepspeed
@@ -77,7 +77,7 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
     return _prepare_deepspeed
 
 
-def _split_layers_first(size: int, args: Sequence[Any]) -> None:
+def _split_layers_first(size: int, args: Sequence[object]) -> None:
     """Shard the layers of models for tensor parallelism before Accelerate makes the
     sequence-parallel groups, which depend on it.
     """
@@ -87,7 +87,7 @@ def _split_layers_first(size: int, args: Sequence[Any]) -> None:
         tensor_parallel(model, size)
 
 
-def _refuse_pipelines(args: Sequence[Any]) -> None:
+def _refuse_pipelines(args: Sequence[object]) -> None:
     """Raise ConfigError for a pipeline: loops of Accelerate and the Trainer call the model for a
     loss.
     """
@@ -107,7 +107,7 @@ def add_figures(original: Callable[..., None]) -> Callable[..., None]:
     """
 
     def log(
-        self: Any, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None
+        self: Any, values: dict[str, object], step: int | None = None, log_kwargs: object = None
     ) -> None:
         figures = (engine.figures for engine in engines_of(self) if engine.figures)
         figures_now = tracked(next(figures, {}))
@@ -116,7 +116,7 @@ def add_figures(original: Callable[..., None]) -> Callable[..., None]:
     return log
 
 
-def keep_measures_in(accelerator: Any, folder: Path) -> None:
+def keep_measures_in(accelerator: object, folder: Path) -> None:
     """Have the engines of ``accelerator`` write their files to ``folder``, further ones to folders
     in it.
     """
@@ -140,7 +140,7 @@ def follow_the_phases(original: Callable[..., None]) -> Callable[..., None]:
     return _do_sync
 
 
-def _phases_of(accelerator: Any) -> Any:
+def _phases_of(accelerator: object) -> Any:
     wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
     techniques = getattr(getattr(wrapped, "engine", None), "techniques", None)
     return None if techniques is None else techniques.by_key.get(PHASES)
@@ -158,12 +158,12 @@ def _refuse_other_micro_batches(engine: Any) -> None:
         )
 
 
-def refuse_optimizer_apart(original: Callable[..., Any]) -> Callable[..., Any]:
+def refuse_optimizer_apart(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``Accelerator.prepare_optimizer``: raises PartitionError on several ranks under ZeRO,
     where each rank would train an unsharded model with unaveraged gradients.
     """
 
-    def prepare_optimizer(self: Any, optimizer: Any, device_placement: Any = None) -> Any:
+    def prepare_optimizer(self: Any, optimizer: object, device_placement: object = None) -> Any:
         if finder.chosen() and self.distributed_type == "DEEPSPEED" and self.num_processes > 1:
             raise PartitionError(
                 f"accelerator.prepare_optimizer({type(optimizer).__name__}) under ZeRO: the model "
@@ -176,12 +176,12 @@ def refuse_optimizer_apart(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_optimizer
 
 
-def empty_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
+def empty_elsewhere(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``Accelerator.get_state_dict``: ranks other than 0 get an empty state dict instead of
     None, as under FSDP.
     """
 
-    def get_state_dict(self: Any, model: Any, unwrap: bool = True) -> Any:
+    def get_state_dict(self: Any, model: object, unwrap: bool = True) -> Any:
         state = original(self, model, unwrap)
         return {} if state is None and finder.chosen() else state
 
@@ -189,7 +189,7 @@ def empty_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _batch_size_left_open(config: dict[str, Any], args: tuple[Any, ...]) -> Iterator[None]:
+def _batch_size_left_open(config: dict[str, object], args: tuple[object, ...]) -> Iterator[None]:
     """Remove "auto" batch sizes from ``config`` while an engine is prepared without a data loader
     that has a batch size: Accelerate raises for them, and the engine does not need the number.
     """
@@ -235,7 +235,7 @@ def _counting_data_parallel_ranks(accelerator: Any, args: tuple[Any, ...]) -> It
             scheduler.total_num_steps //= size
 
 
-def _refuse_optimizer_alone(args: tuple[Any, ...]) -> None:
+def _refuse_optimizer_alone(args: tuple[object, ...]) -> None:
     """Raise PartitionError for an optimizer whose model was prepared without it: its engine cannot
     step.
     """
@@ -251,7 +251,7 @@ def _refuse_optimizer_alone(args: tuple[Any, ...]) -> None:
             )
 
 
-def _refuse_second_optimizer(args: Sequence[Any]) -> None:
+def _refuse_second_optimizer(args: Sequence[object]) -> None:
     """Raise ConfigError for several optimizers: Accelerate gives the last one to the engine, and
     says nothing of the others.
     """

@@ -124,7 +124,7 @@ def _keep(newest: Path, limit: int, parts: StateContents) -> None:
     remove(chosen, os.path.join(os.pardir, DROPPED))  # outside: folders in here count as states
 
 
-def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+def resume_from_whole(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``Accelerator.load_state``: without a folder, loads the newest of the last complete
     state and of those in the memory of the hosts, and has the next save use a number of its own.
     Warns of skipped states and of random states that do not carry over. Refuses a checkpoint of
@@ -134,8 +134,8 @@ def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_state(
         self: Any,
         input_dir: str | None = None,
-        load_kwargs: Any = None,
-        **load_model_func_kwargs: Any,
+        load_kwargs: object = None,
+        **load_model_func_kwargs: object,
     ) -> Any:
         last, named = input_dir is None, _names_itself(self)
         if last and named:

@@ -21,12 +21,12 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 
 
-def alias_config(original: Callable[..., Any]) -> Callable[..., Any]:
+def alias_config(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``accelerate.commands.utils.CustomArgumentParser.add_argument``: ``--config`` becomes
     an alias of ``--config_file``.
     """
 
-    def add_argument(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def add_argument(self: Any, *args: object, **kwargs: object) -> Any:
         if "--config_file" in args and "--config" not in args:
             args = (*args, "--config")
         return original(self, *args, **kwargs)

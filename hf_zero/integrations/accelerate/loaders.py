@@ -56,7 +56,7 @@ def name_the_size(config: Any) -> None:
             config[TENSOR] = {**outer, **({inner: keys} if keys else {}), size: other[name]}
 
 
-def tensor_ranks(state: Any) -> int:
+def tensor_ranks(state: object) -> int:
     """Return the number of tensor-parallel ranks in the configuration of ``state``, an
     AcceleratorState.
     """
@@ -65,7 +65,7 @@ def tensor_ranks(state: Any) -> int:
     return written or 1
 
 
-def sequence_ranks(state: Any) -> int:
+def sequence_ranks(state: object) -> int:
     """Return the number of sequence-parallel ranks in Accelerate's ParallelismConfig."""
     parallelism = getattr(state, "parallelism_config", None) if finder.chosen() else None
     return 1 if parallelism is None else parallelism.sp_size
@@ -124,7 +124,7 @@ def _shuffle_alike(prepared: Any, loader: Any) -> None:
 class _DataParallelState:
     """Process state of a dispatching loader whose ``num_processes`` counts data-parallel ranks."""
 
-    def __init__(self, state: Any, ranks: int):
+    def __init__(self, state: object, ranks: int):
         self._state, self.num_processes = state, ranks
 
     def __getattr__(self, name: str) -> Any:
@@ -134,9 +134,9 @@ class _DataParallelState:
 
 
 def _own_part(
-    cut: Callable[..., Any],
+    cut: Callable[..., object],
     rank: int,
-    data: Any,
+    data: object,
     part: slice,
     process_index: int | None = None,
     num_processes: int | None = None,
@@ -172,12 +172,12 @@ def rewind_what_was_fetched(original: Callable[..., None]) -> Callable[..., None
     return adjust_state_dict_for_prefetch
 
 
-def count_samples_once(original: Callable[..., Any]) -> Callable[..., Any]:
+def count_samples_once(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``Accelerator.gather_for_metrics``: of ranks with the same batches only the first one's
     results are returned.
     """
 
-    def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self: Any, input_data: object, use_gather_object: bool = False) -> Any:
         size = tensor_ranks(self.state)
         if size == 1:
             return original(self, input_data, use_gather_object)
@@ -194,7 +194,7 @@ def count_batches_once(original: Callable[..., None]) -> Callable[..., None]:
     train on the same batch, or on parts of its sequences, one counts.
     """
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+    def step(self: Any, *args: object, **kwargs: object) -> None:
         from accelerate.state import AcceleratorState
 
         state, inner = AcceleratorState(), self.scheduler
@@ -214,7 +214,7 @@ def count_batches_once(original: Callable[..., None]) -> Callable[..., None]:
     return step
 
 
-def _all_tensors(data: Any) -> bool:
+def _all_tensors(data: object) -> bool:
     from accelerate.utils import recursively_apply
 
     try:
@@ -241,7 +241,7 @@ def _gathering_one_of(accelerator: Any, size: int) -> Iterator[None]:
         del accelerator.gather
 
 
-def draw_by_difficulty(original: Callable[..., Any]) -> Callable[..., Any]:
+def draw_by_difficulty(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``Accelerator.prepare_data_loader``: a loader that shuffles a map-style dataset draws
     by difficulty if so configured.
     """
@@ -337,7 +337,7 @@ def _shuffles(loader: Any) -> bool:
     return isinstance(batches.sampler, RandomSampler)
 
 
-def _sampler_of(loader: Any) -> Any:
+def _sampler_of(loader: object) -> Any:
     """Return the sampler of ``loader``, inside the batch samplers that distribute and skip
     batches.
     """

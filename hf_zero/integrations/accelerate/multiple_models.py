@@ -125,7 +125,7 @@ class SingleEngine:
         else:
             self._count(lambda: self._backward(loss, sync_gradients=ends, **kwargs))
 
-    def _before_forward(self, *_: Any) -> None:
+    def _before_forward(self, *_: object) -> None:
         if self.due:
             self._waits = False
             self.make_step()
@@ -153,19 +153,19 @@ class SingleEngine:
                 logging.WARNING,
             )
 
-    def _count(self, act: Callable[[], Any]) -> None:
+    def _count(self, act: Callable[[], object]) -> None:
         before = self.engine.counters.global_steps
         act()
         after = self.engine.counters.global_steps
         self._applied += after > before and self.engine.was_step_applied()
 
-    def checked(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(self, method: Callable[..., object]) -> Callable[..., Any]:
         """Wrap ``optimizer.step`` to raise PartitionError after two backwards since the last call:
         each was a step of the engine, while plain PyTorch adds their gradients; and after a
         ``loss.backward()``, with which no step is made.
         """
 
-        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+        def step(_: object, *args: object, **kwargs: object) -> Any:
             self.make_step()
             steps, self._applied = self._applied, 0
             backwards, self._backwards = self._backwards, 0
@@ -230,14 +230,14 @@ def _at_window_end(wrapped: Any, name: str) -> Callable[..., None]:
     """
     optimizer, state = wrapped.optimizer, wrapped.gradient_state
 
-    def method(*args: Any, **kwargs: Any) -> None:
+    def method(*args: object, **kwargs: object) -> None:
         if state.sync_gradients:
             getattr(optimizer, name)()
 
     return method
 
 
-def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+def clip_by_the_engine(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``Accelerator.clip_grad_norm_``: returns the gradient norm, a tensor on the device, of
     the engine that owns ``parameters``. Its step clips to ``max_norm`` if the configuration leaves
     the norm open; warns once if it has a different one.
@@ -277,7 +277,7 @@ def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     return clip_grad_norm_
 
 
-def _refuse_part(engine: Engine, parameters: Iterable[Any]) -> None:
+def _refuse_part(engine: Engine, parameters: Iterable[object]) -> None:
     """Raise PartitionError if ``parameters`` lacks a parameter that ``engine`` trains."""
     named = {id(parameter) for parameter in parameters}
     owners = [(parameter, owner_of(parameter)) for parameter in engine.module.parameters()]

@@ -31,7 +31,7 @@ def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
     and keeps the sources of the values.
     """
 
-    def __init__(self: Any, config_file_or_dict: Any) -> None:
+    def __init__(self: Any, config_file_or_dict: object) -> None:
         if not finder.chosen():
             original(self, config_file_or_dict)
             return
@@ -41,7 +41,7 @@ def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
+def add_written_keys(original: Callable[[object], None]) -> Callable[[Any], None]:
     """Wraps ``DeepSpeedPlugin.__post_init__``: adds the launcher file's keys that Accelerate does
     not pass on to the ranks, records the source of each, and keeps a written ``steps_per_print``,
     which Accelerate replaces by infinity.
@@ -69,7 +69,7 @@ def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return __post_init__
 
 
-def leave_own_autos(original: Callable[..., Any]) -> Callable[..., Any]:
+def leave_own_autos(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``DeepSpeedPlugin.fill_match``: keeps "auto" where it is a value of hf-zero."""
 
     def fill_match(
@@ -106,7 +106,7 @@ def written_keys() -> dict[str, Any]:
     return dict(json.loads(os.environ.get(WRITTEN, "{}")))
 
 
-def mapping_of(value: Any) -> Any:
+def mapping_of(value: object) -> Any:
     """Convert the argument of ``HfDeepSpeedConfig``, which copies it, to a mapping with sources;
     other types are returned unchanged. Raises ConfigError for an invalid configuration.
     """
@@ -127,7 +127,7 @@ def mapping_of(value: Any) -> Any:
     return _sourced(mapping, label)
 
 
-def _sourced(mapping: Mapping[str, Any], label: str) -> SourcedDict:
+def _sourced(mapping: Mapping[str, object], label: str) -> SourcedDict:
     """Return ``mapping`` with its source. Raises ConfigError for a misspelt section or key if it
     has no ``zero_optimization``, which Accelerate refuses without saying what it has instead.
     """

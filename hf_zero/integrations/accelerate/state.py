@@ -56,14 +56,14 @@ def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
         self: Any,
         mixed_precision: str | None = None,
         cpu: bool = False,
-        dynamo_plugin: Any = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
-        parallelism_config: Any = None,
+        dynamo_plugin: object = None,
+        deepspeed_plugin: object = None,
+        fsdp_plugin: object = None,
+        torch_tp_plugin: object = None,
+        megatron_lm_plugin: object = None,
+        parallelism_config: object = None,
         _from_accelerator: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         from accelerate.state import PartialState
 
@@ -100,12 +100,12 @@ def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def gather_without_deprecation(original: Callable[..., Any]) -> Callable[..., Any]:
+def gather_without_deprecation(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``_gpu_gather``: suppresses torch's deprecation warning of the collective that it
     calls.
     """
 
-    def _gpu_gather(tensor: Any) -> Any:
+    def _gpu_gather(tensor: object) -> Any:
         with warnings.catch_warnings():
             if finder.chosen():
                 message = "`torch.distributed.all_gather_into_tensor` is deprecated"

@@ -103,7 +103,7 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention function for transformers' AttentionInterface."""
     axes, length = _of_thread.part

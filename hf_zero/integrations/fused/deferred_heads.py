@@ -93,7 +93,7 @@ class DeferredCall:
             rows, module.normalized_shape, named.get("weight"), named.get("bias"), module.eps
         )
 
-    def run(self, rows: torch.Tensor, body: Callable[..., Any]) -> Any:
+    def run(self, rows: torch.Tensor, body: Callable[..., object]) -> Any:
         module = self.module
         if any(
             module._parameters.get(name) is not tensor
@@ -152,7 +152,7 @@ def _dtype(call: DeferredCall, rows: torch.Tensor) -> torch.dtype:
     ).dtype
 
 
-def _may_defer(module: nn.Module, rows: Any) -> bool:
+def _may_defer(module: nn.Module, rows: object) -> bool:
     """Whether this call returns a deferred tensor: not under torch.func or a trace, not with hooks
     that read or change the output, not for a single token of a generation.
     """

@@ -41,19 +41,19 @@ class Record:
     def __init__(self, replacements: list[Replacement], report: Report) -> None:
         self.replacements, self.report = replacements, report
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+    def __deepcopy__(self, memo: dict[int, object]) -> Record:
         return Record(
             [replace(one, undo=_copied(one.undo, memo)) for one in self.replacements], self.report
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         raise KernelError(
             "a model with fused kernels is not pickled; call hf_zero.restore(model) first, or "
             "save model.state_dict()"
         )
 
 
-def _copied(undo: Callable[[], None], memo: dict[int, Any]) -> Callable[[], None]:
+def _copied(undo: Callable[[], None], memo: dict[int, object]) -> Callable[[], None]:
     """Return ``undo`` for the copy of the model: deepcopy copies bound methods and partials with
     the objects they hold, but not closures.
     """
@@ -70,7 +70,7 @@ def _copied(undo: Callable[[], None], memo: dict[int, Any]) -> Callable[[], None
 def optimize(
     model: nn.Module,
     kernels: str | Iterable[str] = "auto",
-    sparse_attention: Any = None,
+    sparse_attention: object = None,
     *,
     pre_layer_norm: bool = False,
 ) -> nn.Module:
@@ -108,7 +108,7 @@ def optimize(
 def prepare(
     model: nn.Module,
     kernels: str | Iterable[str],
-    sparse_attention: Any,
+    sparse_attention: object,
     pre_layer_norm: bool,
     compiled: Iterable[nn.Module] = (),
 ) -> None:
@@ -302,7 +302,7 @@ def _together(
     return _pack(model, module, name, layers) if packs else _ask_for_pack(module, name, layers)
 
 
-def _put_back(module: nn.Module, name: str, ours: Callable[..., Any]) -> None:
+def _put_back(module: nn.Module, name: str, ours: Callable[..., object]) -> None:
     current = module.__dict__.get("forward")
     if current is None:
         return

@@ -216,7 +216,7 @@ def _install(
 
 
 def _replace(
-    module: nn.Module, name: str, function: Callable[..., Any], norm: nn.Module | None = None
+    module: nn.Module, name: str, function: Callable[..., object], norm: nn.Module | None = None
 ) -> Replacement:
     if norm is not None:
         module.__dict__[NORM] = norm  # not as a submodule: its parameters keep one name
@@ -234,7 +234,7 @@ def _put_back(module: nn.Module) -> None:
         module.__dict__.pop(NORM, None)
 
 
-def _former(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _former(module: nn.Module, *args: object, **kwargs: object) -> Any:
     former = module.__dict__[FORMER]
     if former is None:
         return type(module).forward(module, *args, **kwargs)

@@ -32,7 +32,7 @@ class Projections:
         self.linears = linears
         self.held = NOTHING
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Projections:
+    def __deepcopy__(self, memo: dict[int, object]) -> Projections:
         new = Projections([])
         memo[id(self)] = new
         new.linears = [copy.deepcopy(linear, memo) for linear in self.linears]

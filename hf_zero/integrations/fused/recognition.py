@@ -112,7 +112,7 @@ def _description(name: str, module: nn.Module) -> Hashable:
     return name, type(module), settings, tensors
 
 
-def _setting(value: Any) -> Hashable:
+def _setting(value: object) -> Hashable:
     if is_constant(value):
         return value  # type: ignore[no-any-return]
     if isinstance(value, (tuple, list)):
@@ -172,7 +172,7 @@ def _state(module: nn.Module) -> list[Any]:
 class _Same:
     """An object that equals itself alone, and lives as long as this."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:

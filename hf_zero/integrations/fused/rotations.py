@@ -39,7 +39,7 @@ def other_rotation(cls: type) -> bool:
     return any("rotary" in name for name, _ in _functions_called(cls.forward))  # type: ignore[attr-defined]
 
 
-def _functions_called(forward: Any) -> Iterator[tuple[str, Function]]:
+def _functions_called(forward: object) -> Iterator[tuple[str, Function]]:
     for name, value in names_used(forward):
         if (
             isinstance(value, types.FunctionType)
@@ -137,7 +137,7 @@ def _fused(original: Function) -> Function:
     assert rotation is not None
 
     @functools.wraps(original)
-    def rotate(*args: Any, **kwargs: Any) -> Any:
+    def rotate(*args: object, **kwargs: object) -> Any:
         if len(args) != 4 or kwargs or not rotation.fits(*args):
             return original(*args, **kwargs)
         return rotation.apply(*args)
@@ -146,7 +146,7 @@ def _fused(original: Function) -> Function:
 
 
 @functools.cache
-def _rebound(forward: Any, rotations: tuple[tuple[str, Function], ...]) -> Function:
+def _rebound(forward: object, rotations: tuple[tuple[str, Function], ...]) -> Function:
     """Return a copy of ``forward`` that calls functions of other names in place of those of
     ``rotations``, also inside of its decorators.
 

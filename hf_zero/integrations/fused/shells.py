@@ -95,18 +95,18 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def is_constant(value: Any) -> bool:
+def is_constant(value: object) -> bool:
     return value is None or isinstance(value, CONSTANT)
 
 
-def _attribute(value: Any, old: nn.Module, new: nn.Module) -> Any:
+def _attribute(value: object, old: nn.Module, new: nn.Module) -> Any:
     """Return an attribute of ``old`` for its copy ``new``, whose forward may write into it."""
     if isinstance(value, types.MethodType) and value.__self__ is old:
         return types.MethodType(value.__func__, new)
     return copy.copy(value) if type(value) in CONTAINERS else value
 
 
-def layers_of(function: Any) -> Iterator[types.FunctionType]:
+def layers_of(function: object) -> Iterator[types.FunctionType]:
     """Yield ``function`` and the functions that its decorators wrap."""
     functions: list[Any] = [function]
     for wrapped in functions:
@@ -127,7 +127,7 @@ def content(cell: Any) -> Any:
         return None
 
 
-def names_used(function: Any) -> Iterator[tuple[str, Any]]:
+def names_used(function: object) -> Iterator[tuple[str, Any]]:
     """Yield the global names and the attributes that the code of ``function`` and of its decorators
     uses, with what a global name stands for, or None.
     """
@@ -160,12 +160,12 @@ def calls(module: nn.Module, outermost: bool) -> Iterator[list[ModuleCall]]:
     records: list[ModuleCall] = []
     inside = 0
 
-    def enter(*_: Any) -> None:
+    def enter(*_: object) -> None:
         nonlocal inside
         inside += 1
 
     def leave(name: str) -> Callable[..., None]:
-        def hook(called: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        def hook(called: nn.Module, args: object, kwargs: object, out: object) -> None:
             nonlocal inside
             inside -= 1
             if not outermost or inside == 0:
@@ -186,7 +186,7 @@ def calls(module: nn.Module, outermost: bool) -> Iterator[list[ModuleCall]]:
             handle.remove()
 
 
-def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
+def _tensors(values: object) -> tuple[torch.Tensor, ...]:
     return tuple(leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
@@ -226,7 +226,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _call_or_pass(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_or_pass(module: nn.Module, *args: object, **kwargs: object) -> Any:
     """Call the forward of the module's class. One that needs values, as experts do, which choose
     rows, returns its first argument instead, of whose shape a sublayer's output is.
     """

@@ -100,7 +100,7 @@ def sparsify(model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, A
 
 
 def layout_of(
-    model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, Any]
+    model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, object]
 ) -> tuple[Any, SparsityConfig]:
     """Return the model of transformers in ``model`` and the layout of its attention. Raises as
     :func:`sparsify`, and changes nothing.

@@ -162,7 +162,7 @@ class Norm:
 
         return forward
 
-    def apply(self, module: Any, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, module: object, x: torch.Tensor) -> torch.Tensor:
         weight = getattr(module, self.weight) if self.weight else x.new_ones(x.shape[-1])
         eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
         if self.centered:

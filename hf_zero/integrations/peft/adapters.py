@@ -51,7 +51,7 @@ def read_token_rows(original: Callable[..., torch.Tensor]) -> Callable[..., torc
     return _collect_token_weights
 
 
-def read_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+def read_state_dict(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``get_peft_model_state_dict``: extracts the adapter from the given state dict without a
     gather, and returns {} for the empty one of other ranks.
     """
@@ -83,11 +83,11 @@ def leave_files_to_rank_0(original: Callable[..., None]) -> Callable[..., None]:
         self: Any,
         save_directory: str,
         safe_serialization: bool = True,
-        selected_adapters: Any = None,
-        save_embedding_layers: Any = "auto",
+        selected_adapters: object = None,
+        save_embedding_layers: object = "auto",
         is_main_process: bool = True,
-        path_initial_model_for_weight_conversion: Any = None,
-        **kwargs: Any,
+        path_initial_model_for_weight_conversion: object = None,
+        **kwargs: object,
     ) -> None:
         state = kwargs.get("state_dict")
         writes = is_main_process and not (state is not None and not state and finder.chosen())
@@ -143,7 +143,7 @@ def _needs_other_ranks(module: nn.Module) -> bool:
     return sharded or any(sharding_of(parameter).axes for parameter in parameters)
 
 
-def _is_in(module: nn.Module, path: str, state: Mapping[str, Any]) -> bool:
+def _is_in(module: nn.Module, path: str, state: Mapping[str, object]) -> bool:
     return all(f"{path}.{name}" in state for name, _ in module.named_parameters())
 
 

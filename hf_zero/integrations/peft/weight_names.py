@@ -129,7 +129,7 @@ def _active(model: nn.Module) -> Iterator[tuple[Any, ...]]:
             yield path, *((adapter, factors.get(adapter)) for adapter in active)
 
 
-def _is_disabled(module: Any) -> bool:
+def _is_disabled(module: object) -> bool:
     return getattr(module, "disable_adapters", False) is True
 
 

@@ -46,7 +46,7 @@ class Seam:
             holder = getattr(holder, part)
         return holder, name, inspect.getattr_static(holder, name)
 
-    def fits(self, replacement: Any, original: Any) -> bool:
+    def fits(self, replacement: object, original: object) -> bool:
         """Return whether ``replacement`` takes each call that ``original`` takes, with the same
         defaults. A side with ``*args, **kwargs`` takes whatever it does not name.
         """

@@ -125,7 +125,7 @@ def keep_bidirectional_mask(original: Callable[..., bool]) -> Callable[..., bool
     """
 
     def _ignore_bidirectional_mask_sdpa(
-        padding_mask: Any, kv_length: int, local_attention_size: int | None = None
+        padding_mask: object, kv_length: int, local_attention_size: int | None = None
     ) -> bool:
         return (
             False
@@ -150,12 +150,12 @@ def known_padding(mask: Any) -> bool | None:
     return note[0] if note is not None and mask._version == note[1] else None
 
 
-def _note(mask: Any, pads: bool) -> None:
+def _note(mask: object, pads: bool) -> None:
     if isinstance(mask, torch.Tensor) and not mask.is_inference():  # those have no version counter
         setattr(mask, KNOWN, (pads, mask._version))
 
 
-def _masks(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _masks(batch: object) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the two-dimensional masks of a batch that are in host memory."""
     for name, value in batch.items() if hasattr(batch, "items") else ():
         named = isinstance(name, str) and name.endswith("attention_mask")

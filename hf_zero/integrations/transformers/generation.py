@@ -31,14 +31,14 @@ from hf_zero.zero.layout.sharding import dims_of_parts
 FREE_SHARE = 0.5
 
 
-def gather_for_generate(original: Callable[..., Any]) -> Callable[..., Any]:
+def gather_for_generate(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``GenerationMixin.generate``: gathers the model once if memory allows, else keeps the
     ranks in step until the last has ended; also keeps ranks in step that take part in each other's
     forwards. Tensor-parallel ranks draw the same tokens.
     """
     signature = inspect.signature(original)
 
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate(self: Any, *args: object, **kwargs: object) -> Any:
         split = model_record(self)
         if split is not None:
             split.agreement.begin_generation()
@@ -63,7 +63,7 @@ def gather_for_generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _kept_together(model: Any, dims: Sequence[MeshDim]) -> Iterator[None]:
+def _kept_together(model: object, dims: Sequence[MeshDim]) -> Iterator[None]:
     """Restrict ``synced_gpus`` in ``model.generate`` to the ranks along ``dims``."""
 
     def has_unfinished_sequences(

@@ -94,12 +94,12 @@ def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_pretrained
 
 
-def name_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
+def name_sharded(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``AutoConfig.from_pretrained``: raises NoModelFolderError for one of our checkpoints,
     which has no config.json where an ``Auto`` class looks for it.
     """
 
-    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls: Any, *args: object, **kwargs: object) -> Any:
         try:
             return original(cls, *args, **kwargs)
         except (ValueError, OSError):
@@ -109,7 +109,7 @@ def name_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_pretrained
 
 
-def resize_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+def resize_in_shards(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``PreTrainedModel.resize_token_embeddings``: gathers embeddings that an engine has in
     shards, and has an engine that trains them continue with the new ones. Collective under an
     engine.
@@ -156,7 +156,7 @@ def resize_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     return resize_token_embeddings
 
 
-def refuse_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_sharded(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Raise NoModelFolderError if the argument of a load is a folder of sharded checkpoints rather
     than a model folder.
     """
@@ -241,7 +241,7 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
     return _load_pretrained_model
 
 
-def finish_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
+def finish_lazily(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``PreTrainedModel._finalize_model_loading``: reads buffers before weights are
     initialized from them. Raises ConfigError for weights left without values.
     """
@@ -274,7 +274,7 @@ def finish_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
     return _finalize_model_loading
 
 
-def mark_missing(original: Callable[..., Any]) -> Callable[..., Any]:
+def mark_missing(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``PreTrainedModel._move_missing_keys_from_meta_to_device``: fills missing weights with
     NaN until the model's ``_init_weights`` initializes them.
     """
@@ -337,7 +337,7 @@ def from_pretrained(
 ) -> Any: ...
 
 
-def from_pretrained(cls: Any, path: Any, config: Any, /, **kwargs: Any) -> Any:
+def from_pretrained(cls: Any, path: object, config: object, /, **kwargs: object) -> Any:
     """Return ``cls.from_pretrained(path, **kwargs)``, sharded according to ``config`` (a
     ZeroConfig, dict, path or preset). Collective.
 

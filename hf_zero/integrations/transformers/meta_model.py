@@ -45,7 +45,7 @@ HEADS = (
 )  # fmt: skip
 
 
-def build_on_meta(model: Any, needs_loss: bool = False) -> nn.Module:
+def build_on_meta(model: object, needs_loss: bool = False) -> nn.Module:
     """Build the model described by ``model``: a configuration, a dict of one, a model folder, a
     config.json, or a name on the hub.
 
@@ -144,7 +144,7 @@ def _few_modules() -> Iterator[None]:
     """Raise ValueError when more than :data:`MOST_MODULES` modules are built inside."""
     built = 0
 
-    def count(*_: Any) -> None:
+    def count(*_: object) -> None:
         nonlocal built
         built += 1
         if built > MOST_MODULES:
@@ -179,7 +179,7 @@ def _warn_once(message: str) -> None:
     logger.warning("%s", message)
 
 
-def _source(model: Any) -> str:
+def _source(model: object) -> str:
     """Return the file or value that describes ``model``, for a message."""
     if not isinstance(model, (str, os.PathLike)):
         return _named(model)
@@ -187,7 +187,7 @@ def _source(model: Any) -> str:
     return name if name.endswith(".json") else os.path.join(name, "config.json")
 
 
-def _configuration(model: Any) -> PreTrainedConfig:
+def _configuration(model: object) -> PreTrainedConfig:
     if isinstance(model, PreTrainedConfig):
         return model
     if not isinstance(model, (Mapping, str, os.PathLike)):
@@ -235,7 +235,7 @@ def _from_values(model: Any, values: Mapping[str, Any]) -> PreTrainedConfig:
         ) from error
 
 
-def _refuse_layers(values: Mapping[str, Any]) -> None:
+def _refuse_layers(values: Mapping[str, object]) -> None:
     """Raise ValueError for more than :data:`MOST_LAYERS` layers: a class of Transformers may make a
     list of them before it checks any.
     """
@@ -273,7 +273,7 @@ def _why_offline() -> str:
     return ""
 
 
-def _named(model: Any) -> str:
+def _named(model: object) -> str:
     return (
         repr(os.fspath(model))
         if isinstance(model, (str, os.PathLike))

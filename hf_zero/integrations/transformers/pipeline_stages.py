@@ -219,7 +219,7 @@ class CausalLMStages(StagedModule):
                 raise
             return getattr(self.__dict__["hf_model"], name)
 
-    def split_batch(self, batch: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    def split_batch(self, batch: object) -> tuple[dict[str, torch.Tensor], Any]:
         if isinstance(batch, Mapping):
             inputs, labels = (
                 {key: batch[key] for key in batch if key != "labels"},
@@ -274,7 +274,7 @@ class CausalLMStages(StagedModule):
             chosen._modules[family.norm] = _Elsewhere()
         return chosen
 
-    def loss(self, output: Any, labels: Any) -> torch.Tensor:
+    def loss(self, output: object, labels: object) -> torch.Tensor:
         if labels is None:
             raise ConfigError(
                 "the micro-batches of the pipeline have no labels, which the loss of a causal "
@@ -286,7 +286,7 @@ class CausalLMStages(StagedModule):
         return loss
 
 
-def _refuse_forward(model: nn.Module, inputs: Any) -> NoReturn:
+def _refuse_forward(model: nn.Module, inputs: object) -> NoReturn:
     raise PipelineError(
         f"{type(model).__name__} was called or asked to generate() after pipeline_stages(): this "
         "rank has a part of it; only train_batch() and eval_batch() of the engine run it. To "

@@ -18,7 +18,7 @@ def add_run(original: Callable[..., None]) -> Callable[..., None]:
     rank 0 has written.
     """
 
-    def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
+    def create_model_card(self: Any, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         path = Path(self.args.output_dir, "README.md")
         engine = self.deepspeed if under_zero(self) else None

@@ -46,7 +46,7 @@ class StopCallback(TrainerCallback):
         if state.global_step >= state.max_steps:  # there is no further step
             self._evaluate()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self._evaluate()
 
     def _evaluate(self) -> None:

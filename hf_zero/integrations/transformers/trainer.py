@@ -46,7 +46,7 @@ _told: weakref.WeakSet[Any] = weakref.WeakSet()  # engines whose checkpoints hav
 def find_zero_callback(original: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``Trainer.__init__``: a ZeroCallback among the callbacks routes this Trainer."""
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: object, **kwargs: object) -> None:
         callback = find_callback(original, self, args, kwargs)
         if callback is None:
             original(self, *args, **kwargs)
@@ -61,7 +61,7 @@ def find_zero_callback(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def route_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
+def route_accelerator(original: Callable[[object], None]) -> Callable[[Any], None]:
     """Wraps ``Trainer.create_accelerator_and_postprocess``: makes the Accelerator with ZeRO if
     requested, and checks that it is on.
     """
@@ -90,16 +90,16 @@ def _refuse_shared_completions(trainer: Any) -> None:
         )
 
 
-def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
+def train_anew(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``Trainer.train``: a second ``train()`` continues with the model of the first, and
     resuming uses the last complete checkpoint. Signals that save are handled until it ends.
     """
 
     def train(
         self: Any,
-        resume_from_checkpoint: Any = None,
-        trial: Any = None,
-        ignore_keys_for_eval: Any = None,
+        resume_from_checkpoint: object = None,
+        trial: object = None,
+        ignore_keys_for_eval: object = None,
     ) -> Any:
         if finder.chosen():
             verify_state(self)
@@ -126,13 +126,13 @@ def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
     return train
 
 
-def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+def prepare_engine(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``Trainer._prepare_for_training``: raises ConfigError if the trained model is wrapped
     in anything but the engine.
     """
 
     def _prepare_for_training(
-        self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+        self: Any, max_steps: int, train_dataloader: object, resume_from_checkpoint: object
     ) -> Any:
         if not under_zero(self):
             return original(self, max_steps, train_dataloader, resume_from_checkpoint)
@@ -173,7 +173,7 @@ def _stop_listening(trainer: Any) -> None:
         stop_listening(trainer.deepspeed, callback.returns)
 
 
-def leave_norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
+def leave_norm_on_device(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``Trainer._get_grad_norm``: returns the norm as a tensor, which the Trainer reads when
     it logs.
     """
@@ -201,7 +201,7 @@ def add_figures(original: Callable[..., None]) -> Callable[..., None]:
     reporter gets them. A name that the Trainer has itself keeps the Trainer's value.
     """
 
-    def log(self: Any, logs: dict[str, Any], start_time: float | None = None) -> None:
+    def log(self: Any, logs: dict[str, object], start_time: float | None = None) -> None:
         if under_zero(self) and "loss" in logs:
             from hf_zero.measures.figures import tracked
 
@@ -226,7 +226,7 @@ def print_without_figures(original: Callable[..., None]) -> Callable[..., None]:
     return on_log
 
 
-def know_the_tensor_ranks(original: Callable[[Any], int]) -> Callable[[Any], int]:
+def know_the_tensor_ranks(original: Callable[[object], int]) -> Callable[[Any], int]:
     """Wraps ``Trainer.get_tp_size``: returns the tensor parallel size of the configuration, from
     any route; at least 1.
     """
@@ -239,12 +239,12 @@ def know_the_tensor_ranks(original: Callable[[Any], int]) -> Callable[[Any], int
     return get_tp_size
 
 
-def count_tokens_once(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def count_tokens_once(original: Callable[[object, object], None]) -> Callable[[Any, Any], None]:
     """Wraps ``Trainer._track_num_input_tokens``: counts the tokens of one of the tensor-parallel
     ranks.
     """
 
-    def _track_num_input_tokens(self: Any, inputs: Any) -> None:
+    def _track_num_input_tokens(self: Any, inputs: object) -> None:
         before = self.state.num_input_tokens_seen
         original(self, inputs)
         if under_zero(self):
@@ -310,10 +310,10 @@ def _given_optimizer(trainer: Any) -> Iterator[Any]:
         del trainer.create_optimizer
 
 
-def evaluate_raw(original: Callable[..., Any]) -> Callable[..., Any]:
+def evaluate_raw(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``Trainer.evaluation_loop``: evaluates and predicts before training, at every stage."""
 
-    def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self: Any, *args: object, **kwargs: object) -> Any:
         if not under_zero(self):
             return original(self, *args, **kwargs)
         verify_state(self)
@@ -355,7 +355,7 @@ def save_untrained(original: Callable[..., None]) -> Callable[..., None]:
     return save_model
 
 
-def _is_adapted(model: Any) -> bool:
+def _is_adapted(model: object) -> bool:
     """Whether ``model`` is one of PEFT, whose small weights are in every checkpoint."""
     from transformers.trainer import _is_peft_model
 

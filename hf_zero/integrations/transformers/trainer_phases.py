@@ -94,7 +94,7 @@ def take_prepared_batches(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_batch_samples
 
 
-def train_on_windows(original: Callable[..., Any]) -> Callable[..., Any]:
+def train_on_windows(original: Callable[..., object]) -> Callable[..., Any]:
     """Wraps ``Trainer.training_step``: trains on each batch of a window, and ends the window with
     the last one.
     """

@@ -61,7 +61,7 @@ SCHEDULE_PARAMS = {
 }
 
 
-def under_zero(trainer: Any) -> bool:
+def under_zero(trainer: object) -> bool:
     """Return whether this Trainer trains through hf-zero."""
     return bool(getattr(trainer, "is_deepspeed_enabled", False)) and finder.chosen()
 
@@ -247,7 +247,7 @@ def read(value: ZeroConfigLike) -> dict[str, Any]:
 def open_left_out(config: dict[str, Any]) -> None:
     """Write "auto", in place, for keys that ``config`` leaves to the training arguments."""
 
-    def open_key(section: dict[str, Any], key: str, value: Any = AUTO) -> None:
+    def open_key(section: dict[str, object], key: str, value: object = AUTO) -> None:
         if section.get(key) is None:
             section[key] = value
 
@@ -271,11 +271,11 @@ def open_left_out(config: dict[str, Any]) -> None:
         open_key(zero, SAVE_WEIGHTS, True)
 
 
-def _optimizer_params(kind: Any) -> tuple[str, ...]:
+def _optimizer_params(kind: object) -> tuple[str, ...]:
     return OPTIMIZER_PARAMS.get(str(kind).lower(), OTHER_OPTIMIZER)
 
 
-def _schedule_params(kind: Any) -> tuple[str, ...]:
+def _schedule_params(kind: object) -> tuple[str, ...]:
     return SCHEDULE_PARAMS.get(str(kind), ())
 
 
@@ -305,7 +305,7 @@ def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
     return trainer_config_process
 
 
-def refuse_full_eval(config: Mapping[str, Any], args: Any) -> None:
+def refuse_full_eval(config: Mapping[str, object], args: object) -> None:
     """Raise ConfigError for an evaluation in a precision other than that of training, because
     Transformers would train in it too.
     """

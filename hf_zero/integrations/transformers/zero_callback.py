@@ -48,7 +48,7 @@ class ZeroCallback(TrainerCallback):
         self._ready = False
         self._said = False
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_init_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self._ready = _sharding()
         if not self._ready:
             raise ConfigError(_UNROUTED)
@@ -74,13 +74,13 @@ class ZeroCallback(TrainerCallback):
             )
         self.throughput.start(args, state, None if args.torch_compile else model)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.throughput.step()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.throughput.resume()
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.throughput.resume()
 
     def on_log(
@@ -94,7 +94,7 @@ class ZeroCallback(TrainerCallback):
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(added)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.throughput.stop()
 
 
@@ -174,7 +174,7 @@ class Throughput:
             )
         self.resume()
 
-    def _count(self, module: torch.nn.Module, tokens: Any) -> None:
+    def _count(self, module: torch.nn.Module, tokens: object) -> None:
         if (
             module.training
             and isinstance(tokens, torch.Tensor)

@@ -39,7 +39,7 @@ class _Experts:
     count: int  # on all ranks
     name: str
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Experts:
+    def __deepcopy__(self, memo: dict[int, object]) -> _Experts:
         return self
 
 

@@ -56,7 +56,7 @@ class TopKGate(nn.Module):
         noisy_gate_policy: str | None = None,
         drop_tokens: bool = True,
         use_rts: bool = True,
-        ep_group: Any = None,
+        ep_group: object = None,
         top2_2nd_expert_sampling: bool = True,
     ):
         super().__init__()

@@ -86,7 +86,7 @@ class PipelineTraining(TrainingEngine):
 
     # ---- training and evaluation ----
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+    def train_batch(self, data_iter: Iterator[object] | None = None) -> torch.Tensor:
         """Train one step on the next ``gradient_accumulation_steps`` micro-batches of ``data_iter``
         (collective over all ranks); return the mean loss, on every rank.
 
@@ -118,7 +118,7 @@ class PipelineTraining(TrainingEngine):
 
     def eval_batch(
         self,
-        data_iter: Iterable[Any],
+        data_iter: Iterable[object],
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
@@ -170,10 +170,10 @@ class PipelineTraining(TrainingEngine):
         self,
         micro_batches: int,
         training: bool,
-        outputs: list[Any] | None = None,
+        outputs: list[object] | None = None,
         compute_loss: bool = True,
     ) -> list[torch.Tensor]:
-        def loss(output: Any, number: int) -> torch.Tensor:
+        def loss(output: object, number: int) -> torch.Tensor:
             if outputs is not None:
                 outputs.append(output)
             if not compute_loss:
@@ -241,7 +241,7 @@ class PipelineTraining(TrainingEngine):
                 "one seed)"
             )
 
-    def _run_forward(self, stage: int, number: int, inputs: Any) -> Any:
+    def _run_forward(self, stage: int, number: int, inputs: object) -> Any:
         return super().forward(self._window[number][0] if inputs is None else inputs, stage=stage)
 
     def batch_of(self, args: Any, kwargs: Any) -> Any:
@@ -268,15 +268,15 @@ class PipelineTraining(TrainingEngine):
 
     # ---- data ----
 
-    def set_dataloader(self, loader: Iterable[Any]) -> None:
+    def set_dataloader(self, loader: Iterable[object]) -> None:
         """Read micro-batches from ``loader`` from now on; restart it when it ends."""
         self.set_dataiterator(_repeated(loader))
 
-    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+    def set_dataiterator(self, iterator: Iterator[object]) -> None:
         """Read micro-batches from ``iterator`` from now on."""
         self._batches = iter(iterator)
 
-    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+    def set_batch_fn(self, fn: Callable[[object], object]) -> None:
         """Set ``fn`` to convert each item of the data to (inputs, labels)."""
         self._batch_function = fn
 
@@ -331,19 +331,19 @@ class PipelineTraining(TrainingEngine):
     def consolidated(self, dtype: torch.dtype | None = None) -> NoReturn:  # type: ignore[override]
         _refuse_whole("consolidated")
 
-    def iter_weights(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def iter_weights(self, *args: object, **kwargs: object) -> NoReturn:
         _refuse_whole("iter_weights")
 
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def save_16bit_model(self, *args: object, **kwargs: object) -> NoReturn:
         _refuse_whole("save_16bit_model")
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def forward(self, *args: object, **kwargs: object) -> NoReturn:
         _refuse("forward")
 
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def backward(self, *args: object, **kwargs: object) -> NoReturn:
         _refuse("backward")
 
-    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def step(self, *args: object, **kwargs: object) -> NoReturn:
         _refuse("step")
 
     @contextmanager
@@ -366,7 +366,7 @@ def _refuse_whole(name: str) -> NoReturn:
     )
 
 
-def _repeated(loader: Iterable[Any]) -> Iterator[Any]:
+def _repeated(loader: Iterable[object]) -> Iterator[Any]:
     """Yield the batches of ``loader``, epoch after epoch."""
     sampler: Any = getattr(loader, "data_sampler", None) or getattr(loader, "sampler", None)
     epoch = getattr(loader, "epoch", 0)  # of a resumed run

@@ -36,16 +36,16 @@ class PipelineModule(StagedModule):
 
     def __init__(
         self,
-        layers: Iterable[Any],
+        layers: Iterable[object],
         num_stages: int | None = None,
         topology: ProcessTopology | None = None,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        loss_fn: Callable[[object, object], torch.Tensor] | None = None,
         seed_layers: bool = False,
-        seed_fn: Callable[[int], Any] | None = None,
+        seed_fn: Callable[[int], object] | None = None,
         base_seed: int = 1234,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
-        activation_checkpoint_func: Callable[..., Any] = _recompute,
+        activation_checkpoint_func: Callable[..., object] = _recompute,
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
         stages_per_rank: int = 1,
@@ -129,7 +129,7 @@ class PipelineModule(StagedModule):
 
     # ---- forward and loss ----
 
-    def forward(self, inputs: Any, stage: int | None = None) -> Any:
+    def forward(self, inputs: object, stage: int | None = None) -> Any:
         stage = self.stage_id if stage is None else stage
         functions, first = self._functions[stage], self.parts[stage]
         self.micro_offset += 1
@@ -152,7 +152,7 @@ class PipelineModule(StagedModule):
             value = function(value)
         return value
 
-    def _is_recomputed(self, functions: Sequence[Callable[[Any], Any]]) -> bool:
+    def _is_recomputed(self, functions: Sequence[Callable[[object], object]]) -> bool:
         if not self.activation_checkpoint_interval:
             return False
         classes = self._checkpointing[1]
@@ -233,10 +233,10 @@ class TiedLayerSpec(LayerSpec):
         self,
         key: str,
         typename: Callable[..., nn.Module],
-        *module_args: Any,
-        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        *module_args: object,
+        forward_fn: Callable[[nn.Module, object], object] | None = None,
         tied_weight_attr: str | Sequence[str] = ("weight",),
-        **module_kwargs: Any,
+        **module_kwargs: object,
     ):
         """``tied_weight_attr``: the weights that DeepSpeed would tie; here the whole module is."""
         super().__init__(typename, *module_args, **module_kwargs)
@@ -247,7 +247,7 @@ class TiedLayerSpec(LayerSpec):
         )
 
 
-def name_of_layer(layer: Any) -> str:
+def name_of_layer(layer: object) -> str:
     """Return the class name of a layer, or the name of a function."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
@@ -256,7 +256,7 @@ def name_of_layer(layer: Any) -> str:
     return str(getattr(layer, "__name__", type(layer).__name__))
 
 
-def training_numel(layer: Any) -> int:
+def training_numel(layer: object) -> int:
     """Return the number of trainable parameter elements of ``layer``; a layer that is not built yet
     is built on the meta device.
     """

@@ -103,10 +103,10 @@ class Stage:
         for by_micro_batch in states:
             by_micro_batch.clear()
 
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
+    def _prepare_forward_infra(self, *args: object, **kwargs: object) -> None:
         """Do nothing: shapes are unknown until the messages arrive."""
 
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+    def _prepare_backward_infra(self, *args: object, **kwargs: object) -> None:
         """Do nothing: shapes are unknown until the messages arrive."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
@@ -167,7 +167,7 @@ class Stage:
 
     # ---- neighbours on the same rank ----
 
-    def set_local_fwd_input(self, outputs: Any, micro_batch: int) -> None:
+    def set_local_fwd_input(self, outputs: object, micro_batch: int) -> None:
         activations, single = _as_tuple(outputs)
         grads = tuple(
             activation is not None and activation.requires_grad for activation in activations
@@ -187,8 +187,8 @@ class Stage:
     def forward_one_chunk(
         self,
         micro_batch: int,
-        args: Any = (),
-        kwargs: Any = None,
+        args: object = (),
+        kwargs: object = None,
         save_forward_output: bool = True,
     ) -> Any:
         inputs = None
@@ -245,7 +245,7 @@ class Stage:
             ]
 
 
-def _as_tuple(output: Any) -> tuple[Activations, bool]:
+def _as_tuple(output: object) -> tuple[Activations, bool]:
     """Return the output of a stage as a tuple, and whether it was one tensor."""
     if isinstance(output, torch.Tensor):
         return (output,), True
@@ -263,7 +263,7 @@ def make_schedule(
     name: str,
     stages: Sequence[Stage],
     micro_batches: int,
-    loss: Callable[[Any, torch.Tensor], torch.Tensor],
+    loss: Callable[[object, torch.Tensor], torch.Tensor],
 ) -> Any:
     """Return the schedule ``name`` of torch.distributed.pipelining for the ``stages`` of this rank.
 
@@ -322,7 +322,7 @@ class PipelineRun:
         self._schedules: dict[int, Any] = {}
 
     def run(
-        self, micro_batches: int, loss: Callable[[Any, int], torch.Tensor], training: bool
+        self, micro_batches: int, loss: Callable[[object, int], torch.Tensor], training: bool
     ) -> list[torch.Tensor]:
         """Run ``micro_batches`` through all stages (collective over the pipeline); return their
         losses on the rank of the last stage, an empty list elsewhere.
@@ -349,7 +349,7 @@ class PipelineRun:
         self.messages.finish()
         return losses
 
-    def _loss_of(self, output: Any, number: torch.Tensor) -> torch.Tensor:
+    def _loss_of(self, output: object, number: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
         return self.stages[-1].keep_loss(int(number), self._loss(output, int(number)))
 

@@ -83,15 +83,15 @@ class StagedModule(nn.Module):
         """The stages that this rank holds."""
         return list(range(self.stage_id, self.num_stages * self.stages_per_rank, self.num_stages))
 
-    def forward(self, inputs: Any, stage: int | None = None) -> Any:
+    def forward(self, inputs: object, stage: int | None = None) -> Any:
         """Return the output of ``stage`` for ``inputs``; None: the only stage of this rank."""
         raise NotImplementedError
 
-    def loss(self, output: Any, labels: Any) -> torch.Tensor:
+    def loss(self, output: object, labels: object) -> torch.Tensor:
         """Return the mean loss of the last stage's output."""
         raise NotImplementedError
 
-    def split_batch(self, batch: Any) -> tuple[Any, Any]:
+    def split_batch(self, batch: object) -> tuple[Any, Any]:
         """Split a micro-batch into the inputs of the first stage and the labels of the loss."""
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ConfigError(

@@ -122,7 +122,7 @@ class PipelineParallelGrid:
     exists yet.
     """
 
-    def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None):
+    def __init__(self, topology: ProcessTopology | None = None, process_group: object = None):
         groups = get_parallel()
         if topology is None or groups is None:
             raise ConfigError(

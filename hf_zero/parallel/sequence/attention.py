@@ -275,10 +275,10 @@ class DistributedAttention(nn.Module):
     def __init__(
         self,
         local_attention: Callable[..., torch.Tensor],
-        sequence_process_group: Any = None,
+        sequence_process_group: object = None,
         scatter_idx: int = 2,
         gather_idx: int = 0,
-        sp_stream: Any = None,
+        sp_stream: object = None,
     ):
         super().__init__()
         self.local_attn = local_attention
@@ -305,9 +305,9 @@ class DistributedAttention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         batch_dim_idx: int | None = None,
-        rotary_pos_emb: Any = None,
-        *args: Any,
-        **kwargs: Any,
+        rotary_pos_emb: object = None,
+        *args: object,
+        **kwargs: object,
     ) -> torch.Tensor:
         """Return the attention output for this rank's tokens, laid out like ``query``;
         ``local_attention`` may merge the last two dimensions of its output, heads and D.

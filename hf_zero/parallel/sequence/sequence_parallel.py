@@ -147,7 +147,7 @@ class SequenceParallel:
         self.agreement.remember(batch, part)
         return part
 
-    def batches(self, loader: Any) -> SequenceBatches:
+    def batches(self, loader: object) -> SequenceBatches:
         """Return an iterable over this rank's parts of the batches of ``loader`` and of those of
         the other ranks of the group, in turn. Iterating it is collective.
         """
@@ -216,7 +216,7 @@ class SameBatches:
         """Return the one instance of ``dim``, whoever cuts batches for its ranks."""
         return _by_axis.setdefault(dim, SameBatches())
 
-    def remember(self, batch: Mapping[str, Any], part: Mapping[str, Any]) -> None:
+    def remember(self, batch: Mapping[str, object], part: Mapping[str, object]) -> None:
         """Record that this rank's part of ``batch`` is ``part``. Hashes only calls that are due."""
         self._cuts += 1
         if not due(self._cuts):
@@ -239,7 +239,7 @@ class SameBatches:
         dim: MeshDim,
         division: Division,
         positions: torch.Tensor,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, object],
     ) -> Documents:
         """Return the documents of the batch of which a forward over ``inputs`` with ``positions``
         [rows, tokens] reads a part. Collective along ``dim``; all its ranks raise RankMismatchError
@@ -283,14 +283,14 @@ class SameBatches:
 _by_axis: weakref.WeakKeyDictionary[MeshDim, SameBatches] = weakref.WeakKeyDictionary()
 
 
-def _hash_of_part(part: Mapping[str, Any]) -> int | None:
+def _hash_of_part(part: Mapping[str, object]) -> int | None:
     tokens, positions = part.get("input_ids"), part.get("position_ids")
     if not isinstance(tokens, torch.Tensor) or not isinstance(positions, torch.Tensor):
         return None
     return hash_of((tokens, positions))
 
 
-def with_sequence_size(config: ZeroConfig, mpu: Any, dims: ParallelDims) -> ZeroConfig:
+def with_sequence_size(config: ZeroConfig, mpu: object, dims: ParallelDims) -> ZeroConfig:
     """Return ``config`` with the division of sequences of it or of ``mpu``. ``dims``: sizes of the
     other axes.
 
@@ -324,7 +324,7 @@ def with_sequence_size(config: ZeroConfig, mpu: Any, dims: ParallelDims) -> Zero
     return config
 
 
-def sequence_of(config: ZeroConfig, mpu: Any) -> SequenceParallel | None:
+def sequence_of(config: ZeroConfig, mpu: object) -> SequenceParallel | None:
     """Return the ranks of :func:`with_sequence_size`, None for size 1. Collective."""
     if config.ranks_of_a_sequence == 1:
         return None

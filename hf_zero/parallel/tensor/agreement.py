@@ -4,8 +4,6 @@ draws random numbers, hold their generators in one state.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
@@ -51,14 +49,14 @@ class Agreement:
         if len(first) > 1:
             kinds.module_of(device).set_rng_state(first[1].clone(), device)
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, module: nn.Module, args: object, kwargs: object) -> None:
         if self._random is not None:
             self._random.reset()
         self._differing = []
         if self._forwards.due(module.training):
             self.compare(args, kwargs)
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: object, output: object) -> None:
         before, self._differing = self._differing, []
         if not before:
             return
@@ -75,7 +73,7 @@ class Agreement:
     def _ranks(self) -> str:
         return f"{self._axis.dim.ranks[0]}-{self._axis.dim.ranks[-1]}"
 
-    def compare(self, args: Any, kwargs: Any) -> None:
+    def compare(self, args: object, kwargs: object) -> None:
         """Raise RankMismatchError on all ranks of the group if their batches differ; if their
         generators differ, remember the states (collective).
         """
@@ -104,7 +102,7 @@ def _generators(device: torch.device) -> list[torch.Tensor]:
     return states
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
+def _tensors(values: object) -> list[torch.Tensor]:
     """Return the tensors in the inputs of a forward. Those inside objects, such as key-value
     caches, are left out: they may be parts.
     """

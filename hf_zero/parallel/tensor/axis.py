@@ -60,7 +60,7 @@ class TensorAxis:
         self.number = next(_numbers)
         _axes[self.number] = self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorAxis:
+    def __deepcopy__(self, memo: dict[int, object]) -> TensorAxis:
         return self
 
     def sum(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -372,7 +372,7 @@ class SharedInputs:
         self._ran: list[int] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor, WeightGradients | None]] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInputs:
+    def __deepcopy__(self, memo: dict[int, object]) -> SharedInputs:
         copied = memo[id(self)] = SharedInputs(self.name)
         # Copies of layers make themselves known as they run: a copy may be of one layer alone.
         copied._members = [_unknown] * len(self._members)

@@ -11,8 +11,6 @@ draws the same numbers, and so does a training resumed with the states of a chec
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hf_zero.device import kinds
@@ -31,7 +29,7 @@ class OwnRandomNumbers:
         self._states: list[torch.Tensor] = []  # shared states to restore
         self._recomputes = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnRandomNumbers:
+    def __deepcopy__(self, memo: dict[int, object]) -> OwnRandomNumbers:
         memo[id(self)] = copied = OwnRandomNumbers(self._axis, self._device)
         return copied
 

@@ -147,7 +147,7 @@ def run(twin: Any) -> tuple[list[torch.Tensor], set[str]]:
     return [tensor for tensor in tensors_in(first) if tensor.requires_grad], ran
 
 
-def _note(ran: set[str], name: str, *_: Any) -> None:
+def _note(ran: set[str], name: str, *_: object) -> None:
     ran.add(name)
 
 
@@ -166,7 +166,7 @@ def _leave_out_experts(module: Any) -> None:
 
 
 class _AbsentExperts(nn.Module):
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         read = [*tensors_in((args, kwargs)), *self.parameters()]
         return hidden_states * sum(p.sum() for p in read if p.is_floating_point())
 
@@ -202,7 +202,7 @@ def gradients(outputs: Iterable[torch.Tensor]) -> dict[nn.Parameter, set[str]]:
     return {node.variable: by_node[node] for node in order if hasattr(node, "variable")}
 
 
-def _border(node: Any) -> Any:
+def _border(node: object) -> Any:
     return getattr(node, "_forward_cls", None)
 
 
@@ -230,7 +230,7 @@ def _makes_parts(node: Any, reads_parts: bool) -> bool:
     return kind in _MAKE_PARTS or (kind not in (*_TAKE_PARTS, *_TAKE_WHOLE) and reads_parts)
 
 
-def _from_leaves(roots: Iterable[Any]) -> list[Any]:
+def _from_leaves(roots: Iterable[object]) -> list[Any]:
     """Return the nodes of a graph in topological order, each after the nodes that it reads."""
     order: list[Any] = []
     visited: set[Any] = set()

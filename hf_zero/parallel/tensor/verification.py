@@ -85,7 +85,7 @@ class Verification:
             torch.utils.swap_tensors(parameter, replacement)
         self.whole.to(device).train(model.training)
 
-    def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
+    def _after(self, model: nn.Module, args: object, output: object) -> Any:
         if not self._outputs:
             return None
         for handle in self._handles:
@@ -193,6 +193,6 @@ _REMEDY = (
 )
 
 
-def _differentiable(output: Any) -> list[torch.Tensor]:
+def _differentiable(output: object) -> list[torch.Tensor]:
     tensors: Iterable[torch.Tensor] = tensors_in(output)
     return [tensor for tensor in tensors if tensor.requires_grad]
