@@ -223,11 +223,10 @@ def _fill(
         kind: [entry for entry in of_kind if entry.name not in held.get(kind, ())]
         for kind, of_kind in entries.items()
     }
-    keeps_errors = state.bound is not None and state.bound.keeps_errors(shard)
     errors = None  # of weights that were saved in bf16, to be added to those in fp32
     for kind, of_kind in entries.items():
         out = arrays.get(kind)
-        if kind == COMPENSATION and not keeps_errors:
+        if kind == COMPENSATION and (state.bound is None or not state.bound.keeps_errors(shard)):
             errors = torch.zeros(flat.spec.owned_numel, device=flat.full.device)
             source.read(of_kind, errors)
             continue
