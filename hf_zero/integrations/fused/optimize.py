@@ -30,6 +30,7 @@ from hf_zero.ops.packed_linear import adjacent, pack_
 from hf_zero.zero.layout.initial_values import source_of
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.wrap import PACKED
+from hf_zero.zero.transaction import on_rollback, transaction
 
 RECORD = "_hf_zero_fused"
 PRE_LN = "pre_layer_norm"
@@ -137,10 +138,15 @@ def restore(model: nn.Module) -> nn.Module:
     record = model.__dict__.get(RECORD)
     if record is not None:
         with torch.inference_mode(False):
-            for replacement in reversed(record.replacements):
-                replacement.undo()
+            _undo(record.replacements)
         del model.__dict__[RECORD]
     return model
+
+
+def _undo(replacements: list[Replacement]) -> None:
+    """Undo ``replacements``, the last one first."""
+    for replacement in reversed(replacements):
+        replacement.undo()
 
 
 def report(model: nn.Module) -> Report:
@@ -177,7 +183,8 @@ def _put_in(
     left_to_them = tuple(name for name in names if name in IN_COMPILED_BLOCKS)
     replacements: list[Replacement] = []
     lines: list[Line] = []
-    try:
+    with transaction():
+        on_rollback(_undo, replacements)
         calls = calls_of_model(model) if pre_layer_norm or "qkv" in names else []
         moves = pre_ln.plan(model, calls) if pre_layer_norm else None
         moved = set() if moves is None else moves.norms(model)
@@ -205,10 +212,6 @@ def _put_in(
             from hf_zero.integrations.fused.sparse_attention import sparsify
 
             _keep(model, sparsify(model, sparse_attention), replacements, lines, "sparse_attention")
-    except BaseException:
-        for replacement in reversed(replacements):
-            replacement.undo()
-        raise
     if "optimizer" in names and not engine:
         lines.append(
             Line(
