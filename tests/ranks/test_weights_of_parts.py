@@ -179,7 +179,7 @@ def test_state_dicts_have_the_weights_and_take_them(rank: int, model: Any) -> No
     engine = start(model, adam(model), config_of(3, zero_optimization=SHARDED))
     with hf_zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
         for name, parameter in model.named_parameters():
-            if name.endswith("weight_qdata"):
+            if name.endswith("_weight_qdata"):
                 parameter.zero_()
     assert not model.state_dict()["blocks.0.up.base_layer.weight"].qdata.any()
     model.load_state_dict(given)

@@ -338,7 +338,7 @@ class ModuleGuards:
                     ).copy_(value)
                 state[key] = self._copies[id(parameter)]
         for name, weight in weights_of_parts(module):
-            paths = names_of_parts(prefix + name, weight)
+            paths = names_of_parts(name, weight, prefix)
             if all(path in state for path in paths.values()):
                 parts = {part: state.pop(path).detach() for part, path in paths.items()}
                 state[prefix + name] = of_parts(weight, parts)
@@ -385,7 +385,7 @@ class ModuleGuards:
         for name, weight in weights_of_parts(module):
             if prefix + name in state:
                 given = state.pop(prefix + name)
-                for part, path in names_of_parts(prefix + name, weight).items():
+                for part, path in names_of_parts(name, weight, prefix).items():
                     state[path] = getattr(given, part)
         own = self._own.get(module, {})
         self._named[module] = {name for name in own if prefix + name in state}

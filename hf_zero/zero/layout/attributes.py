@@ -61,7 +61,7 @@ def register_attached(model: nn.Module, push_inverse: Callable[..., object] | No
     weight without memory of its own consists of. Such a weight is an attribute of the module then.
 
     They get the names that they have in the module's state dict, else that of the parameter with
-    the path of the attribute (``weight_qdata``: a part). Those of weights that the module has no
+    the path of the attribute (``_weight_qdata``: a part). Those of weights that the module has no
     longer are removed. Attributes with the memory of the weight become the weight itself.
     ``push_inverse`` is called with a function that undoes the change of an attribute, and its
     arguments.
@@ -133,11 +133,12 @@ def without_parts(optimizer: torch.optim.Optimizer) -> None:
         group["params"][:] = [p for p in group["params"] if not parts_of(p)]
 
 
-def names_of_parts(name: str, weight: torch.Tensor) -> dict[str, str]:
+def names_of_parts(name: str, weight: torch.Tensor, prefix: str = "") -> dict[str, str]:
     """Return the names of the parts of the weight ``name`` -> those of the parameters that they
-    become: without a dot, which torch's strict loads take for that of a child.
+    become, which are those in torchao's safetensors files: without a dot, which torch's strict
+    loads take for that of a child.
     """
-    return {part: f"{name}_{part}" for part in parts_of(weight)}
+    return {part: f"{prefix}_{name}_{part}" for part in parts_of(weight)}
 
 
 def weights_of_parts(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
