@@ -14,6 +14,7 @@ from hf_zero.checkpoint.engine_state import class_name
 from hf_zero.checkpoint.manifest import GroupEntry, Manifest, pair_names, strip_wrappers
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, log_rank0
+from hf_zero.optim.bf16_state import COMPENSATION
 from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
 from hf_zero.zero.layout.sharding import WholeNames, belongs, persistent_buffers
 
@@ -185,7 +186,7 @@ def check_optimizer(
     states = (
         ()
         if saved.class_name
-        else sorted({name for flat in manifest.flats for name in flat.states})
+        else sorted({name for flat in manifest.flats for name in flat.states} - {COMPENSATION})
     )
     if unknown := [name for name in states if not engine.bound.keeps(name)]:
         raise CheckpointError(

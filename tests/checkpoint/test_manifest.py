@@ -105,8 +105,8 @@ def test_what_is_no_manifest_is_refused(written):
         refused(written | {field: 3.5}, "is damaged: .* expected", field)
     for data in ([], None, 3, {"format": "pt"}, {}):
         refused(data, "not a manifest of hf-zero", data)
-    for version in (0, 5, "1", True, None):
-        refused(written | {"version": version}, "reads versions 1 to 4", version)
+    for version in (0, 6, "1", True, None):
+        refused(written | {"version": version}, "reads versions 1 to 5", version)
     for name in NAMES:
         data = copy.deepcopy(written)
         data["files"][0]["name"] = name

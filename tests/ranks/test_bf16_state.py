@@ -13,6 +13,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.checkpoint import convert_checkpoint, get_fp32_state_dict_from_zero_checkpoint
+from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops import reference
 from hf_zero.optim import AdamW8bit, Lamb, OneBitAdam, bf16_state
@@ -177,6 +178,8 @@ def test_runs_change_between_bf16_and_fp32_and_conversions_read_both(tmp_path):
             for value, want in zip(got[0], ends[at - 1]):
                 assert_equal({k: v.float() for k, v in value.items()}, as_bf16(want))
         ends[at] = got[1]
+    assert open_checkpoint(tmp_path / "0/global_step2").manifest.version == 5
+    assert open_checkpoint(tmp_path / "1/global_step4").manifest.version < 5
     weights, moments = ends[0]
     assert all(value.dtype == torch.bfloat16 for value in moments.values())
     assert any(bool((value != value.bfloat16()).any()) for value in ends[1][0].values())
@@ -406,6 +409,19 @@ def test_kahan_sums_keep_the_errors_of_weights(stage, offloads, tmp_path):
 
     found = on_ranks(2, take, build=wide)[0]
     assert_equal(found, saved)
+
+
+def test_conversions_of_kahan_sums_are_read_by_runs_with_and_without_them(tmp_path):
+    full = config_of(2, bf16={"enabled": True})
+    source = tmp_path / "saved"
+    weights, found = on_ranks(2, resumed, kahan(2), range(3), None, source, build=wide)[0][1]
+    sums = {name: value + found[name, "compensation"] for name, value in weights.items()}
+    for kind in ("universal", "dcp"):
+        convert_checkpoint(source, tmp_path / kind, to=kind)
+        for config, want in ((kahan(1), weights), (full, sums)):
+            target = tmp_path / f"{kind}{want is sums}"
+            got = on_ranks(2, resumed, config, [3], tmp_path / kind, target, build=wide)[0][0]
+            assert_equal(got[0], want)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
