@@ -118,8 +118,10 @@ class Bf16State:
         for part in segment.parts:
             for parameter, start, stop, at in part.pieces():
                 own = slice(at, at + stop - start)
-                box = part.flat.layout.by_name[parameter].box
-                whole = parameter if box is None else f"{parameter} {box.to_json()}"
+                slot, stages = part.flat.layout.by_name[parameter], part.flat.shared_by
+                whole = parameter if slot.box is None else f"{parameter} {slot.box.to_json()}"
+                if stages:  # each has a name of its own for it, and its copies must stay equal
+                    whole = f"of stages {stages}, {slot.whole}"
                 key = key_of(self.seed, whole, name, number)
                 round_stochastically(out[own], values[own], key, start)
 

@@ -58,6 +58,10 @@ class Flat(Protocol):
         their state.
         """
 
+    @property
+    def shared_by(self) -> tuple[int, ...]:
+        """The pipeline stages that hold its parameters, if several do."""
+
     def wait_for_update(self) -> None:
         """Wait until no update of the flat buffer is running."""
 

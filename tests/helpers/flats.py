@@ -25,6 +25,7 @@ class ShardFlat:
     trainable: bool = True
     unused: frozenset[str] = frozenset()
     offloaded: bool = False
+    shared_by: tuple[int, ...] = ()
 
     def write(self, values: Mapping[str, Tensor], into: Tensor) -> None:
         """Copy this chunk's elements of whole tensors into ``into`` (1-D over ``owned``)."""

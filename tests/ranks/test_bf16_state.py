@@ -17,12 +17,14 @@ from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops import reference
 from hf_zero.optim import AdamW8bit, Lamb, OneBitAdam, bf16_state
-from hf_zero.optim.bf16_state import key_of
+from hf_zero.optim.bf16_state import Bf16State, key_of
+from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.planning.needs import state_bytes
 from hf_zero.zero.access.local import safe_get_local_fp32_param
 from hf_zero.zero.state_bytes import held_bytes
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.flats import shard
 from tests.helpers.models import seeded
 from tests.helpers.plans import planned
 from tests.helpers.stacks import on_ranks
@@ -479,3 +481,21 @@ def test_kahan_sums_beside_moments_in_8_bits_and_frozen_parameters_resume(stage,
     assert_equal(got[0], want[0])
     trained = {key: value for key, value in want[1].items() if "head" not in key[0]}
     assert_equal({key: got[1][key] for key in trained}, trained)
+
+
+def test_copies_of_pipeline_stages_are_rounded_alike_whatever_their_names():
+    values = torch.randn(50, 90, generator=torch.Generator().manual_seed(0))
+    ends = {}
+    for name, stages in (("embed", ()), ("head", ()), ("embed", (0, 1)), ("head", (0, 1))):
+        (flats,) = shard([{name: values.bfloat16()}], 1, together=True)
+        flats[0].master = flats[0].master.bfloat16()
+        flats[0].shared_by = stages
+        parameter = nn.Parameter(values)
+        optimizer = torch.optim.SGD([parameter], lr=1e-3)
+        state = Bf16State(masters=True, moments=False)
+        bound = BoundOptimizer(optimizer, flats, {name: 0}, {name: parameter}, bf16=state)
+        flats[0].grad.fill_(1.0)
+        bound.step(number=3)
+        ends[name, stages] = flats[0].master
+    assert torch.equal(ends["embed", (0, 1)], ends["head", (0, 1)])
+    assert not torch.equal(ends["embed", ()], ends["head", ()])

@@ -409,6 +409,7 @@ class OptimizerShard:
     trainable: bool = reading("spec.trainable")
     grad: torch.Tensor | None = reading("gradient.shard")
     unused: frozenset[str] = reading("gradient.unused")
+    shared_by: tuple[int, ...] = reading("spec.sharding.stages")
     # whether master weights and moments are offloaded
     offloaded: bool = reading("storage.offloaded")
 
