@@ -287,6 +287,16 @@ PRECISIONS: dict[str, Row] = {
     ).only("bytes", "destroy", "resume", "overflow")
     for precision in ("bf16", "fp16")
 }
+NARROW = {"enabled": True, "bf16_master_weights_and_grads": True}
+PRECISIONS |= {
+    f"bf16 with {what}": replace(PRECISIONS["bf16"], keys=always(bf16={**NARROW, key: True})).only(
+        "bytes", "destroy", "resume"
+    )
+    for what, key in (
+        ("all state in bf16", "bf16_optimizer_states"),
+        ("Kahan sums", "kahan_summation"),
+    )
+}
 
 # ---- meshes ----
 
