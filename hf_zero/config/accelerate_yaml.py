@@ -120,19 +120,19 @@ _FOREIGN = {
 _MARKS = ("deepspeed_config", "distributed_type", "compute_environment", "fsdp_config")
 
 
-def read_any(mapping: Mapping[str, Any], label: str, foreign: bool = False) -> ConfigReading:
+def read_any(mapping: Mapping[str, object], label: str, foreign: bool = False) -> ConfigReading:
     """Read an Accelerate configuration or a ZeRO one; ``foreign`` as of ``ConfigReading``."""
     if is_accelerate(mapping):
         return read_accelerate(mapping, label)
     return ConfigReading(foreign=foreign).read(mapping, label)
 
 
-def is_accelerate(mapping: Mapping[str, Any]) -> bool:
+def is_accelerate(mapping: Mapping[str, object]) -> bool:
     """Return whether ``mapping`` is an Accelerate configuration rather than a ZeRO one."""
     return any(mark in mapping for mark in _MARKS)
 
 
-def kind_of(mapping: Mapping[str, Any]) -> str:
+def kind_of(mapping: Mapping[str, object]) -> str:
     """Return the ``distributed_type`` of an Accelerate configuration, such as FSDP."""
     written = mapping.get("distributed_type")
     if written is None:
@@ -219,7 +219,7 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
     return reading
 
 
-def _unknown(name: str, key: Any, label: str) -> ConfigError:
+def _unknown(name: str, key: object, label: str) -> ConfigError:
     if name == "bf16":
         return ConfigError(f"{label}: unknown key {key!r}; write mixed_precision: bf16")
     inside = closest(name, TRANSLATED) or closest(name, KEYS)
@@ -232,7 +232,7 @@ def _unknown(name: str, key: Any, label: str) -> ConfigError:
     return ConfigError(f"{label}: unknown key {key!r}{did_you_mean(name, TOP)}")
 
 
-def _read_section(section: Mapping[str, Any], reading: ConfigReading, label: str) -> None:
+def _read_section(section: Mapping[str, object], reading: ConfigReading, label: str) -> None:
     for name in section:
         if name not in INSIDE:
             file = f"{_SECTION}.deepspeed_config_file"

@@ -192,7 +192,7 @@ def _acts(path: str) -> bool:
     return path in KEYS and KEYS[path].status is Status.ACTIVE and bool(KEYS[path].field)
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     if value is None or value == ():
         return "-"
     if isinstance(value, tuple):

@@ -41,7 +41,7 @@ class SourcedDict(dict[str, Any]):
     filler: str = DICT
 
     @classmethod
-    def wrap(cls, mapping: Mapping[str, Any], label: str) -> SourcedDict:
+    def wrap(cls, mapping: Mapping[str, object], label: str) -> SourcedDict:
         """Wrap ``mapping``, with ``label`` as the source of each value; a SourcedDict is returned
         as it is.
         """
@@ -61,7 +61,7 @@ class SourcedDict(dict[str, Any]):
         source = self.written.get(path, (None, ""))[1]
         return source.removesuffix(f": {path}") if source.endswith(f": {path}") else label
 
-    def source_of(self, path: str, value: Any, usual: bool) -> str:
+    def source_of(self, path: str, value: object, usual: bool) -> str:
         """Return the source of ``value`` at ``path``.
 
         ``usual``: the value has no effect, so a filler may have written it by habit.
@@ -74,7 +74,7 @@ class SourcedDict(dict[str, Any]):
         return f"{DEFAULT}: {self.filler} writes it" if usual else self.filler
 
 
-def flattened(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(mapping: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted path and value of each leaf and of each section."""
     for name, value in mapping.items():
         path = f"{prefix}{name}"
@@ -96,7 +96,7 @@ def merge(into: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     return into
 
 
-def shown(value: Any, source: str = "config file") -> str:
+def shown(value: object, source: str = "config file") -> str:
     """Return ``value`` as a configuration of this source writes it: JSON, which YAML reads too, in
     a file, else Python with the name of the type.
     """
@@ -156,7 +156,7 @@ def load_file(path: str | os.PathLike[str], example: str = EXAMPLE) -> dict[str,
         raise ConfigError(f"{error}, or pass the path of a JSON or YAML file") from None
 
 
-def dump(values: Mapping[str, Any], suffix: str) -> str:
+def dump(values: Mapping[str, object], suffix: str) -> str:
     """Return ``values`` as the text of a file with this suffix: YAML for .yaml and .yml, else
     JSON.
     """
@@ -247,7 +247,7 @@ def load_yaml(text: str, label: str, example: str = EXAMPLE) -> dict[str, Any]:
         return _mapping(value, label, example)
 
 
-def _extent(value: Any, known: dict[int, tuple[float, float]]) -> tuple[float, float]:
+def _extent(value: object, known: dict[int, tuple[float, float]]) -> tuple[float, float]:
     """Return the number of values in ``value`` with every alias of YAML written out, and how deep
     they lie in each other; both infinite if it holds itself.
     """
@@ -278,7 +278,7 @@ def load_text(text: str) -> dict[str, Any] | None:
     return load_json(decoded, "config string (base64)") if decoded.lstrip()[:1] == "{" else None
 
 
-def _mapping(value: Any, label: str, example: str) -> dict[str, Any]:
+def _mapping(value: object, label: str, example: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         fault = "is empty" if value is None else f"holds a {type(value).__name__}"
         raise ConfigError(

@@ -38,7 +38,7 @@ def integer(low: int | None = None, high: int | None = None) -> Kind:
     integers too.
     """
 
-    def convert(value: Any) -> int:
+    def convert(value: object) -> int:
         if (isinstance(value, numbers.Integral) and not isinstance(value, bool)) or (
             isinstance(value, float) and value.is_integer()
         ):
@@ -62,7 +62,7 @@ def number(
     ``high``.
     """
 
-    def convert(value: Any) -> float:
+    def convert(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ValueError(value)
         try:
@@ -86,28 +86,28 @@ def number(
     )
 
 
-def _block(value: Any) -> int:
+def _block(value: object) -> int:
     size = int(integer(4096).convert(value))
     if size % 4096:
         raise ValueError(value)
     return size
 
 
-def _share(value: Any) -> float:
+def _share(value: object) -> float:
     part = float(number(above=0).convert(value))
     if part > 1:
         raise ValueError(value)
     return part
 
 
-def _seconds_or_off(value: Any) -> float:
+def _seconds_or_off(value: object) -> float:
     seconds = float(number(0).convert(value))
     if 0 < seconds < 1:
         raise ValueError(value)
     return seconds
 
 
-def _some_or_auto(value: Any) -> float | str:
+def _some_or_auto(value: object) -> float | str:
     if value == "auto":
         return "auto"
     part = float(number(0).convert(value))
@@ -116,21 +116,21 @@ def _some_or_auto(value: Any) -> float | str:
     return part
 
 
-def _elements(value: Any) -> int:
+def _elements(value: object) -> int:
     size = _size(value)
     if size < 1:
         raise ValueError(value)
     return size
 
 
-def _size(value: Any) -> int:
+def _size(value: object) -> int:
     """Convert a bucket size to an integer; formulas such as 0.9 × hidden² leave a fraction, which
     is dropped.
     """
     return int(number(0).convert(value))
 
 
-def _bytes(value: Any) -> int:
+def _bytes(value: object) -> int:
     """Convert a number of bytes, or a text with its unit such as ``40GiB``."""
     if not isinstance(value, str):
         return int(integer(1).convert(value))
@@ -144,7 +144,7 @@ def _bytes(value: Any) -> int:
 def choice(*options: str) -> Kind:
     """Return the kind of the strings ``options``, in any case."""
 
-    def convert(value: Any) -> str:
+    def convert(value: object) -> str:
         if not isinstance(value, str) or value.lower() not in options:
             raise ValueError(value)
         return value.lower()
@@ -156,7 +156,7 @@ def choice(*options: str) -> Kind:
 def one_of(*options: int) -> Kind:
     """Return the kind of the integers ``options``."""
 
-    def convert(value: Any) -> int:
+    def convert(value: object) -> int:
         whole = int(integer().convert(value))
         if whole not in options:
             raise ValueError(value)
@@ -171,23 +171,23 @@ def _bounds(low: float | None, high: float | None) -> str:
     return f" of at least {low:g}" if high is None else f" from {low:g} to {high:g}"
 
 
-def _boolean(value: Any) -> bool:
+def _boolean(value: object) -> bool:
     if not isinstance(value, int) or value not in (0, 1):  # configurations write 1 for true
         raise ValueError(value)
     return bool(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str) or not value or "\0" in value:  # no path, name or address has it
         raise ValueError(value)
     return value
 
 
-def _path(value: Any) -> str:
+def _path(value: object) -> str:
     return _text(str(value) if hasattr(value, "__fspath__") else value)
 
 
-def _paths(value: Any) -> str | tuple[str, ...]:
+def _paths(value: object) -> str | tuple[str, ...]:
     """Convert one path, or several, to absolute form.
 
     A string with a comma is refused: ``/a,/b`` is neither two paths nor a likely one.
@@ -212,7 +212,7 @@ _DTYPES = {
 }
 
 
-def _dtype(value: Any) -> str:
+def _dtype(value: object) -> str:
     # str() of a torch.dtype is its name: no import of torch is needed
     for name, spellings in _DTYPES.items():
         if not isinstance(value, numbers.Number) and str(value).lower() in spellings:
@@ -220,25 +220,25 @@ def _dtype(value: Any) -> str:
     raise ValueError(value)
 
 
-def _anything(value: Any) -> Any:
+def _anything(value: object) -> Any:
     return value
 
 
-def _names(value: Any) -> tuple[str, ...]:
+def _names(value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
         raise ValueError(value)
     names = sorted(value) if isinstance(value, (set, frozenset)) else value
     return tuple(_text(name) for name in names)
 
 
-def _section(value: Any) -> dict[str, Any]:
+def _section(value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(value)
     plain: dict[str, Any] = _plain(value)
     return plain
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Copy a value into JSON's types, so that a configuration survives writing and reading
     unchanged.
     """
@@ -257,7 +257,7 @@ def _plain(value: Any) -> Any:
     raise ValueError(value)
 
 
-def _report_interval(value: Any) -> int | None:
+def _report_interval(value: object) -> int | None:
     """Convert a number of steps; infinity, which Accelerate writes to silence the reports, becomes
     None.
     """
@@ -266,7 +266,7 @@ def _report_interval(value: Any) -> int | None:
     return int(integer(1).convert(value))
 
 
-def _switch(value: Any) -> str:
+def _switch(value: object) -> str:
     """Convert to ``off``, ``on`` or ``auto``; YAML parses the bare words off and on as booleans."""
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -275,7 +275,7 @@ def _switch(value: Any) -> str:
     return str(value)
 
 
-def _kernels(value: Any) -> str | tuple[str, ...]:
+def _kernels(value: object) -> str | tuple[str, ...]:
     """Convert to ``off``, ``auto`` (also written ``on``) or kernel names; an empty list is
     ``off``.
     """
@@ -358,11 +358,11 @@ class Status(Enum):
     NOT_BUILT = "not built"
 
 
-def never(value: Any) -> bool:
+def never(value: object) -> bool:
     return False
 
 
-def _busy(values: Mapping[str, Any]) -> str:
+def _busy(values: Mapping[str, object]) -> str:
     return ""
 
 
@@ -393,13 +393,13 @@ class Key:
     since: str = "0.1.0"
     instead: str = ""
 
-    def changes_nothing(self, value: Any) -> bool:
+    def changes_nothing(self, value: object) -> bool:
         """Return whether a library may have written ``value`` by habit: Accelerate writes an
         infinite ``steps_per_print``.
         """
         return self.status is not Status.ACTIVE or value in (self.default, None, "auto", math.inf)
 
-    def why_idle(self, values: Mapping[str, Any], autos: Collection[str]) -> str:
+    def why_idle(self, values: Mapping[str, object], autos: Collection[str]) -> str:
         """Return the reason from ``idle``, unless it is the value of a key that is still "auto"."""
         why = self.idle(values)
         return "" if any(auto in why for auto in autos) else why
@@ -442,7 +442,7 @@ def without(switch: str, *outer: str) -> Callable[[Mapping[str, Any]], str]:
     ``outer`` is false.
     """
 
-    def idle(values: Mapping[str, Any]) -> str:
+    def idle(values: Mapping[str, object]) -> str:
         if not values.get(switch):
             return f"{switch} is false"
         return next((f"{path} is false" for path in outer if values.get(path) is False), "")

@@ -73,7 +73,7 @@ class Migration(NamedTuple):
 
 
 def migrate(
-    before: Mapping[str, Any], source: str = "config dict", check: Check = refusals
+    before: Mapping[str, object], source: str = "config dict", check: Check = refusals
 ) -> Migration:
     """Translate a configuration: DeepSpeed's JSON; Accelerate's YAML for DeepSpeed, FSDP 1, FSDP 2
     or DDP; the Trainer's file of arguments with FSDP, or its ``fsdp_config``. Keys without effect
@@ -106,7 +106,7 @@ def migrate(
     return Migration(dict(before), _settle(after, findings, source, check), findings)
 
 
-def _refuse_programs(before: Mapping[str, Any], source: str) -> None:
+def _refuse_programs(before: Mapping[str, object], source: str) -> None:
     names = {str(name).replace("-", "_") for name in before}
     for program, (keys, other) in PROGRAMS.items():
         if (present := [key for key in keys if key in names]) and (len(present) > 1 or not other):
@@ -126,7 +126,7 @@ def _refuse_programs(before: Mapping[str, Any], source: str) -> None:
 
 
 def _settle(
-    after: dict[str, Any], findings: list[KeyFinding], source: str, check: Check
+    after: dict[str, object], findings: list[KeyFinding], source: str, check: Check
 ) -> dict[str, Any]:
     """Read the result as a whole: add to ``findings`` what contradicts, what ``initialize`` would
     refuse and what has no effect beside other keys; return the result without the latter.
@@ -171,7 +171,7 @@ def _settle(
     return _without(after, idle)
 
 
-def _idle(found: KeyFinding, values: Mapping[str, Any], autos: Collection[str]) -> str:
+def _idle(found: KeyFinding, values: Mapping[str, object], autos: Collection[str]) -> str:
     """Return the reason why a key that is taken has no effect beside ``values``, or ""."""
     key = KEYS.get(_path(found.key))
     if key is None or found.value in (None, AUTO):
@@ -237,7 +237,7 @@ def _here(after: dict[str, Any]) -> dict[str, Any]:
 
 
 def _deepspeed(
-    before: Mapping[str, Any], findings: list[KeyFinding], source: str
+    before: Mapping[str, object], findings: list[KeyFinding], source: str
 ) -> dict[str, Any]:
     """Translate DeepSpeed's JSON."""
     taken = _dialect(before, "", findings, source)
@@ -266,7 +266,7 @@ def _deepspeed(
 
 
 def _compiled(
-    written: Mapping[str, Any], findings: list[KeyFinding], source: str
+    written: Mapping[str, object], findings: list[KeyFinding], source: str
 ) -> dict[str, Any]:
     """Translate DeepSpeed's section ``compile``: to compile the model, by itself or by DeepCompile,
     becomes to compile blocks.
@@ -290,7 +290,7 @@ def _compiled(
 
 
 def _dialect(
-    mapping: Mapping[str, Any], prefix: str, findings: list[KeyFinding], source: str
+    mapping: Mapping[str, object], prefix: str, findings: list[KeyFinding], source: str
 ) -> dict[str, Any]:
     """Return the keys of ``mapping`` that are taken, each judged by itself."""
     taken: dict[str, Any] = {}
@@ -332,7 +332,7 @@ def _dialect(
     return taken
 
 
-def _unquoted(written: str, value: Any) -> Any:
+def _unquoted(written: str, value: object) -> Any:
     """Return the number or truth value that a string holds, if the key takes it, else None:
     DeepSpeed converts both.
     """
@@ -347,7 +347,7 @@ def _unquoted(written: str, value: Any) -> Any:
 
 
 def _mistaken(
-    written: str, value: Any, reading: ConfigReading, path: str, source: str, lost: bool
+    written: str, value: object, reading: ConfigReading, path: str, source: str, lost: bool
 ) -> KeyFinding:
     """Return the finding of a key that hf-zero refuses: to fix if it is known, built, has an
     effect, and has a wrong value, or if it is unknown and its effect would be ``lost``.
@@ -359,7 +359,7 @@ def _mistaken(
     return KeyFinding(written, value, "to fix" if fix else "left out", _said(error, source))
 
 
-def _lost(written: str, value: Any) -> bool:
+def _lost(written: str, value: object) -> bool:
     """Return whether an unknown key of an Accelerate file may be meant for a known one, or belongs
     elsewhere: the run would lose its effect.
     """
@@ -440,10 +440,10 @@ class _Accelerate:
         self.after.setdefault("distributed_type", "DEEPSPEED")
         return self.after
 
-    def find(self, key: str, value: Any, outcome: Outcome, note: str) -> None:
+    def find(self, key: str, value: object, outcome: Outcome, note: str) -> None:
         self.findings.append(KeyFinding(key, value, outcome, note))
 
-    def _deepspeed_config(self, name: str, value: Any) -> bool:
+    def _deepspeed_config(self, name: str, value: object) -> bool:
         if not isinstance(value, Mapping):
             return False
         self.after[name] = self.section
@@ -456,7 +456,7 @@ class _Accelerate:
                 self.section[key] = inner
         return True
 
-    def _fsdp_config(self, name: str, value: Any) -> bool:
+    def _fsdp_config(self, name: str, value: object) -> bool:
         if not isinstance(value, Mapping):
             return False
         if self.kind == "FSDP":
@@ -467,19 +467,19 @@ class _Accelerate:
             self.find(name, value, "left out", f"distributed_type is {self.kind}, not FSDP")
         return True
 
-    def _dynamo(self, name: str, value: Any) -> bool:
+    def _dynamo(self, name: str, value: object) -> bool:
         if value:
             translate_dynamo(name, value, self.kind, self.section, self.findings)
         return bool(value)
 
-    def _parallelism_config(self, name: str, value: Any) -> bool:
+    def _parallelism_config(self, name: str, value: object) -> bool:
         if not isinstance(value, Mapping) or self.kind != "FSDP":
             return False
         if kept := translate_parallelism(value, self.section, self.findings):
             self.after[name] = kept
         return True
 
-    def _distributed_type(self, name: str, value: Any) -> bool:
+    def _distributed_type(self, name: str, value: object) -> bool:
         if self.kind == "DEEPSPEED":
             return False
         if self.kind not in _KINDS:

@@ -86,7 +86,7 @@ _PARALLELISM = (
 
 
 def translate_dynamo(
-    name: str, value: Any, kind: str, section: dict[str, Any], findings: list[KeyFinding]
+    name: str, value: object, kind: str, section: dict[str, object], findings: list[KeyFinding]
 ) -> None:
     """Translate Accelerate's choice to compile the model, which it does not pass to ranks whose
     ``distributed_type`` is DEEPSPEED.
@@ -115,7 +115,7 @@ def translate_dynamo(
                     findings.append(KeyFinding(key, each, outcome, note))
 
 
-def _compilation(name: str, value: Any, backend: str) -> tuple[dict[str, Any], Outcome, str]:
+def _compilation(name: str, value: object, backend: str) -> tuple[dict[str, Any], Outcome, str]:
     """Return the keys of ``compile`` for ``value`` of Accelerate's key ``name``, the outcome, and
     a note: after the keys, or the reason if there are none.
     """
@@ -183,7 +183,7 @@ def translate_fsdp(
             findings.append(KeyFinding(key, value, "no effect", note))
 
 
-def is_trainer(mapping: Mapping[str, Any]) -> bool:
+def is_trainer(mapping: Mapping[str, object]) -> bool:
     """Whether ``mapping`` is a file of the Trainer: its arguments with FSDP among them, or the file
     that its ``fsdp_config`` names.
     """
@@ -195,7 +195,7 @@ def is_trainer(mapping: Mapping[str, Any]) -> bool:
 
 
 def translate_trainer(
-    written: Mapping[str, Any], findings: list[KeyFinding]
+    written: Mapping[str, object], findings: list[KeyFinding]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the configuration for ``deepspeed`` or ``zero_config`` that takes the place of the
     Trainer's ``fsdp`` and ``fsdp_config``, and the arguments that stay. ``written``: a file of
@@ -262,7 +262,7 @@ def translate_trainer(
 
 
 def _unknown_below(
-    section: str, name: Any, value: Any, prefix: str, known: Collection[str]
+    section: str, name: object, value: object, prefix: str, known: Collection[str]
 ) -> KeyFinding:
     """Return the finding of an unknown key of ``section``, whose ``known`` keys have ``prefix``: to
     fix if it resembles one of them.
@@ -275,7 +275,7 @@ def _unknown_below(
     return KeyFinding(f"{section}.{name}", value, "to fix" if meant else "left out", note)
 
 
-def _wrong_in_fsdp(name: str, value: Any) -> str:
+def _wrong_in_fsdp(name: str, value: object) -> str:
     """Return the end of a message about a value that FSDP's key ``name`` does not take, or ""."""
     word = str(value).upper()
     if name in ("sharding_strategy", "reshard_after_forward") and word not in _STRATEGIES:
@@ -291,7 +291,7 @@ def _wrong_in_fsdp(name: str, value: Any) -> str:
     return ""
 
 
-def _truth(value: Any) -> bool | None:
+def _truth(value: object) -> bool | None:
     """Return the truth value that Accelerate reads from ``value``, or None."""
     word = str(value).lower()
     if word in ("y", "yes", "t", "true", "on", "1"):
@@ -299,7 +299,7 @@ def _truth(value: Any) -> bool | None:
     return False if word in ("n", "no", "f", "false", "off", "0", "none") else None
 
 
-def _switched(name: str, value: Any, stage: int) -> tuple[dict[str, Any], str | None]:
+def _switched(name: str, value: object, stage: int) -> tuple[dict[str, Any], str | None]:
     """Return the keys for ``value`` of FSDP's key ``name``, and the reason if there are none; no
     reason: hf-zero has no such choice.
     """
@@ -345,7 +345,7 @@ def add_translated(
 
 
 def translate_parallelism(
-    written: Mapping[str, Any], section: dict[str, Any], findings: list[KeyFinding]
+    written: Mapping[str, object], section: dict[str, object], findings: list[KeyFinding]
 ) -> dict[str, Any]:
     """Translate the sizes of ``parallelism_config``; return those that Accelerate is to keep."""
     prefix, kept = "parallelism_config_", dict[str, Any]()
@@ -372,7 +372,7 @@ def translate_parallelism(
     return kept
 
 
-def plain(value: Any) -> str:
+def plain(value: object) -> str:
     """Return ``value`` as YAML writes it on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {plain(each)}" for name, each in value.items()) + "}"

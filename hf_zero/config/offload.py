@@ -37,19 +37,19 @@ def _idle_unless(section: str, *devices: str) -> Callable[[Mapping[str, Any]], s
     ``devices``.
     """
 
-    def idle(values: Mapping[str, Any]) -> str:
+    def idle(values: Mapping[str, object]) -> str:
         device = values.get(f"{section}.device", "none")
         return "" if device in devices else f"{section}.device is {device}"
 
     return idle
 
 
-def _idle_aio(values: Mapping[str, Any]) -> str:
+def _idle_aio(values: Mapping[str, object]) -> str:
     on = "nvme" in (values.get(f"{section}.device") for section in (_OPTIMIZER, _PARAM))
     return "" if on else "nothing is offloaded to nvme"
 
 
-def _idle_in_backward(values: Mapping[str, Any]) -> str:
+def _idle_in_backward(values: Mapping[str, object]) -> str:
     if not values.get(f"{_OPTIMIZER}.update_in_backward"):
         return _ANY(values)
     if values.get("gradient_clipping"):
@@ -59,11 +59,11 @@ def _idle_in_backward(values: Mapping[str, Any]) -> str:
     return _ANY(values)
 
 
-def _idle_whole_shards(values: Mapping[str, Any]) -> str:
+def _idle_whole_shards(values: Mapping[str, object]) -> str:
     return _PARAM_FILES(values) or "the shard of a unit is read and written whole"
 
 
-def _idle_below_stage_3(values: Mapping[str, Any]) -> str:
+def _idle_below_stage_3(values: Mapping[str, object]) -> str:
     stage = values.get("zero_optimization.stage", 0)
     return (
         f"at stage {stage} every rank computes with whole parameters"
@@ -173,7 +173,7 @@ OFFLOAD = "activation_offload"
 ENABLED = f"{OFFLOAD}.enabled"
 
 
-def _blocks(value: Any) -> bool | int | str:
+def _blocks(value: object) -> bool | int | str:
     if isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -188,11 +188,11 @@ _BLOCKS_SCHEMA = {
 }
 
 
-def _idle_number(values: Mapping[str, Any]) -> str:
+def _idle_number(values: Mapping[str, object]) -> str:
     return f"{BLOCKS} is false" if values.get(BLOCKS) is False else ""
 
 
-def _idle_offload(values: Mapping[str, Any]) -> str:
+def _idle_offload(values: Mapping[str, object]) -> str:
     return "" if values.get(ENABLED) or values.get(CPU) else f"{OFFLOAD} is off"
 
 

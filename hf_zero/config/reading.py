@@ -85,7 +85,7 @@ class ConfigReading:
     autos_allowed: bool | Literal["alone"] = True
     refusals: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
 
-    def read(self, mapping: Mapping[str, Any], label: str) -> ConfigReading:
+    def read(self, mapping: Mapping[str, object], label: str) -> ConfigReading:
         """Read a mapping of the DeepSpeed dialect or of our own keywords; later readings override
         earlier ones.
         """
@@ -108,13 +108,13 @@ class ConfigReading:
         return self
 
     def put(
-        self, path: str, value: Any, written: str, label: str, keys: Mapping[str, Key] = KEYS
+        self, path: str, value: object, written: str, label: str, keys: Mapping[str, Key] = KEYS
     ) -> None:
         """Read one value of the file's key ``written`` for the key ``path`` of the table."""
         with self.mistakes.collect():
             self._judge(keys[path], value, written, label)
 
-    def read_key(self, written: str, value: Any, label: str) -> None:
+    def read_key(self, written: str, value: object, label: str) -> None:
         """Read one key of the DeepSpeed dialect, with its sections before it, by itself."""
         with self.mistakes.collect():
             self._take(canonical(written), written, value, label)
@@ -153,14 +153,14 @@ class ConfigReading:
             self.autos.discard(gone)
             del self.sources[gone]
 
-    def fill(self, path: str, value: Any, source: str) -> Any:
+    def fill(self, path: str, value: object, source: str) -> Any:
         """Set a value that was not written, and record it in ``filled``; return it."""
         self.values[path], self.sources[path] = value, source
         self.filled.add(path)
         return value
 
     def _walk(
-        self, mapping: Mapping[str, Any], prefix: str, written_prefix: str, label: str
+        self, mapping: Mapping[str, object], prefix: str, written_prefix: str, label: str
     ) -> None:
         for key, value in mapping.items():
             with self.mistakes.collect():
@@ -172,7 +172,7 @@ class ConfigReading:
                 file = label if self.origins is None else self.origins.label_of(written, label)
                 self._take(canonical(prefix + key), written, value, file)
 
-    def _take(self, path: str, written: str, value: Any, label: str) -> None:
+    def _take(self, path: str, written: str, value: object, label: str) -> None:
         if path in KEYS:
             self._judge(KEYS[path], value, written, label)
         elif self.foreign and "." not in written and _is_foreign(written, value):
@@ -194,7 +194,7 @@ class ConfigReading:
                 f"{_expected_section(path, written, label)}"
             )
 
-    def _judge(self, key: Key, value: Any, written: str, label: str) -> None:
+    def _judge(self, key: Key, value: object, written: str, label: str) -> None:
         path, source = key.path, self._source(key, value, written, label)
         if value is None and path != "zero_optimization.stage":
             return
@@ -235,7 +235,7 @@ class ConfigReading:
         self.values[path] = converted
         self.sources[path] = source
 
-    def _source(self, key: Key, value: Any, written: str, label: str) -> str:
+    def _source(self, key: Key, value: object, written: str, label: str) -> str:
         if label == "keyword":
             return label
         return (
@@ -307,7 +307,7 @@ class ConfigReading:
         )
 
     def _move(
-        self, old: str, targets: Iterable[str], convert: Callable[[Any], Any], label: str
+        self, old: str, targets: Iterable[str], convert: Callable[[object], object], label: str
     ) -> None:
         """Move the value of ``old`` to ``targets``. Raises ConfigError if one of them has a
         different value.
@@ -373,7 +373,7 @@ def canonical(written: str) -> str:
     return path
 
 
-def misspelt(written: str, value: Any) -> bool:
+def misspelt(written: str, value: object) -> bool:
     """Return whether an unknown key of ``value`` is probably meant for a known one, or is one that
     acts at the top, or at the top one that acts in one section.
     """
@@ -387,7 +387,7 @@ def misspelt(written: str, value: Any) -> bool:
     return acts or bool(meant(written, value))
 
 
-def meant(written: str, value: Any) -> list[str]:
+def meant(written: str, value: object) -> list[str]:
     """Return the known names that an unknown key of ``value`` is probably meant for: at the top
     those of :func:`_meant_at_top`, and else the names of its section that it resembles.
     """
@@ -397,7 +397,7 @@ def meant(written: str, value: Any) -> list[str]:
     return at_top or closest(name, siblings, least=MISSPELT)
 
 
-def _meant_at_top(name: str, value: Any) -> list[str]:
+def _meant_at_top(name: str, value: object) -> list[str]:
     """Return the known names that have ``name`` in other libraries, or have it with an ending such
     as _config; else the sections that share a word with it, or its beginning, and know each key of
     ``value``: zero_optimization for ``zero: {stage: 3}``.
@@ -430,7 +430,7 @@ def _share_a_word(name: str, other: str) -> bool:
     )
 
 
-def _remedy(key: Key, value: Any, label: str) -> str:
+def _remedy(key: Key, value: object, label: str) -> str:
     """Return the end of a message about the wrong ``value`` of ``key``: a name that it resembles,
     the number or truth value that a string holds, the few values there are, or the default.
     """
@@ -501,13 +501,13 @@ def _warn(message: str) -> None:
     log_rank0(message, logging.WARNING)
 
 
-def _is_foreign(written: str, value: Any) -> bool:
+def _is_foreign(written: str, value: object) -> bool:
     """Return whether an unknown key at the top is a comment or a key of another program."""
     known = _known()
     return is_comment(written) or (is_foreign(written, known) and not meant(written, value))
 
 
-def _unknown(written: str, value: Any, path: str, label: str) -> ConfigError:
+def _unknown(written: str, value: object, path: str, label: str) -> ConfigError:
     section, _, name = written.rpartition(".")
     text = f"{label}: unknown key {written!r:.200}"
     if is_comment(name):

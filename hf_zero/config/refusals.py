@@ -242,7 +242,7 @@ _ONE_BIT_CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def built_name(section: str, kind: Any) -> str:
+def built_name(section: str, kind: object) -> str:
     """Return the name of the optimizer or schedule ``kind``, in any case, as ``section`` spells it.
 
     Raises:
@@ -268,7 +268,7 @@ def idle_params(kind: Any, params: Mapping[str, Any]) -> dict[str, str]:
     return {name: why for name, why in IDLE_IN_ONE_BIT.items() if name in params}
 
 
-def one_bit_conflicts(values: Mapping[str, Any]) -> dict[str, str]:
+def one_bit_conflicts(values: Mapping[str, object]) -> dict[str, str]:
     """Return, by key, the reasons why no momentum travels in one bit beside ``values``."""
     return {
         path: f"{path}: {values[path]}: {why}"

@@ -279,7 +279,7 @@ def _check_compression(reading: ConfigReading) -> None:
         raise ConfigError("\n".join(wrong))
 
 
-def read_elasticity(section: Mapping[str, Any]) -> dict[str, Any]:
+def read_elasticity(section: Mapping[str, object]) -> dict[str, Any]:
     """Return the section completed with its defaults. Raises ConfigError for unknown keys and
     invalid values, NotBuiltError for model parallelism.
     """
@@ -305,7 +305,7 @@ def read_elasticity(section: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def elastic_batch(section: Mapping[str, Any]) -> tuple[int, list[int]]:
+def elastic_batch(section: Mapping[str, object]) -> tuple[int, list[int]]:
     """Return the train batch size and the numbers of ranks that divide it, in ascending order.
     Raises ConfigError if no batch size fits.
     """
@@ -326,7 +326,7 @@ def elastic_batch(section: Mapping[str, Any]) -> tuple[int, list[int]]:
     return best * per_node, [ranks * per_node for ranks in fitting[best]]
 
 
-def elastic_sizes(section: Mapping[str, Any], ranks: int) -> tuple[int, int]:
+def elastic_sizes(section: Mapping[str, object], ranks: int) -> tuple[int, int]:
     """Return the train batch size and the micro-batch size for ``ranks`` ranks. Raises ConfigError
     if the batch does not divide among them.
     """

@@ -261,5 +261,5 @@ def _quoted(text: str) -> list[str]:
     return [f'    """{lines[0]}', *(f"    {line}" for line in lines[1:]), '    """']
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

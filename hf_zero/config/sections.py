@@ -136,7 +136,7 @@ class Fp16Section:
     min_loss_scale: float = key(number(above=0), 1.0)
 
 
-def _without_bf16_state(values: Mapping[str, Any]) -> str:
+def _without_bf16_state(values: Mapping[str, object]) -> str:
     keys = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
     rounds = values.get("bf16.enabled") and any(values.get(key) for key in keys)
     return "" if rounds else f"neither {keys[0]} nor {keys[1]} is on"
@@ -196,7 +196,7 @@ class CheckpointSection:
     save_on_signal: bool = key(BOOLEAN, True)
 
 
-def _without_memory(values: Mapping[str, Any]) -> str:
+def _without_memory(values: Mapping[str, object]) -> str:
     return "" if values.get("checkpoint.memory.every") else "checkpoint.memory.every is not set"
 
 
@@ -315,7 +315,7 @@ JOB = "DeepSpeedJobName"
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
 
-def _folder(value: Any) -> str:
+def _folder(value: object) -> str:
     if (not isinstance(value, str) and not hasattr(value, "__fspath__")) or "\0" in str(value):
         raise ValueError(value)
     return str(value)

@@ -89,7 +89,7 @@ class MetricCurricula:
     curriculum_metrics: dict[str, Any] | None = key(SECTION, None, idle=_METRICS_OFF, hash=False)
 
 
-def _layers(value: Any) -> tuple[int, ...]:
+def _layers(value: object) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)):
         raise ValueError(value)
     return tuple(int(integer(0).convert(each)) for each in value)
@@ -161,7 +161,7 @@ class LayerDropSection:
     per_rank: bool = key(BOOLEAN, False, idle=_LAYERS_KEPT)
 
 
-def _phases(value: Any) -> list[dict[str, Any]]:
+def _phases(value: object) -> list[dict[str, Any]]:
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError(value)
     if not all(isinstance(phase, Mapping) and all(map(_is_name, phase)) for phase in value):
@@ -169,11 +169,11 @@ def _phases(value: Any) -> list[dict[str, Any]]:
     return [dict(phase) for phase in value]
 
 
-def _is_name(value: Any) -> bool:
+def _is_name(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _rampup(value: Any) -> list[int]:
+def _rampup(value: object) -> list[int]:
     if not isinstance(value, (list, tuple)) or len(value) != 3:
         raise ValueError(value)
     return [integer(1).convert(number) for number in value]
@@ -192,7 +192,7 @@ RAMPUP = Kind(
 )
 
 
-def _idle_off(values: Mapping[str, Any]) -> str:
+def _idle_off(values: Mapping[str, object]) -> str:
     if values.get(f"{PHASES}.phases") or values.get(f"{PHASES}.rampup_batch_size"):
         return ""
     return f"{PHASES} has neither phases nor rampup_batch_size"

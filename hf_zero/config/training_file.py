@@ -40,7 +40,7 @@ EXAMPLE = "task: sft, or let `hf-zero train --init` write a file"
 STEPS_OR_SHARE = "in steps, or below 1 as a share of the run"
 
 
-def _modules(value: Any) -> str | list[str]:
+def _modules(value: object) -> str | list[str]:
     """Convert the name of one kind of module, or of several."""
     if isinstance(value, list) and value:
         return [TEXT.convert(each) for each in value]
@@ -52,18 +52,18 @@ MODULES = Kind("a name or a list of names", _modules, {"anyOf": [dict(TEXT.schem
 SOME, ANY = number(above=0), number(0)
 
 
-def _steps(value: Any) -> float:
+def _steps(value: object) -> float:
     amount = float(SOME.convert(value))
     if amount > 1 and not amount.is_integer():
         raise ValueError(value)
     return int(amount) if amount >= 1 else amount
 
 
-def _warmup(value: Any) -> float:
+def _warmup(value: object) -> float:
     return 0 if ANY.convert(value) == 0 else _steps(value)
 
 
-def _part(value: Any) -> float:
+def _part(value: object) -> float:
     part = float(SOME.convert(value))
     if part >= 1:
         raise ValueError(value)

@@ -73,7 +73,7 @@ class ZeroConfig(Settings):
     @classmethod
     def from_dict(
         cls,
-        values: Mapping[str, Any],
+        values: Mapping[str, object],
         *,
         source: str = "config dict",
         allow_auto: AllowAuto = False,
@@ -117,7 +117,7 @@ class ZeroConfig(Settings):
     @classmethod
     def coerce(
         cls,
-        value: Any,
+        value: object,
         *,
         allow_auto: AllowAuto = False,
         foreign: bool = False,
@@ -165,7 +165,7 @@ class ZeroConfig(Settings):
                 reading.discard(path)
         return self._of(reading, self.world_size)
 
-    def override(self, values: Mapping[str, Any], source: str) -> ZeroConfig:
+    def override(self, values: Mapping[str, object], source: str) -> ZeroConfig:
         """Return a copy with ``values``, keys of the dialect, in place of its own; ``source`` names
         who set them.
         """
@@ -336,7 +336,7 @@ class ZeroConfig(Settings):
             object.__setattr__(self, item.name, values[item.name])
 
 
-def _as_dialect(given: Mapping[str, Any]) -> dict[str, Any]:
+def _as_dialect(given: Mapping[str, object]) -> dict[str, Any]:
     """Return keyword arguments as a mapping of the dialect: non-default fields of sections, and
     ``enabled`` for a precision given as a boolean.
     """

@@ -619,7 +619,7 @@ class MeshDim:
             before.wait()
         return handle
 
-    def _sum_small(self, tensor: torch.Tensor, pending: PendingCollective, group: Any) -> Handle:
+    def _sum_small(self, tensor: torch.Tensor, pending: PendingCollective, group: object) -> Handle:
         """Sum ``tensor`` together with a code of ``pending``.
 
         All such messages have one size, so gloo survives a mismatch.

@@ -105,7 +105,7 @@ class DimMaker:
 
 
 def connect(
-    group: Any, ranks: Sequence[int], device: torch.device, watchdog: Watchdog, name: str
+    group: object, ranks: Sequence[int], device: torch.device, watchdog: Watchdog, name: str
 ) -> None:
     """Create the communicator of ``group``, of ``ranks`` (global), for ``device`` (collective over
     them).

@@ -164,7 +164,7 @@ def _leave() -> None:
 
 
 def learn_hosts(
-    store: Any, rank: int, world: int, host_timeout: float, timeout: float
+    store: object, rank: int, world: int, host_timeout: float, timeout: float
 ) -> HostHeartbeats | None:
     """Learn the hosts of all ranks (collective over the store, until one engine of all ranks has
     asked for heartbeats), and return the heartbeats between them; None on one host, if

@@ -330,11 +330,11 @@ class Mesh:
             self.stats.record("broadcast", "", tensor.nbytes)
             group.broadcast(tensor, group.ranks[0])
 
-    def broadcast_object(self, value: Any) -> Any:
+    def broadcast_object(self, value: object) -> Any:
         """Return ``value`` of the first peer (collective)."""
         return value if self.peers is None else self.peers.broadcast_object(value)
 
-    def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
+    def all_gather_object(self, value: object, what: str = "objects") -> list[Any]:
         """Return ``value`` of each peer, in the order of :attr:`ranks` (collective)."""
         return [value] if self.peers is None else self.peers.all_gather_object(value, what)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from hf_zero.errors import ConfigError, NotBuiltError
 
@@ -26,7 +25,7 @@ _ORDERS = (
 )
 
 
-def check_size(size: Any, asked: str) -> None:
+def check_size(size: object, asked: str) -> None:
     """Raise ConfigError unless ``size``, which ``asked`` names, is a number of ranks."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ConfigError(
@@ -199,7 +198,7 @@ _SPLITS = {
 _DATA = "get_data_parallel_world_size"
 
 
-def check_mpu(mpu: Any, world_size: int) -> None:
+def check_mpu(mpu: object, world_size: int) -> None:
     """Raise unless ``mpu`` reports that all ``world_size`` ranks hold the same model and read
     different data.
 
@@ -223,6 +222,6 @@ def check_mpu(mpu: Any, world_size: int) -> None:
         )
 
 
-def _ask(mpu: Any, name: str) -> int | None:
+def _ask(mpu: object, name: str) -> int | None:
     method = getattr(mpu, name, None)
     return None if method is None else int(method())

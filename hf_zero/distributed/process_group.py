@@ -224,7 +224,7 @@ def _try(name: str, abort: Callable[[], None]) -> None:
         logger.exception("could not abort %s", name)
 
 
-def destroy_group(group: Any) -> None:
+def destroy_group(group: object) -> None:
     """Destroy a process group of the current job; do nothing for None or a former job's group."""
     if group is not None and dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)

@@ -203,7 +203,7 @@ def await_answers(
     return list(answers.values())
 
 
-def _answers(store: Any, number: int, size: int) -> RollCall:
+def _answers(store: object, number: int, size: int) -> RollCall:
     return RollCall(store, f"fetch/{number}/answers", size)
 
 

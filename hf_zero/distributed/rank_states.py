@@ -15,7 +15,7 @@ STATES = (RUNS, WAITS, "script", "failed", "broken", "dead", "unreachable", "end
 
 
 def rank_states(
-    posts: Mapping[int, Mapping[str, Any]], world: int, pending: PendingCollective | None
+    posts: Mapping[int, Mapping[str, object]], world: int, pending: PendingCollective | None
 ) -> list[dict[str, Any]]:
     """Return the ``world`` ranks in groups of one state, as rows ``ranks``, ``state`` and ``what``:
     the collective that they wait for, or the reason of their end.

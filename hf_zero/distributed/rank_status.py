@@ -151,7 +151,7 @@ class RankStatus:
         self._ask("set", key, value)
         self._ask("add", "version", 1)
 
-    def _ask(self, call: str, *args: Any) -> Any:
+    def _ask(self, call: str, *args: object) -> Any:
         """Return the answer of the store to ``call``; None once it is gone."""
         try:
             return None if self._gone else getattr(self._store, call)(*args)

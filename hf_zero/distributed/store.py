@@ -99,7 +99,7 @@ class TimeoutStore:
         """Return the values of existing keys."""
         return [bytes(each) for each in self._ask("multi_get", keys)]
 
-    def _ask(self, name: str, *args: Any) -> Any:
+    def _ask(self, name: str, *args: object) -> Any:
         if self._lost:
             raise RuntimeError("the ranks' store does not answer")
         with self._lock:
@@ -134,7 +134,7 @@ class _Call:
         self.error: RuntimeError | None = None
 
 
-def _answer(store: Any, calls: queue.SimpleQueue[_Call | None]) -> None:
+def _answer(store: object, calls: queue.SimpleQueue[_Call | None]) -> None:
     while (call := calls.get()) is not None:
         try:
             call.answer = getattr(store, call.name)(*call.args)
@@ -506,6 +506,6 @@ def publish_closed(store: Any, rank: int, why: str = ENDED) -> None:
         pass  # the store is gone: no rank can ask
 
 
-def leaving(store: Any, size: int) -> RollCall:
+def leaving(store: object, size: int) -> RollCall:
     """Return the roll call of ranks that end their engines, and serve requests until then."""
     return RollCall(store, "leaving", size)

@@ -496,7 +496,7 @@ def _take_time_to_speak() -> None:
         signal.signal(signal.SIGTERM, _end_soon)
 
 
-def _end_soon(number: int, frame: Any) -> None:
+def _end_soon(number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_DFL)
     timer = threading.Timer(GRACE_SECONDS, os.kill, (os.getpid(), number))
     timer.daemon = True

@@ -155,7 +155,7 @@ class RankGroup:
     def _call(
         self,
         what: str,
-        call: Callable[[], Any],
+        call: Callable[[], object],
         source: int | None = None,
         by_tree: Callable[[RankTree], None] | None = None,
     ) -> None:
@@ -252,7 +252,7 @@ class RankGroup:
         )
         return box[0]
 
-    def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
+    def all_gather_object(self, value: object, what: str = "objects") -> list[Any]:
         """Return ``value`` of each rank, in the order of :attr:`ranks`."""
         if len(self.ranks) == 1:
             return [value]
@@ -371,7 +371,7 @@ class WorldGroup(RankGroup):
         self.log.deferred = self.deferred
 
     def part(
-        self, ranks: Sequence[int], group: Any, timeout: float, owner: str = "a job"
+        self, ranks: Sequence[int], group: object, timeout: float, owner: str = "a job"
     ) -> RankGroup:
         """Return the group of some ``ranks``, this one among them, over their process group
         ``group``; this group itself if they are all ranks. Its waits are watched like those of all

@@ -186,12 +186,12 @@ def _call(name: str, called: str, arguments: Mapping[str, str]) -> list[str]:
     return [f"{name} = {called}(", *lines, ")"]
 
 
-def _yaml(value: Any) -> str:
+def _yaml(value: object) -> str:
     """Return ``value`` as YAML in one line."""
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).partition("\n")[0]
 
 
-def _literal(value: Any) -> str:
+def _literal(value: object) -> str:
     """Return ``value`` as Python with double quotes."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)

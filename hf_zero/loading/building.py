@@ -105,14 +105,14 @@ class Building:
         self._stack.enter_context(self._mode)
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
     @property
     def roots(self) -> list[nn.Module]:
         return self.outermost(is_filled)
 
-    def outermost(self, counts: Callable[[Any], bool]) -> list[nn.Module]:
+    def outermost(self, counts: Callable[[object], bool]) -> list[nn.Module]:
         """Return the outermost modules around those given a parameter for which ``counts``."""
         found: dict[nn.Module, None] = {}
         for reference in self._owners:
@@ -123,7 +123,7 @@ class Building:
                 found[owner] = None
         return list(found)
 
-    def _parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
+    def _parameter(self, module: nn.Module, name: str, parameter: object) -> None:
         if parameter is not None and threading.get_ident() == self._thread:
             self._owners.append(weakref.ref(module))
 
@@ -223,7 +223,7 @@ _kept: list[dict[str, Any]] = []
 _recorders = 0
 
 
-def record_in(table: dict[str, Any]) -> None:
+def record_in(table: dict[str, object]) -> None:
     """Make :func:`recording_functions` also patch ``table``, another namespace with
     ``torch.nn.init``'s functions by name.
     """
@@ -260,12 +260,12 @@ def recording_functions() -> Iterator[None]:
                 _kept.clear()
 
 
-def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+def recorded(function: Callable[..., object]) -> Callable[..., Any]:
     """Wrap ``function(tensor, ...)``, which fills a tensor in place, to be deferred for lazy
     tensors under initialisation.
     """
 
-    def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def record(tensor: torch.Tensor, *args: object, **kwargs: object) -> Any:
         if not is_filled(tensor):
             return function(tensor, *args, **kwargs)
         return fill(tensor, lambda view: function(view, *args, **kwargs))  # type: ignore[arg-type]

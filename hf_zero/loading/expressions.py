@@ -232,7 +232,7 @@ class Filled(Expression):
         shape: Sequence[int],
         strides: Sequence[int],
         offset: int,
-        do: Callable[[torch.Tensor], Any],
+        do: Callable[[torch.Tensor], object],
     ) -> None:
         """Record ``do``, which changes in place the given view of the elements."""
         self.initialised = self.initialised or math.prod(shape) == self.numel

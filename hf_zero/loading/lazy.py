@@ -65,7 +65,7 @@ class LazyTensor(torch.Tensor):
         made.expression = expression
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def read_whole(self) -> torch.Tensor:
@@ -141,7 +141,7 @@ def _is_view(func: Any) -> bool:
     )
 
 
-def is_filled(tensor: Any) -> bool:
+def is_filled(tensor: object) -> bool:
     """Whether ``tensor`` is a lazy tensor under initialisation, or a view of one."""
     return isinstance(tensor, LazyTensor) and isinstance(_root(tensor.expression), Filled)
 
@@ -163,7 +163,7 @@ def _filled(func: Any, args: Any, kwargs: Any) -> LazyTensor:
     return fill(target, lambda view: func(view, *rest, **kwargs))
 
 
-def fill(target: LazyTensor, do: Callable[[torch.Tensor], Any]) -> LazyTensor:
+def fill(target: LazyTensor, do: Callable[[torch.Tensor], object]) -> LazyTensor:
     """Record ``do``, an in-place operation, to be applied to ``target``, a tensor under
     initialisation, when it is read. Returns ``target``.
     """
@@ -300,11 +300,11 @@ def _computed_now(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*tree_map(_real, args), **tree_map(_real, kwargs))
 
 
-def _real(value: Any) -> Any:
+def _real(value: object) -> Any:
     return value.read_whole() if isinstance(value, LazyTensor) else value
 
 
-def _shape_of(value: Any) -> Any:
+def _shape_of(value: object) -> Any:
     return (
         torch.empty(value.shape, dtype=value.dtype, device="meta")
         if isinstance(value, torch.Tensor)

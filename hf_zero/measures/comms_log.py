@@ -198,7 +198,7 @@ def bandwidths(operation: str, size: int, milliseconds: float, ranks: int) -> tu
     return rate, rate
 
 
-def _bytes(value: Any) -> int:
+def _bytes(value: object) -> int:
     if isinstance(value, torch.Tensor):
         return value.nbytes
     return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0

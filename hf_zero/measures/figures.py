@@ -41,7 +41,7 @@ Waits = list[tuple[CollectiveRow, list[Stopwatch]]]
 NOT_DRAWN = ("step", "samples_seen", "samples", "tokens")
 
 
-def tracked(figures: Mapping[str, Any]) -> Figures:
+def tracked(figures: Mapping[str, object]) -> Figures:
     """Return the figures that trackers draw over steps."""
     return {name: value for name, value in figures.items() if name not in NOT_DRAWN}
 
@@ -59,7 +59,7 @@ def main_input(engine: Any, given: Any) -> torch.Tensor | None:
     return first
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _leaves(value: object, key: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         if value.dim():
             yield key, value
@@ -215,13 +215,13 @@ class StepFigures:
     def _take_waits(self) -> Waits:
         return [] if self._counts is None else self._counts.take_waits()
 
-    def restart(self, engine: Any) -> None:
+    def restart(self, engine: object) -> None:
         """Begin a step after a load, with the engine's counters as they are now."""
         others = self._waits + self._other_waits + self._take_waits()
         self._clear(engine)
         self._begin, self._other_waits = None, others
 
-    def finish(self, engine: Any) -> None:
+    def finish(self, engine: object) -> None:
         """Read all steps; waits for the device."""
         while self._unread:
             self._read(engine, self._unread.popleft())

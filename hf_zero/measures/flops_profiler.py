@@ -95,10 +95,10 @@ class FlopsProfiler:
         ]
         self.started = True
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def _begin(self, module: nn.Module, args: object) -> None:
         self._forwards.append(Stopwatch(default_device()).__enter__())
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
         self._forwards[-1].__exit__()
 
     def stop_profile(self) -> None:
@@ -235,8 +235,8 @@ class FlopsProfiler:
 def get_model_profile(
     model: nn.Module,
     input_shape: tuple[int, ...] | None = None,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     print_profile: bool = True,
     detailed: bool = True,
     module_depth: int = -1,

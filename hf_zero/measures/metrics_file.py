@@ -127,7 +127,7 @@ def _parsed(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(_place(row), int) else None
 
 
-def _place(row: Mapping[str, Any]) -> Any:
+def _place(row: Mapping[str, object]) -> Any:
     return row.get("step", row.get("after_step"))
 
 
@@ -183,7 +183,7 @@ class MetricsFile:
                 number = 1 + max(_numbered(folder), default=0)
                 (folder / NAME).rename(folder / f"metrics.{number}.jsonl")
 
-    def note(self, kind: str, value: Any) -> None:
+    def note(self, kind: str, value: object) -> None:
         """Append a record, from any thread. It waits for the first figures: a load may come before
         them.
         """
@@ -253,7 +253,7 @@ class MetricsFile:
             _replace(path, [line for line, row in whole if not self._repeats(row)])
         return steps
 
-    def _repeats(self, row: Mapping[str, Any]) -> bool:
+    def _repeats(self, row: Mapping[str, object]) -> bool:
         replaced = "step" in row or "totals" in row
         return not self._after or (replaced and _place(row) > self._after)
 
@@ -285,5 +285,5 @@ def _replace(path: Path, lines: Sequence[str]) -> None:
     draft.replace(path)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value

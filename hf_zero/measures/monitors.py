@@ -42,7 +42,7 @@ class DeepSpeedMonitorConfig:
         return any(getattr(self, each.name).enabled for each in fields(self))
 
 
-def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+def get_monitor_config(param_dict: Mapping[str, object]) -> DeepSpeedMonitorConfig:
     """Return the sections of a configuration dict. Raises ConfigError for invalid keys in them."""
     names = [each.name for each in fields(DeepSpeedMonitorConfig)]
     sections = {name: param_dict[name] for name in names if name in param_dict}

@@ -94,7 +94,7 @@ def note_end(file: MetricsFile, process: int) -> None:
             file.note("ended", first_line(error))
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return ``value`` if JSON has it, otherwise as text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)

@@ -183,7 +183,7 @@ class EngineMeasures(StepMeasures):
         if self._figures is not None:
             self._figures.zero_grad()
 
-    def trace(self, engine: Any, steps: int, folder: str) -> None:
+    def trace(self, engine: object, steps: int, folder: str) -> None:
         if self._trace is None:
             self._trace = StepTrace(engine, steps, folder)
 
@@ -224,7 +224,7 @@ class EngineMeasures(StepMeasures):
         if self.file is not None:
             self.file.note("planned_steps", steps)
 
-    def saving(self, engine: Any, folder: str) -> None:
+    def saving(self, engine: object, folder: str) -> None:
         self.finish(engine)
         if self._figures is not None:
             self._figures.pause()
@@ -255,7 +255,7 @@ class EngineMeasures(StepMeasures):
         ]
         self.file.note("totals", {"collectives": self.counts.totals(), "state": state})
 
-    def finish(self, engine: Any) -> None:
+    def finish(self, engine: object) -> None:
         if self.times.on:
             self.times.finish()
         if self._figures is not None:
@@ -312,7 +312,7 @@ class EngineMeasures(StepMeasures):
 
 
 @contextmanager
-def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+def _nested(*contexts: AbstractContextManager[object]) -> Iterator[None]:
     with ExitStack() as entered:
         for context in contexts:
             entered.enter_context(context)

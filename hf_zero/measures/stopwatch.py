@@ -53,7 +53,7 @@ class Stopwatch:
         self._begin = mark(self._device)
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._end = mark(self._device)
 
     def read(self) -> float:

@@ -221,14 +221,14 @@ def in_places(own: Needs) -> dict[str, int]:
 
 
 def estimate(
-    model: Any,
+    model: object,
     ranks: int,
     precision: Precision = "bf16",
     optimizer: str | OptimizerConfig = "AdamW",
     stage: int | None = None,
     *,
-    offload_optimizer: str | OffloadOptimizer | Mapping[str, Any] | None = None,
-    offload_param: str | OffloadParam | Mapping[str, Any] | None = None,
+    offload_optimizer: str | OffloadOptimizer | Mapping[str, object] | None = None,
+    offload_param: str | OffloadParam | Mapping[str, object] | None = None,
     sequence_lengths: Sequence[int] = (),
     **job: Unpack[JobOptions],
 ) -> MemoryEstimate:
@@ -307,7 +307,7 @@ def estimate(
 
 
 def traffic(
-    model: Any,
+    model: object,
     ranks: int,
     precision: Precision = "bf16",
     stage: int | None = None,
@@ -330,7 +330,7 @@ def traffic(
 
 
 def propose(
-    model: Any,
+    model: object,
     ranks: int,
     free: Free,
     precision: Precision = "bf16",
@@ -384,7 +384,7 @@ def asked_for(
     optimizer: str | OptimizerConfig,
     device: torch.device | None = None,
     *,
-    config: Any = None,
+    config: object = None,
     tensor_parallel: int | None = None,
     expert_parallel: int | None = None,
     pipeline_parallel: int = 1,
@@ -522,7 +522,7 @@ def _stages(
     return chosen
 
 
-def check_stage(stage: Any) -> None:
+def check_stage(stage: object) -> None:
     """Raise ConfigError unless ``stage`` is one of ZeRO."""
     if stage not in POLICIES:
         raise ConfigError(
@@ -560,7 +560,7 @@ def _largest_row(parts: Sequence[EnginePlan], settings: ZeroConfig) -> StageEsti
     return max(rows, key=lambda row: row.state)
 
 
-def open_model(model: Any, needs_loss: bool = False) -> tuple[str, nn.Module]:
+def open_model(model: object, needs_loss: bool = False) -> tuple[str, nn.Module]:
     """Return the name of ``model``, a module or what describes one, and the module itself, which is
     built on the meta device unless it exists. Raises ConfigError if the model ``needs_loss`` and
     would be built without its head.
@@ -576,7 +576,7 @@ def open_model(model: Any, needs_loss: bool = False) -> tuple[str, nn.Module]:
     ).__name__, module
 
 
-def _refuse_missing(model: Any) -> None:
+def _refuse_missing(model: object) -> None:
     """Raise ConfigError for a path at which no model can be, before Transformers is imported."""
     if not isinstance(model, (str, os.PathLike)):
         return
@@ -613,7 +613,7 @@ def _row(own: EnginePlan) -> StageEstimate:
     )
 
 
-def _written(config: Any, asked: Asked, found: Fit) -> dict[str, Any] | None:
+def _written(config: object, asked: Asked, found: Fit) -> dict[str, Any] | None:
     """Return the given configuration, or one made of the arguments, with the settings that fit."""
     if found.chosen is None:
         return None

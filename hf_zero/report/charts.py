@@ -252,7 +252,7 @@ def _steps() -> Spec:
             "axis": {"title": "step", "format": "~s", "tickMinStep": 1}}  # fmt: skip
 
 
-def _colours(field: str, colours: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Spec:
+def _colours(field: str, colours: Mapping[str, str], rows: Sequence[Mapping[str, object]]) -> Spec:
     """Return the encoding by the ``colours`` of those values that occur."""
     used = {row[field] for row in rows}
     known = {name: colour for name, colour in colours.items() if name in used}

@@ -343,7 +343,7 @@ def _table(
     return f'<div class="table"><table>{first}<tbody>{body}</tbody></table></div>'
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 

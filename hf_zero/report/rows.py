@@ -50,7 +50,7 @@ RECORDS: Mapping[str, Any] = {
 EVENT = {"pid": COUNT, "ts": float, "dur": float, "cat": str, "name": str, "args?": {}}
 
 
-def problem_of(row: Mapping[str, Any]) -> str | None:
+def problem_of(row: Mapping[str, object]) -> str | None:
     """Return what a report cannot read in a row of ``metrics.jsonl``, None if nothing."""
     if "step" in row:
         figures = {name: value for name, value in row.items() if value is not None}
@@ -93,9 +93,9 @@ def misfits(value: Any, shape: Any, where: str = "") -> Iterator[str]:
         yield _told(where, value, "text")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _told(where: str, value: Any, expected: str) -> str:
+def _told(where: str, value: object, expected: str) -> str:
     return f"{where.lstrip('.')} is {value!r:.40}, expected {expected}"

@@ -135,7 +135,7 @@ class RunReader:
         self._trace = None if trace is None else Path(trace)
         self._metrics = MetricsReader(self.folder, self._refuse_damage)
 
-    def _refuse_damage(self, row: Mapping[str, Any]) -> None:
+    def _refuse_damage(self, row: Mapping[str, object]) -> None:
         if damage := problem_of(row):
             at = f"of step {row['step']}" if "step" in row else f"after step {row['after_step']}"
             file = self.folder / NAME
@@ -212,7 +212,7 @@ def _rank_states(rows: Sequence[Mapping[str, Any]]) -> RankStates | None:
     return None
 
 
-def _end(rows: Sequence[Mapping[str, Any]]) -> str | None:
+def _end(rows: Sequence[Mapping[str, object]]) -> str | None:
     for row in reversed(rows):
         if "step" in row or "run" in row:
             return None

@@ -10,7 +10,6 @@ from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.report.page import PageContent, content, distinct, javascript, page, timeline
@@ -126,5 +125,5 @@ class _PageHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Print nothing: the page asks every few seconds."""

@@ -187,7 +187,7 @@ def configuration(args: Any, config: Any, config_params: Any, foreign: bool = Fa
     return ZeroConfig.coerce(given[0][1], allow_auto=autos, foreign=foreign, check=refused)
 
 
-def _no_model(given: Any) -> ConfigError:
+def _no_model(given: object) -> ConfigError:
     what = (
         ""
         if given is None
@@ -212,7 +212,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
                 )
 
 
-def _second(second: Any, config: Any) -> Any:
+def _second(second: object, config: object) -> Any:
     """Return the configuration of ``initialize(model, second, config=config)``."""
     if second is not None and config is not None:
         if isinstance(second, torch.optim.Optimizer):

@@ -133,7 +133,7 @@ class BlockCalls:
 def _subclass(kind: type[nn.Module], take_over: TakesOver) -> type[nn.Module]:
     plain = getattr(kind, "_hf_zero_plain", kind)
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: object, **kwargs: object) -> Any:
         return take_over(self, kind.__call__.__get__(self), args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
@@ -154,7 +154,7 @@ def _subclass(kind: type[nn.Module], take_over: TakesOver) -> type[nn.Module]:
     return subclass
 
 
-def _new(kind: type[nn.Module], *args: Any) -> nn.Module:
+def _new(kind: type[nn.Module], *args: object) -> nn.Module:
     """Construct an instance for a pickle; unlike ``copyreg.__newobj__`` it permits a class other
     than the block's.
     """
@@ -162,7 +162,7 @@ def _new(kind: type[nn.Module], *args: Any) -> nn.Module:
 
 
 def hidden_state(
-    block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+    block: nn.Module, args: Sequence[object], kwargs: dict[str, object]
 ) -> tuple[int | str, torch.Tensor] | None:
     """Return the input hidden state of ``block``, the first floating-point tensor in the order of
     its signature, and its index or name among the arguments; None if there is none.
@@ -178,14 +178,14 @@ def hidden_state(
     return None
 
 
-def first_of(output: Any) -> Any:
+def first_of(output: object) -> Any:
     """Return the output hidden state of a block: the output itself, or the first item of a
     tuple.
     """
     return output[0] if isinstance(output, tuple) and output else output
 
 
-def with_first(output: Any, state: torch.Tensor) -> Any:
+def with_first(output: object, state: torch.Tensor) -> Any:
     """Return a block's ``output`` with its hidden state replaced by ``state``."""
     if not isinstance(output, tuple):
         return state
@@ -207,7 +207,7 @@ class ReturnedBefore:
         """
         return self._tuples.pop(layer.stack, None)
 
-    def note(self, layer: Layer, output: Any) -> Any:
+    def note(self, layer: Layer, output: object) -> Any:
         """Record ``output`` of ``layer`` for the next block of its stack, and return it."""
         if isinstance(output, tuple) and layer.place < layer.of:
             self._tuples[layer.stack] = output
@@ -239,7 +239,7 @@ class AwaitedCalls:
             for block in blocks
         }
 
-    def _before(self, block: nn.Module, *_: Any) -> None:
+    def _before(self, block: nn.Module, *_: object) -> None:
         self._ran(block, self._paths[block])
 
     def arrived(self, block: nn.Module) -> None:
@@ -278,7 +278,7 @@ class DrawsForBlocks(ABC):
         engine.backward_pass.hooks.draws.append(self._draw)
 
     def _call(
-        self, block: nn.Module, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, block: nn.Module, run: Call, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Any:
         forward = self._engine.backward_pass.hooks.forward_at_work
         drawn: Any = None if forward is None else forward.drawn.get(self)
@@ -307,11 +307,11 @@ class DrawsForBlocks(ABC):
     @abstractmethod
     def _change(
         self,
-        drawn: Any,
+        drawn: object,
         block: nn.Module,
         run: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> Any:
         """Return the result of ``block`` for these arguments and the draws of the forward;
         ``run(*args, **kwargs)`` executes the block.

@@ -224,7 +224,7 @@ class CurriculumSampler(Sampler[int]):
         self,
         order: SampleOrder,
         steps_done: Callable[[], int],
-        finish: Callable[[Any], Any] | None = None,
+        finish: Callable[[object], object] | None = None,
     ) -> None:
         """Draw in ``order``, for a training that has completed ``steps_done()`` steps; ``finish``
         post-processes the batches of a :class:`hf_zero.techniques.training_loader.TrainingLoader`.
@@ -232,7 +232,7 @@ class CurriculumSampler(Sampler[int]):
         training = self._training
         training.order, training.steps_done, training.finish = order, steps_done, finish
 
-    def finish(self, batch: Any) -> Any:
+    def finish(self, batch: object) -> Any:
         """Return the batch that a loader yields for ``batch``: post-processed by ``finish`` if one
         is set.
         """
@@ -348,7 +348,7 @@ class DifficultySampling:
         """Post-process the batches of the engine's own loaders with ``function`` from now on."""
         self._finish = function
 
-    def finish(self, batch: Any) -> Any:
+    def finish(self, batch: object) -> Any:
         """Return the batch that a loader yields for ``batch``, which belongs to the next step."""
         if self._finish is None:
             return batch
@@ -393,7 +393,7 @@ class DifficultySampling:
     def remove(self) -> None: ...
 
 
-def _check(settings: Mapping[str, Any], section: str) -> None:
+def _check(settings: Mapping[str, object], section: str) -> None:
     for key in settings:
         if key not in _KEYS:
             raise ConfigError(f"{section} has no key {key!r}{did_you_mean(key, _KEYS)}")

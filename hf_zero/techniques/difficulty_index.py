@@ -203,7 +203,7 @@ def _replace(path: Path, array: np.ndarray) -> None:
     new.replace(path)
 
 
-def _probe(sample: Any, column: str | None) -> str | None:
+def _probe(sample: object, column: str | None) -> str | None:
     """Return a hash of ``sample[column]``, equal for a list, an array and a tensor; None if there
     is no such column.
     """

@@ -44,7 +44,7 @@ def layers_of(model: nn.Module, section: EigenvalueSection) -> list[nn.Module]:
     return layers[: section.layer_num or None]
 
 
-def _scalar_loss(output: Any) -> torch.Tensor:
+def _scalar_loss(output: object) -> torch.Tensor:
     """Return the loss in a model's output: the output itself, its first item, or its key "loss".
     Raises ConfigError if there is none.
     """
@@ -89,7 +89,7 @@ class HessianEigenvalues:
             Attached(self._watch), with_kwargs=True
         )
 
-    def _watch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _watch(self, module: nn.Module, args: object, kwargs: object) -> None:
         if module.training and torch.is_grad_enabled():
             self._call = args, kwargs
 

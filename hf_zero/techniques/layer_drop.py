@@ -199,7 +199,7 @@ class LayerDrop(DrawsForBlocks):
         self._layers, self._of = [], {}
 
 
-def _passed(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+def _passed(block: nn.Module, args: object, kwargs: object, output: object) -> Any:
     """Run the forward hooks of others on the ``output`` of a skipped block, and return it:
     transformers records hidden states by such hooks.
     """

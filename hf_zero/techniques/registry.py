@@ -26,7 +26,7 @@ class Technique(Protocol):
     :class:`hf_zero.zero.gather.model_patches.Techniques` says when its methods are called.
     """
 
-    def install(self, engine: Any) -> None: ...
+    def install(self, engine: object) -> None: ...
 
     def end_step(self) -> None: ...
 
@@ -48,7 +48,7 @@ class ChecksPlans(Protocol):
 class PreparesBatches(Protocol):
     """A technique that changes the arguments of the model."""
 
-    def prepare_batch(self, batch: Any) -> Any: ...
+    def prepare_batch(self, batch: object) -> Any: ...
 
 
 # Factories by the key of their section, in the order of installation; None if the configuration
@@ -116,7 +116,7 @@ class TrainingTechniques:
             if isinstance(technique, ChecksPlans):
                 technique.check(plan)
 
-    def install(self, engine: Any) -> None:
+    def install(self, engine: object) -> None:
         for technique in self.by_key.values():
             technique.install(engine)
 
@@ -124,7 +124,7 @@ class TrainingTechniques:
         for technique in self.by_key.values():
             technique.end_step()
 
-    def prepare_batch(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: object) -> Any:
         for technique in self.by_key.values():
             if isinstance(technique, PreparesBatches):
                 batch = technique.prepare_batch(batch)

@@ -242,7 +242,7 @@ class DifficultySchedule:
             low, high, *(self._number(section + name, given[name], above=0) for name in names)
         )
 
-    def _numbers(self, name: str, value: Any) -> list[Number]:
+    def _numbers(self, name: str, value: object) -> list[Number]:
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise ConfigError(f"{self._section}.{name} = {value!r} is not a list of numbers")
         return [self._number(name, item, 0) for item in value]
@@ -257,5 +257,5 @@ class DifficultySchedule:
         return number
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

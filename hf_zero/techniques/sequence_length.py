@@ -77,7 +77,7 @@ class SequenceLength:
             self._hook.remove()
         self._hook = None
 
-    def cut(self, batch: Any) -> Any:
+    def cut(self, batch: object) -> Any:
         """Return ``batch``, a mapping of tensors by the names of the model's arguments, with
         sequences truncated to this step's length; the same object if none is longer.
         """
@@ -242,24 +242,24 @@ class SequenceLength:
         return torch.where(share > 0, share, torch.ones_like(share))
 
 
-def _is_batch(value: Any) -> bool:
+def _is_batch(value: object) -> bool:
     """Return whether an argument is a container with the tensors of a batch."""
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in value)
 
 
-def _is_by_row(name: Any, value: Any, rows: int) -> bool:
+def _is_by_row(name: object, value: object, rows: int) -> bool:
     if not isinstance(value, torch.Tensor) or name in PER_HEAD or name in POSITIONS:
         return False
     return value.dim() > 0 and value.shape[0] == rows
 
 
-def _is_decoders(name: Any) -> bool:
+def _is_decoders(name: object) -> bool:
     return isinstance(name, str) and (name.startswith("decoder_") or name in LABELS)
 
 
-def _sequence_dimensions(name: Any, value: Any, rows: int, whole: int) -> tuple[int, ...]:
+def _sequence_dimensions(name: object, value: object, rows: int, whole: int) -> tuple[int, ...]:
     """Return the dimensions of an argument that are sequence dimensions of ``whole`` tokens."""
     if not isinstance(value, torch.Tensor) or name in PER_HEAD:
         return ()
@@ -313,7 +313,7 @@ class CurriculumLearning:
     def end_step(self) -> None:
         """No-op: each forward computes its length from the counters."""
 
-    def prepare_batch(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: object) -> Any:
         return self.sequences.cut(batch)
 
     def state_dict(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class TokenCut:
             for name, value in kwargs.items()
         }
 
-    def _argument(self, name: str, value: Any) -> Any:
+    def _argument(self, name: str, value: object) -> Any:
         if value is None:
             sliding = (getattr(part, "sliding_window", None) for part in self._block.modules())
             if name == self._mask and any(sliding):

@@ -132,13 +132,13 @@ class StreamLoader(DataLoader[Any]):
         self._begun = False
 
 
-def _is_loader(data: Any) -> bool:
+def _is_loader(data: object) -> bool:
     """Whether ``data`` is a loader with a state of its own."""
     is_data = isinstance(data, Dataset) or hasattr(data, "__getitem__")
     return not is_data and is_stateful(data) and hasattr(data, "__iter__")
 
 
-def check_data(data: Any, config: ZeroConfig) -> None:
+def check_data(data: object, config: ZeroConfig) -> None:
     """Raise ConfigError for ``data`` of which :func:`data_loader` makes no loader."""
     if isinstance(data, IterableDataset):
         if sampled_metrics(config):
@@ -195,7 +195,7 @@ def data_loader(data: Any, collate_fn: Collate | None, config: ZeroConfig) -> An
     )
 
 
-def tell_of_lost_place(loader: Any) -> None:
+def tell_of_lost_place(loader: object) -> None:
     """Log that checkpoints do not hold the place of ``loader`` in the data, if so."""
     if loader is not None and not hasattr(loader, "place") and not is_stateful(loader):
         data = getattr(loader, "dataset", loader)

@@ -46,7 +46,7 @@ class Phase:
     lr_decay_power: float = 0.0
 
     @classmethod
-    def read(cls, values: Mapping[str, Any], section: str) -> Phase:
+    def read(cls, values: Mapping[str, object], section: str) -> Phase:
         kinds = {item.name: integer(1) for item in fields(cls)} | {
             "lr_scale": number(above=0),
             "warmup_steps": COUNT,
@@ -268,7 +268,7 @@ class TrainingPhases:
             self._tell_of_nothing(engine)
             self._begin(engine)
 
-    def prepare_batch(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: object) -> Any:
         return batch if self.sequences is None else self.sequences.cut(batch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -287,7 +287,7 @@ class TrainingPhases:
         return self.at(self._counters.global_steps + 1)[0].sequence_length
 
 
-def _set_rows(loader: Any, rows: int) -> None:
+def _set_rows(loader: object, rows: int) -> None:
     """Change the micro-batch size of the engine's own loader to ``rows`` from the next batch on.
     Raises ConfigError for a loader that drops incomplete batches.
     """

@@ -179,11 +179,11 @@ def _size(nbytes: int, ranks: int) -> int:
 
 
 def _times(
-    calls: Mapping[str, Callable[[], Any]], device: torch.device, mesh: Mesh | None
+    calls: Mapping[str, Callable[[], object]], device: torch.device, mesh: Mesh | None
 ) -> dict[str, float]:
     """Return the seconds of each of ``calls`` on the slowest rank, by the note above."""
 
-    def taken(call: Callable[[], Any]) -> float:
+    def taken(call: Callable[[], object]) -> float:
         if mesh is not None:
             mesh.barrier()
         began = time.perf_counter()
@@ -308,9 +308,9 @@ def _real(block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Modu
 
 
 def _inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype
+    args: tuple[object, ...], kwargs: dict[str, object], device: torch.device, dtype: torch.dtype
 ) -> tuple[Any, Any]:
-    def real(value: Any) -> Any:
+    def real(value: object) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if not value.is_floating_point():

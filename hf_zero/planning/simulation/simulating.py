@@ -173,7 +173,7 @@ class PlanOptions(JobOptions, total=False):
 
 
 def simulate(
-    model: Any = None,
+    model: object = None,
     ranks: int = 1,
     stage: int | None = None,
     precision: Precision = "bf16",
@@ -292,15 +292,15 @@ def _phases(own: EnginePlan, recording: Recording) -> tuple[PhaseBytes, ...]:
 
 
 def plans_of_stages(
-    model: Any,
+    model: object,
     ranks: int,
     stage: int | None,
     precision: Precision = "bf16",
     optimizer: str | OptimizerConfig = "AdamW",
     *,
     params: float | None = None,
-    offload_optimizer: Any = None,
-    offload_param: Any = None,
+    offload_optimizer: object = None,
+    offload_param: object = None,
     replicas: int | None = None,
     micro_batch: int | None = None,
     micro_batches: int | None = None,
@@ -337,7 +337,7 @@ def plans_of_stages(
     ]
 
 
-def module_of(model: Any, params: float | None) -> tuple[str, nn.Module]:
+def module_of(model: object, params: float | None) -> tuple[str, nn.Module]:
     """Return the name of the model to simulate and the model. Raises ConfigError unless exactly one
     of ``model`` and ``params`` is given.
     """
@@ -375,7 +375,7 @@ def _record(
     length: int,
     batch: Callable[[int, int], Mapping[str, torch.Tensor]] | None,
     ranks_per_host: int | None,
-    announced: Sequence[Any],
+    announced: Sequence[object],
 ) -> tuple[Recording, Sequence[Any]]:
     """Return the recording of one rank, and what it announces to the next stage of a pipeline;
     ``announced``: what the stage before has announced.
@@ -509,7 +509,7 @@ def _optimizer_for(own: EnginePlan, module: nn.Module) -> torch.optim.Optimizer 
 
 
 def _placed(
-    asked: Asked, given: Mapping[str, Any], stage: int, optimizer: Any, parameters: Any
+    asked: Asked, given: Mapping[str, object], stage: int, optimizer: object, parameters: object
 ) -> ZeroConfig:
     """Return the settings with the values that are given, at ``stage``, with the sections of
     offload that are given.

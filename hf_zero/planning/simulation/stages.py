@@ -143,10 +143,10 @@ class StageRecorder(Recorder):
     def _announce(self, peer: int, numbers: Header) -> None:
         self.announcements.append(numbers)
 
-    def _next_announced(self, peer: int, pending: Any) -> Header:
+    def _next_announced(self, peer: int, pending: object) -> Header:
         return next(self._announced)
 
-    def _run(self, run: Callable[..., Any], *args: Any) -> Any:
+    def _run(self, run: Callable[..., object], *args: object) -> Any:
         self.enter(FORWARD, 0)
         result = run(*args)
         self._end_call()
@@ -180,7 +180,7 @@ class StageRecorder(Recorder):
 
     # ---- calls of the stage ----
 
-    def _loss(self, call: Callable[..., Any], output: Any, number: torch.Tensor) -> Any:
+    def _loss(self, call: Callable[..., object], output: object, number: torch.Tensor) -> Any:
         return self._call(LOSS, lambda _: call(output, number), int(number))
 
     def _call(
@@ -221,7 +221,7 @@ class StageRecorder(Recorder):
             self.now, self._repeated = self._repeated, None
 
 
-def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+def _replace(stack: ExitStack, owner: object, name: str, value: object) -> None:
     """Set an attribute of ``owner`` until ``stack`` ends."""
     if name in vars(owner):
         stack.callback(setattr, owner, name, vars(owner)[name])
