@@ -214,16 +214,13 @@ class Updater:
             pending = PendingCollective(f"the update of {updated.label}", needs=needs)
             with span("wait_update", updated.label), self._watchdog.watching(pending):
                 copied = future.result()
-                self._wait_for(copied)
+                if copied is not None:
+                    streams.current_stream(self._device).wait_event(copied)
                 if self._gathers is not None and gather is not None:
                     self._gathers.wait(gather)
                 updated.gathered_here()
             if self._pending.pop(updated, None) is not None:
                 _end(updated, copied)
-
-    def _wait_for(self, copied: streams.Event | None) -> None:
-        if copied is not None:
-            streams.current_stream(self._device).wait_event(copied)
 
     def close(self) -> BaseException | None:
         """Wait for all updates, end the thread, and return the first exception, if any."""

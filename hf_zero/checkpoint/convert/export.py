@@ -334,13 +334,13 @@ def _of_adapters(
     checkpoint: Checkpoint,
     tensors: list[OutputTensor],
     only: str | Sequence[str] | None,
-    asks: bool | None,
+    choice: bool | None,
 ) -> _Layout | None:
     """Return the files of PEFT's adapters, or None if the model is to be written."""
-    if asks is False:
+    if choice is False:
         return None
     by_name = {output.held: output for output in tensors}
-    adapters = adapters_in(checkpoint.manifest, checkpoint.folder, by_name, needed=asks is True)
+    adapters = adapters_in(checkpoint.manifest, checkpoint.folder, by_name, needed=choice is True)
     if not adapters:
         return None
     parts, configs = adapter_parts(adapters, by_name, checkpoint.folder)

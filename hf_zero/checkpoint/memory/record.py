@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_zero.checkpoint import manifest as form
 from hf_zero.checkpoint.engine_state import Described, RankReport
-from hf_zero.checkpoint.manifest import DIGEST, FlatEntry, Manifest, is_as_written, sealed
+from hf_zero.checkpoint.manifest import DIGEST, Manifest, is_as_written, sealed
 from hf_zero.checkpoint.save_sharded import join_reports
 from hf_zero.errors import CheckpointError
 from hf_zero.json_text import parse_json
@@ -171,7 +171,7 @@ def _read_report(data: dict[str, Any]) -> RankReport:
         {key: (of, FlatLayout.from_json(layout)) for key, (of, layout) in data["layouts"].items()},
         model
         and Described(
-            tuple(map(_read_flat, model["flats"])),
+            tuple(replace(form.read_flat(flat), chunks=()) for flat in model["flats"]),
             {name: form.dtype_of(dtype) for name, dtype in model["parameters"].items()},
             model["aliases"],
             tuple(model["excluded"]),
@@ -179,7 +179,3 @@ def _read_report(data: dict[str, Any]) -> RankReport:
             tuple(map(tuple, model["groups"])),
         ),
     )
-
-
-def _read_flat(data: dict[str, object]) -> FlatEntry:
-    return replace(form.read_flat(data), chunks=())

@@ -323,11 +323,7 @@ def _ask_for_pack(module: nn.Module, name: str, layers: tuple[str, ...]) -> Iter
     groups = [tuple(f"{layer}.{part}" for layer in layers) for part in ("weight", "bias")]
     names = {name for name, _ in module.named_parameters()}
     module.__dict__[PACKED] = tuple(pack for pack in groups if names.issuperset(pack))
-    yield Replacement("qkv", name, functools.partial(_ask_no_more, module))
-
-
-def _ask_no_more(module: nn.Module) -> None:
-    module.__dict__.pop(PACKED, None)
+    yield Replacement("qkv", name, functools.partial(module.__dict__.pop, PACKED, None))
 
 
 def _pack(

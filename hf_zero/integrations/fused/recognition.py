@@ -348,15 +348,11 @@ def _norm(module: nn.Module, width: int) -> Norm | None:
         for offset, centered in ((0.0, True), (0.0, False), (1.0, False))
         if centered or not bias
     ]
+    inputs = [_random((width,), scale)[0] for scale in (1.0, 2e-3)]  # of the smaller, eps counts
     for norm, eps in tried:
-        if all(_computes(norm, module, x, parameters, eps) for x in _norm_inputs(width)):
+        if all(_computes(norm, module, x, parameters, eps) for x in inputs):
             return norm
     return None
-
-
-def _norm_inputs(width: int) -> list[torch.Tensor]:
-    """Inputs of which one is so small that its eps counts."""
-    return [_random((width,), scale)[0] for scale in (1.0, 2e-3)]
 
 
 def _computes(

@@ -81,7 +81,10 @@ def cuts_for(
         target.keep_heads(modules.get(target.parent), size)
         for name, parameter in target.module._parameters.items():
             named.add((target.module, name))
-            if parameter is None or sharding_of(parameter).partial or _is_cut(parameter):
+            if parameter is None:
+                continue
+            sharding = sharding_of(parameter)
+            if sharding.partial or "tensor" in sharding.axes:
                 continue
             style = _stacked(target, name, parameter)
             dim = dimension(style, target.module, name, parameter.dim())
@@ -98,10 +101,6 @@ def cuts_for(
         elif cut.partial:
             found_cuts[parameter] = replace(sharding_of(parameter), partial=True)
     return found_cuts
-
-
-def _is_cut(parameter: nn.Parameter) -> bool:
-    return "tensor" in sharding_of(parameter).axes
 
 
 def _stacked(target: Target, name: str, parameter: nn.Parameter) -> LayerStyle:

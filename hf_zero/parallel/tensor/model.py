@@ -102,8 +102,12 @@ def tensor_parallel(
     planned = _planned(path, inner, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     for target in planned:
-        if not is_sharded(target.module):
-            _check_forward(target)
+        patched = target.style.runs is not None and "forward" in target.module.__dict__
+        if patched and not is_sharded(target.module):
+            raise ConfigError(
+                f"something has replaced the forward of {target.name}, which tensor parallelism "
+                "changes; undo that first (hf_zero.restore(model) for fused kernels)"
+            )
     cuts = _placed(inner, plan, cuts_for(modules, planned, rank, size), rank, size)
     if verify:
         check_verifiable(model)
@@ -301,14 +305,6 @@ def _check_whole(inner: nn.Module, axis: RehearsedAxis, problem: str) -> None:
         "which a rank has a part; leave those layers whole, by hf_zero.tensor_parallel(model, "
         f"size, plan={{name: None, ...}}), or set {TENSOR_SIZE} to 1"
     )
-
-
-def _check_forward(target: Target) -> None:
-    if target.style.runs is not None and "forward" in target.module.__dict__:
-        raise ConfigError(
-            f"something has replaced the forward of {target.name}, which tensor parallelism "
-            "changes; undo that first (hf_zero.restore(model) for fused kernels)"
-        )
 
 
 def with_tensor_size(model: nn.Module, config: ZeroConfig) -> ZeroConfig:
