@@ -55,10 +55,10 @@ class DeferredCollectives:
 
     def issue(self) -> None:
         """Issue all deferred collectives. Waits for no other rank."""
-        for each in list(self.calls):
-            call = each()
+        for reference in list(self.calls):
+            call = reference()
             if call is None:
-                self.calls.remove(each)
+                self.calls.remove(reference)
             else:
                 call()
 

@@ -140,21 +140,21 @@ class Handle:
         backend's own reduce-scatter or all-reduce has summed in the wire dtype already.
         """
         self.wait()
-        first, *rest = self._parts
+        first, *others = self._parts
         if accumulate:
             for part in self._parts:
                 out.add_(part, alpha=scale)
         else:
             # equal dtypes: sum or scale straight into `out`, without a copy first
-            if rest and first.dtype == out.dtype == rest[0].dtype:
-                torch.add(first, rest[0], out=out)
-                rest = rest[1:]
-            elif not rest and first.dtype == out.dtype:
+            if others and first.dtype == out.dtype == others[0].dtype:
+                torch.add(first, others[0], out=out)
+                others = others[1:]
+            elif not others and first.dtype == out.dtype:
                 torch.mul(first, scale, out=out) if scale != 1.0 else _copy(out, first)
                 scale = 1.0
             elif first.data_ptr() != out.data_ptr() or first.dtype != out.dtype:
                 out.copy_(first)
-            for part in rest:
+            for part in others:
                 out.add_(part)
             if scale != 1.0:
                 out.mul_(scale)
@@ -165,11 +165,11 @@ class Handle:
         share one message.
         """
         handles: list[Handle] = []
-        left, at = [len(sizes)], 0
+        remaining, at = [len(sizes)], 0
 
         def free() -> None:
-            left[0] -= 1
-            if not left[0]:
+            remaining[0] -= 1
+            if not remaining[0]:
                 self._release()
 
         for size in sizes:
@@ -288,13 +288,13 @@ class MeshDim:
         # whether a gather sends a second message once its first has arrived
         self.gathers_in_stages = False
         logs = []
-        for kind, each in (("gathers", groups.gather), ("reductions", groups.reduce)):
-            off = partial(abort, each, backend, self.size, self.rank, device)
+        for kind, group in (("gathers", groups.gather), ("reductions", groups.reduce)):
+            off = partial(abort, group, backend, self.size, self.rank, device)
             title = f"{kind} of {name} over ranks {rank_hosts.numbers(self.ranks)}"
             log = CollectiveLog(title, self.ranks, timeout, off, native=self._follows is None)
             logs.append(
                 log
-                if watchdog.rank_status is None or each is None
+                if watchdog.rank_status is None or group is None
                 else watchdog.rank_status.register(log)
             )
         self.gathers, self.reductions = logs
@@ -369,21 +369,21 @@ class MeshDim:
             self.stats.record("all_gather", key, size)
         with _Starting(self._watchdog, pending, "all_gather", key, size):
             for full, chunk in pairs:
-                own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
-                if own.data_ptr() != chunk.data_ptr():
-                    own.copy_(chunk)
+                target = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
+                if target.data_ptr() != chunk.data_ptr():
+                    target.copy_(chunk)
                 if self.size == 1 or not chunk.numel():
                     continue
                 # as bytes: not every backend supports every dtype
-                whole, own = full.view(torch.uint8), own.view(torch.uint8)
+                whole, target = full.view(torch.uint8), target.view(torch.uint8)
                 if beside or (self._point_to_point and full.device.type in kinds.IN_HOST_MEMORY):
                     parts = whole.chunk(self.size)
                     group = None if beside else self._group
-                    works += self._exchange([own] * self.size, parts, group, pending)
+                    works += self._exchange([target] * self.size, parts, group, pending)
                     continue
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-                own = own.clone() if self._copies_input else own
-                works.append(gather(whole, own, group=self._group, async_op=True))
+                target = target.clone() if self._copies_input else target
+                works.append(gather(whole, target, group=self._group, async_op=True))
         handle = self._handle(
             works, self._watchdog, pending, follows=None if beside else self._follows
         )
@@ -402,8 +402,8 @@ class MeshDim:
             if codec is None:
                 sent.append((full, chunk))
                 continue
-            own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
-            message = codec.encode(chunk, there=own).view(-1)
+            target = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
+            message = codec.encode(chunk, there=target).view(-1)
             messages = message.new_empty(self.size, message.numel())
             sent.append((messages.view(-1), message))
             decodes.append(partial(codec.decode, messages, full))
@@ -418,11 +418,11 @@ class MeshDim:
         """
         if len(pairs) == 1 or self.size == 1:
             return self.all_gather(pairs, key)
-        own = torch.cat([chunk for _, chunk in pairs])
-        packed = own.new_empty(self.size * own.numel())
-        handle = self.all_gather([(packed, own)], key)
+        message = torch.cat([chunk for _, chunk in pairs])
+        packed = message.new_empty(self.size * message.numel())
+        handle = self.all_gather([(packed, message)], key)
         into = [full.view(self.size, chunk.numel()) for full, chunk in pairs]
-        came = packed.view(self.size, own.numel()).split([each.shape[1] for each in into], 1)
+        came = packed.view(self.size, message.numel()).split([part.shape[1] for part in into], 1)
         # no view at the wait: a selective checkpoint would save it among those of the waiting block
         handle.finish_with(partial(torch._foreach_copy_, into, list(came)))
         return handle
@@ -508,7 +508,7 @@ class MeshDim:
         if codec is not None and self.size > 1:
             return self._reduce_encoded(full, key, codec)
         n = full.numel() // self.size
-        own = full.narrow(0, self.rank * n, n)
+        part = full.narrow(0, self.rank * n, n)
         pending = self.reductions.issue(f"reduce-scatter of {key}, {full.nbytes} bytes")
         if self.size == 1:
             return self._handle([], self._watchdog, pending, [full])
@@ -522,7 +522,7 @@ class MeshDim:
             with _Starting(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
                 works = self._exchange(raw, into, self._reduce_group, pending)
             free = partial(self.spare.release, *received)
-            return self._handle(works, self._watchdog, pending, [own, *received], free)
+            return self._handle(works, self._watchdog, pending, [part, *received], free)
         out = self.spare.acquire(n, full.dtype, full.device)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         with _Starting(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
@@ -571,28 +571,28 @@ class MeshDim:
 
     def maximum_on_hosts(self, values: Sequence[int], key: str) -> list[int]:
         """Return the maximum of each of ``values`` over the dimension (collective; blocks)."""
-        own = torch.tensor(values, dtype=torch.int64, device=self.host_messages_on)
-        if self._follows is None or own.device.type != "cpu" or self.size == 1:
-            self.all_reduce(own, key, maximum=True).wait()
-            return [int(each) for each in own.tolist()]
-        pending = self.reductions.issue(f"all-reduce of {key}, {own.nbytes} bytes")
-        self.stats.record("all_reduce", key, own.nbytes)
-        with _Starting(self._watchdog, pending, "all_reduce", key, own.nbytes):
-            own = self._maximum_between_hosts(own, pending)
-        return [int(each) for each in own.tolist()]
+        top = torch.tensor(values, dtype=torch.int64, device=self.host_messages_on)
+        if self._follows is None or top.device.type != "cpu" or self.size == 1:
+            self.all_reduce(top, key, maximum=True).wait()
+            return [int(value) for value in top.tolist()]
+        pending = self.reductions.issue(f"all-reduce of {key}, {top.nbytes} bytes")
+        self.stats.record("all_reduce", key, top.nbytes)
+        with _Starting(self._watchdog, pending, "all_reduce", key, top.nbytes):
+            top = self._maximum_between_hosts(top, pending)
+        return [int(value) for value in top.tolist()]
 
-    def _maximum_between_hosts(self, own: torch.Tensor, pending: PendingCollective) -> torch.Tensor:
-        """Return the element-wise maximum of ``own``, in host memory: in log2(ranks) rounds over
+    def _maximum_between_hosts(self, top: torch.Tensor, pending: PendingCollective) -> torch.Tensor:
+        """Return the element-wise maximum of ``top``, in host memory: in log2(ranks) rounds over
         the default group.
         """
         tag = message_tag(pending)
         for step in (1 << power for power in range((self.size - 1).bit_length())):
-            came = torch.empty_like(own)
+            came = torch.empty_like(top)
             source, target = (self.ranks[(self.rank + way) % self.size] for way in (-step, step))
-            works = [dist.irecv(came, source, None, tag), dist.isend(own, target, None, tag)]
+            works = [dist.irecv(came, source, None, tag), dist.isend(top, target, None, tag)]
             Handle(works, self._watchdog, pending).wait()
-            own = torch.maximum(own, came)
-        return own
+            top = torch.maximum(top, came)
+        return top
 
     def allow_small_sums(self, numel: int) -> None:
         """Send sums of up to ``numel`` numbers the way small sums are sent. Call it with the same
@@ -697,12 +697,12 @@ def tagged_barrier(
     if watchdog.verdict:
         watchdog.check()
     try:
-        for peer, there in enumerate(ranks):
+        for peer, target in enumerate(ranks):
             if peer != rank and (source is None or rank == source):
-                sent.append(dist.isend(empty, there, group, tag))
-        for peer, there in enumerate(ranks):
+                sent.append(dist.isend(empty, target, group, tag))
+        for peer, target in enumerate(ranks):
             if peer != rank and (source is None or peer == source):
-                came.append(dist.irecv(empty.clone(), there, group, tag))
+                came.append(dist.irecv(empty.clone(), target, group, tag))
     except RuntimeError as error:
         raise watchdog.explain_failure(pending, error) from error
     if rank == source:

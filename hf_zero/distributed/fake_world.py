@@ -27,15 +27,15 @@ META = torch.device("meta")
 @contextmanager
 def ranks_of_a_host(ranks: int) -> Iterator[None]:
     """Let plans made inside the block be of a job with so many ``ranks`` on each host."""
-    here = os.environ.get(LOCAL)
+    before = os.environ.get(LOCAL)
     os.environ[LOCAL] = str(ranks)
     try:
         yield
     finally:
-        if here is None:
+        if before is None:
             del os.environ[LOCAL]
         else:
-            os.environ[LOCAL] = here
+            os.environ[LOCAL] = before
 
 
 @contextmanager

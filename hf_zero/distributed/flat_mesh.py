@@ -89,7 +89,7 @@ class DimMaker:
         if len(ranks) == 1:
             return None
         # Only the device's backend; the job's group may have others.
-        own = None if kinds.is_host(self.device) else self.backend
+        backend = None if kinds.is_host(self.device) else self.backend
         limit = timedelta(seconds=self.timeout + MARGIN_SECONDS)
         options: Any = None
         if gathers and self.backend == "nccl":
@@ -98,7 +98,7 @@ class DimMaker:
             # never the same one (device/streams.py, the note).
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options._timeout = limit
-        group = dist.new_group(list(ranks), timeout=limit, backend=own, pg_options=options)
+        group = dist.new_group(list(ranks), timeout=limit, backend=backend, pg_options=options)
         if self.rank in ranks:
             connect(group, ranks, self.device, self.watchdog, name)
         return group
@@ -273,16 +273,16 @@ class FlatMeshMaker:
         """Return the group of all ranks that hold the same part of values cut by ``axes``, for
         blocking calls; None if it has one rank (collective).
         """
-        sets, own = self._dims.sets_sharing(axes), None
+        sets, group = self._dims.sets_sharing(axes), None
         if len(sets) > 1 and len(sets[0]) > 1:
             limit = timedelta(seconds=self._maker.timeout + MARGIN_SECONDS)
             for ranks in sets:
                 new_group = dist.new_group(list(ranks), limit, backends_of_parts())
-                own = new_group if self._maker.rank in ranks else own
+                group = new_group if self._maker.rank in ranks else group
         mine = next(ranks for ranks in sets if self._maker.rank in ranks)
         if len(mine) == 1:
             return None
-        return get_world_group().part(mine, own, self._maker.timeout, self._name)
+        return get_world_group().part(mine, group, self._maker.timeout, self._name)
 
     def sums(self, whole: FlatMesh) -> tuple[MeshDim, MeshDim]:
         """Return the dimension along which numbers of all ranks are summed, and the one along which

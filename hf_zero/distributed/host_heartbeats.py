@@ -66,10 +66,11 @@ class HostHeartbeats:
         self.timeout, self._wait_timeout = 0.0, wait_timeout  # seconds
         self._native, self._rank, self._token = native, rank, token
         names = list(dict.fromkeys(map(rank_hosts.host_of, range(len(contacts)))))
-        hosts = [names.index(rank_hosts.host_of(each)) for each in range(len(contacts))]
+        hosts = [names.index(rank_hosts.host_of(r)) for r in range(len(contacts))]
         self._members = [(host, *contact) for host, contact in zip(hosts, contacts)]
         self._ranks = [
-            [rank for rank, host in enumerate(hosts) if host == each] for each in range(len(names))
+            [rank for rank, host in enumerate(hosts) if host == index]
+            for index in range(len(names))
         ]
         self._holders = 0
         self._unheard_at = 0.0  # when to report hosts without regular heartbeats; 0: never
@@ -141,8 +142,8 @@ class HostHeartbeats:
         alone.
         """
         gone = set(self.unreachable())
-        here = {address for rank, (_, address, _) in enumerate(self._members) if rank not in gone}
-        away = {self._members[rank][1] for rank in gone} - here
+        near = {address for rank, (_, address, _) in enumerate(self._members) if rank not in gone}
+        away = {self._members[rank][1] for rank in gone} - near
         for descriptor in map(int, os.listdir(DESCRIPTORS) if away else ()):
             with suppress(OSError, IndexError):  # closed by now, or connected to nothing
                 if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
@@ -175,8 +176,8 @@ def learn_hosts(
     if world not in _started:
         address, native, reason = _open(world, host_timeout)
         token = secrets.token_hex(TOKEN_BYTES) if rank == 0 else ""
-        own = f"{OFF}{reason}" if native is None else f"{address} {native.port} {token}"
-        entries = rank_hosts.learn(store, rank, world, own)
+        contact = f"{OFF}{reason}" if native is None else f"{address} {native.port} {token}"
+        entries = rank_hosts.learn(store, rank, world, contact)
         reasons = [entry.removeprefix(OFF) if entry.startswith(OFF) else "" for entry in entries]
         if host_timeout:
             _warn(reasons, world, timeout)

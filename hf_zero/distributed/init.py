@@ -97,8 +97,10 @@ def init_distributed(
         allow_connections(world_size)
         if rendezvous is not None:
             store = _connect(rendezvous, seconds)
-            own = store_of_attempt(store, rendezvous.rank, world_size, timedelta(seconds=seconds))
-            group.update(store=own, rank=rendezvous.rank, world_size=world_size)
+            attempts = store_of_attempt(
+                store, rendezvous.rank, world_size, timedelta(seconds=seconds)
+            )
+            group.update(store=attempts, rank=rendezvous.rank, world_size=world_size)
         dist.init_process_group(backend, timeout=limit, **group)
 
     _join(world_size, where, join)
@@ -106,18 +108,18 @@ def init_distributed(
         get_world_group().log.timeout = seconds
 
 
-def _connect(place: Place, seconds: float) -> Any:
+def _connect(rendezvous: Place, seconds: float) -> Any:
     """Return a client of the store of torchrun's agent, or of the one that rank 0 hosts without an
     agent. Raises LaunchError if none answers within ``seconds``.
     """
     limit = timedelta(seconds=seconds + MARGIN_SECONDS)
-    hosts = place.rank == 0 and not has_agent_store()
+    hosts = rendezvous.rank == 0 and not has_agent_store()
     if not hosts:
-        wait_for_store(place.master_addr, place.master_port, seconds)
+        wait_for_store(rendezvous.master_addr, rendezvous.master_port, seconds)
     return connect_to_agent_store(limit) or dist.TCPStore(
-        place.master_addr,
-        place.master_port,
-        place.world_size,
+        rendezvous.master_addr,
+        rendezvous.master_port,
+        rendezvous.world_size,
         is_master=hosts,
         timeout=limit,
         wait_for_workers=False,

@@ -143,7 +143,7 @@ class MeshResources:
         if self._rank_status is not None:
             self._rank_status.unregister(self._logs)
         self._logs = []
-        self._unsettled[:] = [each for each in self._unsettled if each is not self]
+        self._unsettled[:] = [resources for resources in self._unsettled if resources is not self]
 
     def _used_elsewhere(self) -> bool:
         try:
@@ -154,8 +154,8 @@ class MeshResources:
 
 def settle_all(unsettled: Sequence[MeshResources]) -> None:
     """Settle each of ``unsettled``."""
-    for each in list(unsettled):
-        each.settle()
+    for resources in list(unsettled):
+        resources.settle()
 
 
 class Mesh:
@@ -217,12 +217,12 @@ class Mesh:
             self.name, self.rank, self.ranks, logs, self.watchdog, timeout, board
         )
         serving = self.consensus.fetches.serving if self.consensus is not None else None
-        groups = [self.peers, *(each.group for each in self._of.values())]
-        own = [
+        groups = [self.peers, *(dim.group for dim in self._of.values())]
+        own_logs = [
             group for group in groups if group is not None and len(group.ranks) < self.dims.world
         ]
         agreements = [log for role, log in logs.items() if role == "agreements"]
-        self._resources.hold(self.axes, own, agreements, serving)
+        self._resources.hold(self.axes, own_logs, agreements, serving)
         weakref.finalize(self, self._resources.abandon).atexit = False
 
     shard = property(attrgetter("uncut.shard"))

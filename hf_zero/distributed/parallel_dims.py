@@ -132,7 +132,7 @@ class ParallelDims:
     def coordinate(self, rank: int, axis: str) -> int:
         """Return the coordinate of ``rank`` along ``axis``."""
         order = _order_of(axis)
-        below = math.prod(self.size(each) for each in order[order.index(axis) + 1 :])
+        below = math.prod(self.size(a) for a in order[order.index(axis) + 1 :])
         return rank // below % self.size(axis)
 
     def ranks_along(self, rank: int, axis: str) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class ParallelDims:
     def sets_along(self, axis: str) -> list[tuple[int, ...]]:
         """Return the sets of ranks that differ along ``axis`` only, by their first ranks."""
         order = _order_of(axis)
-        return self._agreeing(tuple(each for each in order if each != axis))
+        return self._agreeing(tuple(a for a in order if a != axis))
 
     def sets_sharing(self, axes: tuple[str, ...] = ()) -> list[tuple[int, ...]]:
         """Return the sets of ranks that :meth:`ranks_sharing` returns, by their first ranks."""
@@ -160,8 +160,8 @@ class ParallelDims:
         if axes not in self._sets:
             by_coordinates: dict[tuple[int, ...], list[int]] = {}
             for rank in range(self.world):
-                own = tuple(self.coordinate(rank, axis) for axis in axes)
-                by_coordinates.setdefault(own, []).append(rank)
+                coordinates = tuple(self.coordinate(rank, axis) for axis in axes)
+                by_coordinates.setdefault(coordinates, []).append(rank)
             self._sets[axes] = [tuple(ranks) for ranks in by_coordinates.values()]
         return self._sets[axes]
 

@@ -52,7 +52,7 @@ class ParallelGroups:
         maker = DimMaker(self.rank, device, backend, watchdog, timeout)
         for axis in AXES:
             sets = dims.sets_along(axis)
-            same = next((each for each in former if sets == each.dims.sets_along(axis)), None)
+            same = next((g for g in former if sets == g.dims.sets_along(axis)), None)
             if same is not None:
                 self._axes[axis], self.stats[axis] = same.along(axis), same.stats[axis]
                 continue
@@ -127,10 +127,10 @@ def init_parallel(
     if not is_initialized():
         return ParallelGroups(dims, device or default_device(), timeout)
     stack = _groups.setdefault(default_store(), [])
-    groups = next((each for each in stack if each.dims == dims), None)
+    groups = next((g for g in stack if g.dims == dims), None)
     if groups is None:
         groups = ParallelGroups(dims, device or default_device(), timeout, stack)
-    stack[:] = [each for each in stack if each is not groups] + [groups]
+    stack[:] = [g for g in stack if g is not groups] + [groups]
     return groups
 
 
@@ -154,8 +154,8 @@ def restorer() -> Callable[[], None]:
 
     def restore() -> None:
         stack = _made()
-        former_dims = {id(along) for each in former for along in each.axes.values()}
-        for groups in [each for each in stack if each not in former]:
+        former_dims = {id(along) for g in former for along in g.axes.values()}
+        for groups in [g for g in stack if g not in former]:
             for along in groups.axes.values():
                 if id(along) not in former_dims:
                     along.close()
@@ -168,7 +168,7 @@ def groups_along(axis: str, size: int) -> ParallelGroups | None:
     """Return the latest groups with ``size`` ranks along ``axis``; None if the job never had any.
     Models cut among different numbers of ranks may coexist in one job.
     """
-    return next((each for each in reversed(_made()) if each.dims.size(axis) == size), None)
+    return next((g for g in reversed(_made()) if g.dims.size(axis) == size), None)
 
 
 def _made() -> list[ParallelGroups]:

@@ -103,8 +103,8 @@ def backends_asked(backend: str | None, device: torch.device) -> str:
     device's backend alone, as Accelerate and scripts write "nccl", would leave out host memory, so
     gloo is added.
     """
-    own = backend is None or backend.lower() == backend_for(device)
-    return backends_for(device) if own else str(backend)
+    is_default = backend is None or backend.lower() == backend_for(device)
+    return backends_for(device) if is_default else str(backend)
 
 
 def allow_connections(world: int) -> None:
@@ -112,14 +112,14 @@ def allow_connections(world: int) -> None:
     lets it: gloo keeps a connection to each rank of each group, and the limit is often 1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OTHER_FILES + FILES_A_RANK * world
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    needed = OTHER_FILES + FILES_A_RANK * world
+    if soft == resource.RLIM_INFINITY or soft >= needed:
         return
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    if limit < wanted:
+    if limit < needed:
         log_rank0(
-            f"a process here may open {limit} files, and {world} ranks may need {wanted} "
+            f"a process here may open {limit} files, and {world} ranks may need {needed} "
             "(connections among them); raise the hard limit (ulimit -Hn) where connections fail "
             "with 'Too many open files'"
         )

@@ -160,7 +160,7 @@ def learn(store: Any, rank: int, world: int, entry: str = "") -> list[str]:
     key = f"{KEY}/{store.add(f'{KEY}/{rank}/n', 1)}"
     store.set(f"{key}/{rank}", f"{own_host()}\t{entry}")
     if rank == 0:
-        hosts = store.multi_get([f"{key}/{each}" for each in range(world)])
+        hosts = store.multi_get([f"{key}/{r}" for r in range(world)])
         store.set(key, "\n".join(host.decode() for host in hosts))
     lines = [line.split("\t") for line in store.get(key).decode().split("\n")]
     _hosts[:] = [host for host, _ in lines]
@@ -176,7 +176,7 @@ def host_name() -> str:
     """Return this host's name: that of the hostfile or of SLURM, else its own, which in a container
     is that of the container or pod.
     """
-    return next((os.environ[each] for each in NAMES if os.environ.get(each)), socket.gethostname())
+    return next((os.environ[name] for name in NAMES if os.environ.get(name)), socket.gethostname())
 
 
 def own_host() -> str:
@@ -194,7 +194,7 @@ def numbers(ranks: Sequence[int]) -> str:
             ranges[-1].append(rank)
         else:
             ranges.append([rank])
-    parts = [[f"{each[0]}-{each[-1]}"] if len(each) > 2 else map(str, each) for each in ranges]
+    parts = [[f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run) for run in ranges]
     return ", ".join(text for part in parts for text in part)
 
 

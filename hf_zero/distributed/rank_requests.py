@@ -79,7 +79,7 @@ class StepEvents:
             self._unsent.add(event)
 
     def _is_due(self, event: int) -> bool:
-        return any(each == event for _, each in self._due)
+        return any(due == event for _, due in self._due)
 
     def request(self, about: int, epoch: int, peers: Sequence[int], what: str) -> int:
         """Announce a request to every rank, and return its number once all have answered: if
@@ -150,22 +150,22 @@ class StepEvents:
     def _learn_when(self, number: int, asking: int, about: int) -> None:
         """Wait for the step after which all ranks act on request ``number``."""
         key = f"fetch/{number}/renew"
-        wanted = (
+        condition = (
             "say from when on orders are recorded anew"
             if about >= 0
             else "say after which step all stop or hear of a save"
         )
-        answer = self._waits.wait(key, lambda: [asking], wanted)
+        answer = self._waits.wait(key, lambda: [asking], condition)
         delete_once_read(self._store, key, len(self._ranks) - 1)
         if answer.startswith("!"):
             raise RankMismatchError(answer[1:])
         self._due.add((int(answer), min(about, RENEW)))
 
 
-def count_request(store: Any, asked: set[int]) -> int:
-    """Return the number of a new request, added to ``asked``."""
+def count_request(store: Any, requested: set[int]) -> int:
+    """Return the number of a new request, added to ``requested``."""
     number = int(store.add("fetch/n", 1))
-    asked.add(number)
+    requested.add(number)
     return number
 
 
@@ -242,7 +242,7 @@ class ShardFetches:
         """``askers()``: the other ranks that ask alone for values."""
         self._store = store
         self._rank = rank
-        self._others = [each for each in ranks if each != rank]
+        self._others = [r for r in ranks if r != rank]
         self._events = events
         self._waits = waits
         self._alone = False  # whether this rank has asked alone
@@ -284,15 +284,15 @@ class ShardFetches:
         return self._read(number, peers, size)
 
     def _read(self, number: int, peers: Sequence[int], size: int) -> dict[int, bytes]:
-        got: dict[int, bytes] = {}
+        contents: dict[int, bytes] = {}
         for peer in peers:
             parts = []
             for part in range(-(-size // PART)):
                 key = f"fetch/{number}/{part}/{peer}"
                 parts.append(self._store.get(key))
                 self._store.delete_key(key)
-            got[peer] = b"".join(parts)
-        return got
+            contents[peer] = b"".join(parts)
+        return contents
 
     def _warn(self, label: str) -> None:
         """Warn of the first fetch, then of the 10th, the 100th and so on: a model that uses other
@@ -478,10 +478,10 @@ def _end_threads() -> None:
     for fetches in owners:
         fetches.serve_until_others_end()
     ending = list(_serving)
-    for each in ending:
-        each.ending.set()
-    for each in ending:
-        each.end()
+    for thread in ending:
+        thread.ending.set()
+    for thread in ending:
+        thread.end()
     for fetches in owners:
         fetches.say_last()
 
@@ -526,7 +526,7 @@ def _serve_until_closed(
         fetches, reader = owner(), read()
         if fetches is None or reader is None or fetches.closed:
             return
-        own = fetches.own_requests
+        requests = fetches.own_requests
         try:
             if rung.is_set():
                 rung.clear()
@@ -535,20 +535,20 @@ def _serve_until_closed(
                 last, since = counted, time.monotonic()
             for number in list(unread):
                 key = f"fetch/{number}"
-                if number not in own and not store.check([key]):
+                if number not in requests and not store.check([key]):
                     continue
                 unread.remove(number)
                 # Only now: this rank notes a request before it sets its key, so that a key that is
                 # there and was not noted is another rank's.
-                if number in own:
-                    own.remove(number)
+                if number in requests:
+                    requests.remove(number)
                     continue
                 waiting.append((number, list(map(int, store.get(key).decode().split("|")))))
                 delete_once_read(store, key, fetches.readers)
             ready = [entry for entry in waiting if entry[1][2] <= fetches.epoch]
             waiting = [entry for entry in waiting if entry not in ready]
-            for each, (requester, unit, epoch, alone, *peers) in ready:
-                fetches.answer(store, each, requester, unit, epoch, alone, peers, reader)
+            for n, (requester, unit, epoch, alone, *peers) in ready:
+                fetches.answer(store, n, requester, unit, epoch, alone, peers, reader)
         except RuntimeError:
             return  # the store is gone: the job is over
         del fetches, reader

@@ -236,15 +236,15 @@ class RankStatus:
 
     def _leads(self, leader: str) -> bool:
         """Whether this rank makes the next digest; it takes the lead if it must."""
-        own = str(self.rank)
+        name = str(self.rank)
         if leader != self._leader:
             self._leader, self._old_looks = leader, 0
         self._old_looks += 1
-        if leader == own:
+        if leader == name:
             return True
         if leader and self._old_looks <= PATIENT_LOOKS and int(leader) not in self._ends:
             return False
-        return bool(self._store.compare_set("leader", leader, own).decode() == own)
+        return bool(self._store.compare_set("leader", leader, name).decode() == name)
 
     def _digest(self, version: int) -> None:
         """Write the digest of all posts, the first ``version`` at least."""
@@ -313,8 +313,8 @@ class RankStatus:
         """
         with self._lock:
             posts = self._known()
-        own = json.loads(self._newest) if self._state in OVER else self.post(pending)
-        return rank_states({**posts, self.rank: own}, self.world, pending)
+        post = json.loads(self._newest) if self._state in OVER else self.post(pending)
+        return rank_states({**posts, self.rank: post}, self.world, pending)
 
     @property
     def troubled(self) -> bool:
@@ -340,11 +340,12 @@ class RankStatus:
         native = log is None or log.native
         if native:
             posts = {rank: post for rank, post in posts.items() if post["state"] != DEAD}
-        own = self.post(pending)
+        own_post = self.post(pending)
         away = sum(post["state"] == UNREACHABLE for post in posts.values())
-        key = (own, self._digested, len(self._ends), len(self._last_posts), away, stuck_in, native)
+        counts = self._digested, len(self._ends), len(self._last_posts)
+        key = (own_post, *counts, away, stuck_in, native)
         if self._diagnosed[0] != key:
-            self._diagnosed = (key, diagnose_hang(self.rank, own, posts, stuck_in))
+            self._diagnosed = (key, diagnose_hang(self.rank, own_post, posts, stuck_in))
         return self._diagnosed[1]
 
     def elsewhere(self, ranks: Sequence[int]) -> list[int]:
@@ -360,8 +361,8 @@ class RankStatus:
         if post["state"] in (*OVER, DEAD, UNREACHABLE, "ended", SCRIPT):
             return True
         log, number, _, needs = post.get("wait", ("", 0, "", ()))
-        own = self.logs.get(log)
-        return own is not None and self.rank in needs and own.sequence_number <= number
+        log_here = self.logs.get(log)
+        return log_here is not None and self.rank in needs and log_here.sequence_number <= number
 
     def missing_ranks(self, pending: PendingCollective) -> list[int]:
         """Return the ranks that ``pending`` needs and that are not known to have issued it; a rank
@@ -441,15 +442,15 @@ class RankStatus:
             )
         if self._state in OVER:
             return None
-        told = None
+        cause = None
         if (
             error is not None
             and "Connection" in str(error)
             and not isinstance(error, RankMismatchError)
         ):
-            told = self.failure_cause()  # lost in a collective outside hf-zero
-        if told is not None:
-            self.publish("broken", told)
+            cause = self.failure_cause()  # lost in a collective outside hf-zero
+        if cause is not None:
+            self.publish("broken", cause)
         elif error is not None:
             self.publish("failed", first_line(error))
             # The launcher ends the other ranks when this one ends: let them read the post first.
@@ -471,7 +472,7 @@ class RankStatus:
                 if self.last_error
                 else "its script has finished, or its own output says why",
             )
-        return told
+        return cause
 
     def _wait_for_peers(self, enough: Callable[[Mapping[int, StatusPost]], bool]) -> None:
         limit = time.monotonic() + WAIT_FOR_PEERS_SECONDS
@@ -515,57 +516,57 @@ def _identity(process: int) -> str:
 
 def diagnose_hang(
     rank: int,
-    own: StatusPost,
+    own_post: StatusPost,
     posts: Mapping[int, StatusPost],
     stuck_in: Sequence[str] = ("waits",),
 ) -> HangDiagnosis | None:
-    """Return what ``posts`` prove about the wait in ``own``, the post of ``rank``, or None if they
-    prove nothing (see the note).
+    """Return what ``posts`` prove about the wait in ``own_post``, the post of ``rank``, or None if
+    they prove nothing (see the note).
 
     ``stuck_in``: states in which a host is taken to issue nothing before its wait is over.
     """
-    over = {each: post for each, post in posts.items() if post["state"] in (*OVER, UNREACHABLE)}
-    log, number, what, _ = own.get("wait", ("", 0, "the others", ()))
+    over = {r: post for r, post in posts.items() if post["state"] in (*OVER, UNREACHABLE)}
+    log, number, what, _ = own_post.get("wait", ("", 0, "the others", ()))
     if over:
         position = f" (number {number} of {log})" if log else ""
         return _in_vain(f"rank {rank} waits for {what}{position}", over)
     if not log:
         return None
     return (
-        _different_collectives(rank, own, posts)
-        or _never_joins(rank, own, posts)
-        or _stuck(rank, own, posts, stuck_in)
+        _different_collectives(rank, own_post, posts)
+        or _never_joins(rank, own_post, posts)
+        or _stuck(rank, own_post, posts, stuck_in)
     )
 
 
 def _different_collectives(
-    rank: int, own: StatusPost, posts: Mapping[int, StatusPost]
+    rank: int, own_post: StatusPost, posts: Mapping[int, StatusPost]
 ) -> HangDiagnosis | None:
     """Diagnose another rank that has issued another collective under the same number."""
-    log, number, _, _ = own["wait"]
-    issued = _issued_as(own, log, number)
-    for each, post in posts.items():
+    log, number, _, _ = own_post["wait"]
+    issued = _issued_as(own_post, log, number)
+    for peer, post in posts.items():
         other = _issued_as(post, log, number)
         if issued is not None and other is not None and other != issued:
             return _same(
-                f"rank {rank} is at {in_words(issued)}, rank {each} at {in_words(other)} (both "
+                f"rank {rank} is at {in_words(issued)}, rank {peer} at {in_words(other)} (both "
                 f"number {number} of {log}). {REMEDY}"
             )
     return None
 
 
 def _never_joins(
-    rank: int, own: StatusPost, posts: Mapping[int, StatusPost]
+    rank: int, own_post: StatusPost, posts: Mapping[int, StatusPost]
 ) -> HangDiagnosis | None:
     """Diagnose a needed rank that has ended or closed the communicator before the collective."""
-    log, number, what, needs = own["wait"]
+    log, number, what, needs = own_post["wait"]
     for peer in needs:
         if peer == rank or peer not in posts or sequence_number(posts[peer], log) > number:
             continue
         post = posts[peer]
         # If this rank has closed it, too, the rest of the shards is being gathered: all ranks that
         # destroyed the engine will come.
-        closed = "" if own["logs"][log][2] else post["logs"].get(log, (0, [], ""))[2]
+        closed = "" if own_post["logs"][log][2] else post["logs"].get(log, (0, [], ""))[2]
         if post["state"] == DEAD:
             position = f"(number {number} of {log})"
             return _in_vain(f"rank {rank} waits for {what} {position}", {peer: post})
@@ -580,28 +581,28 @@ def _never_joins(
 
 
 def _stuck(
-    rank: int, own: StatusPost, posts: Mapping[int, StatusPost], stuck_in: Sequence[str]
+    rank: int, own_post: StatusPost, posts: Mapping[int, StatusPost], stuck_in: Sequence[str]
 ) -> HangDiagnosis | None:
     """Diagnose a needed rank that waits, directly or through others, for this one."""
-    log, number, what, needs = own["wait"]
-    stuck, newly_stuck = {rank: own}, {rank: own}
+    log, number, what, needs = own_post["wait"]
+    stuck, newly_stuck = {rank: own_post}, {rank: own_post}
     while newly_stuck:  # ranks that were found in the last round
         newly_stuck = {
-            each: post
-            for each, post in posts.items()
-            if each not in stuck and post["state"] in stuck_in and _lacks(post, newly_stuck, each)
+            peer: post
+            for peer, post in posts.items()
+            if peer not in stuck and post["state"] in stuck_in and _lacks(post, newly_stuck, peer)
         }
         stuck.update(newly_stuck)
     for peer in needs:
         if peer != rank and peer in stuck and sequence_number(stuck[peer], log) <= number:
-            there, at, instead, _ = stuck[peer]["wait"]
+            log_there, at, instead, _ = stuck[peer]["wait"]
             waits = (
                 f"rank {rank} waits for {what} (number {number} of {log}), which rank {peer} has "
                 "not issued"
             )
             # the other rank names its own collective beside this cause
             return HangDiagnosis(
-                f"{waits}: it waits for {instead} (number {at} of {there}). {REMEDY}",
+                f"{waits}: it waits for {instead} (number {at} of {log_there}). {REMEDY}",
                 f"{waits}. {REMEDY}",
             )
     return None
@@ -620,8 +621,8 @@ def _lacks(post: StatusPost, stuck: Mapping[int, StatusPost], rank: int) -> bool
     """Whether the wait of ``rank`` needs a rank of ``stuck`` that has not issued its collective."""
     log, number, _, needs = post["wait"]
     return any(
-        each != rank and sequence_number(other, log) <= number and each in needs
-        for each, other in stuck.items()
+        peer != rank and sequence_number(other, log) <= number and peer in needs
+        for peer, other in stuck.items()
     )
 
 

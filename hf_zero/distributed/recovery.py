@@ -140,7 +140,7 @@ class PassTracker:
             self._watchdog.rank_status.last_error = "" if error is None else first_line(error)
 
     def _resume_with(self, log: CollectiveLog, what: str) -> None:
-        role = next(role for role, each in self._logs.items() if each is log)
+        role = next(role for role, tracked in self._logs.items() if tracked is log)
         self._resume("", [role, log.sequence_number, what], what)
 
     def _resume(self, kind: str, first: Sequence[Any] | None, what: str) -> None:
@@ -149,12 +149,12 @@ class PassTracker:
         for log in self._logs.values():
             log.before_issue = None
         self._broken = None
-        said = {"kind": kind, "first": first, "what": what, "broken": self._described(broken)}
+        post = {"kind": kind, "first": first, "what": what, "broken": self._described(broken)}
         statement = {
             "serial": next(self._serials),
             "at": self.numbers(),
             "last": self.last(),
-            **said,
+            **post,
         }
         peers = [rank for rank in self._ranks if rank != self._rank]
         pending = PendingCollective(
@@ -217,10 +217,10 @@ class PassTracker:
         known yet.
         """
         # read before the passes: a pass is recorded before its first collective
-        at, there = self.numbers(), statement["at"]
-        own = self._board.stated.get(self.name) if self._board is not None else None
+        at, theirs = self.numbers(), statement["at"]
+        ours = self._board.stated.get(self.name) if self._board is not None else None
         passes = list(self._passes)
-        if own is not None and all(own[key] == statement[key] for key in ("at", "kind", "first")):
+        if ours is not None and all(ours[key] == statement[key] for key in ("at", "kind", "first")):
             same = True  # this rank's pass broke as well, and it awaits the other's answer
         elif statement["first"] is not None:
             role, number, what = statement["first"]
@@ -230,16 +230,16 @@ class PassTracker:
             same = same and statement["broken"] in map(self._described, passes)
         else:
             began = [(str(one), dict(zip(self._logs, one.began))) for one in passes]
-            same = (statement["kind"], there) in began
+            same = (statement["kind"], theirs) in began
         if same:
             return ""
         parted = (
-            own is not None
-            and own["at"] == there
-            and any(own[part] != statement[part] for part in ("kind", "first"))
+            ours is not None
+            and ours["at"] == theirs
+            and any(ours[part] != statement[part] for part in ("kind", "first"))
         )
         # this rank may still reach the same place
-        if not parted and all(at[role] <= there[role] for role in at):
+        if not parted and all(at[role] <= theirs[role] for role in at):
             return None
         return (
             f"rank {peer} goes on with another {statement['what']} after an exception, having "
@@ -287,7 +287,7 @@ class RecoveryBoard:
             answer = passes.answer_to(rank, statement) if passes is not None else None
             if answer is None:
                 continue
-            self._unanswered = [each for each in self._unanswered if each is not entry]
+            self._unanswered = [e for e in self._unanswered if e is not entry]
             key = f"answers/{name}/{rank}/{statement['serial']}"
             self._store.append(key, json.dumps([self._rank, answer]) + "\n")
             if answer:

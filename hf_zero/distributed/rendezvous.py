@@ -111,7 +111,7 @@ class Place:
 
     def variables(self) -> dict[str, str]:
         """Return torchrun's variables, which torch, Accelerate and Transformers read."""
-        told = {
+        values = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
             "LOCAL_RANK": self.local_rank,
@@ -119,7 +119,7 @@ class Place:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": self.master_port,
         }
-        return {name: str(value) for name, value in told.items() if value is not None}
+        return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def announce(rank: int = -1, world_size: int = -1, port: int | None = None) -> Place | None:
@@ -163,14 +163,14 @@ def discover(
         )
     if size.value == 1 and not _text(environ, "MASTER_ADDR"):
         return None
-    local, here = _locals(environ, launcher, at, size)
-    address, source = _address(environ, launcher, size, here)
+    local, per_host = _locals(environ, launcher, at, size)
+    address, source = _address(environ, launcher, size, per_host)
     where = _port(environ, launcher, port, size.value == 1)
     return Place(
         at.value,
         size.value,
         local.value if local else None,
-        here.value if here else None,
+        per_host.value if per_host else None,
         address,
         where,
         launcher.title if launcher else None,
@@ -204,21 +204,19 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> Number | None:
 
 
 def _given(environ: Mapping[str, str], name: str, argument: int) -> Number | None:
-    there = _number(environ, name)
+    variable = _number(environ, name)
     if argument < 0:
-        return there
+        return variable
     number = Number(argument, f"init_distributed({name.lower()})")
-    if there is not None and there.value != argument:
-        raise LaunchError(f"{number} contradicts {there}; pass one of them")
+    if variable is not None and variable.value != argument:
+        raise LaunchError(f"{number} contradicts {variable}; pass one of them")
     return number
 
 
 def _launcher(environ: Mapping[str, str]) -> Launcher | None:
     if _text(environ, ELASTIC):
         return None  # torchrun has set everything; srun or mpirun may have started torchrun
-    return next(
-        (each for each in LAUNCHERS if all(_text(environ, mark) for mark in each.marks)), None
-    )
+    return next((row for row in LAUNCHERS if all(_text(environ, mark) for mark in row.marks)), None)
 
 
 def _agree(
@@ -236,17 +234,17 @@ def _agree(
                 f"has room for {own_size.value}. "
                 f"Unset RANK and WORLD_SIZE, or set them right for every process"
             )
-    for own, theirs in ((own_rank, rank), (own_size, size)):
-        if own and theirs and own.value != theirs.value:
+    for ours, theirs in ((own_rank, rank), (own_size, size)):
+        if ours and theirs and ours.value != theirs.value:
             raise LaunchError(
-                f"{own} contradicts {theirs}; unset {own.name}, or set it to the "
+                f"{ours} contradicts {theirs}; unset {ours.name}, or set it to the "
                 "launcher's on every process"
             )
     return False
 
 
 def _refuse_missing(at: Number | None, size: Number | None, launcher: Launcher | None) -> None:
-    there, lacking = (at, "WORLD_SIZE") if at else (size, "RANK")
+    present, lacking = (at, "WORLD_SIZE") if at else (size, "RANK")
     also = ""
     if launcher:
         theirs = (launcher.rank,) if lacking == "RANK" else launcher.world_size
@@ -254,9 +252,9 @@ def _refuse_missing(at: Number | None, size: Number | None, launcher: Launcher |
             f" (nor {' or '.join(theirs)})" if theirs else f" ({launcher.title} does not tell it)"
         )
     raise LaunchError(
-        f"{there} is set, but {lacking} is not{also}; export {lacking}, start the script with "
+        f"{present} is set, but {lacking} is not{also}; export {lacking}, start the script with "
         "torchrun, accelerate launch, srun or mpirun, "
-        f"or unset {there.name if there else ''} to train in one process"
+        f"or unset {present.name if present else ''} to train in one process"
     )
 
 
@@ -286,40 +284,44 @@ def _locals(
     environ: Mapping[str, str], launcher: Launcher | None, at: Number, size: Number
 ) -> tuple[Number | None, Number | None]:
     """Return the local rank and the number of ranks on this host."""
-    local, here = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE")
+    local, ranks_here = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE")
     if launcher is not None:
         local = local or _first(environ, launcher.local_rank)
-        here = here or _first(environ, launcher.local_world_size) or _tasks_here(environ, launcher)
-        if local is None and here is None and not is_loopback(_text(environ, "MASTER_ADDR")):
+        ranks_here = (
+            ranks_here
+            or _first(environ, launcher.local_world_size)
+            or _tasks_here(environ, launcher)
+        )
+        if local is None and ranks_here is None and not is_loopback(_text(environ, "MASTER_ADDR")):
             names = " or ".join(launcher.local_rank) or f"{launcher.title} does not tell it"
             raise LaunchError(
                 f"LOCAL_RANK is not set ({names}); export it: the number of this rank on its host"
             )
-    if here is None and is_loopback(_text(environ, "MASTER_ADDR")):
-        here = Number(size.value, "WORLD_SIZE")
-    if local is None and here is not None and here.value == size.value:
+    if ranks_here is None and is_loopback(_text(environ, "MASTER_ADDR")):
+        ranks_here = Number(size.value, "WORLD_SIZE")
+    if local is None and ranks_here is not None and ranks_here.value == size.value:
         local = at
-    for small, large in ((local, at), (here, size)):
+    for small, large in ((local, at), (ranks_here, size)):
         if small and small.value > large.value:
             raise LaunchError(
                 f"{small} and {large} contradict each other: a host has no more "
                 "ranks than the world"
             )
-    if local and here and local.value >= here.value:
+    if local and ranks_here and local.value >= ranks_here.value:
         raise LaunchError(
-            f"{local} and {here} contradict each other: local ranks are 0 to the "
+            f"{local} and {ranks_here} contradict each other: local ranks are 0 to the "
             "ranks on the host less 1"
         )
-    return local, here
+    return local, ranks_here
 
 
 def _tasks_here(environ: Mapping[str, str], launcher: Launcher) -> Number | None:
     """Return the number of tasks of an srun step on this node; None if unknown."""
     name = next(
         (
-            each
-            for each in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-            if _text(environ, each)
+            name
+            for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+            if _text(environ, name)
         ),
         None,
     )
@@ -336,25 +338,25 @@ def _tasks_here(environ: Mapping[str, str], launcher: Launcher) -> Number | None
 
 
 def _address(
-    environ: Mapping[str, str], launcher: Launcher | None, size: Number, here: Number | None
+    environ: Mapping[str, str], launcher: Launcher | None, size: Number, per_host: Number | None
 ) -> tuple[str, str]:
     """Return the address of rank 0's host, and the variable that gave it with its value."""
     address = _text(environ, "MASTER_ADDR")
-    one_host = here is not None and here.value == size.value
+    one_host = per_host is not None and per_host.value == size.value
     if address:
-        if launcher and here and not one_host and is_loopback(address):
+        if launcher and per_host and not one_host and is_loopback(address):
             raise LaunchError(
-                f"MASTER_ADDR={address} is each host's own address, but {here} of {size} ranks are "
-                "on this one; export the address of rank 0's host"
+                f"MASTER_ADDR={address} is each host's own address, but {per_host} of {size} ranks "
+                "are on this one; export the address of rank 0's host"
             )
         return address, f"MASTER_ADDR={address}"
     if launcher and one_host:
         return LOOPBACK, ""
     name = next(
         (
-            each
-            for each in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-            if _text(environ, each)
+            name
+            for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+            if _text(environ, name)
         ),
         None,
     )
@@ -377,13 +379,15 @@ def _address(
 def _port(
     environ: Mapping[str, str], launcher: Launcher | None, port: int | None, alone: bool
 ) -> int:
-    found = _number(environ, "MASTER_PORT") or (
+    number = _number(environ, "MASTER_PORT") or (
         Number(port, "distributed_port") if port is not None else None
     )
-    if found is not None:
-        if not (0 if alone else 1) <= found.value < 65536:
-            raise LaunchError(f"{found} is not a port; ports are 1 to 65535, the same on all ranks")
-        return found.value
+    if number is not None:
+        if not (0 if alone else 1) <= number.value < 65536:
+            raise LaunchError(
+                f"{number} is not a port; ports are 1 to 65535, the same on all ranks"
+            )
+        return number.value
     if launcher is None:
         raise LaunchError(
             "RANK and WORLD_SIZE are set, but MASTER_PORT is not; export one free port of rank "

@@ -111,7 +111,7 @@ class StageMessages:
     @classmethod
     def over(cls, groups: ParallelGroups, name: str, timeout: float) -> StageMessages:
         """Make this rank's messages in its pipeline, for engine ``name`` (collective over all)."""
-        dims, own = groups.dims, None
+        dims, joined = groups.dims, None
         if dims.pipeline > 1:
             limit = timedelta(seconds=timeout + MARGIN_SECONDS)
             # Bound to the device, NCCL uses one communicator for all messages. Otherwise a message
@@ -125,16 +125,16 @@ class StageMessages:
             ):
                 group = dist.new_group(list(ranks), limit, backends_of_parts(), device_id=bound)
                 if groups.rank in ranks:
-                    own = group
+                    joined = group
                     watchdog = get_world_group().watchdog
                     connect(group, ranks, groups.device, watchdog, f"the pipeline of {name}")
         return cls(
             dims.ranks_along(groups.rank, "pipeline"),
             groups.rank,
-            own,
+            joined,
             groups.device,
             groups.along("pipeline"),
-            get_world_group().watchdog if own is not None else Watchdog(enabled=False),
+            get_world_group().watchdog if joined is not None else Watchdog(enabled=False),
             name,
             timeout,
         )
@@ -190,9 +190,9 @@ class StageMessages:
         """
         pending = self._issue(peer, self.rank, f"{key} forward")
         announced, grads, single = _announced(self.announced_by(peer, pending))
-        tensors, buffer = _room([each for each in announced if each is not None], self.device)
-        left = iter(tensors)
-        activations = tuple(None if each is None else next(left) for each in announced)
+        tensors, buffer = _room([form for form in announced if form is not None], self.device)
+        received = iter(tensors)
+        activations = tuple(None if form is None else next(received) for form in announced)
         return activations, grads, single, self._operation(dist.irecv, buffer, peer, FORWARD_TAG)
 
     # ---- gradients ----
@@ -265,7 +265,7 @@ def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
     if len(flat) < 2:
         return flat[0] if flat else torch.empty(0, dtype=torch.uint8)
-    starts, size = _places([((each.numel(),), torch.uint8) for each in flat])
+    starts, size = _places([((tensor.numel(),), torch.uint8) for tensor in flat])
     message = flat[0].new_empty(size)
     for start, part in zip(starts, flat):
         message[start : start + part.numel()].copy_(part)
@@ -278,16 +278,16 @@ def _room(shapes: Sequence[Shape], device: torch.device) -> tuple[list[torch.Ten
     No tensor is a view of it, so that one may be changed in place where another is saved for a
     backward.
     """
-    full = [each for each in shapes if math.prod(each[0])]
+    full = [shape for shape in shapes if math.prod(shape[0])]
     starts, size = _places(full)
     buffer = torch.empty(size, dtype=torch.uint8, device=device)
-    left = iter(starts)
+    offsets = iter(starts)
     tensors = []
     for shape, dtype in shapes:
         if not math.prod(shape):
             tensors.append(torch.empty(shape, dtype=dtype, device=device))
             continue
-        at, part = next(left), torch.empty(0, dtype=dtype, device=device)
+        at, part = next(offsets), torch.empty(0, dtype=dtype, device=device)
         tensors.append(part.set_(buffer.untyped_storage(), at // dtype.itemsize, shape))  # type: ignore[call-overload]
     return tensors, buffer
 
@@ -318,18 +318,18 @@ def _announced(
     """Return the shapes that a header announces, whether each requires grad, and whether it is one
     tensor rather than several.
     """
-    left = iter(numbers)
-    count, single = next(left), bool(next(left))
+    stream = iter(numbers)
+    count, single = next(stream), bool(next(stream))
     shapes: list[Shape | None] = []
     grads: list[bool] = []
     for _ in range(count):
-        code = next(left)
+        code = next(stream)
         if code < 0:
             shapes.append(None)
             grads.append(False)
             continue
-        grads.append(bool(next(left)))
-        shapes.append((tuple(next(left) for _ in range(next(left))), DTYPES[code]))
+        grads.append(bool(next(stream)))
+        shapes.append((tuple(next(stream) for _ in range(next(stream))), DTYPES[code]))
     return shapes, tuple(grads), single
 
 
@@ -342,9 +342,9 @@ def dim_of_stages(
     dims = groups.dims
     columns = dict.fromkeys(dims.ranks_along(rank, "pipeline") for rank in range(dims.world))
     sets = [
-        each
+        dim
         for ranks in columns
-        for each in (
+        for dim in (
             tuple(ranks[stage] for stage in stages),
             *((rank,) for stage, rank in enumerate(ranks) if stage not in stages),
         )

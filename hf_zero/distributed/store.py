@@ -97,7 +97,7 @@ class TimeoutStore:
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return the values of existing keys."""
-        return [bytes(each) for each in self._ask("multi_get", keys)]
+        return [bytes(value) for value in self._ask("multi_get", keys)]
 
     def _ask(self, name: str, *args: object) -> Any:
         if self._lost:
@@ -178,8 +178,8 @@ class RollCall:
         asks: one of them was lost after its entry, and before it was counted.
         """
         entered = self.entries()
-        late = [each for each in ranks if each not in entered]
-        return late or [each for each in ranks if each != rank]
+        late = [r for r in ranks if r not in entered]
+        return late or [r for r in ranks if r != rank]
 
     def entered(self) -> int:
         """Return the number of entries."""

@@ -104,7 +104,7 @@ def start_ranks_whole() -> None:
             return
         arrived: list[int] = []
         handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        handlers = {number: each for number, each in handlers.items() if callable(each)}
+        handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
         for number in handlers:
             signal.signal(number, lambda number, _: arrived.append(number))
         try:

@@ -89,7 +89,7 @@ class TwoHopGather:
         for (full, chunk), came in zip(self._pairs, self._came):
             places = full.view(nodes, node.size, chunk.numel())
             places[:, node.rank].copy_(came.view(nodes, -1))
-            pairs += [(each.view(-1), each[node.rank]) for each in places]
+            pairs += [(tensor.view(-1), tensor[node.rank]) for tensor in places]
         self._second = node.all_gather(pairs, f"{self._key} in a node")
         self._pairs, self._came = [], []
 

@@ -67,12 +67,12 @@ class _Report:
             return
         self.under_way = True
         try:
-            known = (
+            texts = (
                 []
                 if isinstance(error, self.ours)
                 else [explanation(error) for explanation in explanations]
             )
-            for explained in filter(None, known):
+            for explained in filter(None, texts):
                 explained.__cause__ = error
                 kind, error = type(explained), explained
             if isinstance(error, self.ours) and not hasattr(error, "failed_rank"):
@@ -102,18 +102,18 @@ def described(error: BaseException, trace: TracebackType | None) -> str:
     failed_rank = getattr(error, "failed_rank", None)
     if failed_rank is not None and _on_this_host(failed_rank):
         return f"ended because rank {failed_rank} has failed; see the error of that rank"
-    told, cause = str(error) in logged, error.__cause__
-    lines = [f"{type(error).__name__}: {'see the error logged above' if told else error}"]
+    is_logged, cause = str(error) in logged, error.__cause__
+    lines = [f"{type(error).__name__}: {'see the error logged above' if is_logged else error}"]
     if (
-        not told and cause is not None and str(cause) not in str(error)
+        not is_logged and cause is not None and str(cause) not in str(error)
     ):  # unless the message already includes it
         lines.append(f"  because of {type(cause).__name__}: {cause}")
     where = _line_of_the_script(trace)
     if where:
         lines.append(f"  at {where}")
     topic = type(error).__name__
-    known = f"hf-zero docs {topic}; " if type(error).__module__ == ERRORS else ""
-    return "\n".join([*lines, f"  ({known}{SWITCH}=1 shows the traceback)"])
+    hint = f"hf-zero docs {topic}; " if type(error).__module__ == ERRORS else ""
+    return "\n".join([*lines, f"  ({hint}{SWITCH}=1 shows the traceback)"])
 
 
 def _line_of_the_script(trace: TracebackType | None) -> str:
@@ -160,10 +160,10 @@ def _report_of(rank: int) -> str:
 
 
 def _on_this_host(rank: int) -> bool:
-    own, local, count = (
+    rank_here, local, count = (
         int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     )
-    return 0 <= rank - (own - local) < count
+    return 0 <= rank - (rank_here - local) < count
 
 
 def _record(error: BaseException, trace: TracebackType | None) -> None:

@@ -460,9 +460,9 @@ def leave() -> None:
         watchdog.close()
         if watchdog._thread is not None:
             watchdog._thread.join(JOIN_SECONDS)
-        told = watchdog.rank_status.publish_exit() if watchdog.rank_status is not None else None
-        if told:
-            logger.error("this rank has lost a connection because %s", told)
+        cause = watchdog.rank_status.publish_exit() if watchdog.rank_status is not None else None
+        if cause:
+            logger.error("this rank has lost a connection because %s", cause)
 
 
 def _explain_lost_connection(error: BaseException) -> RankMismatchError | None:

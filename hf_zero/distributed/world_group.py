@@ -71,19 +71,19 @@ _SIZE = 8  # bytes of the size
 
 class RankTree:
     """Messages of any size along a binomial tree of ``ranks`` (global), whose root is the one at
-    index ``root``, with this one at index ``own``: a rank exchanges them with at most log2(ranks)
+    index ``root``, with this one at index ``rank``: a rank exchanges them with at most log2(ranks)
     others. Their ``tag`` is that of the collective, so that ranks need not agree on it before it
     runs (collectives.py, the note).
     """
 
-    def __init__(self, ranks: Sequence[int], own: int, root: int, group: Any, tag: int):
+    def __init__(self, ranks: Sequence[int], rank: int, root: int, group: Any, tag: int):
         self._group, self._tag = group, tag
-        size, place = len(ranks), (own - root) % len(ranks)
-        lowest = place & -place or 1 << (size - 1).bit_length()
+        size, position = len(ranks), (rank - root) % len(ranks)
+        lowest = position & -position or 1 << (size - 1).bit_length()
         steps = (1 << power for power in range((lowest - 1).bit_length()))
-        at = [place + step for step in steps if place + step < size]
-        self._children = [ranks[(each + root) % size] for each in at]
-        self._parent = ranks[(place - lowest + root) % size] if place else None
+        at = [position + step for step in steps if position + step < size]
+        self._children = [ranks[(child + root) % size] for child in at]
+        self._parent = ranks[(position - lowest + root) % size] if position else None
 
     def gather(self, value: bytes) -> list[bytes]:
         """Return the values of this rank and of those below it, in the order of the tree: on the
@@ -117,9 +117,9 @@ class RankTree:
         size = int.from_bytes(content[:_SIZE], "little")
         content = content[_SIZE : _SIZE + size]
         if size > len(content):
-            rest = torch.empty(size - len(content), dtype=torch.uint8)
-            dist.recv(rest, sender, self._group, self._tag)
-            content += rest.numpy().tobytes()
+            remainder = torch.empty(size - len(content), dtype=torch.uint8)
+            dist.recv(remainder, sender, self._group, self._tag)
+            content += remainder.numpy().tobytes()
         return content
 
     def _send(self, value: bytes, ranks: Sequence[int]) -> None:
@@ -166,31 +166,31 @@ class RankGroup:
         needs = None if source is None else () if source == self.rank else (source,)
         if self.watchdog.operation:
             what = f"{what} in {self.watchdog.operation}"
-        number, done = self.log.sequence_number, False
+        number, completed = self.log.sequence_number, False
 
         def finish() -> None:
-            nonlocal done
+            nonlocal completed
             call()
-            done = True
+            completed = True
 
         try:
             pending = self.log.issue(what, needs)
             works: list[Any] = [SimpleNamespace(wait=finish)]  # a blocking call is its own wait
             source_index = None if source is None else self.ranks.index(source)
-            own = self.ranks.index(self.rank)
+            index = self.ranks.index(self.rank)
             if self._agrees and by_tree is not None:
                 root, tag = source_index or 0, message_tag(pending)
 
                 def call() -> None:
-                    by_tree(RankTree(self.ranks, own, root, self._group, tag))
+                    by_tree(RankTree(self.ranks, index, root, self._group, tag))
 
             elif self._agrees:
                 works += tagged_barrier(
-                    pending, self.ranks, own, self._group, self.watchdog, source_index
+                    pending, self.ranks, index, self._group, self.watchdog, source_index
                 )
             Handle(works, self.watchdog, pending).wait()
         except BaseException:
-            if not done:
+            if not completed:
                 self.log.abandon(number, what)
             raise
 
@@ -275,24 +275,24 @@ class RankGroup:
         sizes = self.all_gather_object(len(value), f"sizes of {what}")
         if len(self.ranks) == 1:
             return [value]
-        common, own = common_size(sizes), self.ranks.index(self.rank)
+        common, at = common_size(sizes), self.ranks.index(self.rank)
         on = CPU if backend_serving(CPU) else default_device()
         message = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else None
         whole = [torch.zeros(max(common, size), dtype=torch.uint8, device=on) for size in sizes]
         if message is not None:
-            whole[own][: len(value)].copy_(message)
+            whole[at][: len(value)].copy_(message)
 
         def exchange() -> None:
             if common:
-                parts = [each[:common] for each in whole]
-                dist.all_gather(parts, whole[own][:common].clone(), self._group)
+                parts = [buffer[:common] for buffer in whole]
+                dist.all_gather(parts, whole[at][:common].clone(), self._group)
             for index, size in enumerate(sizes):
                 if size > common:
                     dist.broadcast(whole[index][common:], self.ranks[index], self._group)
 
         self._call(f"exchange of {what}", exchange)
         return [
-            each[:size].cpu().numpy().tobytes() for each, size in zip(whole, sizes, strict=True)
+            buffer[:size].cpu().numpy().tobytes() for buffer, size in zip(whole, sizes, strict=True)
         ]
 
     def gather_bytes(
@@ -306,11 +306,11 @@ class RankGroup:
         if len(self.ranks) == 1:
             take(0, value)
             return
-        own = self.ranks.index(self.rank)
+        at = self.ranks.index(self.rank)
         step = max(1, min(max(sizes), ROUND // len(self.ranks)))
         on = CPU if backend_serving(CPU) else default_device()
         message = torch.zeros(step, dtype=torch.uint8, device=on)
-        parts = [torch.empty_like(message) for _ in self.ranks] if own == 0 else None
+        parts = [torch.empty_like(message) for _ in self.ranks] if at == 0 else None
 
         def rounds() -> None:
             for begin in range(0, max(sizes), step):
@@ -340,9 +340,9 @@ class WorldGroup(RankGroup):
             number = shared.add(f"made/{rank}", 1)
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             # a separate client: calls on a shared one block each other
-            own = TimeoutStore(dist.PrefixStore(str(number), shared))
-            rank_status = RankStatus(own, rank, self.world, None if agent else 0)
-            self.recovery_board = RecoveryBoard(own, rank)
+            attempt_store = TimeoutStore(dist.PrefixStore(str(number), shared))
+            rank_status = RankStatus(attempt_store, rank, self.world, None if agent else 0)
+            self.recovery_board = RecoveryBoard(attempt_store, rank)
         watchdog = Watchdog(
             enabled=rank_status is not None,
             rank_status=rank_status,

@@ -17,7 +17,7 @@ Encode = Callable[[torch.Tensor], torch.Tensor]
 
 class InBlocks(Expression):
     """``encode`` of another expression, which turns each ``block`` elements of it, from the first
-    on, into ``made`` elements of ``dtype``; of a last part of a block, into fewer.
+    on, into ``numel`` elements of ``dtype``; of a last part of a block, into fewer.
 
     Reading a range encodes the blocks that it covers, some at a time.
     """
@@ -27,12 +27,12 @@ class InBlocks(Expression):
         base: Expression,
         encode: Encode,
         block: int,
-        made: int,
+        numel: int,
         shape: Sequence[int],
         dtype: torch.dtype,
     ):
         super().__init__(shape, dtype)
-        self._base, self._encode, self._block, self._made = base, encode, block, made
+        self._base, self._encode, self._block, self._made = base, encode, block, numel
         self.sliceable = base.sliceable
 
     def read(self, start: int, out: torch.Tensor) -> None:

@@ -71,9 +71,9 @@ class _WithoutMemory(TorchDispatchMode):
             ):
                 self._left -= nbytes
                 if self._left < 0:
-                    made = LazyTensor(Filled(args[0], dtype))
+                    tensor = LazyTensor(Filled(args[0], dtype))
                     values = _FACTORIES[func](args)
-                    return made if values is None else fill(made, values)
+                    return tensor if values is None else fill(tensor, values)
         return func(*args, **kwargs)
 
 
@@ -114,14 +114,14 @@ class Building:
 
     def outermost(self, counts: Callable[[object], bool]) -> list[nn.Module]:
         """Return the outermost modules around those given a parameter for which ``counts``."""
-        found: dict[nn.Module, None] = {}
+        modules: dict[nn.Module, None] = {}
         for reference in self._owners:
             owner = reference()
             if owner is not None and any(map(counts, owner._parameters.values())):
                 while (up := self._parents.get(owner)) is not None and (parent := up()) is not None:
                     owner = parent
-                found[owner] = None
-        return list(found)
+                modules[owner] = None
+        return list(modules)
 
     def _parameter(self, module: nn.Module, name: str, parameter: object) -> None:
         if parameter is not None and threading.get_ident() == self._thread:
@@ -152,12 +152,12 @@ def give_values(model: nn.Module) -> None:
         model.tie_weights()  # type: ignore[operator]
     make_real(model)
     make_pending(model)
-    done: set[int] = set()
+    filled: set[int] = set()
     for tensors, name, parameter in places:
-        made = tensors[name]
-        if made is not parameter and id(parameter) not in done:
-            torch.utils.swap_tensors(parameter, made)  # an optimizer may already refer to it
-        done.add(id(parameter))
+        value = tensors[name]
+        if value is not parameter and id(parameter) not in filled:
+            torch.utils.swap_tensors(parameter, value)  # an optimizer may already refer to it
+        filled.add(id(parameter))
         tensors[name] = parameter
 
 
@@ -191,14 +191,14 @@ def _rule(model: nn.Module) -> Callable[[], None]:
 
 
 def _make_fillable(model: nn.Module, initialise: Callable[[], None]) -> None:
-    made: dict[int, LazyTensor | nn.Parameter] = {}
+    tensors_by_id: dict[int, LazyTensor | nn.Parameter] = {}
     for tensors, name, tensor in _tensors(model):
-        if id(tensor) not in made:
+        if id(tensor) not in tensors_by_id:
             lazy: LazyTensor | nn.Parameter = LazyTensor(Filled(tensor.shape, tensor.dtype))
             if isinstance(tensor, nn.Parameter):
                 lazy = nn.Parameter(lazy, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = lazy
-        tensors[name] = made[id(tensor)]
+            tensors_by_id[id(tensor)] = lazy
+        tensors[name] = tensors_by_id[id(tensor)]
     with torch.no_grad():
         initialise()
     empty = [
@@ -242,21 +242,21 @@ def recording_functions() -> Iterator[None]:
         _recorders += 1
         if _recorders == 1:
             for table in _tables:
-                kept = {
+                originals = {
                     name: value
                     for name, value in table.items()
                     if name.endswith("_") and not name.startswith("_") and callable(value)
                 }
-                _kept.append(kept)
-                table.update({name: recorded(function) for name, function in kept.items()})
+                _kept.append(originals)
+                table.update({name: recorded(function) for name, function in originals.items()})
     try:
         yield
     finally:
         with _lock:
             _recorders -= 1
             if _recorders == 0:
-                for table, kept in zip(_tables, _kept):
-                    table.update(kept)
+                for table, originals in zip(_tables, _kept):
+                    table.update(originals)
                 _kept.clear()
 
 

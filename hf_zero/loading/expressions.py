@@ -112,13 +112,13 @@ class Strided(Expression):
         return id(self.root), self.shape, self.strides, self.offset
 
     def _start_of(self, row: int) -> int:
-        place = self.offset
+        position = self.offset
         for size, stride in zip(
             reversed(self.shape[: self._depth]), reversed(self.strides[: self._depth])
         ):
             row, index = divmod(row, size)
-            place += index * stride
-        return place
+            position += index * stride
+        return position
 
     def _gathered(self) -> torch.Tensor:
         return self.root.whole().reshape(-1).as_strided(self.shape, self.strides, self.offset)
@@ -246,9 +246,9 @@ class Filled(Expression):
 
     def copy(self) -> Filled:
         """Return a separate tensor with the values that this one has now."""
-        made = copy.copy(self)
-        made._writes = list(self._writes)
-        return made
+        copied = copy.copy(self)
+        copied._writes = list(self._writes)
+        return copied
 
     def read(self, start: int, out: torch.Tensor) -> None:
         if out.numel() < self.numel:

@@ -59,11 +59,11 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, expression: Expression) -> LazyTensor:
-        made = torch.Tensor._make_wrapper_subclass(
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls, expression.shape, dtype=expression.dtype, device=torch.device("cpu")
         )
-        made.expression = expression
-        return made
+        tensor.expression = expression
+        return tensor
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -123,9 +123,9 @@ class LazyTensor(torch.Tensor):
 def _written(func: Any, args: Any, kwargs: Any) -> LazyTensor | None:
     """Return the lazy tensor that ``func`` writes into; None if it writes into none."""
     named = zip((argument.name for argument in func._schema.arguments), args)
-    given = {**dict(named), **kwargs}
+    arguments = {**dict(named), **kwargs}
     writes = [
-        given.get(argument.name)
+        arguments.get(argument.name)
         for argument in func._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
@@ -152,15 +152,15 @@ def _root(expression: Expression) -> Expression:
 
 def _filled(func: Any, args: Any, kwargs: Any) -> LazyTensor:
     """Record a write into a tensor under initialisation."""
-    target, rest = args[0], args[1:]
+    target, others = args[0], args[1:]
     if (
         func is aten.copy_.default
-        and isinstance(rest[0], LazyTensor)
-        and rest[0].expression.place == target.expression.place
+        and isinstance(others[0], LazyTensor)
+        and others[0].expression.place == target.expression.place
     ):
         return target  # a copy onto itself, the last operation of ``weight[0] *= 2``
-    rest, kwargs = tree_map(_real, (rest, kwargs))
-    return fill(target, lambda view: func(view, *rest, **kwargs))
+    others, kwargs = tree_map(_real, (others, kwargs))
+    return fill(target, lambda view: func(view, *others, **kwargs))
 
 
 def fill(target: LazyTensor, do: Callable[[torch.Tensor], object]) -> LazyTensor:
@@ -192,20 +192,20 @@ def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
     # as_strided refer to these.
     root, meta = alone if func is aten.as_strided.default else _meta(expression)
     try:
-        made = func(meta, *args[1:], **kwargs)
+        result = func(meta, *args[1:], **kwargs)
     except RuntimeError:
         # The view cannot take this shape without a copy: treat it as the root of the next view.
         root, meta = alone
-        made = func(meta, *args[1:], **kwargs)
-    if isinstance(made, torch.Tensor) and (
-        made.dtype != expression.dtype or made.is_conj() or made.is_neg()
+        result = func(meta, *args[1:], **kwargs)
+    if isinstance(result, torch.Tensor) and (
+        result.dtype != expression.dtype or result.is_conj() or result.is_neg()
     ):
         return _computed(func, args, kwargs)  # a view with other element values
     return tree_map(
-        lambda each: (
-            LazyTensor(strided_like(root, each)) if isinstance(each, torch.Tensor) else each
+        lambda value: (
+            LazyTensor(strided_like(root, value)) if isinstance(value, torch.Tensor) else value
         ),
-        made,
+        result,
     )
 
 
@@ -219,9 +219,9 @@ def _converted(
         return LazyTensor(
             expression if dtype in (None, expression.dtype) else Cast(expression, dtype)
         )
-    kept = _copied(expression)
+    new = _copied(expression)
     return LazyTensor(
-        kept if dtype in (None, kept.dtype) else Filled(kept.shape, dtype, Cast(kept, dtype))
+        new if dtype in (None, new.dtype) else Filled(new.shape, dtype, Cast(new, dtype))
     )
 
 
@@ -232,14 +232,14 @@ def _copied(expression: Expression) -> Expression:
     root = _root(expression)
     if not isinstance(root, Filled):
         return expression
-    kept = root.copy()
+    copied = root.copy()
     if expression is root:
-        return kept
+        return copied
     assert isinstance(expression, Strided)
     return Filled(
         expression.shape,
         expression.dtype,
-        Strided(kept, expression.shape, expression.strides, expression.offset),
+        Strided(copied, expression.shape, expression.strides, expression.offset),
     )
 
 
@@ -251,17 +251,13 @@ def _joined(tensors: Any, dim: int = 0) -> LazyTensor:
     # on meta tensors, to raise if the shapes do not fit
     joined = torch.cat([_shape_of(tensor) for tensor in tensors], dim)
     # torch.cat skips tensors of shape (0,)
-    parts = [
-        _copied(_expression(tensor))
-        for tensor in tensors
-        if tensor.shape != (0,) or joined.dim() == 1
-    ]
+    parts = [_copied(_expression(t)) for t in tensors if t.shape != (0,) or joined.dim() == 1]
     cast = [part if part.dtype == joined.dtype else Cast(part, joined.dtype) for part in parts]
-    made: Expression = Joined(cast, dim % joined.dim())
+    joined_expression: Expression = Joined(cast, dim % joined.dim())
     return LazyTensor(
-        Filled(made.shape, made.dtype, made)
+        Filled(joined_expression.shape, joined_expression.dtype, joined_expression)
         if any(isinstance(_root(part), Filled) for part in parts)
-        else made
+        else joined_expression
     )
 
 
@@ -369,19 +365,19 @@ def make_pending(model: nn.Module) -> int:
     """Replace the lazy parameters of ``model`` by pending ones, which an engine fills, and return
     the number of pending ones. Tied parameters stay tied.
     """
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if not isinstance(parameter, LazyTensor):
                 _attach_later(parameter)
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in parameters:
                 new = pending(parameter.shape, parameter.expression)
                 new.requires_grad_(parameter.requires_grad)
                 # the flag by which transformers skips initialisation
                 new._is_hf_initialized = True  # type: ignore[attr-defined]
-                made[id(parameter)] = new
-            module._parameters[name] = made[id(parameter)]
+                parameters[id(parameter)] = new
+            module._parameters[name] = parameters[id(parameter)]
     return sum(source_of(parameter) is not None for parameter in model.parameters())
 
 

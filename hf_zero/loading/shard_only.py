@@ -35,7 +35,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     spread_experts(model, config)
     register_attached(model)
     away = config.offload_param if stage == 3 else None
-    held = ZeroConfig(
+    settings = ZeroConfig(
         stage=stage,
         replicate_size=config.replicate_size,
         timeout=config.timeout,
@@ -44,7 +44,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
         aio=config.aio,
         zero=ZeroSection(param_persistence_threshold=0),
     )
-    resolved = held.resolve(
+    resolved = settings.resolve(
         process_group.get_world_size(), require_batch_size=False, training=False
     )
     patches, techniques = ActivationPatches(resolved), TrainingTechniques(resolved)
@@ -56,8 +56,8 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
 def engines_of(model: nn.Module) -> list[Engine]:
     """Return the engines that shard parameters of ``model``, each once."""
     flats = [owner_of(parameter) for parameter in model.parameters()]
-    found = [flat.engine() for flat in flats if flat is not None]
-    return list({id(engine): engine for engine in found if engine is not None}.values())
+    engines = [flat.engine() for flat in flats if flat is not None]
+    return list({id(engine): engine for engine in engines if engine is not None}.values())
 
 
 def release_holders(model: nn.Module) -> None:

@@ -230,8 +230,8 @@ class _Counted(TorchDispatchMode):
     def __init__(self, model: nn.Module, inputs: torch.Tensor, device: torch.device):
         super().__init__()
         self._device = device
-        own = (*model.parameters(), *model.buffers(), inputs)
-        self._given = {each.untyped_storage()._cdata for each in own}
+        tensors = (*model.parameters(), *model.buffers(), inputs)
+        self._given = {tensor.untyped_storage()._cdata for tensor in tensors}
         self._held: dict[int, int] = {}
         self.now = self.most = 0
 

@@ -63,11 +63,12 @@ def check_on_all_ranks(plan: EnginePlan, freed: tuple[int, int] = (0, 0)) -> Pre
     free = room_for(plan.model, plan.settings, plan.device).with_room(*freed)
     hosts = {own_host()}
     if dims.world > 1:
-        own = free.numbers(), own_host(), free.held
-        every = get_world_group().all_gather_object(own, "free memory")
-        numbers, names, held = zip(*every)
-        free = free.with_numbers([min(each) for each in zip(*numbers)])
-        free, hosts = replace(free, held=tuple(max(each) for each in zip(*held))), set(names)
+        local = free.numbers(), own_host(), free.held
+        every = get_world_group().all_gather_object(local, "free memory")
+        numbers, names, pinned = zip(*every)
+        free = free.with_numbers([min(values) for values in zip(*numbers)])
+        free = replace(free, held=tuple(max(values) for values in zip(*pinned)))
+        hosts = set(names)
     # Pipeline stages differ in their needs: if one does not fit, all ranks raise together.
     together = raise_on_all_ranks("fit its pipeline stage into its memory")
     with together if dims.pipeline > 1 else nullcontext():
@@ -92,20 +93,20 @@ def check(plan: EnginePlan, free: Free | None = None) -> PreflightReport:
             has the text as its ``warning`` instead.
     """
     room = free if free is not None else room_for(plan.model, plan.settings, plan.device)
-    own = needs(plan)
-    verdict = judge(own, room)
-    beside = _of_communicators(plan, own, room)
+    need = needs(plan)
+    verdict = judge(need, room)
+    beside = _of_communicators(plan, need, room)
     if verdict.fits:
         note = "; ".join([*_slower(plan, room), *verdict.notes, *beside])
-        spare = judge(own, room.without_held()).fits
-        return PreflightReport(plan, own, room, verdict, note=note, spare=spare)
-    reason = refusal(plan, own, verdict, fit(plan, room))
+        spare = judge(need, room.without_held()).fits
+        return PreflightReport(plan, need, room, verdict, note=note, spare=spare)
+    reason = refusal(plan, need, verdict, fit(plan, room))
     last = "; ".join(
         [*verdict.notes, *beside, f"{SWITCH}=0 in the environment tries it all the same"]
     )
     if not is_off(SWITCH):
         raise DoesNotFitError(f"{reason}\n{last}")
-    return PreflightReport(plan, own, room, verdict, note="; ".join(verdict.notes), warning=reason)
+    return PreflightReport(plan, need, room, verdict, note="; ".join(verdict.notes), warning=reason)
 
 
 def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Free:
@@ -113,11 +114,11 @@ def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Fre
     back as it takes the parameters over.
     """
     ram = gpu = 0
-    seen: set[int] = set()
+    counted: set[int] = set()
     for parameter in module.parameters():
         key, where, nbytes = _occupied(parameter)
-        if key not in seen:
-            seen.add(key)
+        if key not in counted:
+            counted.add(key)
             ram += nbytes if where == "cpu" else 0
             gpu += 0 if kinds.is_host(where) or where == "meta" else nbytes
     free = measure(device, [*config.offload_optimizer.nvme_path, *config.offload_param.nvme_path])
@@ -141,7 +142,7 @@ def _occupied(parameter: torch.Tensor) -> tuple[int, str, int]:
         return storage._cdata, parameter.device.type, storage.nbytes()
 
 
-def refusal(plan: EnginePlan, own: Needs, verdict: MemoryVerdict, found: Fit) -> str:
+def refusal(plan: EnginePlan, needed: Needs, verdict: MemoryVerdict, fitting: Fit) -> str:
     """Return the error text: a table of the tiers, and the nearest configuration that fits."""
     ranks = plan.dims.in_a_stage
     one = "the one rank" if ranks == 1 else f"each of {ranks} ranks"
@@ -151,20 +152,20 @@ def refusal(plan: EnginePlan, own: Needs, verdict: MemoryVerdict, found: Fit) ->
         "activations not counted):"
     ]
     lines += table(verdict)
-    chosen = found.chosen
+    chosen = fitting.chosen
     if chosen is None:
         files = (
             ""
-            if own.files or any("files" in trial.name for trial in found.trials)
+            if needed.files or any("files" in trial.name for trial in fitting.trials)
             else ", or name a folder for files (nvme_path)"
         )
         lines.append(
-            f"no other stage or place that was tried fits either ({len(found.trials)} tried); "
+            f"no other stage or place that was tried fits either ({len(fitting.trials)} tried); "
             f"use more ranks{files}"
         )
     else:
         lines.append(
-            f"what fits, with {found.margin:.0%} of the device reserved for activations: "
+            f"what fits, with {fitting.margin:.0%} of the device reserved for activations: "
             f"{chosen.name}; write"
         )
         lines.append(json.dumps(chosen.to_config()))
@@ -205,12 +206,12 @@ def _slower(plan: EnginePlan, free: Free) -> list[str]:
     ]
 
 
-def _of_communicators(plan: EnginePlan, own: Needs, free: Free) -> list[str]:
+def _of_communicators(plan: EnginePlan, needed: Needs, free: Free) -> list[str]:
     """Return a note on communicators if the device may be too small for them."""
     if kinds.is_host(plan.device) or free.host_device or plan.dims.world == 1:
         return []
     count = sum(communicators(plan).values())
-    fits = own.device_bytes + count * REPORTED[1] <= free.device
+    fits = needed.device_bytes + count * REPORTED[1] <= free.device
     return [] if fits else [allowance(count)]
 
 
@@ -245,7 +246,7 @@ def communicators(plan: EnginePlan) -> dict[str, int]:
 
 def allowance(count: int) -> str:
     """Return the line on memory that ``count`` communicators may take."""
-    least, most = (in_units(count * each) for each in REPORTED)
+    least, most = (in_units(count * size) for size in REPORTED)
     return (
         f"{count} NCCL communicator{'s' if count > 1 else ''} of a GPU's rank "
         f"{'are' if count > 1 else 'is'} not counted: users report 0.5 to 0.7 GB each on some "

@@ -210,13 +210,13 @@ class JobOptions(TypedDict, total=False):
     context_parallel: int | None
 
 
-def in_places(own: Needs) -> dict[str, int]:
+def in_places(needed: Needs) -> dict[str, int]:
     """Return the bytes of one rank in each tier, by the field names of :class:`Tiers`."""
     return {
-        "device": own.device_bytes,
-        "pinned": own.pinned,
-        "ram": own.ram_bytes,
-        "disk": own.disk_bytes,
+        "device": needed.device_bytes,
+        "pinned": needed.pinned,
+        "ram": needed.ram_bytes,
+        "disk": needed.disk_bytes,
     }
 
 
@@ -262,7 +262,7 @@ def estimate(
         ConfigError: an invalid model, precision, optimizer, stage or number of ranks; ranks, heads
             or lengths that do not divide.
     """
-    asked = asked_for(ranks, precision, optimizer, **job)
+    asked_job = asked_for(ranks, precision, optimizer, **job)
     # Validated at stage 3, which allows every offload section; the rows of smaller stages do not
     # offload parameters.
     offload: dict[str, Any] = {
@@ -270,18 +270,19 @@ def estimate(
         "offload_param": offload_param,
     }
     sections = ZeroConfig(3, **offload)
-    settings = asked.settings
+    settings = asked_job.settings
     optimizer_section, param_section = (
         getattr(sections if offload[name] is not None else settings, name) for name in offload
     )
     name, module = open_model(model, needs_loss=bool(sequence_lengths))
-    plans = plans_of(module, asked, asked.settings.placed(3, optimizer_section, param_section))
+    placed = settings.placed(3, optimizer_section, param_section)
+    plans = plans_of(module, asked_job, placed)
     stages = _stages(plans[0], settings.stage, stage, list(plans[0].stages))
     counts: Counter[bool] = Counter()
     for parameter in module.parameters():
         weights = elements_of(parameter)
-        own = weights if weights != parameter.numel() else plans[0].whole_numel(parameter)
-        counts[parameter.requires_grad] += own
+        numel = weights if weights != parameter.numel() else plans[0].whole_numel(parameter)
+        counts[parameter.requires_grad] += numel
     dims = plans[0].dims
     return MemoryEstimate(
         model=name,
@@ -291,11 +292,11 @@ def estimate(
         ranks=ranks,
         replicas=settings.replicate_size,
         precision=settings.precision,
-        optimizer=asked.optimizer.type,
+        optimizer=asked_job.optimizer.type,
         moments=plans[0].moments,
         stages=tuple(
-            _largest_row(plans, settings.placed(each, optimizer_section, param_section))
-            for each in stages
+            _largest_row(plans, settings.placed(stage, optimizer_section, param_section))
+            for stage in stages
         ),
         offload_optimizer=optimizer_section,
         offload_param=param_section,
@@ -321,12 +322,12 @@ def traffic(
     ``device``: where the time of compression is measured; default: the accelerator of this machine,
     else its CPU.
     """
-    asked = asked_for(ranks, precision, "AdamW", **job)
-    settings = asked.settings
-    [base_plan] = plans_of(open_model(model)[1], asked, settings)
+    job_asked = asked_for(ranks, precision, "AdamW", **job)
+    settings = job_asked.settings
+    [base_plan] = plans_of(open_model(model)[1], job_asked, settings)
     seconds = codings(device or torch.device(kinds.accelerator() or "cpu"))
     stages = [stage] if stage is not None else sorted(POLICIES)
-    return {each: ways(_at_stage(base_plan, each), seconds) for each in stages}
+    return {stage: ways(_at_stage(base_plan, stage), seconds) for stage in stages}
 
 
 def propose(
@@ -351,19 +352,19 @@ def propose(
     otherwise stages 1 to 3.
     """
     device = kinds.meant(gpu=not free.host_device)
-    asked = asked_for(ranks, precision, optimizer, device, **job)
-    settings, config = asked.settings, job.get("config")
+    job_asked = asked_for(ranks, precision, optimizer, device, **job)
+    settings, config = job_asked.settings, job.get("config")
     name, module = open_model(model, needs_loss=sequence_length is not None)
-    plans = plans_of(module, asked, settings)
+    plans = plans_of(module, job_asked, settings)
     begins = settings.stage if config is not None else 1
     stages = _stages(plans[0], settings.stage, stage, list(plans[0].stages[begins:]))
     largest = max(plans, key=lambda part: _row(_at_stage(part, stages[0])).state)
-    known = _lengths(plans[0], () if sequence_length is None else (sequence_length,))
-    found_ways = [way for row in known for way in row.ways]
+    lengths = _lengths(plans[0], () if sequence_length is None else (sequence_length,))
+    found_ways = [way for row in lengths for way in row.ways]
     if margin is None:
-        margin = BESIDE_ACTIVATIONS if known else ACTIVATIONS
+        margin = BESIDE_ACTIVATIONS if lengths else ACTIVATIONS
     fitting = fit(largest, free, margin, stages, found_ways or (ActivationWay(),))
-    return Proposal(name, _written(config, asked, fitting), fitting, free, _cut(largest.dims))
+    return Proposal(name, _written(config, job_asked, fitting), fitting, free, _cut(largest.dims))
 
 
 @dataclass(frozen=True)
@@ -399,7 +400,7 @@ def asked_for(
             f"ranks = {ranks!r:.40} is not a number of ranks; pass an integer from 1 to "
             f"{MOST_RANKS:,}"
         )
-    wanted = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer, {})
+    chosen = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer, {})
     in_a_stage = ParallelDims.over(ranks, pipeline=pipeline_parallel).in_a_stage
     if config is not None:
         settings = ZeroConfig.coerce(config, allow_auto=True)
@@ -426,7 +427,7 @@ def asked_for(
     )
     device = device or kinds.meant(gpu=True)
     settings = settings.on_device(device.type)
-    return Asked(settings, settings.optimizer or wanted, dims, device)
+    return Asked(settings, settings.optimizer or chosen, dims, device)
 
 
 def _dims(ranks: int, tensor: int, expert: int, pipeline: int, division: Division) -> ParallelDims:
@@ -445,13 +446,13 @@ def _refuse_experts(expert: int, pipeline: int) -> None:
         )
 
 
-def plans_of(module: nn.Module, asked: Asked, settings: ZeroConfig) -> list[EnginePlan]:
+def plans_of(module: nn.Module, job: Asked, settings: ZeroConfig) -> list[EnginePlan]:
     """Return the plan, with ``settings``, of the first rank of each pipeline stage."""
-    dims = planned_dims(module, asked.dims)
+    dims = planned_dims(module, job.dims)
     _refuse_experts(dims.expert, dims.pipeline)
-    cuts = planned_cuts(module, dims.tensor, asked.dims.expert, dims)
+    cuts = planned_cuts(module, dims.tensor, job.dims.expert, dims)
     trained = [p for p in module.parameters() if p.requires_grad]
-    optimizer = build_optimizer(asked.optimizer, trained, module) if trained else None
+    optimizer = build_optimizer(job.optimizer, trained, module) if trained else None
     stages: list[frozenset[str] | None] = [None]
     if dims.pipeline > 1:
         from hf_zero.integrations.transformers.pipeline_stages import (
@@ -462,8 +463,8 @@ def plans_of(module: nn.Module, asked: Asked, settings: ZeroConfig) -> list[Engi
         stages = [*(named := names_of_stages(module, parts_of(module, dims, cuts)))]
         for name, holders in stages_of_tied(named).items():
             parameter = module.get_parameter(name)
-            own = cuts.get(parameter, sharding_of(parameter))
-            cuts[parameter] = replace(own, stages=holders)
+            sharding = cuts.get(parameter, sharding_of(parameter))
+            cuts[parameter] = replace(sharding, stages=holders)
     return [
         plan(
             module,
@@ -472,7 +473,7 @@ def plans_of(module: nn.Module, asked: Asked, settings: ZeroConfig) -> list[Engi
             optimizer,
             extensions_of=_extensions_of,
             rank=stage * dims.in_a_stage,
-            device=asked.device,
+            device=job.device,
             cuts=cuts,
             held=parameters,
         )
@@ -486,7 +487,7 @@ def parts_of(module: nn.Module, dims: ParallelDims, cuts: Cuts) -> list[int]:
     """
     from hf_zero.integrations.transformers.pipeline_stages import planned_parts
 
-    return planned_parts(module, dims.pipeline, lambda each: shape_of(each, cuts))
+    return planned_parts(module, dims.pipeline, lambda parameter: shape_of(parameter, cuts))
 
 
 def _extensions_of(settings: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> Extensions:
@@ -592,13 +593,13 @@ def _refuse_missing(model: object) -> None:
         )
 
 
-def _row(own: EnginePlan) -> StageEstimate:
-    stage = own.settings.stage
-    plain = own.replan(own.settings.placed(stage, OffloadOptimizer(), OffloadParam()))
+def _row(planned: EnginePlan) -> StageEstimate:
+    stage = planned.settings.stage
+    plain = planned.replan(planned.settings.placed(stage, OffloadOptimizer(), OffloadParam()))
     sums: Counter[str] = Counter()
     for (kind, _), nbytes in state_bytes(plain).items():
         sums[kind] += nbytes
-    largest, size = max(unit_bytes(own).items(), key=lambda item: item[1], default=("", 0))
+    largest, size = max(unit_bytes(planned).items(), key=lambda item: item[1], default=("", 0))
     return StageEstimate(
         stage,
         sums["parameters"],
@@ -607,21 +608,21 @@ def _row(own: EnginePlan) -> StageEstimate:
         size,
         largest,
         gradient_buffers(plain),
-        Tiers(**in_places(needs(own))),
-        sum(communicators(own).values()),
-        memory_checkpoints=memory_checkpoints(own),
+        Tiers(**in_places(needs(planned))),
+        sum(communicators(planned).values()),
+        memory_checkpoints=memory_checkpoints(planned),
     )
 
 
-def _written(config: object, asked: Asked, found: Fit) -> dict[str, Any] | None:
+def _written(config: object, job: Asked, fitting: Fit) -> dict[str, Any] | None:
     """Return the given configuration, or one made of the arguments, with the settings that fit."""
-    if found.chosen is None:
+    if fitting.chosen is None:
         return None
-    wanted, settings, dims = asked.optimizer, asked.settings, asked.dims
+    optimizer, settings, dims = job.optimizer, job.settings, job.dims
     if config is not None:
         written: dict[str, Any] = ZeroConfig.coerce(config, allow_auto=True).to_dict()
     else:
-        written = {"optimizer": {"type": wanted.type, "params": dict(wanted.params)}}
+        written = {"optimizer": {"type": optimizer.type, "params": dict(optimizer.params)}}
         if settings.precision != "fp32":
             written[settings.precision] = {"enabled": True}
     if dims.tensor > 1 and dims.pipeline == 1:  # with a pipeline, `_cut` cuts the layers
@@ -636,6 +637,6 @@ def _written(config: object, asked: Asked, found: Fit) -> dict[str, Any] | None:
         for key, value in written.get("zero_optimization", {}).items()
         if key not in ("offload_optimizer", "offload_param")
     }
-    chosen = found.chosen.to_config()
+    chosen = fitting.chosen.to_config()
     zero = {**others, **chosen["zero_optimization"]}
     return {**written, **chosen, "zero_optimization": zero}

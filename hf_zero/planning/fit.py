@@ -86,11 +86,11 @@ def _rows(needs: Needs, free: Free, margin: float) -> Iterator[Row]:
     reserve = f"{1 - RAM_SHARE:.0%} reserved for the rest of the process"
     why = f"{free.limited_by}; {reserve}" if free.limited_by else reserve
     if free.host_device:
-        own = tuple(NamedBytes(f"{part.what} (device)", part.nbytes) for part in needs.device)
-        yield Row("memory", needs.device_bytes + needs.ram_bytes, ram, (*own, *needs.ram), why)
+        parts = tuple(NamedBytes(f"{part.what} (device)", part.nbytes) for part in needs.device)
+        yield Row("memory", needs.device_bytes + needs.ram_bytes, ram, (*parts, *needs.ram), why)
     else:
-        left = f"{margin:.0%} reserved for activations" if margin else ""
-        yield Row("device", needs.device_bytes, int(free.device * (1 - margin)), needs.device, left)
+        note = f"{margin:.0%} reserved for activations" if margin else ""
+        yield Row("device", needs.device_bytes, int(free.device * (1 - margin)), needs.device, note)
         if needs.ram:
             yield Row("RAM", needs.ram_bytes, ram, needs.ram, why)
     written = dict(needs.files)
@@ -159,18 +159,16 @@ class Trial:
         ):
             if not section.on:
                 continue
-            own = {
-                key: value for key, value in vars(section).items() if value != getattr(default, key)
-            }
-            if "nvme_path" in own:
-                own["nvme_path"] = (
-                    own["nvme_path"][0] if len(own["nvme_path"]) == 1 else list(own["nvme_path"])
+            keys = {key: v for key, v in vars(section).items() if v != getattr(default, key)}
+            if "nvme_path" in keys:
+                keys["nvme_path"] = (
+                    keys["nvme_path"][0] if len(keys["nvme_path"]) == 1 else list(keys["nvme_path"])
                 )
                 if section.device != "nvme":
-                    del own["nvme_path"]
-            if "cores" in own:
-                own["cpuadam_cores_perc"] = own.pop("cores")
-            zero[name] = own
+                    del keys["nvme_path"]
+            if "cores" in keys:
+                keys["cpuadam_cores_perc"] = keys.pop("cores")
+            zero[name] = keys
         return {"zero_optimization": zero, **self.activations.keys}
 
 
@@ -212,21 +210,21 @@ def fit(
         except ConfigError:
             continue
         for way in activations:
-            left = free.with_room(device=-way.most)
-            for ratio, tried in _ratios(candidate, left, margin):
-                own = _with_activations(needs(tried), way)
+            room = free.with_room(device=-way.most)
+            for ratio, tried in _ratios(candidate, room, margin):
+                needed = _with_activations(needs(tried), way)
                 what = ", ".join(filter(None, (name + ratio, way.name)))
-                trial = Trial(what, tried, own, judge(own, free, margin), way)
+                trial = Trial(what, tried, needed, judge(needed, free, margin), way)
                 trials.append(trial)
                 if trial.verdict.fits:
                     return Fit(tuple(trials), margin)
     return Fit(tuple(trials), margin)
 
 
-def _with_activations(own: Needs, way: ActivationWay) -> Needs:
+def _with_activations(needed: Needs, way: ActivationWay) -> Needs:
     if not way.most:
-        return own
-    return replace(own, device=(*own.device, NamedBytes("activations", way.most)))
+        return needed
+    return replace(needed, device=(*needed.device, NamedBytes("activations", way.most)))
 
 
 def _candidates(

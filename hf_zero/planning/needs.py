@@ -90,7 +90,7 @@ class Needs:
 
 def needs(plan: EnginePlan) -> Needs:
     """Return the bytes of one rank, by the model in the note above."""
-    settings, rest = plan.settings, state_parts(plan)
+    settings, parts = plan.settings, state_parts(plan)
     optimizer, param = settings.offload_optimizer, settings.offload_param
     away = [flat for flat in plan.trainable if flat.sub_groups is not None]
     pieces = max((size for flat in away for size in plan.piece_bytes(flat)), default=0)
@@ -103,21 +103,21 @@ def needs(plan: EnginePlan) -> Needs:
         largest = max(flat.spec.owned_numel for flat in away)
         wide = max(flat.spec.dtype.itemsize for flat in plan.trainable)
         staging = STAGING * min(optimizer.buffer_size, largest) * wide
-    gradients, parameters = rest["gradients", "ram"], rest["parameters", "ram"]
+    gradients, parameters = parts["gradients", "ram"], parts["parameters", "ram"]
     by_folder: Counter[str] = Counter()
     for folders, nbytes in plan.file_bytes().items():
         for folder in folders:
             by_folder[folder] += -(-nbytes // len(folders))
     return Needs(
         device=_parts(
-            *((what, rest[what, "device"]) for what in ("parameters", *WITH_PARAMETERS)),
+            *((what, parts[what, "device"]) for what in ("parameters", *WITH_PARAMETERS)),
             ("gathered units", gathered_bytes(plan)),
-            *((what, rest[what, "device"]) for what in ("gradients", ERRORS)),
+            *((what, parts[what, "device"]) for what in ("gradients", ERRORS)),
             ("gradients under way", gradient_buffers(plan)),
-            *((what, rest[what, "device"]) for what in (STATE, ONE_BIT)),
+            *((what, parts[what, "device"]) for what in (STATE, ONE_BIT)),
         ),
         ram=_parts(
-            (STATE, rest[STATE, "ram"]),
+            (STATE, parts[STATE, "ram"]),
             ("gradients", gradients),
             ("parameters", parameters),
             ("pieces between files and the update", pieces),
@@ -125,7 +125,7 @@ def needs(plan: EnginePlan) -> Needs:
             ("parameters on their way to the GPU", staging),
             (MEMORY, memory_checkpoints(plan)),
         ),
-        disk=_parts((STATE, rest[STATE, "disk"]), ("parameters", rest["parameters", "disk"])),
+        disk=_parts((STATE, parts[STATE, "disk"]), ("parameters", parts["parameters", "disk"])),
         pinned=(gradients + staging if gpu and optimizer.pin_memory is not False else 0)
         + (parameters + units if gpu and param.pin_memory is not False else 0),
         files=tuple(by_folder.items()),
@@ -140,8 +140,8 @@ def memory_checkpoints(plan: EnginePlan) -> int:
     settings = plan.settings.memory_checkpoints
     if not settings.every or not is_in_memory(bases(settings.folder)[0]):
         return 0
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", plan.dims.world))
-    hosts = -(-plan.dims.world // max(1, here))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", plan.dims.world))
+    hosts = -(-plan.dims.world // max(1, local_ranks))
     return len(SLOTS) * min(settings.copies, hosts) * _share_of_files(plan)
 
 

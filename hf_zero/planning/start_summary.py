@@ -57,8 +57,8 @@ def summary(report: PreflightReport) -> str:
         lines.append(f"nothing is sharded on one rank{_more_ranks()}")
     bf16 = Bf16State.of(settings, plan.optimizer)
     if bf16 is not None:
-        kept = [("master weights", bf16.masters), ("moments", bf16.moments)]
-        rounds = " and ".join(what for what, narrow in kept if narrow)
+        parts = [("master weights", bf16.masters), ("moments", bf16.moments)]
+        rounds = " and ".join(what for what, narrow in parts if narrow)
         how = ", with Kahan sums" if bf16.kahan else ", rounded stochastically in each step"
         lines.append(f"{rounds} in bf16{how}")
     coded = plan.names_in_8_bits
@@ -83,28 +83,28 @@ def _quantized(report: PreflightReport) -> list[str]:
     """
     plan = report.plan
     flats = [flat for flat in plan.flats if flat.spec.raw and not flat.spec.trainable]
-    held = [(flat, p) for flat in flats for p in flat.parameters.values()]
+    quantized = [(flat, p) for flat in flats for p in flat.parameters.values()]
     weights = Counter[int]()
-    for _, parameter in held:
+    for _, parameter in quantized:
         elements = elements_of(parameter)
         if elements:
             weights[round(8 * parameter.nbytes / elements)] += elements
     if not weights:
         return []
-    shards = sum(p.nbytes for flat, p in held if flat.spec.sharded)
-    beside = sum(tensor.nbytes for _, p in held for _, tensor in attached(p))
-    whole = sum(p.nbytes for flat, p in held if not flat.spec.sharded) + beside
+    shards = sum(p.nbytes for flat, p in quantized if flat.spec.sharded)
+    beside = sum(tensor.nbytes for _, p in quantized for _, tensor in attached(p))
+    whole = sum(p.nbytes for flat, p in quantized if not flat.spec.sharded) + beside
     kinds = ", ".join(f"{numel:,} in {bits} bits" for bits, numel in sorted(weights.items()))
     places = [(shards, "in shards"), (whole, "whole on each rank")]
-    kept = " and ".join(f"{in_units(nbytes)} {where}" for nbytes, where in places if nbytes)
-    said = f"frozen quantized weights: {kinds}; with their scales {kept}"
+    sizes = " and ".join(f"{in_units(nbytes)} {where}" for nbytes, where in places if nbytes)
+    line = f"frozen quantized weights: {kinds}; with their scales {sizes}"
     more, row = shards - shards // plan.shards, report.verdict.rows[0]  # of the device
     if more and row.needed + more <= 0.8 * row.free and not plan.settings.offload_param.on:
-        said += (
+        line += (
             f"; stage 2 would keep them whole with {in_units(more)} more on each rank, and gather "
             "none of them"
         )
-    return [said]
+    return [line]
 
 
 def _more_ranks() -> str:

@@ -91,28 +91,28 @@ def traffic(plan: EnginePlan, codings: Codings) -> list[Traffic]:
         plan.settings.gradient_accumulation_steps or 1,
     )
     every = [_sizes(flat, max(1, plan.sharers(flat) // replicas)) for flat in plan.flats]
-    trains = [each for each, flat in zip(every, plan.flats) if flat.spec.trainable]
+    trains = [flat_bytes for flat_bytes, flat in zip(every, plan.flats) if flat.spec.trainable]
     in_few_bits = shards > 1 and plan.dims.tensor * plan.dims.expert == 1
     reduces = accumulation if stage > 1 else 1
     gathers = 2 * accumulation
     # the all-reduce of the reduced shards across replicas
     copies = 2 * (replicas - 1) / replicas / shards * reduces
     across = sum(copies * train.nbytes for train in trains)
-    few = sum(each.few for each in trains)
+    few = sum(b.few for b in trains)
 
     def way(name: str, nbytes: float, encoded: float = 0.0, decoded: float = 0.0) -> Traffic:
         coding = encoded * codings.encode + decoded * codings.decode
         return Traffic(name, round(nbytes + across), coding)
 
-    up = sum(each.dense(reduces) for each in trains)
+    up = sum(b.dense(reduces) for b in trains)
     four, eight = (SymmetricBlocks(bits, block).nbytes for bits, block in DEFAULT_BLOCKS.items())
     if stage == 3:
-        down = sum(each.dense(gathers) for each in every)
+        down = sum(b.dense(gathers) for b in every)
         ways = [way("dense", up + down)]
         if in_few_bits:
-            few_up = sum(each.coded(four, reduces) for each in trains)
-            few_down = sum(each.coded(eight, gathers) for each in every)
-            all_few = sum(each.few for each in every)
+            few_up = sum(b.coded(four, reduces) for b in trains)
+            few_down = sum(b.coded(eight, gathers) for b in every)
+            all_few = sum(b.few for b in every)
             ways.append(
                 way(
                     "ZeRO++: int4 gradients, int8 weights",
@@ -122,16 +122,16 @@ def traffic(plan: EnginePlan, codings: Codings) -> list[Traffic]:
                 )
             )
         return ways
-    ways = [way("dense", up + sum(each.dense() for each in trains))]
+    ways = [way("dense", up + sum(b.dense() for b in trains))]
     if in_few_bits and stage > 0:
-        both = sum(each.coded(four, reduces + 1) for each in trains)
+        both = sum(b.coded(four, reduces + 1) for b in trains)
         coded = (few * (reduces + 1 / shards), few * (reduces + 1))
         ways.append(way("4 bits both ways", both, *coded))
     if in_few_bits:
         ways.append(
             way(
                 "1 bit after the freeze",
-                sum(each.coded(_one_bit, 2) for each in trains),
+                sum(b.coded(_one_bit, 2) for b in trains),
                 few * (1 + 1 / shards),
                 few * 2,
             )

@@ -193,11 +193,11 @@ class _Meetings:
         """Have a rank join a message that it could begin at ``begins``. ``links``: when each link
         of the rank is free; the message is busy on ``link``, none if that is "".
         """
-        here = self._ready.setdefault(key, [])
-        here.append((begins, links, link))
-        if len(here) >= len(self._ranks.intersection(key[1])):
+        arrivals = self._ready.setdefault(key, [])
+        arrivals.append((begins, links, link))
+        if len(arrivals) >= len(self._ranks.intersection(key[1])):
             end = self.ends[key] = took + max(ready for ready, _, _ in self._ready.pop(key))
-            for _, free, name in here:
+            for _, free, name in arrivals:
                 if name:
                     free[name] = max(free[name], end)
 
@@ -333,7 +333,7 @@ def seconds_of_stages(
     running = {rank: line.run(recordings[rank]) for rank, line in lines.items()}
     while running:
         ended = len(meetings.ends)
-        going = {rank: each for rank, each in running.items() if next(each, each) is None}
+        going = {r: steps for r, steps in running.items() if next(steps, steps) is None}
         if len(going) == len(running) and len(meetings.ends) == ended:
             raise ConfigError(
                 f"the simulated ranks {', '.join(map(str, going))} wait for each other: one waits "

@@ -72,8 +72,8 @@ class Measured:
     asynchronous: bool
     first_write: float = 0.0
 
-    def machine(self, recording: Recording, given: Machine) -> Machine:
-        """Return ``given`` with what was measured in place of what was assumed: the rate of matrix
+    def machine(self, recording: Recording, base: Machine) -> Machine:
+        """Return ``base`` with what was measured in place of what was assumed: the rate of matrix
         products is that which gives the block of ``recording`` the measured time.
         """
         works = [
@@ -85,11 +85,11 @@ class Measured:
             and event.place.micro_batch == 0
         ]
         flops = sum(work.flops for work in works)
-        others = sum(each.nbytes for each in works) / self.memory
+        others = sum(work.nbytes for work in works) / self.memory
         others += 0.0 if self.asynchronous else sum(w.operations for w in works) * self.operation
-        left = max(self.block_seconds - others, 0.1 * self.block_seconds)
+        remaining = max(self.block_seconds - others, 0.1 * self.block_seconds)
         rates: dict[str, Any] = {
-            "flops": flops / left,
+            "flops": flops / remaining,
             "memory": self.memory,
             "operation": self.operation,
             "overlap": self.overlap,
@@ -98,9 +98,9 @@ class Measured:
         }
         if self.link is not None:
             rates |= {"latency": self.latency, "node": self.link, "network": self.link * self.ranks}
-            rates["ranks_per_host"] = max(self.ranks, given.ranks_per_host)
-        rates = {name: value for name, value in rates.items() if name not in given.sources}
-        return given.replaced(rates, "measured")
+            rates["ranks_per_host"] = max(self.ranks, base.ranks_per_host)
+        rates = {name: value for name, value in rates.items() if name not in base.sources}
+        return base.replaced(rates, "measured")
 
 
 def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Measured:
@@ -131,9 +131,9 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
         step = _pass_of(real, *_inputs(small_args, small_kwargs, device, dtype))
         with _Operations() as counted:
             step()
-        left, right, out = (torch.ones(PASSED, device=device, dtype=dtype) for _ in range(3))
+        term, right, out = (torch.ones(PASSED, device=device, dtype=dtype) for _ in range(3))
         calls: dict[str, Callable[[], Any]] = {
-            "block": run, "step": step, "pass": lambda: torch.add(left, right, out=out),
+            "block": run, "step": step, "pass": lambda: torch.add(term, right, out=out),
         }  # fmt: skip
         size = 0
         if mesh is not None:
@@ -143,7 +143,7 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
     finally:
         if mesh is not None:
             mesh.close()
-    memory = 3 * left.nbytes / took["pass"]
+    memory = 3 * term.nbytes / took["pass"]
     measured = Measured(
         name,
         took["block"],
@@ -158,15 +158,15 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
     return measured if mesh is None else _with_messages(measured, took, size)
 
 
-def _with_messages(found: Measured, took: Mapping[str, float], size: int) -> Measured:
-    """Return ``found`` with what the times of messages tell, the larger of ``size`` bytes."""
+def _with_messages(base: Measured, took: Mapping[str, float], size: int) -> Measured:
+    """Return ``base`` with what the times of messages tell, the larger of ``size`` bytes."""
     alone, message = took["block"], took["large"]
     hidden = alone + BESIDE * message - took["both"]
-    copied = 2 * size / found.ranks / found.memory  # this rank's own part, which is work of a step
+    copied = 2 * size / base.ranks / base.memory  # this rank's own part, which is work of a step
     return dataclasses.replace(
-        found,
+        base,
         latency=took["small"],
-        link=wire_bytes("all_gather", size, found.ranks) / max(message - took["small"], 1e-9),
+        link=wire_bytes("all_gather", size, base.ranks) / max(message - took["small"], 1e-9),
         overlap=min(1.0, max(0.0, hidden / min(alone, BESIDE * message))),
         first_write=max(0.0, took["released"] - message - copied) / size,
     )
@@ -205,7 +205,7 @@ def _times(
     least, most = ROUNDS
     rounds = max(least, min(most, int(SECONDS / once)))
     rows = [[taken(call) for call in calls.values()] for _ in range(rounds)]
-    middles = over_ranks([_middle(each) for each in zip(*rows)])
+    middles = over_ranks([_middle(times) for times in zip(*rows)])
     return dict(zip(calls, middles))
 
 
@@ -226,8 +226,8 @@ def _messages(
         return torch.zeros(size, dtype=torch.uint8, device=device)
 
     def gather(full: torch.Tensor, chunk: torch.Tensor | None = None) -> Handle:
-        own = full.chunk(dim.size)[dim.rank] if chunk is None else chunk
-        return dim.all_gather([(full, own)], "measured")
+        part = full.chunk(dim.size)[dim.rank] if chunk is None else chunk
+        return dim.all_gather([(full, part)], "measured")
 
     small, large, chunk = bytes_of(SMALL), bytes_of(size), bytes_of(size // dim.size)
 
@@ -284,8 +284,8 @@ def _with_inputs(
         hook = block.register_forward_pre_hook(stop, with_kwargs=True)
         try:
             copied(input_ids=ids)
-        except _Inputs as found:
-            return block, found.args_of_block, found.kwargs_of_block
+        except _Inputs as reached:
+            return block, reached.args_of_block, reached.kwargs_of_block
         finally:
             hook.remove()
     raise ConfigError(

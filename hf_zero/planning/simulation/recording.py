@@ -127,7 +127,7 @@ class Recording:
 
     def step(self) -> Iterator[Event]:
         """Yield the events of the whole step."""
-        middle = [each for each in self.events if each.place.micro_batch == 1]
+        middle = [event for event in self.events if event.place.micro_batch == 1]
         last = None
         for event in self.events:
             if last == 1 and event.place.micro_batch == 2:
@@ -231,8 +231,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         inputs = [*tensors_of(args)]
-        for each in inputs:
-            self._take(each.untyped_storage())
+        for tensor in inputs:
+            self._take(tensor.untyped_storage())
         if func in _READS:
             out = _read(func, args, kwargs)
         elif func is aten._grouped_mm.default and args[0].is_meta:
@@ -241,9 +241,9 @@ class Recorder(TorchDispatchMode):
             fused = _FUSED.match(func._schema.name)
             out = None if fused else self._shapes(func, args, kwargs)
         fresh, outputs = False, [*tensors_of((out,))]
-        for each in outputs:
-            if each.device.type == self._device:
-                fresh |= self._make(each.untyped_storage())
+        for tensor in outputs:
+            if tensor.device.type == self._device:
+                fresh |= self._make(tensor.untyped_storage())
         if self.recording is not None and func.namespace != "c10d":
             work = self._work()
             work.operations += 1
@@ -251,7 +251,7 @@ class Recorder(TorchDispatchMode):
             if formula is not None:
                 work.flops += formula(*args, **kwargs, out_val=out)
             elif fresh or func._schema.is_mutable:
-                work.nbytes += sum(each.nbytes for each in (*inputs, *outputs))
+                work.nbytes += sum(tensor.nbytes for tensor in (*inputs, *outputs))
         return out
 
     def add_flops(self, flops: float) -> None:
@@ -370,7 +370,7 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _grouped_on_meta(rows: torch.Tensor, others: torch.Tensor, *more: Any, **kwargs: Any) -> Any:
     """Run a product of groups, of which torch has shapes in bf16 alone."""
-    narrow = (each.to(torch.bfloat16) for each in (rows, others))
+    narrow = (tensor.to(torch.bfloat16) for tensor in (rows, others))
     return aten._grouped_mm.default(*narrow, *more, **kwargs).to(rows.dtype)
 
 

@@ -60,7 +60,7 @@ def _makes_new(func: Any) -> bool:
     """
     schema = func._schema
     named = (*schema.arguments, *schema.returns)
-    return func.namespace == "aten" and all(each.alias_info is None for each in named)
+    return func.namespace == "aten" and all(argument.alias_info is None for argument in named)
 
 
 def _key(values: Iterable[Any]) -> tuple[Any, ...] | None:
@@ -86,8 +86,8 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...] | None:
 def _described(out: Any, args: Any) -> _Made | list[_Made] | None:
     """Return the description of the new tensors ``out``; None if they are something else."""
     if isinstance(out, tuple):
-        each = [one for one in (_described(each, args) for each in out) if isinstance(one, tuple)]
-        return each if each and len(each) == len(out) else None
+        shapes = [one for one in (_described(v, args) for v in out) if isinstance(one, tuple)]
+        return shapes if shapes and len(shapes) == len(out) else None
     if type(out) is not torch.Tensor or not out.is_meta or out.is_complex():
         return None
     storage = out.untyped_storage()
@@ -101,6 +101,6 @@ def _described(out: Any, args: Any) -> _Made | list[_Made] | None:
     return description
 
 
-def _empty(made: _Made) -> torch.Tensor:
-    shape, stride, dtype = made
+def _empty(described: _Made) -> torch.Tensor:
+    shape, stride, dtype = described
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")

@@ -223,50 +223,51 @@ def simulate(
     if measured is not None:
         machine = measured.machine(recordings[0], machine)
     spent = seconds_of_stages(
-        {own.rank: recording for own, recording in zip(plans, recordings)},
+        {planned.rank: recording for planned, recording in zip(plans, recordings)},
         machine,
-        {own.rank: offload_times(own, machine) for own in plans},
+        {planned.rank: offload_times(planned, machine) for planned in plans},
     )
     figures = [
-        _figures(own, recording, spent[own.rank]) for own, recording in zip(plans, recordings)
+        _figures(planned, recording, spent[planned.rank])
+        for planned, recording in zip(plans, recordings)
     ]
-    index = next(n for n, own in enumerate(plans) if own.rank == options.get("rank", 0))
-    own, recording, here = plans[index], recordings[index], figures[index]
-    phases = _phases(own, recording)
-    settings = own.settings
+    index = next(n for n, planned in enumerate(plans) if planned.rank == options.get("rank", 0))
+    planned, recording, figures_here = plans[index], recordings[index], figures[index]
+    phases = _phases(planned, recording)
+    settings = planned.settings
     return Simulation(
         model=name,
-        parameters=sum(own.whole_numel(parameter) for parameter in own.model.parameters()),
-        ranks=own.dims.world,
-        rank=own.rank,
+        parameters=sum(planned.whole_numel(p) for p in planned.model.parameters()),
+        ranks=planned.dims.world,
+        rank=planned.rank,
         stage=settings.stage,
         precision=settings.precision,
-        optimizer=type(own.optimizer).__name__,
+        optimizer=type(planned.optimizer).__name__,
         micro_batch=settings.train_micro_batch_size_per_gpu or 1,
         micro_batches=recording.micro_batches,
         sequence_length=sequence_length,
-        model_state_bytes=sum(model_states(own, narrow=True).values()),
-        state=model_states(own),
-        peak_bytes=here.peak_bytes,
-        peak_at=max(phases, key=lambda each: each.device).at,
+        model_state_bytes=sum(model_states(planned, narrow=True).values()),
+        state=model_states(planned),
+        peak_bytes=figures_here.peak_bytes,
+        peak_at=max(phases, key=lambda phase: phase.device).at,
         phases=phases,
         collectives=_counts(recording),
         flops=recording.flops,
-        seconds=here.seconds,
+        seconds=figures_here.seconds,
         machine=machine,
         stages=tuple(figures) if len(plans) > 1 else (),
     )
 
 
-def _figures(own: EnginePlan, recording: Recording, spent: Seconds) -> StageFigures:
-    """Return the figures of the rank of ``own``, whose step takes ``spent``."""
-    beside = needs(own)
+def _figures(planned: EnginePlan, recording: Recording, spent: Seconds) -> StageFigures:
+    """Return the figures of the rank of ``planned``, whose step takes ``spent``."""
+    beside = needs(planned)
     return StageFigures(
-        own.dims.coordinate(own.rank, "pipeline"),
-        own.rank,
-        sum(slot.numel for flat in own.flats for slot in flat.spec.layout.slots),
+        planned.dims.coordinate(planned.rank, "pipeline"),
+        planned.rank,
+        sum(slot.numel for flat in planned.flats for slot in flat.spec.layout.slots),
         {
-            "device": max(phase.device for phase in _phases(own, recording)),
+            "device": max(phase.device for phase in _phases(planned, recording)),
             "ram": beside.ram_bytes,
             "pinned": beside.pinned,
             "disk": beside.disk_bytes,
@@ -276,18 +277,18 @@ def _figures(own: EnginePlan, recording: Recording, spent: Seconds) -> StageFigu
     )
 
 
-def _phases(own: EnginePlan, recording: Recording) -> tuple[PhaseBytes, ...]:
+def _phases(planned: EnginePlan, recording: Recording) -> tuple[PhaseBytes, ...]:
     """Return the most bytes of each phase, with the state at rest."""
 
     def at_rest(phase: str) -> int:
         # a window's first forward finds no gradients
         first = phase == "forward" and recording.micro_batches == 1
-        by_tier = state_bytes(own, between_steps=first).items()
+        by_tier = state_bytes(planned, between_steps=first).items()
         return sum(n for (_, tier), n in by_tier if tier == "device")
 
     return tuple(
-        PhaseBytes(phase, at_rest(phase) + most, str(place))
-        for phase, (most, place) in recording.peaks.items()
+        PhaseBytes(phase, at_rest(phase) + most, str(peak_at))
+        for phase, (most, peak_at) in recording.peaks.items()
     )
 
 
@@ -315,12 +316,12 @@ def plans_of_stages(
     experts = job.get("expert_parallel")
     if stage is not None:
         check_stage(stage)
-    asked = asked_for(ranks, precision, optimizer, device, **job)
+    job_asked = asked_for(ranks, precision, optimizer, device, **job)
     if not 0 <= rank < ranks:
         raise ConfigError(f"rank {rank} is none of {ranks} ranks; choose 0 to {ranks - 1}")
     if stage is None:
-        default = 3 if asked.dims.pipeline == 1 else 1
-        stage = default if job.get("config") is None else asked.settings.stage
+        default = 3 if job_asked.dims.pipeline == 1 else 1
+        stage = default if job.get("config") is None else job_asked.settings.stage
     spread = {"enabled": True, "autoep_size": experts}
     keys = {
         "replicate_size": replicas,
@@ -328,12 +329,12 @@ def plans_of_stages(
         "gradient_accumulation_steps": micro_batches,
         "expert_parallel": None if experts is None else spread,
     }
-    settings = _placed(asked, keys, stage, offload_optimizer, offload_param)
-    plans = plans_of(module, asked, settings)
-    ranks_of = asked.dims.ranks_along(rank, "pipeline")
+    settings = _placed(job_asked, keys, stage, offload_optimizer, offload_param)
+    plans = plans_of(module, job_asked, settings)
+    ranks_of = job_asked.dims.ranks_along(rank, "pipeline")
     return name, [
-        own if own.rank == each else own.replan(settings, each)
-        for own, each in zip(plans, ranks_of)
+        planned if planned.rank == r else planned.replan(settings, r)
+        for planned, r in zip(plans, ranks_of)
     ]
 
 
@@ -364,14 +365,14 @@ def record_plans(
     """
     recordings: list[Recording] = []
     announced: Sequence[Any] = ()
-    for own in plans:
-        recording, announced = _record(own, length, batch, ranks_per_host, announced)
+    for planned in plans:
+        recording, announced = _record(planned, length, batch, ranks_per_host, announced)
         recordings.append(recording)
     return recordings
 
 
 def _record(
-    own: EnginePlan,
+    planned: EnginePlan,
     length: int,
     batch: Callable[[int, int], Mapping[str, torch.Tensor]] | None,
     ranks_per_host: int | None,
@@ -380,24 +381,24 @@ def _record(
     """Return the recording of one rank, and what it announces to the next stage of a pipeline;
     ``announced``: what the stage before has announced.
     """
-    dims, micro_batches = own.dims, own.settings.gradient_accumulation_steps or 1
-    settings = own.settings.placed(own.settings.stage, OffloadOptimizer(), OffloadParam())
+    dims, micro_batches = planned.dims, planned.settings.gradient_accumulation_steps or 1
+    settings = planned.settings.placed(planned.settings.stage, OffloadOptimizer(), OffloadParam())
     if dims.pipeline == 1:
         settings = dataclasses.replace(
             settings, gradient_accumulation_steps=min(micro_batches, RECORDED)
         )
     rows = settings.train_micro_batch_size_per_gpu or 1
     division = Division(dims.sequence, dims.context)
-    Sequences(length, rows, division).check(own.model)
-    copied = _copy(own).train()
+    Sequences(length, rows, division).check(planned.model)
+    copied = _copy(planned).train()
     if dims.pipeline == 1 and "loss" in settings.kernels and not isinstance(settings.kernels, str):
         defer_head(copied)
     inputs = dict((batch or _tokens)(rows, length // division.ranks))
     if batch is None and dims.pipeline == 1:
         inputs["return_dict"] = False
-    backend = "gloo" if kinds.is_host(own.device) else "nccl"
-    with fake_world(dims.world, own.rank, backend, ranks_per_host):
-        engine = _engine(own, copied, settings)
+    backend = "gloo" if kinds.is_host(planned.device) else "nccl"
+    with fake_world(dims.world, planned.rank, backend, ranks_per_host):
+        engine = _engine(planned, copied, settings)
         groups = get_parallel()
         assert groups is not None
         recorder = recorder_of(engine, announced=announced)
@@ -413,7 +414,7 @@ def _record(
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0]
             raise ConfigError(
-                f"{type(own.model).__name__} cannot be trained without memory "
+                f"{type(planned.model).__name__} cannot be trained without memory "
                 f"({type(error).__name__}: {reason}); give batch=, a function that makes its "
                 "arguments on the meta device, or simulate another model"
             ) from error
@@ -428,46 +429,50 @@ def recorder_of(engine: Any, **options: Any) -> Recorder:
     return Recorder(engine, dims_of(engine))
 
 
-def _copy(own: EnginePlan) -> nn.Module:
-    """Return a copy of the model of ``own``, without the blocks of other stages of a pipeline."""
-    if own.dims.pipeline == 1:
-        return copy_on_meta(own.model, {})
+def _copy(planned: EnginePlan) -> nn.Module:
+    """Return a copy of the model of ``planned``, without blocks of other pipeline stages."""
+    if planned.dims.pipeline == 1:
+        return copy_on_meta(planned.model, {})
     from hf_zero.integrations.transformers.pipeline_stages import blocks_elsewhere
 
-    stage = own.dims.coordinate(own.rank, "pipeline")
-    parts = parts_of(own.model, own.dims, own.cuts)
-    return copy_on_meta(own.model, {}, blocks_elsewhere(own.model, parts, stage))
+    stage = planned.dims.coordinate(planned.rank, "pipeline")
+    parts = parts_of(planned.model, planned.dims, planned.cuts)
+    return copy_on_meta(planned.model, {}, blocks_elsewhere(planned.model, parts, stage))
 
 
-def _engine(own: EnginePlan, copied: nn.Module, settings: ZeroConfig) -> Engine:
-    """Return the engine of ``own`` on ``copied``, a copy of its model, whose layers and experts it
-    cuts, with ``settings`` in place of its own.
+def _engine(planned: EnginePlan, copied: nn.Module, settings: ZeroConfig) -> Engine:
+    """Return the engine of ``planned`` on ``copied``, a copy of its model, whose layers and experts
+    it cuts, with ``settings`` in place of its own.
     """
-    tensor_parallel(copied, own.dims.tensor)
+    tensor_parallel(copied, planned.dims.tensor)
     module, kind = copied, Engine
-    if own.dims.pipeline > 1:
-        module, kind = _staged(own, copied), pipelined(Engine)
+    if planned.dims.pipeline > 1:
+        module, kind = _staged(planned, copied), pipelined(Engine)
     spread_experts(module, settings)
-    init_parallel(own.dims)
-    optimizer = _optimizer_for(own, module)
+    init_parallel(planned.dims)
+    optimizer = _optimizer_for(planned, module)
     techniques = TrainingTechniques(settings, on_model(module))
     if isinstance(module, StagedModule):
         check_uncut(settings, module)
         one_bit = one_bit_of(settings, optimizer) is not None
         check_pipeline(settings, module, techniques.by_key, one_bit)
     engine_plan = plan(
-        module, settings, own.dims, optimizer, extensions_of=extensions_of, rank=own.rank,
+        module, settings, planned.dims, optimizer, extensions_of=extensions_of, rank=planned.rank,
         device=META,
     )  # fmt: skip
     return kind(engine_plan, ActivationPatches(settings), techniques)
 
 
-def _staged(own: EnginePlan, copied: nn.Module) -> StagedModule:
-    """Return the stage of ``own`` of ``copied``."""
+def _staged(planned: EnginePlan, copied: nn.Module) -> StagedModule:
+    """Return the stage of ``planned`` of ``copied``."""
     from hf_zero.integrations.transformers.pipeline_stages import stages_without_values
 
-    module = stages_without_values(copied, parts_of(own.model, own.dims, own.cuts))
-    tied = {name: own.cuts[p].stages for name, p in own.model.named_parameters() if p in own.cuts}
+    module = stages_without_values(copied, parts_of(planned.model, planned.dims, planned.cuts))
+    tied = {
+        name: planned.cuts[p].stages
+        for name, p in planned.model.named_parameters()
+        if p in planned.cuts
+    }
     set_tied(module, {name: stages for name, stages in tied.items() if stages})
     return module
 
@@ -492,31 +497,31 @@ def _tokens(rows: int, length: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _optimizer_for(own: EnginePlan, module: nn.Module) -> torch.optim.Optimizer | None:
-    """Return an optimizer like that of ``own`` over the parameters of ``module``, a copy of its
+def _optimizer_for(planned: EnginePlan, module: nn.Module) -> torch.optim.Optimizer | None:
+    """Return an optimizer like that of ``planned`` over the parameters of ``module``, a copy of its
     model or of a stage of it.
     """
-    if own.optimizer is None:
+    if planned.optimizer is None:
         return None
-    names = {parameter: name for name, parameter in own.model.named_parameters()}
-    there = dict(module.named_parameters())
+    names = {parameter: name for name, parameter in planned.model.named_parameters()}
+    copies = dict(module.named_parameters())
     groups = [
-        {**group, "params": [there[names[p]] for p in group["params"] if names[p] in there]}
-        for group in own.optimizer.param_groups
+        {**group, "params": [copies[names[p]] for p in group["params"] if names[p] in copies]}
+        for group in planned.optimizer.param_groups
     ]
-    optimizer: torch.optim.Optimizer = type(own.optimizer)(groups)  # type: ignore[call-arg]
+    optimizer: torch.optim.Optimizer = type(planned.optimizer)(groups)  # type: ignore[call-arg]
     return optimizer
 
 
 def _placed(
-    asked: Asked, given: Mapping[str, object], stage: int, optimizer: object, parameters: object
+    job: Asked, chosen: Mapping[str, object], stage: int, optimizer: object, parameters: object
 ) -> ZeroConfig:
     """Return the settings with the values that are given, at ``stage``, with the sections of
     offload that are given.
     """
-    values = {name: value for name, value in given.items() if value is not None}
-    settings = asked.settings.override(values, "what was asked for") if values else asked.settings
-    settings = settings.resolve(asked.dims.in_a_stage, training=False).on_device(asked.device.type)
+    values = {name: value for name, value in chosen.items() if value is not None}
+    settings = job.settings.override(values, "what was asked for") if values else job.settings
+    settings = settings.resolve(job.dims.in_a_stage, training=False).on_device(job.device.type)
     written: dict[str, Any] = {"offload_optimizer": optimizer, "offload_param": parameters}
     sections = ZeroConfig(3, **written)
     return settings.placed(
@@ -528,12 +533,12 @@ def _placed(
     )
 
 
-def model_states(own: EnginePlan, narrow: bool = False) -> dict[str, int]:
+def model_states(planned: EnginePlan, narrow: bool = False) -> dict[str, int]:
     """Return the bytes of state by kind, without offload. ``narrow``: with gradients summed in the
     dtype of their parameters.
     """
-    without = own.settings.placed(own.settings.stage, OffloadOptimizer(), OffloadParam())
-    plain = own if without == own.settings else own.replan(without)
+    without = planned.settings.placed(planned.settings.stage, OffloadOptimizer(), OffloadParam())
+    plain = planned if without == planned.settings else planned.replan(without)
     if narrow:
         flats = (dataclasses.replace(flat, gradient_dtype=flat.spec.dtype) for flat in plain.flats)
         plain = dataclasses.replace(plain, flats=tuple(flats))
@@ -554,10 +559,10 @@ def _counts(recording: Recording) -> tuple[CollectiveCount, ...]:
     return tuple(
         CollectiveCount(
             *key,
-            len(each[0].group.ranks),
-            len(each),
-            sum(one.nbytes for one in each),
-            round(sum(wire_bytes(one.operation, one.nbytes, len(one.group.ranks)) for one in each)),
+            len(sent[0].group.ranks),
+            len(sent),
+            sum(one.nbytes for one in sent),
+            round(sum(wire_bytes(one.operation, one.nbytes, len(one.group.ranks)) for one in sent)),
         )
-        for key, each in by_key.items()
+        for key, sent in by_key.items()
     )

@@ -60,8 +60,8 @@ class _Transfer:
 
     def launched(self, micro_batch: int) -> Message:
         kind = Arrival if self.arrives else Message
-        place = StepPlace(PHASES[self.operation == MESSAGES[1]], "", micro_batch)
-        return kind(place, self.operation, self.unit, self.group, self.nbytes)
+        at = StepPlace(PHASES[self.operation == MESSAGES[1]], "", micro_batch)
+        return kind(at, self.operation, self.unit, self.group, self.nbytes)
 
 
 @dataclass
