@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import native
+from hf_zero.ops import native, stochastic_rounding
 from hf_zero.ops.stochastic_rounding import round_reference, round_stochastically
 from tests.helpers.buffers import Guarded, reference, same_bits
 from tests.helpers.checked_triton import checked_triton
+from tests.kernels.test_level_rounding import Operations
 
 KEY = 0xFEDCBA9876543210
 FIRSTS = (0, 13, (1 << 32) - 777, (1 << 40) + 5)  # one of them on both sides of a span
@@ -89,3 +90,12 @@ def test_what_cannot_be_rounded_is_refused() -> None:
         round_stochastically(x.half(), x, KEY)
     with pytest.raises(KernelError, match="source"):
         round_stochastically(x.bfloat16(), x.double(), KEY)
+
+
+def test_a_simulation_counts_one_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The many integer operations of the reference are one kernel on a GPU."""
+    monkeypatch.setattr(stochastic_rounding, "ROUND", None)
+    source = torch.empty(40, device="meta")
+    with Operations() as seen:
+        round_stochastically(torch.empty_like(source, dtype=torch.bfloat16), source, KEY)
+    assert seen.count == 1
