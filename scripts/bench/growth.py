@@ -204,6 +204,7 @@ def main() -> None:
         return work(options.work, int(options.parameters), options.folder)
 
     names, rows = options.only.split(","), list[dict[str, Any]]()
+    path = options.out and options.out / f"growth-{datetime.date.today()}.jsonl"
     cells = [
         (parameters, ranks)
         for parameters in map(int, options.parameters.split(","))
@@ -217,6 +218,9 @@ def main() -> None:
                     facts = {"contender": name, "parameters": parameters, "ranks": ranks}
                     facts |= {"round": number, "rank": rank, "load": os.getloadavg()[0]}
                     rows.append({**facts, **row})
+                    if path is not None:  # a run that is cut off leaves what it has measured
+                        with path.open("a") as file:
+                            file.write(json.dumps(rows[-1]) + "\n")
     print(f"{'contender':12}{'of':>8}{'ranks':>6}" + "".join(f"{each:>12}" for each in COLUMNS))
     for parameters, ranks in cells:
         for name in sorted(names):
@@ -230,10 +234,7 @@ def main() -> None:
                         largest[row["round"]] = max(largest.get(row["round"], 0), row[column])
                 best.append(min(largest.values()))
             print(f"{name:12}{parameters:>8}{ranks:>6}" + "".join(f"{x:12.6g}" for x in best))
-    if options.out:
-        path = options.out / f"growth-{datetime.date.today()}.jsonl"
-        with path.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    if path is not None:
         print(f"rows: {path}")
 
 
