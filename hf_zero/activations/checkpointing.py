@@ -270,10 +270,10 @@ class Checkpoints:
 
     def remove(self) -> None:
         for block in self._blocks:
-            own = block.__dict__.get("forward")
-            if not isinstance(own, _Checkpointed):
+            forward = block.__dict__.get("forward")
+            if not isinstance(forward, _Checkpointed):
                 continue  # wrapped since; the wrapper still calls it
             del block.__dict__["forward"]
-            if own.before is not None:
-                block.forward = own.before  # type: ignore[method-assign]
+            if forward.before is not None:
+                block.forward = forward.before  # type: ignore[method-assign]
         self._blocks, self.left_to_model = [], True  # wrappers then call the plain forward

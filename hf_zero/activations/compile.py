@@ -270,12 +270,12 @@ class CompiledBlocks:
         else:
             parts = set(module.modules())
             chosen = [block for block in self._blocks if block in parts]
-        for each in chosen:
-            if each in self._on:
-                self._on.pop(each).restore()
-            unit = self._unit_of.get(each, self._root)
-            self._on[each] = CompiledForward(
-                each,
+        for selected in chosen:
+            if selected in self._on:
+                self._on.pop(selected).restore()
+            unit = self._unit_of.get(selected, self._root)
+            self._on[selected] = CompiledForward(
+                selected,
                 unit,
                 lambda forward, dynamic: torch.compile(
                     forward, backend=backend, dynamic=dynamic, **options
@@ -283,11 +283,11 @@ class CompiledBlocks:
                 dynamic,
                 self._warned,
             )
-            each.forward = self._on[each]  # type: ignore[method-assign]
+            selected.forward = self._on[selected]  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        for each in self._on.values():
-            each.restore()
+        for forward in self._on.values():
+            forward.restore()
         for module in self._hooked:
             module.__dict__.pop("compile", None)
         self._on, self._hooked = {}, []
@@ -328,15 +328,15 @@ def refuse_backend(
         OPTION
     )
     if by_option is not None:
-        asked, why = by_option, f"options={{{OPTION!r}: True}}"
+        is_asked, why = by_option, f"options={{{OPTION!r}: True}}"
     elif by_mode is not None:
-        asked, why = by_mode, f"mode={mode!r}"
+        is_asked, why = by_mode, f"mode={mode!r}"
     else:
-        asked, why = (
+        is_asked, why = (
             config.triton.cudagraphs,
             "torch._inductor.config.triton.cudagraphs (TORCHINDUCTOR_CUDAGRAPHS)",
         )
-    if asked:
+    if is_asked:
         raise _refusal(why)
 
 
@@ -364,12 +364,12 @@ def refuse_recorded(model: nn.Module, fixed: bool) -> None:
 
 
 def _records(compiled: Any) -> bool:
-    asked = getattr(compiled, "get_compiler_config", None)  # set on results of torch.compile
-    if asked is None:
+    config_of = getattr(compiled, "get_compiler_config", None)  # set on results of torch.compile
+    if config_of is None:
         return False
-    found = asked()
-    if found is not None:
-        return bool(found.get(OPTION))
+    config = config_of()
+    if config is not None:
+        return bool(config.get(OPTION))
     context = getattr(compiled, "dynamo_ctx", None)
     if context is None and inspect.isfunction(compiled):
         context = inspect.getclosurevars(compiled).nonlocals.get("self")

@@ -135,8 +135,8 @@ class _Ticket:
         record.run.bring_before(record.position, missing)
         with torch.no_grad():
             values = torch.empty(0, dtype=self._dtype, device=record.device)
-            place = self._offset, self._size, self._stride
-            values.set_(record.storage(), *place)  # type: ignore[call-overload]
+            layout = self._offset, self._size, self._stride
+            values.set_(record.storage(), *layout)  # type: ignore[call-overload]
         self._done()
         return values
 
@@ -225,8 +225,8 @@ class _OffloadedPass:
     def _find(self, storage: torch.UntypedStorage, version: int) -> _Record | None:
         if storage._cdata not in self._known:
             return None
-        alive, known = self._known[storage._cdata]
-        record = known()
+        alive, reference = self._known[storage._cdata]
+        record = reference()
         return (
             record
             if record is not None and not alive.expired() and record.version == version

@@ -239,7 +239,7 @@ class AttentionOrder:
             F.scaled_dot_product_attention(nothing, nothing, nothing)
         first = _BACKENDS[backend].value
         self._before = list(torch._C._get_sdp_priority_order())
-        self._set = [first, *(each for each in self._before if each != first)]
+        self._set = [first, *(backend for backend in self._before if backend != first)]
         torch._C._set_sdp_priority_order(self._set)
         self._tag = f" attention={backend}"
         compiler.cache_key_tag += self._tag

@@ -65,9 +65,9 @@ def end(child: subprocess.Popen[Any], grace: float) -> None:
             child.kill()
             child.wait()
     if child.returncode:
-        for each in psutil.Process().children(recursive=True):
+        for process in psutil.Process().children(recursive=True):
             try:
-                each.kill()
+                process.kill()
             except psutil.NoSuchProcess:
                 continue
 

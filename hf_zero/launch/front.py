@@ -111,10 +111,10 @@ class _Front:
         self._news.put(Ended(start.host.name, code if code >= 0 else 128 - code))
 
     def _until_one_fails(self) -> int:
-        left = len(self._processes)
-        while left:
+        running = len(self._processes)
+        while running:
             news = self._news.get()
-            left -= not news.signalled
+            running -= not news.signalled
             if news.code:
                 hint = (
                     "; ssh could not reach it, or its connection broke"
@@ -157,15 +157,15 @@ class _Front:
                 "look for what is left of it there"
             )
 
-    def _wait_for_all(self, done: threading.Event) -> None:
+    def _wait_for_all(self, ended: threading.Event) -> None:
         for process in self._processes:
             process.wait()
-        done.set()
+        ended.set()
 
-    def _wait_for_impatience(self, done: threading.Event) -> None:
+    def _wait_for_impatience(self, ended: threading.Event) -> None:
         while True:
             if self._news.get().signalled:  # a second Ctrl-C
-                done.set()
+                ended.set()
                 return
 
     def _cut_off(self) -> None:

@@ -150,11 +150,11 @@ def select(
                 if host.name in named
             ]
         else:
-            left = [
+            slots_left = [
                 (host, tuple(slot for slot in host.slots if slot not in named.get(host.name, ())))
                 for host in hosts
             ]
-            chosen = [Host(host.name, slots, slots != host.slots) for host, slots in left if slots]
+            chosen = [Host(host.name, s, s != host.slots) for host, s in slots_left if s]
         if not chosen and not may_be_empty:
             raise LaunchError(f"{option} {text!r} leaves no host; the hosts are {_names(hosts)}")
     if num_nodes is not None:
@@ -197,13 +197,13 @@ def _read_filter(option: str, text: str, hosts: dict[str, Host]) -> dict[str, tu
                 f"{option} {text!r}: there is no host {match[1]!r}; the hosts are "
                 f"{_names(list(hosts.values()))}"
             )
-        wanted = set(map(int, slots)) or set(host.slots)
-        if unknown := sorted(wanted - set(host.slots)):
+        chosen = set(map(int, slots)) or set(host.slots)
+        if unknown := sorted(chosen - set(host.slots)):
             raise LaunchError(
                 f"{option} {text!r}: {host.name} has slots {host.slots[0]} to {host.slots[-1]}, "
                 f"not {', '.join(map(str, unknown))}"
             )
-        named[host.name] = tuple(sorted(wanted | set(named.get(host.name, ()))))
+        named[host.name] = tuple(sorted(chosen | set(named.get(host.name, ()))))
     return named
 
 
@@ -256,30 +256,30 @@ def address_of(host: str, ssh: Sequence[str]) -> str:
     except ValueError:
         pass
     try:
-        known = [str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+        addresses = [str(e[4][0]) for e in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
     except OSError:
-        known = []
+        addresses = []
     usable = [
         address
-        for address in known
+        for address in addresses
         if not ipaddress.ip_address(address.partition("%")[0]).is_loopback
     ]
     if usable:
         return min(usable, key=lambda address: ":" in address)  # IPv4 preferred
-    asked = ["hostname", "-I"] if is_here(host) else [*ssh, host, "hostname -I"]
+    query = ["hostname", "-I"] if is_here(host) else [*ssh, host, "hostname -I"]
     try:
         resolved = subprocess.run(
-            asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_SECONDS
+            query, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(
-            f"{host} cannot be asked for its address ({shlex.join(asked)}: "
+            f"{host} cannot be asked for its address ({shlex.join(query)}: "
             f"{error}); pass --master-addr"
         ) from None
     words = resolved.stdout.split()
     if resolved.returncode or not words:
         raise LaunchError(
-            f"{host} does not tell its address: {shlex.join(asked)} ended with "
+            f"{host} does not tell its address: {shlex.join(query)} ended with "
             f"{resolved.returncode}: {resolved.stderr.strip()[-300:]!r}. "
             "Make it reachable without a password, or pass --master-addr"
         )

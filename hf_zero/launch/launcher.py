@@ -89,10 +89,10 @@ def _ended(error: Any) -> tuple[int, str] | None:
     if kind == "ChildFailedError":
         rank, failure, why = _first(error.failures)
         others = len(error.failures) - 1
-        rest = f"; {others} other{'s' if others > 1 else ''} ended after it" if others else ""
+        note = f"; {others} other{'s' if others > 1 else ''} ended after it" if others else ""
         # a rank with an error of its own ends with 1, unless torchrun stops it while it ends
         code = 1 if why and failure.exitcode == -signal.SIGTERM else failure.exitcode
-        return _described(f"rank {rank} (pid {failure.pid})", code, why + rest)
+        return _described(f"rank {rank} (pid {failure.pid})", code, why + note)
     if kind == "SignalException":  # a signal to the launcher itself, which has ended the ranks
         return _described("this launcher", -error.sigval, "")
     if taken := TAKEN.search(str(error)):
@@ -125,9 +125,7 @@ def _first(failures: Mapping[int, Any]) -> tuple[int, Any, str]:
 
     rank = min(errors or failures, key=order)
     ended = (1, -signal.SIGTERM)  # with its error; torchrun may stop it while it ends
-    alike = [
-        each for each in errors if errors[each] == errors[rank] and failures[each].exitcode in ended
-    ]
+    alike = [n for n in errors if errors[n] == errors[rank] and failures[n].exitcode in ended]
     rank = min(alike, default=rank)
     error = _short(errors.get(rank, ""))
     return rank, failures[rank], f" ({error})" if error else ""
@@ -144,16 +142,16 @@ def _short(error: str) -> str:
     return error.partition(": ")[0]
 
 
-def _described(who: str, code: int, rest: str) -> tuple[int, str]:
+def _described(who: str, code: int, note: str) -> tuple[int, str]:
     if code >= 0:
-        return code or 1, f"{who} ended with code {code}{rest}"
+        return code or 1, f"{who} ended with code {code}{note}"
     name = (
         signal.Signals(-code).name
         if -code in signal.Signals.__members__.values()
         else f"signal {-code}"
     )
     hint = " (the kernel does so when memory runs out)" if -code == signal.SIGKILL else ""
-    return 128 - code, f"{who} was ended by {name}{hint}{rest}"
+    return 128 - code, f"{who} was ended by {name}{hint}{note}"
 
 
 if __name__ == "__main__":

@@ -160,8 +160,8 @@ def plan(request: Request, default_ranks: Callable[[], int]) -> LaunchPlan:
     meeting = _meeting(request, hosts, ssh)
     starts = []
     for rank, host in enumerate(hosts):
-        here = local or host.name == LOCAL or is_here(host.name)
-        only = len(hosts) == 1 and here
+        is_local = local or host.name == LOCAL or is_here(host.name)
+        only = len(hosts) == 1 and is_local
         environment = exported(
             {} if only or local else os.environ, request.export, request.env_files
         )
@@ -174,9 +174,9 @@ def plan(request: Request, default_ranks: Callable[[], int]) -> LaunchPlan:
         if host.chosen:
             environment[VISIBLE] = _devices(host, only)
         agent = shlex.join(["cd", os.getcwd()]) + " && exec " + shlex.join(_agent(request.python))
-        reached = ["sh", "-c", agent] if here else [*ssh, host.name, agent]
+        reached = ["sh", "-c", agent] if is_local else [*ssh, host.name, agent]
         starts.append(
-            Start(host, _command(request, hosts, rank, meeting), environment, reached, here)
+            Start(host, _command(request, hosts, rank, meeting), environment, reached, is_local)
         )
     if request.node_rank is not None:
         starts = [starts[request.node_rank]]
@@ -208,10 +208,10 @@ def _hosts(request: Request, default_ranks: Callable[[], int]) -> list[Host]:
             "start it with torchrun, which reads this variable, or pass --num-nodes, --node-rank, "
             "--master-addr and --master-port"
         )
-    own = Host(LOCAL, tuple(range(request.num_procs or default_ranks())))
+    this_host = Host(LOCAL, tuple(range(request.num_procs or default_ranks())))
     if request.node_rank is not None:
-        return [own] * (request.num_nodes or 1)
-    return select([own], request.include, request.exclude, None, request.num_procs)
+        return [this_host] * (request.num_nodes or 1)
+    return select([this_host], request.include, request.exclude, None, request.num_procs)
 
 
 def _meeting(request: Request, hosts: Sequence[Host], ssh: Sequence[str]) -> tuple[str, int] | None:
@@ -250,7 +250,7 @@ def _loopback_of_gloo() -> dict[str, str]:
 def _devices(host: Host, only: bool) -> str:
     """Return the devices of the slots; on this machine alone, slots index the visible ones."""
     visible = (
-        [each.strip() for each in os.environ.get(VISIBLE, "").split(",")]
+        [device.strip() for device in os.environ.get(VISIBLE, "").split(",")]
         if only and os.environ.get(VISIBLE)
         else []
     )
@@ -265,12 +265,12 @@ def _agent(python: str) -> list[str]:
 def _command(
     request: Request, hosts: Sequence[Host], rank: int, meeting: tuple[str, int] | None
 ) -> list[str]:
-    own = _accelerate if request.accelerate is not None else _torchrun
+    launcher = _accelerate if request.accelerate is not None else _torchrun
     return [
         request.python,
         "-m",
         LAUNCHER,
-        *own(request, hosts, rank, meeting),
+        *launcher(request, hosts, rank, meeting),
         request.script,
         *request.arguments,
     ]
@@ -345,16 +345,16 @@ def _accelerate(
 def _kind(request: Request, module: str, no_python: str) -> list[str]:
     return [
         option
-        for option, wanted in ((module, request.module), (no_python, request.no_python))
-        if wanted
+        for option, is_chosen in ((module, request.module), (no_python, request.no_python))
+        if is_chosen
     ]
 
 
 def exported(
-    environ: Mapping[str, str], asked: Sequence[str] = (), files: Sequence[Path] = ()
+    environ: Mapping[str, str], names: Sequence[str] = (), files: Sequence[Path] = ()
 ) -> dict[str, str]:
     """Return the variables to export: those of the families above, then the lines of ``files``,
-    then ``asked`` (``NAME``, or ``NAME=VALUE``).
+    then ``names`` (``NAME``, or ``NAME=VALUE``).
 
     Raises LaunchError for a name that is not set in ``environ``, and for a line that is not
     NAME=VALUE.
@@ -366,7 +366,7 @@ def exported(
     }
     for path in files:
         out.update(_read(path))
-    for entry in asked:
+    for entry in names:
         name, separator, value = entry.partition("=")
         if NAME.fullmatch(name) is None:
             raise LaunchError(f"--export {entry!r} is not NAME or NAME=VALUE")

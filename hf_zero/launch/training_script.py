@@ -32,8 +32,8 @@ def launch_command(training: TrainingFile, script: str = SCRIPT) -> str:
     """Return the command line that starts the ranks of ``training``."""
     words = ["hf-zero", "launch"]
     for name, value in launch_options(training).items():
-        for each in value if isinstance(value, list) else [value]:
-            words += [f"--{name}", str(each)]
+        for item in value if isinstance(value, list) else [value]:
+            words += [f"--{name}", str(item)]
     return shlex.join([*words, script])
 
 
@@ -182,7 +182,7 @@ def _parts(training: TrainingFile) -> dict[str, str]:
 
 
 def _call(name: str, called: str, arguments: Mapping[str, str]) -> list[str]:
-    lines = [f"    {each}={value}," for each, value in arguments.items()]
+    lines = [f"    {name}={value}," for name, value in arguments.items()]
     return [f"{name} = {called}(", *lines, ")"]
 
 

@@ -146,7 +146,7 @@ class CommsLogger:
         return {
             "summary": summary,
             "straggler_analysis": stragglers,
-            "engines": [[row.as_dict() for row in each.rows.values()] for each in self.engines],
+            "engines": [[row.as_dict() for row in engine.rows.values()] for engine in self.engines],
             "metadata": {**where, "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S")},
         }
 
@@ -160,10 +160,10 @@ class CommsLogger:
             every = world_group.get_world_group().all_gather_object(times, "the log of collectives")
         stragglers: dict[str, dict[int, dict[str, Any]]] = {}
         for name, sizes in times.items():
-            for size, own in sizes.items():
-                ranks = [each.get(name, {}).get(size, own) for each in every]
+            for size, seconds in sizes.items():
+                ranks = [sizes_of_rank.get(name, {}).get(size, seconds) for sizes_of_rank in every]
                 fastest = [min(call) for call in zip(*ranks)]
-                late = [mine - least for mine, least in zip(own, fastest)]
+                late = [mine - least for mine, least in zip(seconds, fastest)]
                 stragglers.setdefault(name, {})[size] = {
                     "count": len(fastest),
                     "total_comm_lat_ms": sum(fastest),
@@ -219,10 +219,10 @@ def _summary(size: int, record: Sequence[Any]) -> dict[str, Any]:
 
 def _lines(rows: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[str]:
     """Return the table of a summary: a line for each operation and size."""
-    each = [(name, row) for name, sizes in rows.items() for row in sizes.values()]
-    if not each:
+    pairs = [(name, row) for name, sizes in rows.items() for row in sizes.values()]
+    if not pairs:
         return []
-    figures = [key for key in COLUMNS if key in each[0][1]]
+    figures = [key for key in COLUMNS if key in pairs[0][1]]
     return aligned(
         [
             ("operation", "size", "calls", *(COLUMNS[key] for key in figures)),
@@ -233,7 +233,7 @@ def _lines(rows: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[str]:
                     str(row["count"]),
                     *(f"{row[key]:.3f}" for key in figures),
                 )
-                for name, row in each
+                for name, row in pairs
             ),
         ]
     )

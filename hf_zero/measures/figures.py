@@ -46,13 +46,13 @@ def tracked(figures: Mapping[str, object]) -> Figures:
     return {name: value for name, value in figures.items() if name not in NOT_DRAWN}
 
 
-def main_input(engine: Any, given: Any) -> torch.Tensor | None:
+def main_input(engine: Any, inputs: Any) -> torch.Tensor | None:
     """Return the tensor with one row a sample among the arguments of a forward: the model's main
     input if it is named, otherwise the first one.
     """
     name = getattr(engine.module, "main_input_name", "input_ids")
     first = None
-    for key, value in _leaves(given, ""):
+    for key, value in _leaves(inputs, ""):
         if key == name:
             return value
         first = value if first is None else first
@@ -64,11 +64,11 @@ def _leaves(value: object, key: str) -> Iterator[tuple[str, torch.Tensor]]:
         if value.dim():
             yield key, value
     elif isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _leaves(each, str(name))
+        for name, child in value.items():
+            yield from _leaves(child, str(name))
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _leaves(each, key)
+        for child in value:
+            yield from _leaves(child, key)
 
 
 @dataclass(eq=False)
@@ -100,13 +100,13 @@ class StepFigures:
         engine: Any,
         section: MetricsSection,
         counts: EngineCollectives | None,
-        wanted: Callable[[int], bool],
+        is_wanted: Callable[[int], bool],
         report: Callable[[Figures], None],
         alone: bool = False,
     ):
         self.last: Figures = {}
         self._device, self._counts = engine.device, counts
-        self._wanted, self._report, self._alone = wanted, report, alone
+        self._wanted, self._report, self._alone = is_wanted, report, alone
         self._given = section.flops_per_token
         self._peak = (
             1e12 * section.peak_tflops
@@ -141,13 +141,13 @@ class StepFigures:
 
     # ---- within a step ----
 
-    def forward(self, engine: Any, given: Any) -> None:
+    def forward(self, engine: Any, inputs: Any) -> None:
         """Count the samples and tokens of a training forward in a step that is wanted."""
         if not engine.module.training or not torch.is_grad_enabled():  # Lightning sets the module's
             self.pause()  # an evaluation is no part of a step
             return
         self._go_on()
-        rows = main_input(engine, given)
+        rows = main_input(engine, inputs)
         if rows is None:
             return
         self._samples += rows.shape[0]
@@ -166,10 +166,10 @@ class StepFigures:
         if not self.collects:
             return
         self._go_on()
-        own = loss.detach().double().reshape(())
+        value = loss.detach().double().reshape(())
         if weighed and self._divisor is not None:
-            own, weighed = own * self._divisor, False
-        self._loss = own if self._loss is None else self._loss + own
+            value, weighed = value * self._divisor, False
+        self._loss = value if self._loss is None else self._loss + value
         self._weighed = weighed
         self._told += 1
 
@@ -229,25 +229,25 @@ class StepFigures:
     # ---- the numbers of a step ----
 
     def _ended(self, engine: Any, number: int) -> _Step:
-        known: Figures = {"step": number}
+        figures: Figures = {"step": number}
         if self._counts is None or engine.config.has_batch_size:
-            known["samples_seen"] = engine.global_samples
+            figures["samples_seen"] = engine.global_samples
         if self._rate is not None:
-            known["learning_rate"] = self._rate
+            figures["learning_rate"] = self._rate
         if engine.config.precision == "fp16":
-            known["loss_scale"] = self._scale
-        known.update({f"{tier}_bytes": n for tier, n in bytes_by_tier(engine, self.held).items()})
+            figures["loss_scale"] = self._scale
+        figures.update({f"{tier}_bytes": n for tier, n in bytes_by_tier(engine, self.held).items()})
         if not kinds.is_host(self._device):
-            known["peak_device_bytes"] = free_memory.most_allocated(self._device)
+            figures["peak_device_bytes"] = free_memory.most_allocated(self._device)
         if self._counts is not None:
             sent = self._sent + (self._wire_now() - self._wire)
-            known["wire_bytes"] = round(sent.total())
-            known.update({f"{op}_wire_bytes": round(size) for op, size in sent.items() if size})
+            figures["wire_bytes"] = round(sent.total())
+            figures.update({f"{op}_wire_bytes": round(size) for op, size in sent.items() if size})
         waits = self._waits + self._take_waits()
         numbers = self._summed(engine)
         assert self._begin is not None
         return _Step(
-            known,
+            figures,
             self._tokens,
             self._squares / self._tokens if self._tokens else 0.0,
             numbers,
@@ -270,12 +270,12 @@ class StepFigures:
             loss = number(0.0)
         elif not self._weighed:
             loss = loss / micros
-        own = torch.stack([loss.to(self._device), *map(number, counts)])
+        local = torch.stack([loss.to(self._device), *map(number, counts)])
         mesh = engine.mesh
         for axis in () if self._alone else (mesh.sums.stages, mesh.shard, mesh.replicate):
-            axis.all_reduce(own, FIGURES).wait()
+            axis.all_reduce(local, FIGURES).wait()
         norm = engine.grad_norm_tensor().double().reshape(1).to(self._device)
-        numbers = torch.cat([own, norm])
+        numbers = torch.cat([local, norm])
         if kinds.is_host(self._device):
             return numbers
         return pinned.empty(5, torch.float64).copy_(numbers, non_blocking=True)

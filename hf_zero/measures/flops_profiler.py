@@ -127,14 +127,14 @@ class FlopsProfiler:
         by_module = {name: sum(ops.values()) for name, ops in counted.items()}
         counts = {"": by_module.get("Global", 0)}
         for name, module in self.model.named_modules():
-            own = by_module.get(f"{root}.{name}", 0)
-            if name and own:
-                counts[name] = own
+            count = by_module.get(f"{root}.{name}", 0)
+            if name and count:
+                counts[name] = count
                 if isinstance(module, self._ignored):
                     parents = name.split(".")[:-1]
                     for depth in range(len(parents) + 1):
                         parent = ".".join(parents[:depth])
-                        counts[parent] = counts.get(parent, 0) - own
+                        counts[parent] = counts.get(parent, 0) - count
                     counts[name] = 0
         return counts
 

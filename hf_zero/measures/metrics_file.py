@@ -88,17 +88,17 @@ class MetricsReader:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the figures and the other records of the run so far, as :func:`read_rows`."""
-        known, self._files = self._files, {}
+        former, self._files = self._files, {}
         records: list[dict[str, Any]] = []
         for path in files_of(self.folder):
             with suppress(FileNotFoundError):  # renamed by a rotation: the next call reads it
-                records += self._read(path, known)
+                records += self._read(path, former)
         return records
 
-    def _read(self, path: Path, known: Mapping[int, _ReadFile]) -> list[dict[str, Any]]:
+    def _read(self, path: Path, files: Mapping[int, _ReadFile]) -> list[dict[str, Any]]:
         with open(path, "rb") as opened:
             status = os.fstat(opened.fileno())
-            file = known.get(status.st_ino, _ReadFile())
+            file = files.get(status.st_ino, _ReadFile())
             opened.seek(file.end - len(file.tail))
             if opened.read(len(file.tail)) != file.tail:
                 file = _ReadFile()

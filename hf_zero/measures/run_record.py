@@ -41,8 +41,8 @@ def run_header(engine: Any, plan: EnginePlan) -> dict[str, Any]:
     before training.
     """
     mesh, model = engine.mesh, plan.model
-    own = socket.gethostname(), engine.global_rank, device_name(engine.device)
-    every = mesh.job.all_gather_object(own, "hosts of a run")
+    described = socket.gethostname(), engine.global_rank, device_name(engine.device)
+    every = mesh.job.all_gather_object(described, "hosts of a run")
     dims = {name: size for name, size in asdict(mesh.dims).items() if name != "data" and size > 1}
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -73,9 +73,9 @@ def _by_host(every: Iterable[tuple[str, int, str]]) -> dict[tuple[str, str], lis
     return ranks_of
 
 
-def predicted_rows(own: Needs) -> Iterator[dict[str, Any]]:
+def predicted_rows(needed: Needs) -> Iterator[dict[str, Any]]:
     """Yield the predicted bytes by tier, kind of state and name; what is no state is a buffer."""
-    for tier, parts in (("device", own.device), ("ram", own.ram), ("disk", own.disk)):
+    for tier, parts in (("device", needed.device), ("ram", needed.ram), ("disk", needed.disk)):
         for part in parts:
             kind = KINDS.get(part.what, BUFFERS)
             yield {"tier": tier, "kind": kind, "what": part.what, "bytes": part.nbytes}
@@ -99,9 +99,9 @@ def plain(value: object) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 

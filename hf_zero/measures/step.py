@@ -52,7 +52,7 @@ def measures_of(engine: Any, plan: EnginePlan) -> StepMeasures:
         return StepMeasures()
     config = engine.config
     line = StepLine(config, engine.global_rank)
-    asked = (
+    needed = (
         config.wall_clock_breakdown,
         config.memory_breakdown,
         config.dump_state,
@@ -63,7 +63,7 @@ def measures_of(engine: Any, plan: EnginePlan) -> StepMeasures:
         line.every or line.by_time,
         *(getattr(config, name).enabled for name in MONITORS),
     )
-    return EngineMeasures(engine, plan) if any(asked) else StepMeasures()
+    return EngineMeasures(engine, plan) if any(needed) else StepMeasures()
 
 
 class EngineMeasures(StepMeasures):
@@ -101,18 +101,18 @@ class EngineMeasures(StepMeasures):
         if config.metrics.enabled and folder is not None:
             with raise_on_all_ranks("make the folder of its metrics"):
                 self.keep_in(folder)
-        each = config.metrics.enabled or self.monitor.enabled or self._logs_collectives
+        counts_samples = config.metrics.enabled or self.monitor.enabled or self._logs_collectives
         axes = [*engine.mesh.axes, *engine.mesh.parallel_axes]
-        self.counts = EngineCollectives(axes, device) if each else None
-        self.counts_samples = each
+        self.counts = EngineCollectives(axes, device) if counts_samples else None
+        self.counts_samples = counts_samples
         self._figures: StepFigures | None = None
-        self._alone = not (each or self._every)  # figures of rank 0
+        self._alone = not (counts_samples or self._every)  # figures of rank 0
         if not self._alone or self._line.by_time:
             self._figures = StepFigures(
                 engine,
                 config.metrics,
                 self.counts,
-                lambda number: each or self._line.is_due(number),
+                lambda number: counts_samples or self._line.is_due(number),
                 self._report,
                 self._alone,
             )
@@ -209,15 +209,15 @@ class EngineMeasures(StepMeasures):
     def keep_in(self, folder: str) -> None:
         if self.file is None or self.file.folder is not None:
             return
-        own = _free_folder(Path(folder))
-        self.file.keep_in(own)
+        free_folder = _free_folder(Path(folder))
+        self.file.keep_in(free_folder)
         _files.add(self.file)
-        if own != Path(folder):
+        if free_folder != Path(folder):
             logger.warning(
                 "metrics: another engine of this process writes to %s, so this one writes to %s; "
                 "give each a metrics.path, or destroy() an engine that has ended",
                 folder,
-                own,
+                free_folder,
             )
 
     def plan_steps(self, steps: int) -> None:

@@ -67,7 +67,7 @@ def _text(figures: Figures, of_rank_0: bool) -> str:
     """Return the figures, with the bytes of this rank's state and the most that its device has
     held.
     """
-    shown = [f"{told} {figures[name]:.6g}" for name, told in PRINTED.items() if name in figures]
+    shown = [f"{label} {figures[name]:.6g}" for name, label in PRINTED.items() if name in figures]
     if of_rank_0 and "loss" in figures:
         shown[0] += " (rank 0's batches only)"
     state = sum(figures.get(f"{tier}_bytes", 0) for tier in ("device", "ram", "disk"))

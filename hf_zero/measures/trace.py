@@ -85,21 +85,21 @@ class StepTrace:
         if engine.global_steps < self._last:
             return False
         job = engine.mesh.job
-        own = engine.global_rank, socket.gethostname(), self._met
-        ranks = job.all_gather_object(own, "ranks of a trace")
+        described = engine.global_rank, socket.gethostname(), self._met
+        ranks = job.all_gather_object(described, "ranks of a trace")
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
 
-            def take(place: int, part: bytes) -> None:
-                with open(folder / str(place), "ab") as opened:
+            def take(index: int, part: bytes) -> None:
+                with open(folder / str(index), "ab") as opened:
                     opened.write(part)
 
             job.gather_bytes(self._stop(engine), take, "traces")
             if engine.global_rank == 0:
                 self._write(
                     [
-                        RankTrace(rank, host, met, folder / str(place))
-                        for place, (rank, host, met) in enumerate(ranks)
+                        RankTrace(rank, host, met, folder / str(index))
+                        for index, (rank, host, met) in enumerate(ranks)
                     ]
                 )
         return True
@@ -178,18 +178,18 @@ def merged(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
     met: dict[str, float] = {}
     for rank in ranks:
         met.setdefault(rank.host, rank.met)
-    for each in ranks:
-        shift = -met[each.host]  # times begin with the trace
+    for trace in ranks:
+        shift = -met[trace.host]  # times begin with the trace
         numbers: dict[Any, int] = {}
-        for event in json.loads(gzip.decompress(each.file.read_bytes())):
-            own = event.get("pid")
-            event["pid"] = numbers.setdefault(own, each.rank * PIDS + len(numbers))
+        for event in json.loads(gzip.decompress(trace.file.read_bytes())):
+            pid = event.get("pid")
+            event["pid"] = numbers.setdefault(pid, trace.rank * PIDS + len(numbers))
             if event.get("ph") == "M" and event.get("name") == "process_name":
-                event["args"]["name"] = f"rank {each.rank}, {each.host}: {event['args']['name']}"
+                event["args"]["name"] = f"rank {trace.rank}, {trace.host}: {event['args']['name']}"
             elif event.get("name") == "process_sort_index" and event.get("ph") == "M":
                 event["args"]["sort_index"] = event["pid"]
             if "ts" in event:
                 event["ts"] += shift
             if "id" in event:
-                event["id"] = f"{each.rank}/{event['id']}"
+                event["id"] = f"{trace.rank}/{event['id']}"
             yield event

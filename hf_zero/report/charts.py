@@ -152,10 +152,10 @@ def memory(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
         yield _for_run(runs, run, Chart(f"memory{index}", "Memory", note, spec))
 
 
-def timeline(place: int, found: Timeline) -> Chart:
+def timeline(index: int, one: Timeline) -> Chart:
     """Return the chart of one step."""
-    lines, bars = _places(found.bars)
-    labels = ", ".join(f"'{place:.3f}': '{name}'" for place, name in lines.items())
+    lines, bars = _places(one.bars)
+    labels = ", ".join(f"'{position:.3f}': '{name}'" for position, name in lines.items())
     depth = max(bar["y2"] for bar in bars)
     spec: Spec = {
         "data": {"values": bars},
@@ -176,7 +176,7 @@ def timeline(place: int, found: Timeline) -> Chart:
             "x": {
                 "field": "begin",
                 "type": "quantitative",
-                "scale": {"domain": [0, found.length / 1e3], "nice": False},
+                "scale": {"domain": [0, one.length / 1e3], "nice": False},
                 "axis": {"title": "milliseconds", "format": ",~f"},
             },
             "x2": {"field": "end"},
@@ -205,13 +205,13 @@ def timeline(place: int, found: Timeline) -> Chart:
             ],
         },
     }
-    some = "" if found.shown == found.ranks else f", the first {found.shown} of {found.ranks} ranks"
+    some = "" if one.shown == one.ranks else f", the first {one.shown} of {one.ranks} ranks"
     note = (
-        f"step {found.step}{some}: {found.length / 1e3:,.1f} ms. Gathers and reductions are drawn "
+        f"step {one.step}{some}: {one.length / 1e3:,.1f} ms. Gathers and reductions are drawn "
         "from their launch to their end; exposed: computation waited."
     )
     hint = "Drag to move, Shift and the wheel to zoom."
-    return Chart(f"timeline{place}", "Timeline of a step", note, spec, True, hint)
+    return Chart(f"timeline{index}", "Timeline of a step", note, spec, True, hint)
 
 
 # ---- parts ----
@@ -255,11 +255,11 @@ def _steps() -> Spec:
 def _colours(field: str, colours: Mapping[str, str], rows: Sequence[Mapping[str, object]]) -> Spec:
     """Return the encoding by the ``colours`` of those values that occur."""
     used = {row[field] for row in rows}
-    known = {name: colour for name, colour in colours.items() if name in used}
+    used_colours = {name: colour for name, colour in colours.items() if name in used}
     return {
         "field": field,
         "type": "nominal",
-        "scale": {"domain": list(known), "range": list(known.values())},
+        "scale": {"domain": list(used_colours), "range": list(used_colours.values())},
         "legend": {"title": None, "orient": "top", "symbolType": "square"},
     }
 
@@ -455,12 +455,12 @@ def _memory_rows(run: RecordedRun) -> Iterator[Spec]:
         }
 
     for tier in TIERS:
-        predicted = [each for each in run.header.get("predicted", ()) if each["tier"] == tier]
-        for each in predicted:
-            yield row("predicted", tier, each["kind"], each["what"], each["bytes"])
-        state = [each for each in run.totals.get("state", ()) if each["tier"] == tier]
-        for each in state:
-            yield row("measured", tier, each["kind"], each["kind"], each["bytes"])
+        predicted = [record for record in run.header.get("predicted", ()) if record["tier"] == tier]
+        for record in predicted:
+            yield row("predicted", tier, record["kind"], record["what"], record["bytes"])
+        state = [record for record in run.totals.get("state", ()) if record["tier"] == tier]
+        for record in state:
+            yield row("measured", tier, record["kind"], record["kind"], record["bytes"])
         most = max(run.figure(f"{tier}_bytes"), default=0)
         if not state and most:
             yield row("measured", tier, "state", "state", most)
@@ -478,15 +478,15 @@ def _places(bars: Sequence[Bar]) -> tuple[dict[float, str], list[Spec]]:
     top = 0.0
     for rank in sorted({bar.rank for bar in bars}):
         for lane in LANES:
-            own = sorted(
+            ordered = sorted(
                 (bar for bar in bars if (bar.rank, bar.lane) == (rank, lane)),
                 key=lambda bar: (bar.kind == "exposed", bar.begin),
             )
-            if not own:
+            if not ordered:
                 continue
             ends: list[float] = []  # of the last bar of each level
             levels = []
-            for bar in own:
+            for bar in ordered:
                 if bar.kind == "exposed":
                     levels.append(-1)
                     continue
@@ -495,7 +495,7 @@ def _places(bars: Sequence[Bar]) -> tuple[dict[float, str], list[Spec]]:
                 levels.append(level)
             depth = max(1, min(len(ends), 4)) if lane != "compute" else 1
             height = 1.6 if lane == "compute" else 1.0 if depth == 1 else 0.6 * depth
-            for bar, level in zip(own, levels):
+            for bar, level in zip(ordered, levels):
                 whole = level < 0 or lane == "compute"
                 low = top if whole else top + height * (level % depth) / depth
                 high = top + height if whole else low + height / depth

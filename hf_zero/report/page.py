@@ -52,7 +52,7 @@ def write_report(
     """
     runs = distinct([read_run(run, trace)] + ([] if against is None else [read_run(against)]))
     to = Path(output) if output is not None else runs[0].folder / NAME
-    text = page(content(runs, [timeline(each) for each in runs]), javascript())
+    text = page(content(runs, [timeline(run) for run in runs]), javascript())
     if to.exists() and not to.is_file():  # a pipe would be waited for
         raise ConfigError(f"the page {to} cannot be written (no regular file); pass --output")
     try:
@@ -61,7 +61,7 @@ def write_report(
         to.write_text(text, "utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"the page {to} cannot be written ({error}); pass --output") from error
-    return to, [each.summary() for each in runs]
+    return to, [run.summary() for run in runs]
 
 
 def javascript() -> str:
@@ -114,7 +114,7 @@ def _sections(
     yield _section("Training", _charts(charts.curves(runs), drawn))
     yield _section("Speed", _charts(charts.speeds(runs), drawn))
     yield _section("Memory", _charts(charts.memory(runs), drawn))
-    tables = [_named(runs, each, _collectives(each)) for each in runs]
+    tables = [_named(runs, run, _collectives(run)) for run in runs]
     yield _section("Communication", _charts(charts.traffic(runs), drawn), *tables)
     parts = [
         _named(runs, runs[index], _charts([charts.timeline(index, chart)], drawn) + _exposed(chart))
@@ -123,7 +123,7 @@ def _sections(
     ]
     yield _section("Timeline", *parts)
     yield _section("Configuration", *_configuration(runs))
-    yield _section("Environment", *(_named(runs, each, _environment(each)) for each in runs))
+    yield _section("Environment", *(_named(runs, run, _environment(run)) for run in runs))
 
 
 def _section(title: str, *parts: str) -> str:
@@ -164,7 +164,7 @@ def _line(run: RecordedRun) -> str:
     if not header:
         return f"{run.folder}; no header: an older version wrote its figures"
     mesh = [f"{size} {name}" for name, size in header["mesh"].items() if size > 1]
-    hosts = {each["host"]: each["device"] for each in header["hosts"]}
+    hosts = {host["host"]: host["device"] for host in header["hosts"]}
     parts = [
         f"{header['model']}, {in_numbers(header['parameters'])} parameters on a rank"
         if "tensor" in header["mesh"] or "pipeline" in header["mesh"]
@@ -254,7 +254,7 @@ def _collectives(run: RecordedRun) -> str:
     return _table(heads, rows, ("", "", *["number"] * 4)) + note if rows else ""
 
 
-def _exposed(found: Timeline) -> str:
+def _exposed(one: Timeline) -> str:
     rows = [
         (
             str(row["rank"]),
@@ -266,7 +266,7 @@ def _exposed(found: Timeline) -> str:
                 )
             ),
         )
-        for row in found.rows()
+        for row in one.rows()
     ]  # fmt: skip
     heads = (
         "rank", "step", "compute", "gathers in flight", "exposed", "reductions in flight",
@@ -290,8 +290,8 @@ def _configuration(runs: Sequence[RecordedRun]) -> Iterator[str]:
         sources = dict.fromkeys("" if row is None else row["source"] for row in rows)
         cells = (key, *values, "; ".join(filter(None, sources)))
         differs = len(set(values)) > 1
-        given = any(row is not None and row["source"] != "default" for row in rows)
-        (written if given or differs else defaults).append((cells, differs))
+        is_written = any(row is not None and row["source"] != "default" for row in rows)
+        (written if is_written or differs else defaults).append((cells, differs))
     names = ["value"] if len(runs) == 1 else [run.name for run in runs]
     heads, kinds = ("key", *names, "source"), ("key", *["key"] * len(runs), "faint")
     marks = [differs for _, differs in written]
@@ -306,8 +306,8 @@ def _environment(run: RecordedRun) -> str:
     if not header:
         return ""
     hosts = [
-        (each["host"], each["device"], listed(map(str, each["ranks"]), 16))
-        for each in header["hosts"]
+        (host["host"], host["device"], listed(map(str, host["ranks"]), 16))
+        for host in header["hosts"]
     ]
     versions = [(name, version) for name, version in header["versions"].items()]
     files = [("folder", str(run.folder.resolve())), ("program", header["program"])]
@@ -373,8 +373,8 @@ def timeline(run: RecordedRun) -> Timeline | None:
     return None if run.trace is None else read_timeline(run.trace)
 
 
-def summary_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the names and values of a summary for a table of text."""
-    for name, value in found.items():
+    for name, value in summary.items():
         text = in_units(value) if name.endswith("_bytes") else value
         yield name, f"{text:.6g}" if isinstance(text, float) else str(text)

@@ -55,10 +55,10 @@ def problem_of(row: Mapping[str, object]) -> str | None:
     if "step" in row:
         figures = {name: value for name, value in row.items() if value is not None}
         return next(misfits(figures, {"step": COUNT} | dict.fromkeys(figures, float)), None)
-    own = {"after_step": COUNT}
+    shape_of_row = {"after_step": COUNT}
     for kind, shape in RECORDS.items():
-        own |= shape if kind in row else {}
-    return next(misfits(row, own), None)
+        shape_of_row |= shape if kind in row else {}
+    return next(misfits(row, shape_of_row), None)
 
 
 def misfits(value: Any, shape: Any, where: str = "") -> Iterator[str]:
@@ -69,15 +69,15 @@ def misfits(value: Any, shape: Any, where: str = "") -> Iterator[str]:
     if isinstance(shape, Mapping) and isinstance(value, dict):
         for key, part in shape.items():
             if key is str:
-                for name, each in value.items():
-                    yield from misfits(each, part, f"{where}.{name:.40}")
+                for name, child in value.items():
+                    yield from misfits(child, part, f"{where}.{name:.40}")
             elif (name := key.removesuffix("?")) in value:
                 yield from misfits(value[name], part, f"{where}.{name}")
             elif name == key:
                 yield f"{where}.{name}".lstrip(".") + " is absent"
     elif isinstance(shape, list) and isinstance(value, list):
-        for index, each in enumerate(value):
-            yield from misfits(each, shape[0], f"{where}[{index}]")
+        for index, child in enumerate(value):
+            yield from misfits(child, shape[0], f"{where}[{index}]")
     elif isinstance(shape, (Mapping, list)):
         yield _told(where, value, "an object" if isinstance(shape, Mapping) else "a list")
     elif isinstance(shape, frozenset):

@@ -196,7 +196,7 @@ def _planned_steps(rows: Sequence[Mapping[str, Any]]) -> int | None:
         if "planned_steps" in row:
             return int(row["planned_steps"])
         if "run" in row:
-            values = {each["key"]: each["value"] for each in row["run"].get("config", ())}
+            values = {r["key"]: r["value"] for r in row["run"].get("config", ())}
             steps = values.get("scheduler.params", {})
             steps = steps.get("total_num_steps") if isinstance(steps, dict) else None
             return steps if isinstance(steps, int) and steps > 0 else None
@@ -243,6 +243,6 @@ def _last_trace(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:
     noted = [Path(row["trace"]) for row in rows if "trace" in row]
     beside = sorted(folder.glob(TRACES), key=lambda path: path.stat().st_mtime)
     moved = [folder / path.name for path in noted]
-    known = (*reversed(noted), *reversed(moved), *reversed(beside))
+    candidates = (*reversed(noted), *reversed(moved), *reversed(beside))
     # os.path: a noted name may be longer than a file system allows
-    return next((path for path in known if os.path.isfile(path)), None)
+    return next((path for path in candidates if os.path.isfile(path)), None)

@@ -69,13 +69,13 @@ class Timeline:
         """
         by_rank = []
         for rank in sorted({bar.rank for bar in self.bars}):
-            own = [bar for bar in self.bars if bar.rank == rank]
+            bars = [bar for bar in self.bars if bar.rank == rank]
             row: dict[str, Any] = {"rank": rank, "step": self.length / 1e3}
             for lane in LANES:
-                parts = [bar for bar in own if bar.lane == lane and bar.kind != "exposed"]
+                parts = [bar for bar in bars if bar.lane == lane and bar.kind != "exposed"]
                 row[lane] = covered(parts) / 1e3
             for lane in ("gathers", "reductions"):
-                parts = [bar for bar in own if bar.lane == lane and bar.kind == "exposed"]
+                parts = [bar for bar in bars if bar.lane == lane and bar.kind == "exposed"]
                 row[f"{lane} exposed"] = covered(parts) / 1e3
             by_rank.append(row)
         return by_rank
@@ -125,10 +125,11 @@ def _last_step(file: Path) -> Timeline | None:
     for rank in shown:
         begin = ends[rank].get(step - 1, min(bar.begin for bar in spans[rank]))
         end = ends[rank][step]
-        own = [*_of_host(spans[rank])]
+        step_bars = [*_of_host(spans[rank])]
         if kernels[rank]:
-            own = [bar for bar in own if bar.lane == "updates"] + [*_of_device(kernels[rank])]
-        inside = [bar for bar in own if bar.end > begin and bar.begin < end]
+            updates = [bar for bar in step_bars if bar.lane == "updates"]
+            step_bars = updates + [*_of_device(kernels[rank])]
+        inside = [bar for bar in step_bars if bar.end > begin and bar.begin < end]
         bars += [bar._replace(begin=max(bar.begin, begin), end=min(bar.end, end)) for bar in inside]
         first, last = (begin if not last else min(first, begin)), max(last, end)
     bars = [bar._replace(begin=bar.begin - first, end=bar.end - first) for bar in bars]
@@ -225,9 +226,7 @@ def _of_device(kernels: Sequence[Bar]) -> Iterator[Bar]:
             sent.append(bar._replace(lane=lane, kind=lane))
         else:
             compute.append(bar)
-    busy = [
-        Bar(kernels[0].rank, "compute", "kernels", "kernels", *each) for each in merged(compute)
-    ]
+    busy = [Bar(kernels[0].rank, "compute", "kernels", "kernels", *i) for i in merged(compute)]
     yield from busy
     for bar in sent:
         yield bar
@@ -248,4 +247,4 @@ def merged(bars: Iterable[Bar], gap: float = GAP) -> list[Interval]:
 
 def covered(bars: Iterable[Bar]) -> float:
     """Return the microseconds that ``bars`` cover together."""
-    return sum(each.end - each.begin for each in merged(bars, 0.0))
+    return sum(interval.end - interval.begin for interval in merged(bars, 0.0))

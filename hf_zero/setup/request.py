@@ -134,14 +134,14 @@ class SetupRequest(Generic[E]):
         if self.user_optimizer is not None:
             return self.user_optimizer
         config, model = self.config.optimizer, self.model
-        wanted = list(self.model_parameters or ())
+        parameters = list(self.model_parameters or ())
         if self.model_parameters is None:
-            wanted = [p for p in model.parameters() if p.requires_grad]
-        if not wanted and isinstance(model, StagedModule):
-            wanted = list(model.parameters())  # a stage that is frozen steps with the others
+            parameters = [p for p in model.parameters() if p.requires_grad]
+        if not parameters and isinstance(model, StagedModule):
+            parameters = list(model.parameters())  # a stage that is frozen steps with the others
         if self.optimizer is not None:
             make: Any = self.optimizer
-            optimizer: Any = make(wanted)
+            optimizer: Any = make(parameters)
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise ConfigError(
                     f"the callable optimizer returned a {type(optimizer).__name__}; it must return "
@@ -150,19 +150,19 @@ class SetupRequest(Generic[E]):
             return optimizer
         if config is None:
             return None
-        if not wanted:
+        if not parameters:
             raise ConfigError(
                 "the config names an optimizer but no parameter of the model requires grad; "
                 "unfreeze some, or remove the optimizer"
             )
-        return build_optimizer(config, wanted, model)
+        return build_optimizer(config, parameters, model)
 
 
 def configuration(args: Any, config: Any, config_params: Any, foreign: bool = False) -> ZeroConfig:
     """Return the configuration that one of these arguments of :func:`initialize` holds; ``foreign``
     as for :meth:`ZeroConfig.from_dict`. Raises ConfigError for none, and for several that differ.
     """
-    given = [
+    sources = [
         (name, value)
         for name, value in (
             ("config", config),
@@ -172,30 +172,30 @@ def configuration(args: Any, config: Any, config_params: Any, foreign: bool = Fa
         )
         if value is not None
     ]
-    if not given:
+    if not sources:
         raise ConfigError(
             "initialize needs a config: pass config= (a ZeroConfig, dict, path or preset name), or "
             "args with deepspeed_config"
         )
-    if len(given) > 1 and any(value != given[0][1] for _, value in given[1:]):
+    if len(sources) > 1 and any(value != sources[0][1] for _, value in sources[1:]):
         raise ConfigError(
             "initialize was given more than one config: "
-            f"{', '.join(name for name, _ in given)}; pass one"
+            f"{', '.join(name for name, _ in sources)}; pass one"
         )
     # of a script for DeepSpeed, what nothing fills in takes its default
     autos: Any = True if foreign else "alone"
-    return ZeroConfig.coerce(given[0][1], allow_auto=autos, foreign=foreign, check=refused)
+    return ZeroConfig.coerce(sources[0][1], allow_auto=autos, foreign=foreign, check=refused)
 
 
-def _no_model(given: object) -> ConfigError:
+def _no_model(value: object) -> ConfigError:
     what = (
         ""
-        if given is None
-        else f"Module, not {given!r}"
-        if isinstance(given, str)
-        else f"Module, not a {type(given).__name__}"
+        if value is None
+        else f"Module, not {value!r}"
+        if isinstance(value, str)
+        else f"Module, not a {type(value).__name__}"
     )
-    load = f", such as AutoModel.from_pretrained({given!r})" if isinstance(given, str) else ""
+    load = f", such as AutoModel.from_pretrained({value!r})" if isinstance(value, str) else ""
     return ConfigError(f"initialize needs model={what}; pass the torch.nn.Module to train{load}")
 
 

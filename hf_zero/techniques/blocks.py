@@ -55,19 +55,19 @@ def layers_of(model: nn.Module, key: str) -> list[Layer]:
     for path, block in repeated_blocks(model):
         if not _has_strides(block):
             stacks.setdefault(path.rpartition(".")[0], []).append(block)
-    found = [
+    layers = [
         Layer(block, stack, index, len(blocks), index == 1 and not _returns_a_tensor(block))
         for stack, blocks in stacks.items()
         if len(blocks) > 1
         for index, block in enumerate(blocks, 1)
     ]
-    if not found:
+    if not layers:
         raise ConfigError(
             f"{key}.enabled concerns the repeated blocks of a model, and {type(model).__name__} "
             "has none (layers of transformers, _no_split_modules, or items of a ModuleList); "
             "remove the key"
         )
-    return found
+    return layers
 
 
 def layers_at(model: nn.Module, path: str | None, key: str) -> list[nn.Module]:
@@ -189,8 +189,8 @@ def with_first(output: object, state: torch.Tensor) -> Any:
     """Return a block's ``output`` with its hidden state replaced by ``state``."""
     if not isinstance(output, tuple):
         return state
-    rest = output[1:]
-    return type(output)(state, *rest) if hasattr(output, "_fields") else (state, *rest)
+    others = output[1:]
+    return type(output)(state, *others) if hasattr(output, "_fields") else (state, *others)
 
 
 class ReturnedBefore:
@@ -227,8 +227,8 @@ class AwaitedCalls:
         self, model: nn.Module, blocks: Iterable[nn.Module], ran: Callable[[nn.Module, str], None]
     ):
         self._ran = ran
-        self._paths = {each: path for path, each in model.named_modules()}
-        uses = Counter(id(each) for _, each in model.named_modules(remove_duplicate=False))
+        self._paths = {module: path for path, module in model.named_modules()}
+        uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
         self._hooks = {
             block: [
                 part.register_forward_pre_hook(Attached(self._before, block))

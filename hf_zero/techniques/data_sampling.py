@@ -133,7 +133,7 @@ class SampleOrder:
                 admitted &= easy
         pool = np.flatnonzero(admitted)
         if not len(pool):
-            limits = " and ".join(each.describe(step) for each in self.criteria)
+            limits = " and ".join(criterion.describe(step) for criterion in self.criteria)
             raise ConfigError(
                 f"no sample is admitted at step {step}, which asks for {limits}; raise "
                 "min_difficulty (`hf-zero analyze` shows the values)"
@@ -175,10 +175,10 @@ class _Draws:
     def take(self, count: int) -> np.ndarray:
         taken = []
         while count:
-            here = min(count, self._size - self._at) or min(count, len(self._pool))
-            self.skip(here)
-            taken.append(self._shuffled()[self._at - here : self._at])
-            count -= here
+            count_here = min(count, self._size - self._at) or min(count, len(self._pool))
+            self.skip(count_here)
+            taken.append(self._shuffled()[self._at - count_here : self._at])
+            count -= count_here
         return np.concatenate(taken)
 
     def _shuffled(self) -> np.ndarray:
@@ -217,8 +217,8 @@ class CurriculumSampler(Sampler[int]):
         self.batch_size = batch_size
         self._skipped = 0
         self._training = _Training()
-        whole, rest = divmod(len(dataset), batch_size)
-        self._length = max(1, whole + bool(rest and not drop_last)) * batch_size
+        whole, remainder = divmod(len(dataset), batch_size)
+        self._length = max(1, whole + bool(remainder and not drop_last)) * batch_size
 
     def follow(
         self,
@@ -353,10 +353,10 @@ class DifficultySampling:
         if self._finish is None:
             return batch
         self._finished = True
-        done = self._counters.global_steps
-        difficulties = {name: each(done + 1) for name, each in self._difficulties.items()}
+        step = self._counters.global_steps
+        difficulties = {name: at(step + 1) for name, at in self._difficulties.items()}
         return self._finish(
-            batch, {"curriculum_step": done + 1, "current_difficulties": difficulties}
+            batch, {"curriculum_step": step + 1, "current_difficulties": difficulties}
         )
 
     def install(self, engine: Any) -> None:
@@ -397,12 +397,12 @@ def _check(settings: Mapping[str, object], section: str) -> None:
     for key in settings:
         if key not in _KEYS:
             raise ConfigError(f"{section} has no key {key!r}{did_you_mean(key, _KEYS)}")
-    for key, known in (("difficulty_type", _DIFFICULTY), ("clustering_type", _CLUSTERING)):
-        value = settings.get(key, known[0])
-        if value not in known:
+    for key, values in (("difficulty_type", _DIFFICULTY), ("clustering_type", _CLUSTERING)):
+        value = settings.get(key, values[0])
+        if value not in values:
             raise ConfigError(
-                f"{section}.{key} = {value!r} is none of {', '.join(known)}"
-                f"{did_you_mean(str(value), known)}"
+                f"{section}.{key} = {value!r} is none of {', '.join(values)}"
+                f"{did_you_mean(str(value), values)}"
             )
 
 
@@ -437,11 +437,11 @@ def _by_step(schedule: DifficultySchedule) -> Callable[[int], Number]:
     """
     if schedule.schedule_type != "custom":
         return schedule.at
-    known: list[Number] = []
+    sizes: list[Number] = []
 
     def difficulty(step: int) -> Number:
-        known.extend(schedule.at(number) for number in range(len(known) + 1, step + 1))
-        return known[step - 1]
+        sizes.extend(schedule.at(number) for number in range(len(sizes) + 1, step + 1))
+        return sizes[step - 1]
 
     return difficulty
 

@@ -121,7 +121,7 @@ class HessianEigenvalues:
         section, places = self._section, self._places[number]
         flats = list(dict.fromkeys(flat for _, flat, _, _ in places))
         masters = [flat.optimizer_shard.master for flat in flats]
-        saved = {flat: each.clone() for flat, each in zip(flats, masters) if each is not None}
+        saved = {flat: master.clone() for flat, master in zip(flats, masters) if master is not None}
         weights = [saved[flat][start:stop].double() for _, flat, start, stop in places]
         epsilon = min((torch.finfo(flat.dtype).eps for flat in flats), default=1.0)
         length = epsilon**0.5 * (1 + self._dot(weights, weights) ** 0.5)
@@ -157,12 +157,12 @@ class HessianEigenvalues:
         return vector
 
     def _gradient(
-        self, number: int, kept: Mapping[FlatBuffer, torch.Tensor], length: float, vector: Vector
+        self, number: int, masters: Mapping[FlatBuffer, torch.Tensor], length: float, vector: Vector
     ) -> Vector:
-        """Return this rank's shard of the averaged gradient at the weights ``kept`` + ``length`` ×
-        ``vector``, up to a constant factor.
+        """Return this rank's shard of the averaged gradient at the weights ``masters`` + ``length``
+        × ``vector``, up to a constant factor.
         """
-        moved = {flat: values.clone() for flat, values in kept.items()}
+        moved = {flat: values.clone() for flat, values in masters.items()}
         for (_, flat, start, stop), part in zip(self._places[number], vector):
             moved[flat][start:stop] += (length * part).to(moved[flat])
         self._put(moved)
@@ -183,20 +183,20 @@ class HessianEigenvalues:
 
     def _put(self, values: Mapping[FlatBuffer, torch.Tensor]) -> None:
         with self._engine.schedule.shards.writing():
-            for flat, each in values.items():
-                flat.optimizer_shard.store_master(each)
+            for flat, master in values.items():
+                flat.optimizer_shard.store_master(master)
         self._engine.refresh_params(list(values))
 
     def _dot(self, left: Vector, right: Vector) -> float:
         """Return the inner product over all ranks (collective)."""
-        own = sum(
+        total = sum(
             ((a.cpu() * b.cpu()).sum() for a, b in zip(left, right)), torch.zeros(()).double()
         )
-        return float(MeshRanks(self._engine.mesh).add_up(own.view(1)))
+        return float(MeshRanks(self._engine.mesh).add_up(total.view(1)))
 
     def _normalized(self, vector: Vector) -> Vector:
         norm = self._dot(vector, vector) ** 0.5 + self._section.stability
-        return [each / norm for each in vector]
+        return [part / norm for part in vector]
 
 
 class StretchedPeriods:
@@ -256,8 +256,8 @@ class StretchedPeriods:
             finally:
                 self.measuring = False
         self._precisions = [
-            self._bits.after(each, step, 1 + int(4 * value))
-            for each, value in zip(self._precisions, self._measured)
+            self._bits.after(bits, step, 1 + int(4 * value))
+            for bits, value in zip(self._precisions, self._measured)
         ]
 
     def state_dict(self) -> dict[str, Any]:

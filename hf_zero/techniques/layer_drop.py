@@ -141,7 +141,7 @@ class LayerDrop(DrawsForBlocks):
     def _left_out(self, micro_batch: int, p: Sequence[float], rank: int) -> list[bool]:
         """Return, for each block, whether ``rank`` skips it, given keep probabilities ``p``."""
         drawn = draw(self._seed, self._engine.global_steps, micro_batch, len(p), rank)
-        skipped = [u >= each for u, each in zip(drawn, p)]
+        skipped = [u >= bound for u, bound in zip(drawn, p)]
         if self._training and all(skipped[at] for at in self._training):
             # otherwise the loss would have no gradient at all
             skipped[min(self._training, key=lambda at: drawn[at] - p[at])] = False
@@ -160,11 +160,11 @@ class LayerDrop(DrawsForBlocks):
         ]  # fmt: skip
         ranks = range(engine.world_size) if section.per_rank else (0,)
         left_out = [self._left_out(micro_batch, p, rank) for rank in ranks]
-        own = left_out[engine.global_rank if section.per_rank else 0]
+        dropped = left_out[engine.global_rank if section.per_rank else 0]
         blocks = [layer.block for layer in self._layers]
         # p of a kept block, 0 of a skipped one
         forward.drawn[self] = {
-            block: 0.0 if out else each for block, out, each in zip(blocks, own, p)
+            block: 0.0 if out else keep for block, out, keep in zip(blocks, dropped, p)
         }
         self._before.clear()
         return {block for block, outs in zip(blocks, zip(*left_out)) if all(outs)}

@@ -77,7 +77,7 @@ class WeightsInBits:
             return
         wanted, found = self._falls_of(plan.model), False
         for flat in plan.trainable:
-            falls = _rounded(flat, wanted)
+            falls = _rounded(flat, falls_of)
             self._check_groups(flat.spec, falls)
             found |= bool(falls)
         if not found:
@@ -89,10 +89,10 @@ class WeightsInBits:
         if engine.shard_only:
             return
         self._engine = engine
-        wanted = self._falls_of(engine.module)
+        falls_of = self._falls_of(engine.module)
         for unit in engine.units:
             for flat in unit.trainable:
-                if falls := _rounded(flat, wanted):
+                if falls := _rounded(flat, falls_of):
                     self._falls.update(falls)
                     self._flats.append(flat)
         if self._stretched is not None:
@@ -305,8 +305,8 @@ def _group(path: str, group: Any, in_forward: bool) -> tuple[BitSchedule, list[r
     patterns = group.get("modules", ["*"])
     try:
         return fall, [
-            re.compile("" if each == "*" else each)
-            for each in ([patterns] if isinstance(patterns, str) else patterns)
+            re.compile("" if pattern == "*" else pattern)
+            for pattern in ([patterns] if isinstance(patterns, str) else patterns)
         ]
     except (re.error, TypeError) as error:
         raise ConfigError(

@@ -66,16 +66,16 @@ TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
 }
 
 
-def _refuse_lengths(made: Mapping[str, Technique | None]) -> None:
+def _refuse_lengths(techniques: Mapping[str, Technique | None]) -> None:
     """Raise ConfigError for techniques that would mistake a rank's part of a sequence for the
     whole.
     """
-    phases = made[PHASES]
+    phases = techniques[PHASES]
     lengths = isinstance(phases, training_phases.TrainingPhases) and any(
         phase.sequence_length for phase in phases.phases
     )
     for key in (LEGACY, TOKEN_DROP, *((PHASES,) if lengths else ())):
-        if made[key] is not None:
+        if techniques[key] is not None:
             raise ConfigError(
                 f"{key} shortens sequences, but under sequence_parallel_size or "
                 "context_parallel_size each rank has only a part of each; leave one of them out"
@@ -90,7 +90,7 @@ class TrainingTechniques:
     def __init__(self, config: ZeroConfig, others: Mapping[str, Technique] | None = None):
         """``others``: further techniques for the model, by key."""
         techniques = {key: make(config) for key, make in TECHNIQUES.items()}
-        self.by_key = {key: each for key, each in techniques.items() if each is not None}
+        self.by_key = {key: t for key, t in techniques.items() if t is not None}
         self.by_key |= others or {}
         phases = techniques[PHASES]
         if config.ranks_of_a_sequence > 1:
@@ -162,7 +162,7 @@ def follow(techniques: Any, sampler: Any) -> None:
 
 
 def set_custom_schedule(
-    techniques: Any, schedule: Callable[[int], float] | Mapping[str, Callable[[int], float]]
+    techniques: Any, s: Callable[[int], float] | Mapping[str, Callable[[int], float]]
 ) -> None:
     """Set the functions of custom schedules, by name, or one function for the only curriculum.
     Raises ConfigError if curriculum learning is off, or if a name is unknown or missing.
@@ -175,15 +175,15 @@ def set_custom_schedule(
             "a function was given as the schedule of curriculum learning, which is off; write "
             f"{LEGACY}: {{enabled: true, schedule_type: custom, …}}, or leave the call out"
         )
-    if not isinstance(schedule, Mapping):
-        custom = [name for name, held in schedules.items() if held.schedule_type == "custom"]
-        schedule = dict.fromkeys(custom or schedules, schedule)
-        if len(schedule) > 1:
+    if not isinstance(s, Mapping):
+        custom = [name for name, s in schedules.items() if s.schedule_type == "custom"]
+        s = dict.fromkeys(custom or schedules, s)
+        if len(s) > 1:
             raise ConfigError(
-                f"one function was given as the schedule of {' and '.join(schedule)}; pass "
+                f"one function was given as the schedule of {' and '.join(s)}; pass "
                 "functions by these names"
             )
-    for name, function in schedule.items():
+    for name, function in s.items():
         if name not in schedules:
             raise ConfigError(
                 f"a function was given as the schedule of {name}, but only "

@@ -220,13 +220,13 @@ class DifficultySchedule:
             self._reached = difficulty
         return difficulty
 
-    def _read(self, given: Mapping[str, Any]) -> StepSchedule[Number] | None:
+    def _read(self, settings: Mapping[str, Any]) -> StepSchedule[Number] | None:
         section = "schedule_config."
         if self.schedule_type == "custom":
             return None
         if self.schedule_type == "fixed_discrete":
-            difficulties = self._numbers(f"{section}difficulty", given["difficulty"])
-            last_steps = self._numbers(f"{section}max_step", given["max_step"])
+            difficulties = self._numbers(f"{section}difficulty", settings["difficulty"])
+            last_steps = self._numbers(f"{section}max_step", settings["max_step"])
             if not last_steps or len(difficulties) != len(last_steps) + 1:
                 raise ConfigError(
                     f"{self._section}.schedule_config has {len(difficulties)} difficulties and "
@@ -234,12 +234,12 @@ class DifficultySchedule:
                     "the last, which stays"
                 )
             # max_difficulty, once reached, stays
-            reached = [at for at, each in enumerate(difficulties) if each >= self.max_difficulty]
+            reached = [at for at, d in enumerate(difficulties) if d >= self.max_difficulty]
             return Stairs(difficulties, last_steps[: min(reached, default=None)])
         low, high = self.min_difficulty, self.max_difficulty
         names = _NEEDS[self.schedule_type]
         return Growth(
-            low, high, *(self._number(section + name, given[name], above=0) for name in names)
+            low, high, *(self._number(section + name, settings[name], above=0) for name in names)
         )
 
     def _numbers(self, name: str, value: object) -> list[Number]:
@@ -251,8 +251,8 @@ class DifficultySchedule:
         self, name: str, value: Any, least: float = -math.inf, above: float = -math.inf
     ) -> Number:
         if not _is_number(value) or value < least or value <= above:
-            wanted = f"above {above:g}" if above > -math.inf else f"of at least {least:g}"
-            raise ConfigError(f"{self._section}.{name} = {value!r} is not a number {wanted}")
+            bound = f"above {above:g}" if above > -math.inf else f"of at least {least:g}"
+            raise ConfigError(f"{self._section}.{name} = {value!r} is not a number {bound}")
         number: Number = value
         return number
 

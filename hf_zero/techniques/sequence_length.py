@@ -127,11 +127,11 @@ class SequenceLength:
                 "cut them instead (seqlen_truncate)"
             )
         decoder = {name for name in batch if two_sided and _is_decoders(name)}
-        sides = [{name: each for name, each in batch.items() if name not in decoder}]
+        sides = [{name: value for name, value in batch.items() if name not in decoder}]
         sides += [{name: batch[name] for name in decoder}] if decoder else []
         changed: dict[Any, Any] = {}
-        for side, wanted in zip(sides, (TOKENS, DECODER_TOKENS)):
-            tokens = self._tokens(side, wanted)
+        for side, name_of_tokens in zip(sides, (TOKENS, DECODER_TOKENS)):
+            tokens = self._tokens(side, name_of_tokens)
             if tokens.shape[1] > length:
                 self._look_at(side)
                 changed |= self._cut_side(side, tokens.shape[0], tokens.shape[1], length)
@@ -202,8 +202,8 @@ class SequenceLength:
         """
         for name in POSITIONS:
             positions: Any = side.get(name)
-            known = isinstance(positions, torch.Tensor) and positions.dim() >= 2
-            if known and bool((positions[..., 1:] < positions[..., :-1]).any()):
+            is_tensor = isinstance(positions, torch.Tensor) and positions.dim() >= 2
+            if is_tensor and bool((positions[..., 1:] < positions[..., :-1]).any()):
                 raise ConfigError(
                     f"{self._section} truncates sequences, and {name} that begin again within a "
                     f"row say that {_PACKED_ADVICE}"
@@ -225,7 +225,7 @@ class SequenceLength:
 
     def _share(self, before: Batch, after: Batch) -> torch.Tensor | float:
         """Return the share of a micro-batch's labels that remains, as counted by the loss."""
-        labelled = (each for each in LABELS if isinstance(before.get(each), torch.Tensor))
+        labelled = (name for name in LABELS if isinstance(before.get(name), torch.Tensor))
         name: Any = next(labelled, None)
         if name is None:
             return 1.0
@@ -233,10 +233,10 @@ class SequenceLength:
         shifts = name == "labels" and getattr(model, "loss_type", None) == "ForCausalLM"
         first = 1 if shifts else 0
         remaining, whole = (
-            (each[name][..., first:] != IGNORED).sum()
-            if each[name].dim() > 1
-            else each[name].numel()
-            for each in (after, before)
+            (batch_seen[name][..., first:] != IGNORED).sum()
+            if batch_seen[name].dim() > 1
+            else batch_seen[name].numel()
+            for batch_seen in (after, before)
         )
         share = torch.as_tensor(remaining / whole)
         return torch.where(share > 0, share, torch.ones_like(share))

@@ -26,7 +26,7 @@ PACKED = ("cu_seq_lens", "cu_seqlens", "max_length_q", "max_length_k")
 
 
 class TokenCut:
-    """Cut the arguments of ``block`` to the tokens ``kept`` [rows, read] of ``tokens``.
+    """Cut the arguments of ``block`` to the tokens ``indices`` [rows, read] of ``tokens``.
 
     ``mask``: name of the argument that is the attention mask. ``refusal(block, why)`` is the error
     for an argument that cannot be cut.
@@ -35,18 +35,18 @@ class TokenCut:
     def __init__(
         self,
         block: nn.Module,
-        kept: torch.Tensor,
+        indices: torch.Tensor,
         tokens: int,
         mask: str,
         refusal: Callable[[nn.Module, str], ConfigError],
     ):
-        self._block, self._kept, self._tokens, self._mask = block, kept, tokens, mask
+        self._block, self._kept, self._tokens, self._mask = block, indices, tokens, mask
         self._refusal = refusal
 
     def arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str | None, state: Any
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state_at: int | str | None, state: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call, cut, with ``state`` as the one at ``place``."""
+        """Return the arguments of a call, cut, with ``state`` as the one at ``state_at``."""
         parameters = inspect.signature(type(self._block).forward).parameters.values()
         names = [
             parameter.name
@@ -55,11 +55,11 @@ class TokenCut:
         ][1:]
         names += [f"number {number}" for number in range(len(names) + 1, len(args) + 1)]
         cut_arguments = [
-            state if at == place else self._argument(name, value)
+            state if at == state_at else self._argument(name, value)
             for at, (name, value) in enumerate(zip(names, args))
         ]
         return tuple(cut_arguments), {
-            name: state if name == place else self._argument(name, value)
+            name: state if name == state_at else self._argument(name, value)
             for name, value in kwargs.items()
         }
 
@@ -75,7 +75,7 @@ class TokenCut:
             return None  # it would hold only part of the tokens
         unknown: list[Any] = []
         list(tensors_in(value, unknown))
-        with_tensors = [each for each in unknown if next(tensors_in(each), None) is not None]
+        with_tensors = [value for value in unknown if next(tensors_in(value), None) is not None]
         if with_tensors:
             raise self._wrong(
                 name, f"a {type(with_tensors[0]).__name__}, whose tensors have unknown roles"

@@ -141,7 +141,7 @@ class TokenDrop(DrawsForBlocks):
         layers = layers_of(model, TOKEN_DROP)
         chosen = section.random_ltd_layer_id
         if chosen is None:
-            chosen = tuple(at for at, each in enumerate(layers) if 1 < each.place < each.of)
+            chosen = tuple(at for at, layer in enumerate(layers) if 1 < layer.place < layer.of)
         wrong = [number for number in chosen if number >= len(layers) or layers[number].keeps]
         total, count = section.total_layer_num, section.random_ltd_layer_num
         if wrong:
@@ -260,15 +260,15 @@ class TokenDrop(DrawsForBlocks):
         sampled = sample(self._seed, drawn, number, rows, tokens, read, states.device)
         places = sampled[..., None].expand(-1, -1, states.shape[2])
         part = states.gather(1, places)
-        given = part if first else part.transpose(0, 1)
+        hidden = part if first else part.transpose(0, 1)
         cut = TokenCut(block, sampled, tokens, self._section.model_mask_name, self._uncut)
-        args, kwargs = cut.arguments(args, kwargs, index, given)
+        args, kwargs = cut.arguments(args, kwargs, index, hidden)
         output = run(*args, **kwargs)
         new = first_of(output)
-        if not isinstance(new, torch.Tensor) or new.shape != given.shape:
+        if not isinstance(new, torch.Tensor) or new.shape != hidden.shape:
             shape = list(new.shape) if isinstance(new, torch.Tensor) else type(new).__name__
             raise self._uncut(
-                block, f"for a hidden state of shape {list(given.shape)} it returns {shape}"
+                block, f"for a hidden state of shape {list(hidden.shape)} it returns {shape}"
             )
         new = states.to(new.dtype).scatter(1, places, new if first else new.transpose(0, 1))
         beside = output if before is None else before

@@ -68,10 +68,10 @@ class TrainingLoader(DataLoader[Any]):
         order = getattr(self.data_sampler, "epoch", 0)
         return {"epoch": self.epoch, "order": order, "samples": self.samples}
 
-    def continue_from(self, place: dict[str, int]) -> None:
-        """Begin the next iteration at ``place``, of a loader over any number of ranks."""
-        self.epoch, self.samples = place["epoch"], place["samples"]
-        self.data_sampler.set_epoch(place["order"])
+    def continue_from(self, position: dict[str, int]) -> None:
+        """Begin the next iteration at ``position``, of a loader over any number of ranks."""
+        self.epoch, self.samples = position["epoch"], position["samples"]
+        self.data_sampler.set_epoch(position["order"])
         self.data_sampler.announced = None
         self.resumed = self.samples > 0
 

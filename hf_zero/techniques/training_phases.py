@@ -84,8 +84,8 @@ class Phase:
             return self.lr_scale * step / self.warmup_steps
         if not self.lr_decay_power or self.steps is None:
             return self.lr_scale
-        left = (self.steps - step + 1) / (self.steps - self.warmup_steps)
-        return self.lr_scale * max(0.0, left) ** self.lr_decay_power
+        remaining = (self.steps - step + 1) / (self.steps - self.warmup_steps)
+        return self.lr_scale * max(0.0, remaining) ** self.lr_decay_power
 
 
 def rampup(start: int, increment: int, samples: int, end: int) -> Stairs[int]:
@@ -93,17 +93,17 @@ def rampup(start: int, increment: int, samples: int, end: int) -> Stairs[int]:
     increment after each equal share of ``samples``. As in Megatron, the batch of a step depends on
     the samples before it. Raises ConfigError if ``increment`` does not divide the difference.
     """
-    grows, rest = divmod(end - start, increment)
-    if rest or grows < 0:
+    grows, remainder = divmod(end - start, increment)
+    if remainder or grows < 0:
         raise ConfigError(
             f"{PHASES}.rampup_batch_size goes from {start} by {increment} past {TOTAL} = {end}; "
             "write an increment that divides the difference"
         )
-    done, last, ends = 0, 0, []
+    steps_before, last, ends = 0, 0, []
     sizes = [start + grown * increment for grown in range(grows)]
     for grown, size in enumerate(sizes, 1):
-        steps = max(0, math.ceil((samples * grown / grows - done) / size))
-        done += steps * size
+        steps = max(0, math.ceil((samples * grown / grows - steps_before) / size))
+        steps_before += steps * size
         last += steps
         ends.append(last)
     return Stairs([*sizes, end], ends)
