@@ -75,7 +75,7 @@ class WeightsInBits:
         """Raise ConfigError if no weight of ``plan`` is to be rounded, or one cannot be."""
         if plan.keeps_dtypes:  # an engine that only holds parameters
             return
-        wanted, found = self._falls_of(plan.model), False
+        falls_of, found = self._falls_of(plan.model), False
         for flat in plan.trainable:
             falls = _rounded(flat, falls_of)
             self._check_groups(flat.spec, falls)
