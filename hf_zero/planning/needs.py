@@ -29,11 +29,14 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
+
 from hf_zero.checkpoint.engine_state import stored_width
 from hf_zero.checkpoint.memory.folders import SLOTS, bases, is_in_memory
 from hf_zero.compression.error_feedback import ErrorCodec
 from hf_zero.device import kinds
 from hf_zero.offload.nvme import pool_size
+from hf_zero.optim.bf16_state import WIDENED, Bf16State
 from hf_zero.optim.one_bit import OneBit, one_bit_of
 from hf_zero.zero.gather.schedule import AHEAD
 from hf_zero.zero.layout.engine_plan import SIXTEEN_BITS, EnginePlan, FlatPlan
@@ -115,6 +118,7 @@ def needs(plan: EnginePlan) -> Needs:
             *((what, parts[what, "device"]) for what in ("gradients", ERRORS)),
             ("gradients under way", gradient_buffers(plan)),
             *((what, parts[what, "device"]) for what in (STATE, ONE_BIT)),
+            ("state that a step widens to fp32", widened_bytes(plan)),
         ),
         ram=_parts(
             (STATE, parts[STATE, "ram"]),
@@ -287,6 +291,20 @@ def gradient_buffers(plan: EnginePlan) -> int:
         if shards > 1:
             total += min(count, shards) * dtype.itemsize * (padded // shards)
     return total
+
+
+def widened_bytes(plan: EnginePlan) -> int:
+    """Return the bytes in fp32 of the largest batch of gradients, master weights and moments that
+    a step on the device widens from bf16.
+    """
+    bf16 = Bf16State.of(plan.settings, plan.optimizer)
+    flats = [flat for flat in plan.trainable if flat.sub_groups is None]
+    if bf16 is None or not flats:
+        return 0
+    narrow = [flat for flat in flats if flat.spec.dtype == torch.bfloat16]
+    numel = min(WIDENED, sum(flat.spec.owned_numel for flat in narrow))
+    gradients = any(flat.gradient_dtype.itemsize < 4 for flat in narrow)
+    return 4 * numel * (gradients + bf16.masters + plan.moments * bf16.moments)
 
 
 def _parts(*parts: tuple[str, int]) -> tuple[NamedBytes, ...]:

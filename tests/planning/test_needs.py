@@ -4,8 +4,10 @@ its edges.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -152,6 +154,25 @@ def test_the_optimizer_in_files(case: Case, moments: str) -> None:
 def small(ranks: int = 1, stage: int = 3, **zero: Any) -> Needs:
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage, **APART, **zero}}
     return needs(planned(Blocks(SMALL, root=40), config, ranks, gpu=True))
+
+
+def test_a_step_on_bf16_state_widens_a_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    what, keys = (
+        "state that a step widens to fp32",
+        ("master_weights_and_grads", "optimizer_states"),
+    )
+
+    def widened(*chosen: str) -> int:
+        bf16 = {"enabled": True, **{f"bf16_{key}": True for key in chosen}}
+        config = {"bf16": bf16, "zero_optimization": {"stage": 2}}
+        found = needs(planned(Blocks(SMALL, root=40), config, 2, gpu=True))
+        return part(found.device, what)
+
+    numel = widened(keys[1]) // 8  # two moments, beside master weights and gradients in fp32
+    assert numel > 1000 and widened() == 0
+    assert widened(keys[0]) == 8 * numel and widened(*keys) == 16 * numel
+    monkeypatch.setattr(importlib.import_module("hf_zero.planning.needs"), "WIDENED", 100)
+    assert widened(*keys) == 16 * 100
 
 
 @in_one_item([(1, 0), (2, 1010), (8, 100)])

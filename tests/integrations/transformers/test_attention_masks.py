@@ -20,6 +20,7 @@ from transformers import masking_utils
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.transformers import attention_masks
 from hf_zero.integrations.transformers.training_arguments import TrainingArguments
+from hf_zero.ops import native
 from tests.helpers import trainers
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.host_syncs import HostSyncs
@@ -175,6 +176,7 @@ def test_steps_of_the_trainer(
     logged: bool, max_grad_norm: float, tmp_path: Any, heard: list[str]
 ) -> None:
     """Steps that log nothing read nothing back."""
+    native.core()  # the tables of its codes are made once
     settings = {"logging_steps": 1 if logged else 100, "logging_nan_inf_filter": False}
     few, more = (
         read_back(tmp_path, steps, max_grad_norm=max_grad_norm, **settings).found
