@@ -11,7 +11,7 @@ import os
 from tests.helpers.cells import runs_long
 from tests.helpers.random_programs import ACTS, Program, check, kinds, runnable
 from tests.helpers.random_states import ACTS as ACTS_ON_STATE
-from tests.helpers.random_states import OPTIMIZERS, Life, fails, shrunk
+from tests.helpers.random_states import OPTIMIZERS, Act, Life, fails, shrunk
 from tests.helpers.ranks import RanksHung
 
 ALL = 400
@@ -67,3 +67,10 @@ def test_lives_draw_every_optimizer_and_every_act():
     lives = [Life.drawn(seed) for seed in range(10 * -(-FAST_LIVES // 10))]
     assert {life.optimizer for life in lives} == set(OPTIMIZERS)
     assert {act.do for life in lives for act in life.acts} == set(ACTS_ON_STATE)
+
+
+def test_a_load_from_before_the_first_step_begins_offloaded_state_anew():
+    """A random life, shrunk: the step counts of parameters beside an unused one went on."""
+    first = Act("start", world=2, stage=3, place="optimizer on cpu")
+    acts = (first, *map(Act, ("save", "step", "load", "step")))
+    assert not fails(Life(0, "AdamW", (64,), True, False, 0.0, "", acts))
