@@ -117,6 +117,6 @@ def test_a_rank_that_stays_asks_without_a_pause(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_rank_that_is_lost_as_it_comes_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    edit = ("return late or [each for each in ranks if each != rank]", "return late")
+    edit = ("return late or [r for r in ranks if r != rank]", "return late")
     seed_fault(monkeypatch, RollCall, "missing", edit)
     assert "names no rank" in find(partial(gathers, 3, ()), 1000, **SETTINGS).text

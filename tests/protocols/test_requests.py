@@ -145,8 +145,8 @@ def test_a_rank_answers_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch,
         rank_requests,
         "_serve_until_closed",
-        (early, f"{early}\n                mine = number in own"),
-        ("if number in own:", "if mine:"),
+        (early, f"{early}\n                mine = number in requests"),
+        ("if number in requests:", "if mine:"),
     )
     find(JOBS["one stops"], 3000, {13: 5, 106: 6}, **SETTINGS)
 
