@@ -103,8 +103,8 @@ def start_ranks_whole() -> None:
             start(self)
             return
         arrived: list[int] = []
-        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+        former = ((number, signal.getsignal(number)) for number in signal.valid_signals())
+        handlers = {number: handler for number, handler in former if callable(handler)}
         for number in handlers:
             signal.signal(number, lambda number, _: arrived.append(number))
         try:
@@ -114,6 +114,7 @@ def start_ranks_whole() -> None:
                 signal.signal(number, handler)
         if arrived:
             self.close(signal.Signals(arrived[0]))
-            signal.raise_signal(arrived[0])  # of this thread: it is handled before the return
+            # not by a signal: what its handler raises in a finalizer, which may run first, is lost
+            handlers[signal.Signals(arrived[0])](arrived[0], None)
 
     SubprocessContext._start = start_all  # type: ignore[method-assign]
