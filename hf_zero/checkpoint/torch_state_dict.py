@@ -221,7 +221,7 @@ class _TorchStates:
                     key: torch.tensor(float(value)) for key, value in numbers.items()
                 }
         for flat, _ in groupby(self.trained(), itemgetter(0)):
-            arrays = self._state.arrays(flat)
+            arrays = dict(self._state.arrays(flat))
             for entry in self._state.optimizer_entries(flat, arrays):
                 values = arrays.get(entry.kind)
                 if values is None:

@@ -81,7 +81,7 @@ class CarriedState(StateSource):
         self._elements: dict[nn.Parameter, dict[str, tuple[int, torch.Tensor]]] = {}
         kept: dict[str, dict[str, torch.dtype]] = {}
         for flat in engine.sharded_model.trainable:
-            arrays = state.arrays(flat)
+            arrays = dict(state.arrays(flat))
             for slot in flat.layout.slots:
                 entries = [StateEntry(flat, slot.name, kind) for kind in arrays]
                 self._elements[flat.parameters[slot.name]] = {

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.offload.storage import MASTER
+from hf_zero.offload.storage import MASTER, Storage
 from hf_zero.optim.bf16_state import COMPENSATION
 from hf_zero.optim.bound_optimizer import ParameterNumbers
 from hf_zero.optim.segment_table import Factors
@@ -97,6 +97,26 @@ def names_by_kind(kinds: Mapping[str, Collection[str]]) -> dict[str, set[str]]:
     return found
 
 
+class OffloadedArrays(Mapping[str, torch.Tensor]):
+    """The arrays ``names`` of ``storage``, each fetched when it is asked for: one of a flat buffer
+    in files takes as much memory as its shard.
+    """
+
+    def __init__(self, storage: Storage, names: Sequence[str]) -> None:
+        self._storage, self._names = storage, names
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._storage.fetch(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class EngineState:
     """The entries of ``engine``. Updates of offloaded state are waited for."""
 
@@ -104,13 +124,17 @@ class EngineState:
         self.bound, self._mesh = engine.bound, engine.mesh
         self._fresh: dict[int, tuple[dict[str, float], dict[str, torch.Tensor]]] = {}
 
-    def arrays(self, flat: FlatBuffer, optimizer: bool = True) -> dict[str, torch.Tensor]:
+    def arrays(self, flat: FlatBuffer, optimizer: bool = True) -> Mapping[str, torch.Tensor]:
         """Return by kind the numbers [owned] of ``flat`` that exist, weights only unless
-        ``optimizer``; offloaded ones may be copies.
+        ``optimizer``; offloaded ones may be copies, made where they are asked for.
         """
+        shard = flat.optimizer_shard
         if optimizer and flat.trainable:
-            return self.bound.tensors(flat.optimizer_shard)
-        master = flat.optimizer_shard.master
+            if not shard.offloaded:
+                return self.bound.tensors(shard)
+            shard.wait_for_update()
+            return OffloadedArrays(shard.storage, self.bound.names(shard))
+        master = shard.master
         return {MASTER: (flat.shard if master is None else master).detach()}
 
     def fresh(self, group: int) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
@@ -224,7 +248,9 @@ def _fill(
         for kind, of_kind in entries.items()
     }
     errors = None  # of weights that were saved in bf16, to be added to those in fp32
+    out: torch.Tensor | None = None
     for kind, of_kind in entries.items():
+        del out  # before the next one is fetched
         out = arrays.get(kind)
         if kind == COMPENSATION and (state.bound is None or not state.bound.keeps_errors(shard)):
             errors = torch.zeros(flat.spec.owned_numel, device=flat.full.device)
