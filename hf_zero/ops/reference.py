@@ -17,7 +17,7 @@ from hf_zero.ops import dynamic_map
 BLOCK = 256
 _SMALLEST_SCALE = 2.0**-90
 ZERO_CODE = 127  # of the dynamic map with a sign
-_LOW32 = 0xFFFFFFFF
+_LOW32, _LOW64 = (1 << 32) - 1, (1 << 64) - 1
 
 
 class Encoded(Protocol):
@@ -213,25 +213,30 @@ def _keep(moment: Moment, values: Tensor, shared: dict[str, Any], upper: bool) -
 # ---- rounding ----
 
 
-def random_bits(key: int, first: int, numel: int, device: torch.device | None = None) -> Tensor:
+def random_bits(key: int, first: int, numel: int, device: torch.device | str = "cpu") -> Tensor:
     """Return 32 random bits (int64 [numel]) for the elements from ``first`` on: a hash of ``key``
     and the index of each.
     """
-    index = torch.arange(first, first + numel, dtype=torch.int64, device=device)
-    a, b = key_words(key, index)
-    x = (index & _LOW32) ^ a
+    upper = first >> 32
+    here = min(numel, ((upper + 1) << 32) - first)  # elements with the same words of the key
+    a, b = key_words(key, upper)
+    low = first & _LOW32
+    x = torch.arange(low, low + here, dtype=torch.int64, device=device) ^ a
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _LOW32
     x = ((x ^ (x >> 13) ^ b) * 0xC2B2AE35) & _LOW32
-    return x ^ (x >> 16)
+    x = x ^ (x >> 16)
+    if here == numel:
+        return x
+    return torch.cat([x, random_bits(key, first + here, numel - here, device)])
 
 
-def key_words(key: int, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two words of 32 bits, int64, from ``key`` and the upper 32 bits of each index."""
-    x = _signed(key) + (index >> 32) * _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    x = x ^ _shift(x, 31)
-    return x & _LOW32, _shift(x, 32)
+def key_words(key: int, upper: int) -> tuple[int, int]:
+    """Return two words of 32 bits from ``key`` and the ``upper`` 32 bits of an index."""
+    x = (key + upper * 0x9E3779B97F4A7C15) & _LOW64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _LOW64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _LOW64
+    x ^= x >> 31
+    return x & _LOW32, x >> 32
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

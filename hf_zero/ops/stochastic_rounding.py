@@ -57,14 +57,6 @@ def round_reference(out: Tensor, source: Tensor, key: int, first: int) -> None:
         out[at : at + PIECE] = reference.to_bf16(piece, random & 0xFFFF)
 
 
-def words_of(key: int, index: int) -> tuple[int, int]:
-    """Return the two words of 32 bits that the hash of elements near ``index`` begins with: equal
-    for all indices with the same upper 32 bits.
-    """
-    words = reference.key_words(key, torch.tensor([index]))
-    return int(words[0]), int(words[1])
-
-
 def _example(device: torch.device) -> tuple[Any, ...]:
     source = torch.linspace(-1, 1, 300, device=device)
     return torch.empty_like(source, dtype=torch.bfloat16), source, 7, 1000

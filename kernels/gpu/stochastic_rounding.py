@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.ops.stochastic_rounding import words_of
+from hf_zero.ops.reference import key_words
 
 TILE, WARPS = 1024, 4
 SPAN = 1 << 32  # elements with the same words of the key
@@ -34,9 +34,9 @@ def stochastic_round_kernel(out, source, numel, a, b, first, TILE: tl.constexpr)
 def round_(out: Tensor, source: Tensor, key: int, first: int) -> None:
     at, numel = 0, source.numel()
     while at < numel:
-        low = (first + at) % SPAN
+        upper, low = divmod(first + at, SPAN)
         count = min(numel - at, SPAN - low)
         stochastic_round_kernel[(triton.cdiv(count, TILE),)](
-            out[at:], source[at:], count, *words_of(key, first + at), low, TILE, num_warps=WARPS
+            out[at:], source[at:], count, *key_words(key, upper), low, TILE, num_warps=WARPS
         )
         at += count

@@ -51,6 +51,20 @@ def test_all_bodies_give_the_same_bits_whatever_the_cut(first: int) -> None:
         guarded.check()
 
 
+def test_a_default_device_of_torch_changes_nothing() -> None:
+    """The words of a launch are computed on the host, where no GPU is waited for."""
+    pytest.importorskip("triton")
+    x, wanted = values(500), torch.empty(500, dtype=torch.bfloat16)
+    round_reference(wanted, x, KEY, FIRSTS[2])
+    out = torch.empty_like(wanted)
+    with reference(), torch.device("meta"):
+        with checked_triton() as settings:
+            round_stochastically(out, x, KEY, FIRSTS[2])
+        assert settings.launches and same_bits(out, wanted)
+        round_reference(out.zero_(), x, KEY, FIRSTS[2])
+    assert same_bits(out, wanted)
+
+
 def test_every_instruction_set_gives_these_bits(isa: str) -> None:
     for first in FIRSTS:
         guarded, x = Guarded(offset=1), values(70_001)
