@@ -205,16 +205,20 @@ def copy_to_memory(
     device: torch.device,
 ) -> None:
     """Copy the file of ``plan``, with the values of ``tensors``, to ``memory``: [at least its
-    bytes] of uint8 on the host. On return all copies from ``device`` have ended.
+    bytes] of uint8 on the host. On return, also by an exception, all copies from ``device`` have
+    ended.
     """
     at = len(plan.header)
     copy_bytes(memory[:at], torch.frombuffer(bytearray(plan.header), dtype=torch.uint8))
-    for entry in plan.entries:
-        given = tensors[entry.name]
-        values = (given if isinstance(given, torch.Tensor) else given()).detach().reshape(-1)
-        copy_bytes(memory[at + entry.begin : at + entry.end], values, wait=False)
-        del given, values
-    kinds.synchronize(device)  # the copies must end before training changes the state
+    try:
+        for entry in plan.entries:
+            given = tensors[entry.name]
+            values = (given if isinstance(given, torch.Tensor) else given()).detach().reshape(-1)
+            copy_bytes(memory[at + entry.begin : at + entry.end], values, wait=False)
+            del given, values
+    finally:
+        # before training changes the state, and before the memory of a failed save is unpinned
+        kinds.synchronize(device)
 
 
 def write_image(path: AnyPath, image: memoryview, plan: FilePlan) -> FileHashes:

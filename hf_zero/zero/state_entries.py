@@ -253,7 +253,7 @@ def _fill(
         del out  # before the next one is fetched
         out = arrays.get(kind)
         if kind == COMPENSATION and (state.bound is None or not state.bound.keeps_errors(shard)):
-            errors = torch.zeros(flat.spec.owned_numel, device=flat.full.device)
+            errors = torch.zeros_like(arrays[MASTER], dtype=torch.float32)
             source.read(of_kind, errors)
             continue
         if out is None:

@@ -25,12 +25,21 @@ MEASURES = {
     **{name: {"enabled": True} for name in ("metrics", "comms_logger")},
     **{"wall_clock_breakdown": True, "steps_per_print": 1, "memory_breakdown": True},
 }
+NARROW = {
+    "bf16": {
+        "enabled": True,
+        "bf16_master_weights_and_grads": True,
+        "bf16_optimizer_states": True,
+        "kahan_summation": True,
+    }
+}
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 SEQUENCE = {"sequence_parallel_size": 2, "documents": True}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "alone": {
         "one bit": {"stage": 1, **ONE_BIT},
         "measures": {"stage": 3, **MEASURES},
+        "state in bf16": {"stage": 3, **NARROW},
         "tokens dropped": {"stage": 3, **token_drop.section([1, 2])},
     },
     "sequence": {"packed sequences": {"stage": 3, **SEQUENCE}},

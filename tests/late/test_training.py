@@ -114,6 +114,21 @@ def test_ways_out(mode: str, jobs: tuple[str, ...]) -> None:
     assert [row for row in rows if row["wrong"] or row["waits"] or row["reports"]] == []
 
 
+@pytest.mark.parametrize(
+    "mode",
+    ["lazy", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("random", "aliased"))],
+)
+def test_checkpoints_of_state_in_bf16(mode: str) -> None:
+    """Another run takes the sums into host memory; a save that fails unpins no memory that a copy
+    fills.
+    """
+    launch.needs_the_device()
+    jobs = ("sums", "a copy fails")
+    rows = launch.run_ranks("tests.late.checkpoints", mode, *jobs)
+    assert sorted(row["job"] for row in rows) == sorted(jobs * 2)
+    assert [row for row in rows if row["wrong"] or row["reports"]] == []
+
+
 COUNTED = (
     "pipeline",
     "stage 2, optimizer on the host",

@@ -1,0 +1,128 @@
+"""Checkpoints of state in bf16, and saves that fail while copies are under way, of engines on ranks
+of the device, which poses as CUDA: ``python -m tests.late.checkpoints MODE JOB ...``, with RANK and
+so on set. A line of JSON a job: what was wrong (nothing, if right), and the reports.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.late import device, training
+
+import torch  # isort: skip
+import hf_zero  # isort: skip
+from hf_zero.checkpoint import save_job  # isort: skip
+from hf_zero.distributed import world_group  # isort: skip
+from hf_zero.errors import CheckpointError  # isort: skip
+from tests.late.ways_out import equal  # isort: skip
+
+BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+KAHAN = {**BF16, "kahan_summation": True}
+HOST = {"offload_optimizer": training.HOST}
+
+
+def engine_of(bf16: dict[str, Any], zero: dict[str, Any]) -> Any:
+    """An engine at stage 2."""
+    config = {
+        **training.config("stage 2"),
+        **training.ONCE,
+        "bf16": bf16,
+        "zero_optimization": {"stage": 2, **zero},
+    }
+    engine, *_ = hf_zero.initialize(model=training.tower(), config=config)
+    return engine
+
+
+def run(engine: Any, rank: int, steps: int = 2) -> None:
+    for values in training.batches(steps, rank, 2):
+        batch = values.bfloat16().pin_memory().to(engine.device, non_blocking=True)
+        engine.backward(engine(batch).float())
+        engine.step()
+
+
+def weights_of(engine: Any) -> dict[str, torch.Tensor]:
+    """The master weights, in fp32 on the host."""
+    named = engine.module.named_parameters()
+    return {name: hf_zero.safe_get_full_fp32_param(p).cpu().clone() for name, p in named}
+
+
+def errors_of(engine: Any) -> dict[str, torch.Tensor]:
+    """The rounding errors of the master weights."""
+    named = engine.module.named_parameters()
+    return {
+        name: hf_zero.safe_get_full_optimizer_state(p, "compensation").cpu().float()
+        for name, p in named
+    }
+
+
+def sums_are_loaded(rank: int, folder: Path) -> list[str]:
+    """A run with master weights in fp32, on the host, takes the sums of those in bf16."""
+    engine = engine_of(KAHAN, {})
+    run(engine, rank)
+    engine.save_checkpoint(folder)
+    weights, errors = weights_of(engine), errors_of(engine)
+    sums = {name: value + errors[name] for name, value in weights.items()}
+    engine.destroy()
+    engine = engine_of({"enabled": True}, HOST)
+    engine.load_checkpoint(folder)
+    wrong = [] if equal(weights_of(engine), sums) else ["master weights are not the sums"]
+    run(engine, rank)
+    engine.destroy()
+    return wrong
+
+
+def a_copy_fails(rank: int, folder: Path) -> list[str]:
+    """A save in the background runs out of memory after it has launched copies to the host."""
+    engine = engine_of(BF16, {})
+    run(engine, rank)
+    copies = save_job.copy_to_memory
+
+    def failing(memory: Any, plan: Any, tensors: Any, on: Any) -> None:
+        last = plan.entries[-1].name
+
+        def fail() -> torch.Tensor:
+            raise torch.OutOfMemoryError("no room for decoded state")
+
+        copies(memory, plan, {**tensors, last: fail}, on)
+
+    save_job.copy_to_memory, wrong = failing, list[str]()
+    try:
+        engine.save_checkpoint(folder, blocking=False)
+        wrong.append("the save has not failed")
+    except CheckpointError:
+        pass
+    finally:
+        save_job.copy_to_memory = copies
+    gc.collect()
+    device.synchronize_all()
+    engine.destroy()
+    return wrong
+
+
+JOBS: dict[str, Callable[[int, Path], list[str]]] = {
+    "sums": sums_are_loaded,
+    "a copy fails": a_copy_fails,
+}
+
+
+def main() -> None:
+    rank = device.begin(sys.argv[1])
+    hf_zero.init_distributed()
+    for name in sys.argv[2:]:
+        device.forget()
+        with tempfile.TemporaryDirectory() as own:
+            folder = Path(world_group.get_world_group().broadcast_object(own))
+            wrong = JOBS[name](rank, folder)
+            world_group.barrier()
+        gc.collect()
+        device.tell(job=name, rank=rank, wrong=wrong, reports=device.reports())
+    world_group.barrier()
+
+
+if __name__ == "__main__":
+    main()
