@@ -329,7 +329,8 @@ class Engine(TrainingEngine):
                 self.held_micro_batches,
             )
         self.wait_for_checkpoint(f"the save of {save_dir}")
-        with self.mesh.watchdog.during("save"), span("save", str(tag or save_dir)):
+        during = self.mesh.watchdog.during("save")
+        with torch.device("cpu"), during, span("save", str(tag or save_dir)):
             self.measures.saving(self, save_dir)
             in_background = self.config.checkpoint.async_save if blocking is None else not blocking
             writer = self.async_saves.get_writer() if in_background else None
@@ -385,7 +386,7 @@ class Engine(TrainingEngine):
         self.wait_for_checkpoint(f"the load of {load_dir}")
         if self.flats and self.flats[0].engine_flats.switched:
             self.train_unfrozen()
-        with self.mesh.watchdog.during("load"):
+        with torch.device("cpu"), self.mesh.watchdog.during("load"):
             in_memory = False
             if self.memory is not None:
                 found = locate(self, load_dir, tag, load_module_strict)

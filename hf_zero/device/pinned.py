@@ -53,7 +53,7 @@ def _forget_error(device: torch.device) -> None:
 
 def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return pinned memory from torch's allocator, rounded up by it: [numel]."""
-    return torch.empty(numel, dtype=dtype, pin_memory=True)
+    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:

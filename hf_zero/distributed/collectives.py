@@ -625,7 +625,7 @@ class MeshDim:
         All such messages have one size, so gloo survives a mismatch.
         """
         code = float(message_tag(pending) & 0xFFFFF)
-        message = torch.zeros(self._small + 2, dtype=torch.float64)
+        message = torch.zeros(self._small + 2, dtype=torch.float64, device=CPU)
         message[: tensor.numel()] = tensor.reshape(-1)
         message[-2], message[-1] = code, code * code
         with _Starting(self._watchdog, pending, "all_reduce", "a few numbers", message.nbytes):
@@ -691,7 +691,7 @@ def tagged_barrier(
     The ``source`` of a broadcast waits for no rank: it gets the works to wait for once its values
     are sent.
     """
-    empty, tag = torch.zeros(1, dtype=torch.uint8), message_tag(pending)
+    empty, tag = torch.zeros(1, dtype=torch.uint8, device=CPU), message_tag(pending)
     sent: list[Any] = []
     came: list[Any] = []
     if watchdog.verdict:

@@ -90,7 +90,7 @@ class RankTree:
         root, of all ranks from it on.
         """
         values = [value]
-        frames = [torch.empty(FRAME, dtype=torch.uint8) for _ in self._children]
+        frames = [torch.empty(FRAME, dtype=torch.uint8, device=CPU) for _ in self._children]
         works: list[Any] = [
             dist.irecv(frame, child, self._group, self._tag)
             for frame, child in zip(frames, self._children)
@@ -105,7 +105,7 @@ class RankTree:
     def broadcast(self, value: bytes) -> bytes:
         """Return the ``value`` of the root."""
         if self._parent is not None:
-            frame = torch.empty(FRAME, dtype=torch.uint8)
+            frame = torch.empty(FRAME, dtype=torch.uint8, device=CPU)
             dist.recv(frame, self._parent, self._group, self._tag)
             value = self._rest(frame, self._parent)
         self._send(value, self._children[::-1])
@@ -117,7 +117,7 @@ class RankTree:
         size = int.from_bytes(content[:_SIZE], "little")
         content = content[_SIZE : _SIZE + size]
         if size > len(content):
-            remainder = torch.empty(size - len(content), dtype=torch.uint8)
+            remainder = torch.empty(size - len(content), dtype=torch.uint8, device=CPU)
             dist.recv(remainder, sender, self._group, self._tag)
             content += remainder.numpy().tobytes()
         return content

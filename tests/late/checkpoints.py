@@ -34,7 +34,9 @@ def engine_of(bf16: dict[str, Any], zero: dict[str, Any]) -> Any:
         "bf16": bf16,
         "zero_optimization": {"stage": 2, **zero},
     }
-    engine, *_ = hf_zero.initialize(model=training.tower(), config=config)
+    with torch.device("cpu"):
+        model = training.tower()
+    engine, *_ = hf_zero.initialize(model=model, config=config)
     return engine
 
 
@@ -104,9 +106,35 @@ def a_copy_fails(rank: int, folder: Path) -> list[str]:
     return wrong
 
 
+def a_default_device_is_set(rank: int, folder: Path) -> list[str]:
+    """A script sets torch's default device to its GPU: what the engine keeps, sends and saves from
+    the host is not there.
+    """
+    wrong = list[str]()
+    torch.set_default_device(torch.device("cuda", rank))
+    try:
+        for zero in ({}, HOST):
+            engine = engine_of(KAHAN, zero)
+            with torch.device("cpu"):
+                batches = list(training.batches(2, rank, 2))
+            for values in batches:
+                engine.backward(engine(values.to(engine.device, torch.bfloat16)).float())
+                engine.step()
+            weights = weights_of(engine)
+            engine.save_checkpoint(folder)
+            engine.save_checkpoint(folder, tag="background", blocking=False)
+            engine.load_checkpoint(folder)
+            wrong += [] if equal(weights_of(engine), weights) else [f"other weights with {zero}"]
+            engine.destroy()
+    finally:
+        torch.set_default_device(None)
+    return wrong
+
+
 JOBS: dict[str, Callable[[int, Path], list[str]]] = {
     "sums": sums_are_loaded,
     "a copy fails": a_copy_fails,
+    "a default device": a_default_device_is_set,
 }
 
 
