@@ -384,8 +384,9 @@ class Engine(TrainingEngine):
             )
         self.changes.refuse_within("load_checkpoint()")
         self.wait_for_checkpoint(f"the load of {load_dir}")
+        self.updater.drop_early()
         if self.flats and self.flats[0].engine_flats.switched:
-            self.train_unfrozen()
+            self.train_unfrozen(loads=True)
         with torch.device("cpu"), self.mesh.watchdog.during("load"):
             in_memory = False
             if self.memory is not None:
@@ -393,7 +394,6 @@ class Engine(TrainingEngine):
                 load_dir, tag, in_memory = found.directory, found.tag, found.in_memory
                 if in_memory and str(load_dir) == run:
                     run = None  # chosen before: of which run, it does not say
-            self.updater.drop_early()
             self.measures.finish(self)
             with self.schedule.shards.writing():
                 answer = load(

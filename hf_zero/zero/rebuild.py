@@ -38,11 +38,15 @@ if TYPE_CHECKING:
     from hf_zero.zero.layout.engine_plan import EnginePlan
 
 
-def refuse_now(engine: EngineParts, what: str) -> None:
-    """Raise PartitionError if ``engine`` cannot be rebuilt at this moment, for ``what``."""
+def refuse_now(engine: EngineParts, what: str, loads: bool = False) -> None:
+    """Raise PartitionError if ``engine`` cannot be rebuilt at this moment, for ``what``. Before a
+    load (``loads``) the state may be half changed.
+    """
+    broken = loads and engine.changes.broken
     if engine.destroyed:
         raise PartitionError(f"{what} of an engine that was destroyed; call it before destroy()")
-    engine.changes.refuse(what)
+    if not broken:
+        engine.changes.refuse(what)
     engine.changes.refuse_within(what)
     if engine.backward_pass.under_way:
         raise PartitionError(
@@ -56,7 +60,8 @@ def refuse_now(engine: EngineParts, what: str) -> None:
             f"{what}: the parameters of a model in pipeline stages that train are fixed at "
             "initialize; save a checkpoint, and resume with another set"
         )
-    if any(flat.gradient.holds_gradient for flat in engine.sharded_model.trainable):
+    trainable = engine.sharded_model.trainable
+    if not broken and any(flat.gradient.holds_gradient for flat in trainable):
         raise PartitionError(
             f"{what} comes between a backward and the step that uses its gradients; call it after "
             "the step that ends the accumulation window, or zero_grad() before it"
@@ -148,17 +153,21 @@ def trainable_again(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def rebuild(engine: EngineParts, what: str, change: Callable[[], None]) -> None:
+def rebuild(
+    engine: EngineParts, what: str, change: Callable[[], None], loads: bool = False
+) -> None:
     """Take ``engine`` apart, call ``change`` on its optimizer, whose groups hold the model's
     parameters then, and build it again over the model with the state that it has. What the model
-    has lost leaves the groups, and is whole. ``what`` is the caller in messages. Collective.
+    has lost leaves the groups, and is whole. ``what`` is the caller in messages; ``loads``: a load
+    follows, so that the state may be half changed, and stays refused until then. Collective.
 
     Raises PartitionError on all ranks in the middle of an accumulation window, the errors of a
     checkpoint or of offloaded state whose write has failed, and those of ``change`` and of the plan
     of the changed engine, which then goes on unchanged.
     """
     with raise_on_all_ranks(f"begin {what}"):
-        refuse_now(engine, what)
+        refuse_now(engine, what, loads)
+    broken = engine.changes.broken
     engine.settle(what)
     keeps = not engine.config.zero.release_frozen_state
     former = [*engine.sharded_model.parameters.values()]
@@ -188,6 +197,8 @@ def rebuild(engine: EngineParts, what: str, change: Callable[[], None]) -> None:
             state.forget([parameter for parameter in kept if not parameter.requires_grad])
         with trainable_again(kept if keeps else ()):
             engine.assemble(_plan(engine))
+    if broken:
+        engine.changes.break_off(broken)
     with engine.changes.change(what):
         sharded = engine.sharded_model
         for name, parameter in sharded.parameters.items():

@@ -256,13 +256,15 @@ class TrainingEngine(EngineParts):
 
     # ---- the parameters that train ----
 
-    def train_unfrozen(self) -> None:
-        """Rebuild the engine if parameters that its optimizer has were unfrozen (collective)."""
+    def train_unfrozen(self, loads: bool = False) -> None:
+        """Rebuild the engine if parameters that its optimizer has were unfrozen (collective);
+        ``loads``: a load follows, which may replace a half changed state.
+        """
         self.flats[0].engine_flats.switched = False
         if self.bound is not None and (names := unfrozen(self)):
             what = f"unfreezing {listed(names, 3)}"
             try:
-                rebuild(self, what, lambda: None)
+                rebuild(self, what, lambda: None, loads)
             except BaseException:
                 if not self.destroyed:
                     self.flats[0].engine_flats.switched = True

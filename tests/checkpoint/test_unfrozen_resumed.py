@@ -7,9 +7,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import hf_zero
+from hf_zero.errors import CheckpointError, PartitionError
 from tests.helpers.cells import in_turn
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_trainable_set import WAYS, plainly
@@ -88,6 +90,50 @@ def test_state_of_what_is_frozen_again_is_saved(tmp_path: Path) -> None:
         engine.load_checkpoint(str(tmp_path))
         for name, value in zip(names, before):
             assert torch.equal(hf_zero.safe_get_full_optimizer_state(weight, name), value)
+        engine.destroy()
+
+    run_ranks(2, run)
+
+
+def test_a_load_after_a_step_that_broke_off_may_unfreeze(tmp_path: Path) -> None:
+    """It replaces the half changed state, of parameters that train from now on, too; one that finds
+    no checkpoint leaves the engine refused.
+    """
+
+    def run(rank: int) -> None:
+        def begun(model: Any) -> Any:
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+            return hf_zero.initialize(model=model, optimizer=optimizer, config=settings(2))[0]
+
+        def step(engine: Any, number: int) -> None:
+            engine.backward(engine(batch(number)[rank * 4 : rank * 4 + 4]).square().mean())
+            engine.step()
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("a hook of the script")
+
+        model = Scaled()
+        engine = begun(model)
+        step(engine, 0)
+        engine.save_checkpoint(str(tmp_path))
+        step(engine, 1)
+        want = [value.clone() for value in engine.state_dict().values()]
+        engine.destroy()
+        model[4].requires_grad_(False)
+        engine = begun(model)
+        hook = engine.optimizer.register_step_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="a hook of the script"):
+            step(engine, 0)
+        hook.remove()
+        model[4].requires_grad_(True)
+        with pytest.raises(CheckpointError):
+            engine.load_checkpoint(str(tmp_path / "missing"))
+        with pytest.raises(PartitionError, match="half changed"):
+            step(engine, 0)
+        engine.load_checkpoint(str(tmp_path))
+        step(engine, 1)
+        for got, value in zip(engine.state_dict().values(), want, strict=True):
+            assert torch.equal(got, value)
         engine.destroy()
 
     run_ranks(2, run)

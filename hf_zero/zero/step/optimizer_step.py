@@ -341,13 +341,17 @@ class StateChanges:
         except BaseException as error:
             said = str(error).partition("\n")[0][:200]
             cause = type(error).__name__ + (f" ({said})" if said else "")
-            self.broken = self.broken or f"{what} was broken off by {cause}"
-            self._passes.refuse = self.refuse
+            self.break_off(f"{what} was broken off by {cause}")
             raise
         finally:
             self._under_way = outer
         if replaces:
             self.broken, self._passes.refuse = "", None
+
+    def break_off(self, cause: str) -> None:
+        """Refuse every use of the state from now on, because of the first ``cause``."""
+        self.broken = self.broken or cause
+        self._passes.refuse = self.refuse
 
     def refuse(self, what: str) -> None:
         """Raise PartitionError for ``what`` if a change was broken off."""
