@@ -80,16 +80,16 @@ class Bf16State:
             wide[MASTER] = torch.where(exact.bfloat16() == arrays[MASTER], exact, wide[MASTER])
         return wide
 
-    def fresh(self, state: Mapping[str, Any], master: torch.dtype) -> dict[str, Any]:
+    def fresh(self, state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
         """Return ``state``, of a parameter of one element before its first step, in the dtypes in
-        which it is kept beside master weights of dtype ``master``.
+        which it is kept beside master weights like ``like``.
         """
         found = {
             name: value.bfloat16() if self._narrows(name, value, (1,)) else value
             for name, value in state.items()
         }
-        if self.kahan and master == torch.bfloat16:
-            found[COMPENSATION] = torch.zeros(1, dtype=torch.bfloat16)
+        if self.kahan and like.dtype == torch.bfloat16:
+            found[COMPENSATION] = like.new_zeros(1)
         return found
 
     def _narrows(self, name: str, value: Any, shape: Sequence[int]) -> bool:

@@ -209,7 +209,7 @@ class OffloadedState:
         like = torch.zeros(1, dtype=segment.tensor.dtype)
         found = state.fresh_state(self._entries.optimizer, group, like)
         bf16 = self._entries.bf16
-        return found if bf16 is None else bf16.fresh(found, segment.tensor.dtype)
+        return found if bf16 is None else bf16.fresh(found, like)
 
     def unstep(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""

@@ -351,7 +351,7 @@ class NarrowStates(Protocol):
 
     @property
     def moments(self) -> bool: ...
-    def fresh(self, state: Mapping[str, Any], master: torch.dtype) -> dict[str, Any]:
+    def fresh(self, state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
         """Return ``state``, from before the first step, in the dtypes in which it is kept."""
 
 
@@ -393,7 +393,7 @@ class StateEntries:
     def fresh(self, group: int, like: Tensor) -> dict[str, Any]:
         """Return the state before the first step of a parameter like ``like`` in ``group``."""
         found = fresh_state(self.optimizer, self.groups[group], like)
-        return found if self.bf16 is None else self.bf16.fresh(found, like.dtype)
+        return found if self.bf16 is None else self.bf16.fresh(found, like)
 
     def blocks(self, segment: Segment) -> dict[str, Blocks]:
         """Return the states of ``segment`` that are in 8 bits."""

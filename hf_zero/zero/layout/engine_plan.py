@@ -263,7 +263,7 @@ class EnginePlan:
             blocks = settings.get("moments") in ("int8", "dynamic8")
             there = numbers if blocks else fresh_state(self.optimizer, settings, like)
             if bf16 := Bf16State.of(self.settings, self.optimizer):
-                numbers, there = (bf16.fresh(state, dtype) for state in (numbers, there))
+                numbers, there = (bf16.fresh(state, like) for state in (numbers, there))
             kinds = {torch.float64: "fp32", torch.bfloat16: "bf16"}
             self._kept_by_group[group, dtype] = {
                 name: (there[name].dtype, kinds.get(value.dtype, kind))
