@@ -25,6 +25,7 @@ from hf_zero.checkpoint.manifest import MASTER, strip_wrappers
 from hf_zero.checkpoint.tensor_part import Place, TensorPart
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
+from hf_zero.optim.bf16_state import COMPENSATION
 from hf_zero.optim.segment_table import NOT_KEPT
 from hf_zero.zero.access.full import whole_of
 from hf_zero.zero.access.wholes import version_of
@@ -260,6 +261,8 @@ class _TorchStates:
             for _, name, fqn in slots:
                 shards, values = entries.get(name, ()), content["state"].get(fqn, {})
                 values = {key: value for key, value in values.items() if value is not None}
+                if COMPENSATION in values and all(e.kind != COMPENSATION for e in shards):
+                    shards = [*shards, StateEntry(flat, name, COMPENSATION)]
                 expected = numbers[name].keys() | {entry.kind for entry in shards}
                 missing += [f"{fqn}.{key}" for key in expected - values.keys()]
                 unexpected += [f"{fqn}.{key}" for key in values.keys() - expected]

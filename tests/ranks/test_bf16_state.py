@@ -4,12 +4,14 @@ rounding, on any number of ranks, at every stage, in every tier, and after a res
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import hf_zero
 from hf_zero.checkpoint import convert_checkpoint, get_fp32_state_dict_from_zero_checkpoint
@@ -38,6 +40,7 @@ KINDS = {
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.5),
 }
 STEPS, SEED, BF16 = 5, 7, torch.bfloat16
+FP32 = {"enabled": True}  # master weights and moments in fp32
 
 
 def settings(stage, moments=False, masters=True, **more):
@@ -424,6 +427,46 @@ def test_conversions_of_kahan_sums_are_read_by_runs_with_and_without_them(tmp_pa
             target = tmp_path / f"{kind}{want is sums}"
             got = on_ranks(2, resumed, config, [3], tmp_path / kind, target, build=wide)[0][0]
             assert_equal(got[0], want)
+
+
+@pytest.mark.parametrize("way", ["universal", "dcp", "torch"])
+def test_runs_without_kahan_sums_load_conversions_with_them(way, tmp_path):
+    """The fp32 master weights take the sums; those of torch's state dict, read apart from the
+    optimizer's, do not.
+    """
+
+    def train(rank, model, target):
+        engine = start(model, KINDS["adamw"](model.parameters()), kahan(2))
+        run(engine, range(STEPS))
+        want = {key: value.float() for key, value in states(engine).items()}
+        want = {key: value for key, value in want.items() if key[1] != "compensation"}
+        errors = {n: v.float() for (n, kind), v in states(engine).items() if kind == "compensation"}
+        sums = {name: value + errors[name] for name, value in full_weights(engine).items()}
+        saved = None
+        if way == "torch":
+            saved = copy.deepcopy(get_state_dict(model, engine.optimizer))
+        else:
+            engine.save_checkpoint(tmp_path / "run")
+            if rank == 0:
+                convert_checkpoint(tmp_path / "run", tmp_path / "out", to=way)
+            torch.distributed.barrier()
+        engine.destroy()
+        engine = start(target, KINDS["adamw"](target.parameters()), config_of(2, bf16=FP32))
+        if saved:
+            model_state, state = saved
+            set_state_dict(
+                target, engine.optimizer, model_state_dict=model_state, optim_state_dict=state
+            )
+        else:
+            engine.load_checkpoint(tmp_path / "out")
+        assert_equal({key: value.float() for key, value in states(engine).items()}, want)
+        for name, value in full_weights(engine).items():
+            expected = sums[name].bfloat16().float() if way == "torch" else sums[name]
+            assert torch.equal(value.view_as(expected), expected), name
+        run(engine, [STEPS])
+        engine.destroy()
+
+    on_ranks(2, lambda rank, pair: train(rank, *pair), build=lambda: (wide(), wide()))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
