@@ -367,9 +367,9 @@ def _records(compiled: Any) -> bool:
     config_of = getattr(compiled, "get_compiler_config", None)  # set on results of torch.compile
     if config_of is None:
         return False
-    config = config_of()
-    if config is not None:
-        return bool(config.get(OPTION))
+    options = config_of()
+    if options is not None:
+        return bool(options.get(OPTION))
     context = getattr(compiled, "dynamo_ctx", None)
     if context is None and inspect.isfunction(compiled):
         context = inspect.getclosurevars(compiled).nonlocals.get("self")
