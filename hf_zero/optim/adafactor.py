@@ -54,13 +54,13 @@ def rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Rectan
     while at < stop:
         line, column = divmod(at, columns)
         matrix, row = divmod(line, rows)
-        left = stop - at
-        if column or left < columns:
-            found = Rectangle(at - start, matrix, row, 1, column, min(columns - column, left))
+        rest = stop - at
+        if column or rest < columns:
+            r = Rectangle(at - start, matrix, row, 1, column, min(columns - column, rest))
         else:
-            found = Rectangle(at - start, matrix, row, min(rows - row, left // columns), 0, columns)
-        yield found
-        at += found.rows * found.columns
+            r = Rectangle(at - start, matrix, row, min(rows - row, rest // columns), 0, columns)
+        yield r
+        at += r.rows * r.columns
 
 
 def _sizes(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -132,9 +132,9 @@ class FactoredOptimizer(WholeTensorOptimizer):
     def prepare(cls, group: Mapping[str, Any], parts: Parts, at: int) -> Sequence[Tensor]:
         grads = parts.gradients()
         if at == 0:
-            return [cls._squares(group, *each) for each in zip(parts.weights, grads, parts.places)]
+            return [cls._squares(group, *args) for args in zip(parts.weights, grads, parts.places)]
         cls._keep(group, parts)
-        norms = [torch.linalg.vector_norm(each) for each in cls._updates(group, parts, grads)]
+        norms = [torch.linalg.vector_norm(update) for update in cls._updates(group, parts, grads)]
         return [norm.double().square().reshape(1) for norm in norms]
 
     def combine(
@@ -147,54 +147,50 @@ class FactoredOptimizer(WholeTensorOptimizer):
         length = (lambda shape: sum(_sizes(shape)) + 1) if at == 0 else (lambda shape: 1)
         every, values = (
             [part for of in parts for part in of],
-            [each for of in prepared for each in of],
+            [value for of in prepared for value in of],
         )
-        found = iter(self.tensors.summed(every, values, length))
-        return [[next(found) for _ in of] for of in parts]
+        sums = iter(self.tensors.summed(every, values, length))
+        return [[next(sums) for _ in of] for of in parts]
 
     @classmethod
     def apply(cls, group: Mapping[str, Any], parts: Parts) -> None:  # type: ignore[override]
         sums, clipping = parts.results
         updates = cls._updates(group, parts, parts.gradients())
         averages = zip(*parts.moments) if parts.moments else [() for _ in parts.weights]
-        for weight, update, kept, (shape, start, stop), step, own, square in zip(
+        for weight, update, states, (shape, start, stop), step, sums_of_weight, square in zip(
             parts.weights, updates, averages, parts.places, parts.steps, sums, clipping
         ):
-            size = [(each[-1] / max(1, prod(shape))).sqrt() for each in (own, square)]
+            size = [(sums[-1] / max(1, prod(shape))).sqrt() for sums in (sums_of_weight, square)]
             if weight.ndim == 1:  # without padding
-                weight, kept = weight[: stop - start], [each[: stop - start] for each in kept]
+                weight, states = weight[: stop - start], [state[: stop - start] for state in states]
             update = update.view(weight.shape)
-            cls.move(group, weight, update, list(kept), (size[0], size[1], step))
+            cls.move(group, weight, update, list(states), (size[0], size[1], step))
 
     @classmethod
     def _squares(
-        cls,
-        group: Mapping[str, Any],
-        weight: Tensor,
-        grad: Tensor,
-        place: TensorPlace,
+        cls, group: Mapping[str, Any], weight: Tensor, grad: Tensor, bounds: TensorPlace
     ) -> Tensor:
         """Return the contribution of a part to the sums of its tensor: rows, columns, and the
         squares of its weights.
         """
-        shape, start, stop = place
+        shape, start, stop = bounds
         sums = torch.zeros(sum(_sizes(shape)) + 1, dtype=torch.float64, device=weight.device)
-        own, added = grad.reshape(-1)[: stop - start], cls.added_to_squares(group)
+        flat, added = grad.reshape(-1)[: stop - start], cls.added_to_squares(group)
         if len(shape) < 2:
-            sums[start:stop] = own.square().add_(added)
+            sums[start:stop] = flat.square().add_(added)
         else:
             rows, columns = _matrices(sums[:-1], shape)
-            for each in rectangles(start, stop, shape):
-                squares = each.of(own).square().add_(added)
-                each.row_of(rows).add_(squares.sum(1))
-                each.column_of(columns).add_(squares.sum(0))
+            for r in rectangles(start, stop, shape):
+                squares = r.of(flat).square().add_(added)
+                r.row_of(rows).add_(squares.sum(1))
+                r.column_of(columns).add_(squares.sum(0))
         sums[-1] = torch.linalg.vector_norm(weight.reshape(-1)[: stop - start]).double().square()
         return sums
 
     @classmethod
     def _keep(cls, group: Mapping[str, Any], parts: Parts) -> None:
         """Add the sums of this step to the factors of each part."""
-        for weight, kept, shape, step, sums in zip(
+        for weight, state, shape, step, sums in zip(
             parts.weights, parts.factors, parts.shapes, parts.steps, parts.results[0]
         ):
             by_rows, by_columns, of_vector = cls.FACTOR_NAMES
@@ -208,9 +204,9 @@ class FactoredOptimizer(WholeTensorOptimizer):
                 }
             decay = cls.decay(group, step)
             for name, mean in means.items():
-                if name not in kept:
-                    kept[name] = torch.zeros_like(mean, dtype=weight.dtype)
-                kept[name].mul_(decay).add_(mean.to(weight.dtype), alpha=1 - decay)
+                if name not in state:
+                    state[name] = torch.zeros_like(mean, dtype=weight.dtype)
+                state[name].mul_(decay).add_(mean.to(weight.dtype), alpha=1 - decay)
 
     @classmethod
     def _updates(
@@ -221,22 +217,22 @@ class FactoredOptimizer(WholeTensorOptimizer):
         """
         by_rows, by_columns, of_vector = cls.FACTOR_NAMES
         memory: dict[Any, Tensor] = {}
-        for grad, kept, (shape, start, stop) in zip(grads, parts.factors, parts.places):
-            own = grad.reshape(-1)[: stop - start]
-            kind = own.device, own.dtype
-            if kind not in memory or memory[kind].numel() < own.numel():
-                memory[kind] = torch.empty_like(own)
+        for grad, state, (shape, start, stop) in zip(grads, parts.factors, parts.places):
+            flat = grad.reshape(-1)[: stop - start]
+            kind = flat.device, flat.dtype
+            if kind not in memory or memory[kind].numel() < flat.numel():
+                memory[kind] = torch.empty_like(flat)
             update = memory[kind][: stop - start]
             if len(shape) < 2:
-                second = kept[of_vector].reshape(-1)[start:stop]
-                yield cls.divided(group, own, second, None, update)
+                second = state[of_vector].reshape(-1)[start:stop]
+                yield cls.divided(group, flat, second, None, update)
                 continue
-            rows = kept[by_rows].reshape(-1, shape[-2])
+            rows = state[by_rows].reshape(-1, shape[-2])
             rows = rows / rows.mean(dim=-1, keepdim=True).clamp_(min=cls.smallest_mean(group))
-            columns = kept[by_columns].reshape(-1, shape[-1])
-            for each in rectangles(start, stop, shape):
-                there, here = each.row_of(rows).unsqueeze(1), each.column_of(columns)
-                cls.divided(group, each.of(own), there, here, each.of(update))
+            columns = state[by_columns].reshape(-1, shape[-1])
+            for r in rectangles(start, stop, shape):
+                by_row, by_column = r.row_of(rows).unsqueeze(1), r.column_of(columns)
+                cls.divided(group, r.of(flat), by_row, by_column, r.of(update))
             yield update
 
     @classmethod

@@ -197,8 +197,8 @@ class BoundOptimizer:
         unused = frozenset[str]().union(*(flat.unused for flat in self._flats if flat.unused))
         left_out: Collection[Segment] = ()
         if unused:
-            own = [segment for segment in table.stepped if segment.parts]
-            left_out = table.leave_out(own, unused)
+            segments_here = [segment for segment in table.stepped if segment.parts]
+            left_out = table.leave_out(segments_here, unused)
         written: set[str] = set()
         if fused.ready and fused.takes(table.stepped):
             regions = table.device.regions
@@ -213,11 +213,11 @@ class BoundOptimizer:
             if left_out:
                 segments = [segment for segment in segments if segment not in left_out]
             if self._bf16 is None:
-                made = self._own.update(segments, grad_scale, found_inf)
+                stepped = self._own.update(segments, grad_scale, found_inf)
             else:
                 table.begin_rounded()
-                made = self._own.update_rounded(segments, grad_scale, found_inf, number)
-            if not made:
+                stepped = self._own.update_rounded(segments, grad_scale, found_inf, number)
+            if not stepped:
                 optimizer._opt_called = True
                 return written
             if table.parted:  # segments of a split group get their first state in different steps
@@ -272,10 +272,10 @@ class BoundOptimizer:
         return counted
 
     def step_sub_group(
-        self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
+        self, segment: Segment, arrays: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
     ) -> None:
-        """Make one update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
-        self._own.sub_group(segment, held, grad, divisor, fresh)
+        """Make one update of ``segment`` by the optimizer itself, over ``arrays``."""
+        self._own.sub_group(segment, arrays, grad, divisor, fresh)
 
     def bring_back(self, moved: Mapping[str, Callable[[], None]]) -> None:
         """Move the states of some flat buffers back to the device for good. ``moved``: key of a
@@ -285,7 +285,7 @@ class BoundOptimizer:
         scalars, apart, factors = self.scalars(), self.apart(), self.factors.held()
         fresh = self._table.offloaded.fresh_names()
         # states already on the device are cut anew together with those that move there
-        kept = {
+        tensors_by_key = {
             flat.key: self.tensors(flat)
             for flat in self._flats
             if flat.key in moved or not flat.offloaded
@@ -295,7 +295,7 @@ class BoundOptimizer:
         groups = {segment.group for segment in self._table.segments}
         self._table.bind(self._flats, self.group_of, groups)
         self._table.offloaded.keep_fresh(fresh)
-        for key, tensors in kept.items():
+        for key, tensors in tensors_by_key.items():
             for name, tensor in tensors.items():
                 self.load_tensor(flats[key], name, tensor)
         self.load_scalars(scalars, apart)
@@ -356,12 +356,12 @@ class BoundOptimizer:
             for part in segment.parts
             if part.flat is flat and part.start < last and first < part.stop
         ]
-        known = []
+        overlaps = []
         for segment, part in touched:
             self._table.state_of(segment).create(segment)
             if name in self._entries.of(segment):
-                known.append((segment, part))
-        if touched and not known and not self._entries.some_group_keeps(name, masters(flat)):
+                overlaps.append((segment, part))
+        if touched and not overlaps and not self._entries.some_group_keeps(name, masters(flat)):
             have = sorted(
                 {key for segment, _ in touched for key in self._entries.elementwise(segment)}
             )
@@ -371,7 +371,7 @@ class BoundOptimizer:
                 "by another optimizer or with other options. Use the same optimizer, or load "
                 "without optimizer states."
             )
-        for segment, part in known:
+        for segment, part in overlaps:
             held = self.optimizer.state[segment.tensor][name]
             start = max(part.start, first)
             values, at = tensor[start - first : part.stop - first], part.offset + start - part.start
@@ -431,16 +431,16 @@ class BoundOptimizer:
         ``names``: this rank's names -> those of the whole model. ``gather`` returns its argument of
         every rank (collective).
         """
-        own = [
-            (scalars, {names[name]: each for name, each in apart.items()})
+        local_numbers = [
+            (scalars, {names[name]: numbers for name, numbers in apart.items()})
             for scalars, apart in zip(self.scalars(), self.apart())
         ]
-        merged = [numbers_of_ranks(reports) for reports in zip(*gather(own))]
-        found: dict[str, ParameterNumbers] = {}
+        merged = [numbers_of_ranks(reports) for reports in zip(*gather(local_numbers))]
+        by_name: dict[str, ParameterNumbers] = {}
         for name, group in self.group_of.items():
             scalars, apart = merged[group]
-            found[name] = (apart[names[name]] or None) if names[name] in apart else scalars
-        return found
+            by_name[name] = (apart[names[name]] or None) if names[name] in apart else scalars
+        return by_name
 
     def load_by_parameter(
         self, numbers: Mapping[str, ParameterNumbers], parted: Collection[int]
@@ -453,15 +453,15 @@ class BoundOptimizer:
         of_groups: list[dict[str, ParameterNumbers]] = [{} for _ in self.groups]
         for name, group in self.group_of.items():
             of_groups[group][name] = numbers.get(name)
-        shared = [_most_common(each.values()) for each in of_groups]
+        shared = [_most_common(group.values()) for group in of_groups]
         apart = [
-            {name: own or {} for name, own in each.items() if own != common}
-            for each, common in zip(of_groups, shared)
+            {name: numbers or {} for name, numbers in group.items() if numbers != common}
+            for group, common in zip(of_groups, shared)
         ]
-        unstepped = [all(own is None for own in each.values()) for each in of_groups]
+        unstepped = [all(numbers is None for numbers in group.values()) for group in of_groups]
         self.load_scalars(shared, apart)
         self._table.parted = set(parted) | {
-            group for group, each in enumerate(apart) if each and not unstepped[group]
+            group for group, differing in enumerate(apart) if differing and not unstepped[group]
         }
 
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -523,7 +523,7 @@ class BoundOptimizer:
         segment: a load, an in-place write, another tensor in its place.
         """
         entries = dict.values(self.optimizer.state)  # without the wait for an update under way
-        values = [value for held in entries for value in held.values()]
+        values = [value for entry in entries for value in entry.values()]
         codes = [value.codes if isinstance(value, Blocks) else value for value in values]
         tensors = [value for value in codes if torch.is_tensor(value)]
         versions = tuple((id(tensor), tensor._version) for tensor in tensors)
@@ -543,18 +543,18 @@ class BoundOptimizer:
         like = torch.zeros(1, dtype=torch.bfloat16 if narrow else torch.float32)
         return self._entries.some_group_keeps(name, like)
 
-    def _same_groups(self, given: Sequence[Any], what: str) -> None:
-        if len(given) != len(self.groups):
+    def _same_groups(self, saved: Sequence[Any], what: str) -> None:
+        if len(saved) != len(self.groups):
             raise UnsupportedOptimizerError(
-                f"{what} of {len(given)} groups cannot go into optimizer "
+                f"{what} of {len(saved)} groups cannot go into optimizer "
                 f"{type(self.optimizer).__name__} with {len(self.groups)}; build the "
                 "optimizer with the groups it was saved with, or load without optimizer states"
             )
 
 
 def _most_common(values: Iterable[ParameterNumbers]) -> dict[str, float]:
-    known = [tuple(sorted(each.items())) for each in values if each is not None]
-    return dict(Counter(known).most_common(1)[0][0]) if known else {}
+    counted = [tuple(sorted(numbers.items())) for numbers in values if numbers is not None]
+    return dict(Counter(counted).most_common(1)[0][0]) if counted else {}
 
 
 def _copy(into: Tensor, values: Tensor) -> None:

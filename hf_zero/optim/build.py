@@ -151,9 +151,9 @@ def canonical_name(kind: str) -> str:
 
 
 def _resolve(
-    name: str, given: Mapping[str, Any], later: Collection[str] = ()
+    name: str, params: Mapping[str, Any], later: Collection[str] = ()
 ) -> tuple[_Class, _Settings]:
-    """Return class and settings for the checked parameters ``given``; of the names ``later`` the
+    """Return class and settings for the checked parameters ``params``; of the names ``later`` the
     values are not known yet.
     """
     cls = _CLASSES[name]
@@ -167,23 +167,23 @@ def _resolve(
     switches = _SWITCHES.get(name, ())
     numbers = _MUON_RATES if cls is Muon else ()
     words = ("ns_method",) if cls is Muon else ()
-    known, mistakes = (*accepted, *switches, *numbers, *words), Mistakes()
-    for key in (*given, *later):
+    keys, mistakes = (*accepted, *switches, *numbers, *words), Mistakes()
+    for key in (*params, *later):
         with mistakes.collect():
-            _check_key(name, key, known)
-    for key, value in given.items():
+            _check_key(name, key, keys)
+    for key, value in params.items():
         kind = 0.0 if key in numbers else False if key in switches else _LIKE.get(key)
         default = accepted.get(key)
-        if key in known and (value is not None or default is not None):
+        if key in keys and (value is not None or default is not None):
             with mistakes.collect():
                 _check_value(name, key, value, kind if default is None else default)
     mistakes.throw()
-    if words and given.get("ns_method", "gram") not in _MUON_METHODS:
+    if words and params.get("ns_method", "gram") not in _MUON_METHODS:
         raise ConfigError(
-            f"optimizer.params.ns_method is {given['ns_method']!r}; write one of "
+            f"optimizer.params.ns_method is {params['ns_method']!r}; write one of "
             f"{', '.join(_MUON_METHODS)}, or remove it"
         )
-    narrow = not given.get("fp32_optimizer_states", True)
+    narrow = not params.get("fp32_optimizer_states", True)
     if narrow and name not in _CHOOSES_MOMENTS:
         raise NotBuiltError(
             f"optimizer.params.fp32_optimizer_states: false is not built for {name}: states are "
@@ -192,17 +192,17 @@ def _resolve(
         )
     settings = {
         key: tuple(value) if isinstance(value, list) else value
-        for key, value in given.items()
+        for key, value in params.items()
         if key in accepted
     }
     if narrow:
         settings.setdefault("moments", "bf16")
     dialect = _DIALECTS.get(name)
-    return dialect(cls, given, settings) if dialect else (cls, settings)
+    return dialect(cls, params, settings) if dialect else (cls, settings)
 
 
-def _check_key(name: str, key: str, known: tuple[str, ...]) -> None:
-    if key in known:
+def _check_key(name: str, key: str, keys: tuple[str, ...]) -> None:
+    if key in keys:
         return
     if key == "max_grad_norm":
         raise ConfigError(
@@ -210,7 +210,7 @@ def _check_key(name: str, key: str, known: tuple[str, ...]) -> None:
             "gradient_clipping at the top level"
         )
     other = _OTHER_NAMES.get(key)
-    hint = f"; write {other}" if other in known else did_you_mean(key, known)
+    hint = f"; write {other}" if other in keys else did_you_mean(key, keys)
     raise ConfigError(f"unknown optimizer.params key {key!r} for {name}{hint}")
 
 
@@ -222,22 +222,22 @@ def _check_value(name: str, key: str, value: Any, default: Any) -> None:
             "trainer's arguments"
         )
     if isinstance(default, bool):
-        ok, wanted = isinstance(value, bool), "true or false"
+        ok, expected = isinstance(value, bool), "true or false"
     elif isinstance(default, tuple):
         ok = (
             isinstance(value, (list, tuple))
             and len(value) == len(default)
             and all(_is_number(item) for item in value)
         )
-        wanted = f"a list of {len(default)} numbers"
+        expected = f"a list of {len(default)} numbers"
     elif isinstance(default, str):
-        ok, wanted = isinstance(value, str), f"a word such as {default}"
+        ok, expected = isinstance(value, str), f"a word such as {default}"
     elif isinstance(default, Real):
-        ok, wanted = _is_number(value), "a number (YAML reads 1e-5 as text: write 1.0e-5)"
+        ok, expected = _is_number(value), "a number (YAML reads 1e-5 as text: write 1.0e-5)"
     else:
-        ok, wanted = value is None or isinstance(value, bool), "true, false or null"
+        ok, expected = value is None or isinstance(value, bool), "true, false or null"
     if not ok:
-        raise ConfigError(f"{where} is {value!r}; write {wanted}")
+        raise ConfigError(f"{where} is {value!r}; write {expected}")
 
 
 def _is_number(value: Any) -> bool:
@@ -246,11 +246,13 @@ def _is_number(value: Any) -> bool:
     )
 
 
-def _adam(cls: _Class, given: Mapping[str, Any], settings: _Settings) -> tuple[_Class, _Settings]:
-    decoupled = cls is torch.optim.AdamW or given.get("adam_w_mode", given.get("adamw_mode", True))
-    if not given.get("torch_adam", False):
+def _adam(cls: _Class, params: Mapping[str, Any], settings: _Settings) -> tuple[_Class, _Settings]:
+    decoupled = cls is torch.optim.AdamW or params.get(
+        "adam_w_mode", params.get("adamw_mode", True)
+    )
+    if not params.get("torch_adam", False):
         settings.setdefault("weight_decay", 0.0)
-    if not given.get("bias_correction", True):
+    if not params.get("bias_correction", True):
         settings.setdefault("weight_decay", 0.01 if decoupled else 0.0)
         modes = {"decoupled_weight_decay": bool(decoupled), "bias_correction": False}
         return Adam, {**settings, **modes}
@@ -258,12 +260,15 @@ def _adam(cls: _Class, given: Mapping[str, Any], settings: _Settings) -> tuple[_
 
 
 def _cpu_adam(
-    cls: _Class, given: Mapping[str, Any], settings: _Settings
+    cls: _Class, params: Mapping[str, Any], settings: _Settings
 ) -> tuple[_Class, _Settings]:
-    return cls, {**settings, "adamw_mode": given.get("adam_w_mode", given.get("adamw_mode", True))}
+    return cls, {
+        **settings,
+        "adamw_mode": params.get("adam_w_mode", params.get("adamw_mode", True)),
+    }
 
 
-def _lion(cls: _Class, given: Mapping[str, Any], settings: _Settings) -> tuple[_Class, _Settings]:
+def _lion(cls: _Class, params: Mapping[str, Any], settings: _Settings) -> tuple[_Class, _Settings]:
     return cls, {"lr": 1e-3, **settings}  # DeepSpeed's default; the class has the paper's
 
 
@@ -289,18 +294,18 @@ def _schedule(
 ) -> tuple[Any, dict[str, inspect.Parameter]]:
     """Return the class of a schedule and its parameters by name; raise ConfigError for others."""
     cls = schedule_class(name)
-    known = {
+    keys = {
         key: p
         for key, p in inspect.signature(cls.__init__).parameters.items()
         if key not in ("self", "optimizer")
     }
     mistakes = Mistakes(
-        ConfigError(f"unknown scheduler.params key {key!r} for {name}{did_you_mean(key, known)}")
+        ConfigError(f"unknown scheduler.params key {key!r} for {name}{did_you_mean(key, keys)}")
         for key in (*params, *later)
-        if key not in known
+        if key not in keys
     )
     mistakes.throw()
-    return cls, known
+    return cls, keys
 
 
 def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRScheduler:
@@ -317,7 +322,7 @@ def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRS
     """
     name = built_name("scheduler", cfg.type)
     params = dict(cfg.params)
-    cls, known = _schedule(name, params)
+    cls, parameters = _schedule(name, params)
     for key, value in params.items():
         if isinstance(value, str) and value == "auto":
             raise ConfigError(
@@ -326,7 +331,7 @@ def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRS
             )
     missing = [
         key
-        for key, p in known.items()
+        for key, p in parameters.items()
         if p.default is inspect.Parameter.empty and key not in params
     ]
     if missing:
@@ -363,20 +368,20 @@ def refused(values: Mapping[str, Any]) -> dict[str, str]:
     configuration by path, parameters of the optimizer and the scheduler included. The value
     ``"auto"`` is not refused; its name may be.
     """
-    found = refusals(values)
+    by_section = refusals(values)
     for section, name_of, check in (
         ("optimizer", canonical_name, _resolve),
         ("scheduler", partial(built_name, "scheduler"), _schedule),
     ):
         params = values.get(f"{section}.params") or {}
         later = [key for key, value in params.items() if value == "auto"]
-        given = {key: value for key, value in params.items() if key not in later}
+        known_params = {key: value for key, value in params.items() if key not in later}
         try:
             name = name_of(str(values.get(f"{section}.type")))
         except (ConfigError, NotBuiltError):
             continue  # the type is refused
         try:
-            check(name, given, later)
+            check(name, known_params, later)
         except (ConfigError, NotBuiltError) as error:
-            found[f"{section}.params"] = "; ".join(Mistakes.texts(error))
-    return found
+            by_section[f"{section}.params"] = "; ".join(Mistakes.texts(error))
+    return by_section

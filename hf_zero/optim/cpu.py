@@ -286,18 +286,18 @@ def _betas(call: Call) -> dict[str, Any]:
     return {"beta1": float(beta1), "beta2": float(beta2)}
 
 
-def adam(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
+def adam(arrays: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
     """Make one step of Adam or AdamW."""
     host.adam(
-        held[MASTER],
+        arrays[MASTER],
         grad,
-        held["exp_avg"],
-        held["exp_avg_sq"],
+        arrays["exp_avg"],
+        arrays["exp_avg_sq"],
         step=call.step,
         eps=float(call.group["eps"]),
         decoupled=bool(call.group["decoupled_weight_decay"]),
         corrected=bool(call.group.get("bias_correction", True)),
-        max_exp_avg_sq=held["max_exp_avg_sq"] if call.group["amsgrad"] else None,
+        max_exp_avg_sq=arrays["max_exp_avg_sq"] if call.group["amsgrad"] else None,
         seed=call.seed,
         on_host=not _anywhere(call),
         **_betas(call),
@@ -305,12 +305,12 @@ def adam(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) 
     )
 
 
-def lion(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
+def lion(arrays: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
     """Make one step of Lion."""
     host.lion(
-        held[MASTER],
+        arrays[MASTER],
         grad,
-        held["exp_avg"],
+        arrays["exp_avg"],
         seed=call.seed,
         on_host=not _anywhere(call),
         **_betas(call),
@@ -318,12 +318,12 @@ def lion(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) 
     )
 
 
-def adagrad(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
+def adagrad(arrays: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
     """Make one step of Adagrad."""
     host.adagrad(
-        held[MASTER],
+        arrays[MASTER],
         grad,
-        held["sum"],
+        arrays["sum"],
         step=call.step,
         lr_decay=float(call.group["lr_decay"]),
         eps=float(call.group["eps"]),
@@ -331,12 +331,12 @@ def adagrad(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Cal
     )
 
 
-def sgd(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
+def sgd(arrays: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
     """Make one step of SGD."""
     host.sgd(
-        held[MASTER],
+        arrays[MASTER],
         grad,
-        held["momentum_buffer"] if call.group["momentum"] else None,
+        arrays["momentum_buffer"] if call.group["momentum"] else None,
         first_step=call.fresh,
         momentum=float(call.group["momentum"]),
         dampening=float(call.group["dampening"]),

@@ -140,12 +140,12 @@ class CPUOptimizer(torch.optim.Optimizer):
     @staticmethod
     def arrays(state: dict[str, Any], master: Tensor) -> dict[str, Any]:
         """Return the arrays that the kernels take: those of ``state``, 1-D, and ``master``."""
-        kept = {
+        moments = {
             name: flat_moment(value)
             for name, value in state.items()
             if name not in ("step", MASTER) and value is not None
         }
-        return {MASTER: master, **kept}
+        return {MASTER: master, **moments}
 
     def new_moment(self, group: dict[str, Any], name: str, param: Tensor) -> Any:
         """Return a moment of zeros for ``param``."""
@@ -234,10 +234,10 @@ def own_master(param: Tensor, state: dict[str, Any]) -> Tensor:
     """
     if param.dtype == torch.float32:
         return param.contiguous().view(-1)
-    held = state.get(MASTER)
-    if held is None:
+    master = state.get(MASTER)
+    if master is None:
         return param.detach().float().contiguous().view(-1)
-    return torch.where(param == held.to(param.dtype), held, param.float()).reshape(-1)
+    return torch.where(param == master.to(param.dtype), master, param.float()).reshape(-1)
 
 
 def write_master(param: Tensor, state: dict[str, Any], flat: Tensor) -> None:
@@ -271,5 +271,5 @@ def check_moments(name: str, moments: str) -> None:
 def check_range(name: str, key: str, value: float, below: float | None = None) -> None:
     """Raise ConfigError unless ``value`` is at least 0, and below ``below``."""
     if not float(value) >= 0.0 or (below is not None and not float(value) < below):
-        wanted = "a number of at least 0" if below is None else f"a number in [0, {below:g})"
-        raise ConfigError(f"{name}: {key} is {value}; give {wanted}")
+        expected = "a number of at least 0" if below is None else f"a number in [0, {below:g})"
+        raise ConfigError(f"{name}: {key} is {value}; give {expected}")

@@ -49,15 +49,15 @@ def keep_8_bits(optimizer: torch.optim.Optimizer, optim_bits: int, min_8bit_size
 WRAPPED = "__bnb_optimizer_quant_state__"  # entry of bitsandbytes' state dicts with tensors
 
 
-def own_names(state: dict[str, Any], kept: Mapping[str, bool]) -> None:
-    """Replace what bitsandbytes or torchao keeps for a parameter by the states ``kept`` of a class
-    of this package; state of other classes stays.
+def own_names(state: dict[str, Any], signed_names: Mapping[str, bool]) -> None:
+    """Replace what bitsandbytes or torchao keeps for a parameter by the states of a class of this
+    package, ``signed_names``; state of other classes stays.
 
     Raises:
         UnsupportedOptimizerError: codes of another map than the dynamic one.
     """
     state |= state.pop(WRAPPED, {})
-    for number, (name, signed) in enumerate(kept.items(), 1):
+    for number, (name, signed) in enumerate(signed_names.items(), 1):
         value = state.pop(f"state{number}", state.get(name))
         codes, scales = value, state.pop(f"absmax{number}", None)
         qmap = state.pop(f"qmap{number}", None)
@@ -80,7 +80,9 @@ def own_names(state: dict[str, Any], kept: Mapping[str, bool]) -> None:
         state["step"] = torch.tensor(float(state["step"]))
 
 
-def state_dict_in_own_names(state_dict: dict[str, Any], kept: Mapping[str, bool]) -> dict[str, Any]:
+def state_dict_in_own_names(
+    state_dict: dict[str, Any], signed: Mapping[str, bool]
+) -> dict[str, Any]:
     """Return ``state_dict``, which bitsandbytes or this package has saved, with states in numbers
     under the names of this package.
     """
@@ -88,7 +90,7 @@ def state_dict_in_own_names(state_dict: dict[str, Any], kept: Mapping[str, bool]
     for index, saved in state_dict["state"].items():
         state = dict(saved)
         shape = _shape_of(state)
-        own_names(state, kept)
+        own_names(state, signed)
         states[index] = {
             name: value.decode().view(shape) if isinstance(value, Blocks) else value
             for name, value in state.items()

@@ -133,14 +133,14 @@ def check(optimizer: Any, allowed: Iterable[str] = (), untested: bool = False) -
     if reason is not None:
         why = f"its update needs whole-tensor numbers: {reason}, which is wrong on a shard"
     elif untested:
-        found = difference(optimizer)
-        if not found:
+        mismatch = difference(optimizer)
+        if not mismatch:
             return (
                 f"zero_allow_untested_optimizer: {_name(cls)} is not known to update each element "
                 "by itself; a probe found no difference between whole tensors and shards, which "
                 f'proves nothing. Confirm it with "elementwise_optimizers": ["{cls.__name__}"]'
             )
-        why = f"it {found}"
+        why = f"it {mismatch}"
     elif listed is not None:
         why = (
             f"it replaces the update of torch.optim.{listed.__name__} by its own, which hf-zero "
@@ -220,38 +220,38 @@ def adopted_class(cls: Any) -> Any:
     """Return the subclass of ``cls`` that makes its update over shards, or None if ``cls`` is
     unknown or overrides the update.
     """
-    known = next((base for base in cls.__mro__ if _name(base) in OURS), None)
-    if known is None or issubclass(cls, OURS[_name(known)]):
+    listed = next((base for base in cls.__mro__ if _name(base) in OURS), None)
+    if listed is None or issubclass(cls, OURS[_name(listed)]):
         return None
     for name in _CONVERTED_METHODS:
-        own, its = getattr(cls, name, None), getattr(known, name, None)
+        own, its = getattr(cls, name, None), getattr(listed, name, None)
         if own is not its and inspect.unwrap(own or _none) is not inspect.unwrap(its or _none):
             return None
     if cls in _made:
         return _made[cls]
-    ours = OURS[_name(known)]
-    made = _made[cls] = type(
+    ours = OURS[_name(listed)]
+    subclass = _made[cls] = type(
         cls.__name__, (ours, cls), {"__module__": cls.__module__, "ADOPTED": cls}
     )
-    made.__qualname__ = cls.__qualname__
-    return made
+    subclass.__qualname__ = cls.__qualname__
+    return subclass
 
 
 def adopt(optimizer: torch.optim.Optimizer) -> None:
     """Convert ``optimizer`` in place to its sharded class if :func:`adopted_class` finds one. Its
     groups get the settings that the original class does not have.
     """
-    found, live = adopted_class(type(optimizer)), vars(optimizer)
-    if found is None:
+    adopted, live = adopted_class(type(optimizer)), vars(optimizer)
+    if adopted is None:
         return
-    found.adopt_groups(optimizer)
+    adopted.adopt_groups(optimizer)
     if getattr(live.get("step"), "_wrapped_by_lr_sched", False):
         del live["step"]  # a scheduler's wrapper around the step of the former class
-    optimizer.__class__ = found
+    optimizer.__class__ = adopted
     patch: Any = optimizer
     patch._patch_step_function()
     for state in optimizer.state.values():
-        found.adopt_state(state)
+        adopted.adopt_state(state)
 
 
 def give_back(optimizer: torch.optim.Optimizer) -> None:

@@ -181,25 +181,25 @@ class FusedStep:
             return
         self._plan(segments, shards)
         coefficients = self._advance(self._steps, segments, skip)
-        for each in self._launches:
-            shard, grad = shards.get(each.part.flat.key), each.part.flat.grad
+        for launch in self._launches:
+            shard, grad = shards.get(launch.part.flat.key), launch.part.flat.grad
             assert grad is not None
             master, out = (
-                _storage_of(each.segment.tensor),
+                _storage_of(launch.segment.tensor),
                 None if shard is None else _storage_of(shard),
             )
-            rest: dict[str, Any] = {"divisor": divisor, "found_inf": skip, "out": out}
+            shared: dict[str, Any] = {"divisor": divisor, "found_inf": skip, "out": out}
             if self._kernel is ADAM:
                 moments = self._arenas["exp_avg"], self._arenas["exp_avg_sq"]
-                adam_(master, _storage_of(grad), *moments, each.tiles, coefficients, **rest)
+                adam_(master, _storage_of(grad), *moments, launch.tiles, coefficients, **shared)
             else:
                 lion_(
                     master,
                     _storage_of(grad),
                     self._arenas["exp_avg"],
-                    each.tiles,
+                    launch.tiles,
                     coefficients,
-                    **rest,
+                    **shared,
                 )
 
     def _advance(self, steps: Tensor, segments: Sequence[Segment], skip: Tensor | None) -> Tensor:
@@ -213,20 +213,20 @@ class FusedStep:
             ]
             return advance_(steps, self._uploaded(rows, steps.device), skip)
         chosen = torch.tensor([self._rows[segment] for segment in segments], dtype=torch.int64)
-        place = upload(chosen, steps.device)
-        counted = steps[place]
+        selected = upload(chosen, steps.device)
+        counted = steps[selected]
         by_group = {
             group: self._row(self._optimizer.param_groups[group])
             for group in {segment.group for segment in segments}
         }
-        found = advance_(
+        advanced = advance_(
             counted,
             self._uploaded([by_group[segment.group] for segment in segments], steps.device),
             skip,
         )
-        steps[place] = counted
-        coefficients = found.new_zeros(steps.numel(), found.shape[1])
-        coefficients[place] = found
+        steps[selected] = counted
+        coefficients = advanced.new_zeros(steps.numel(), advanced.shape[1])
+        coefficients[selected] = advanced
         return coefficients
 
     def _uploaded(self, rows: Sequence[RowSettings], device: torch.device) -> Tensor:
@@ -437,10 +437,10 @@ def reads_16_bits(optimizer: torch.optim.Optimizer, kernels: Any, device: torch.
 def is_plain(group: Mapping[str, Any], base: type | None) -> bool:
     """Whether the kernels support all settings of ``group``."""
     numbers = (*group["betas"], group["weight_decay"], group.get("eps", 0.0))
-    known = all(isinstance(number, (int, float)) for number in numbers) and _is_number(group["lr"])
+    plain = all(isinstance(number, (int, float)) for number in numbers) and _is_number(group["lr"])
     if base is Lion:
-        return known and group["foreach"] is None
-    return known and bool(group["fused"]) and not group["amsgrad"] and not group["differentiable"]
+        return plain and group["foreach"] is None
+    return plain and bool(group["fused"]) and not group["amsgrad"] and not group["differentiable"]
 
 
 def _is_number(lr: Any) -> bool:

@@ -103,12 +103,12 @@ class Muon(WholeTensorOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for place, parameter in enumerate(group["params"] if group["use_muon"] else ()):
+        for index, parameter in enumerate(group["params"] if group["use_muon"] else ()):
             shape = getattr(parameter, "ds_shape", parameter.shape)
             if len(shape) != 2:
                 self.param_groups.pop()
                 raise ConfigError(
-                    f"Muon: parameter {place} of group {len(self.param_groups)} has shape "
+                    f"Muon: parameter {index} of group {len(self.param_groups)} has shape "
                     f"{tuple(shape)}, and Muon updates matrices; put it into a group with "
                     '"use_muon": False, which AdamW updates'
                 )
@@ -129,7 +129,7 @@ class Muon(WholeTensorOptimizer):
     @classmethod
     def prepare(cls, group: Mapping[str, Any], parts: Parts, at: int) -> Sequence[Tensor]:
         (buffers,) = parts.moments
-        return [_direction(group, *each) for each in zip(parts.gradients(), buffers)]
+        return [_direction(group, *tensors) for tensors in zip(parts.gradients(), buffers)]
 
     def combine(
         self,
@@ -139,10 +139,10 @@ class Muon(WholeTensorOptimizer):
         prepared: Sequence[Sequence[Tensor]],
     ) -> Sequence[Sequence[Tensor]]:
         return [
-            self.tensors.transformed(own, directions, _orthogonal(group))
+            self.tensors.transformed(tensors, directions, _orthogonal(group))
             if group["use_muon"]
             else []
-            for group, own, directions in zip(groups, parts, prepared)
+            for group, tensors, directions in zip(groups, parts, prepared)
         ]
 
     @staticmethod
@@ -212,7 +212,7 @@ def muon_groups(
     hidden = hidden_matrices(model) if model is not None else set()
     listed = list(params)
     groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
-    found = []
+    split_groups = []
     for group in groups:
         parted: dict[bool, list[Tensor]] = {True: [], False: []}
         for parameter in group["params"]:
@@ -226,8 +226,10 @@ def muon_groups(
         for use_muon, lr in ((True, muon_lr), (False, adam_lr)):
             if parted[use_muon]:
                 rate = {} if lr is None else {"lr": lr}
-                found.append({**rate, **group, "params": parted[use_muon], "use_muon": use_muon})
-    return found
+                split_groups.append(
+                    {**rate, **group, "params": parted[use_muon], "use_muon": use_muon}
+                )
+    return split_groups
 
 
 def hidden_matrices(model: torch.nn.Module) -> set[Tensor]:

@@ -93,10 +93,10 @@ class OffloadedState:
 
     def replace(self, pieces: Mapping[Segment, Sequence[Segment]]) -> None:
         """Carry the marks of fresh segments over to the ``pieces`` that they were cut into."""
-        for segment, found in pieces.items():
+        for segment, segment_pieces in pieces.items():
             if segment in self._fresh:
                 self._fresh.discard(segment)
-                self._fresh.update(found)
+                self._fresh.update(segment_pieces)
 
     @staticmethod
     def _entry(segment: Segment, name: str) -> Tensor:
@@ -171,9 +171,9 @@ class OffloadedState:
         """
         flat, optimizer = segment.parts[0].flat, self._entries.optimizer
         coded = {
-            each.sub_group
-            for each in self.segments(flat)
-            if not self.names_in_8_bits.isdisjoint(each.names)
+            segment.sub_group
+            for segment in self.segments(flat)
+            if not self.names_in_8_bits.isdisjoint(segment.names)
         }
         if not coded or not isinstance(optimizer, CPUOptimizer) or name not in optimizer.kept:
             return StorageFormat(torch.float32)
@@ -207,9 +207,9 @@ class OffloadedState:
         """Return the state before the first step, in plain numbers whatever its storage format."""
         group = state.in_numbers(self._entries.groups[segment.group])
         like = torch.zeros(1, dtype=segment.tensor.dtype)
-        found = state.fresh_state(self._entries.optimizer, group, like)
+        initial = state.fresh_state(self._entries.optimizer, group, like)
         bf16 = self._entries.bf16
-        return found if bf16 is None else bf16.fresh(found, like)
+        return initial if bf16 is None else bf16.fresh(initial, like)
 
     def unstep(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""
@@ -232,16 +232,16 @@ class OffloadedState:
         """Give segments that were not stepped yet the state from before a first step of now: that
         of ASGD and Rprop holds the learning rate, which a schedule or a load may have set since.
         """
-        found: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
+        first_values: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
         for segment in self._fresh:
             key = segment.group, segment.tensor.dtype
-            if key not in found:
+            if key not in first_values:
                 begun = self._fresh_state(segment).items()
-                found[key] = {name: value for name, value in begun if bool(value)}
-            if found[key]:
+                first_values[key] = {name: value for name, value in begun if bool(value)}
+            if first_values[key]:
                 self.wait()
             storage, live = segment.parts[0].flat.storage, self._entries.optimizer.state
-            for name, value in found[key].items():
+            for name, value in first_values[key].items():
                 if name in storage.names():
                     storage.store(name, segment.start, value.expand(segment.stop - segment.start))
                 elif name in live[segment.tensor]:
@@ -281,9 +281,7 @@ class OffloadedState:
         flat.storage.store(name, first, tensor)
         last = first + tensor.numel()
         if name != MASTER:
-            self._fresh -= {
-                each for each in self.segments(flat) if each.start < last and first < each.stop
-            }
+            self._fresh -= {s for s in self.segments(flat) if s.start < last and first < s.stop}
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
         """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""
@@ -299,7 +297,7 @@ class OffloadedState:
         groups, with copies of arrays in place of their placeholders: a load overwrites the arrays,
         where torch's leaves those of a state dict unchanged.
         """
-        places = {segment: place for place, segment in enumerate(segments)}
+        places = {segment: index for index, segment in enumerate(segments)}
         entries = dict(packed["state"])
         for region in self._region_of.values():
             flat = region.flats[0][0]
@@ -310,17 +308,17 @@ class OffloadedState:
                     arrays[name] = torch.empty(region.numel, dtype=storage.dtype(name))
                     storage.fetch_into(name, 0, arrays[name])
             for segment in region.segments:
-                place = places[segment]
-                entry = entries.get(place, {})
+                index = places[segment]
+                entry = entries.get(index, {})
                 numbers = {
                     name: value for name, value in entry.items() if name not in storage.names()
                 }
                 begins = segment in self._fresh and self._base in BEGIN_WITH_GRADIENT
-                kept = set() if begins else entry.keys() & arrays.keys()
-                entries[place] = numbers | {
-                    name: arrays[name][segment.start : segment.stop] for name in kept
+                names = set() if begins else entry.keys() & arrays.keys()
+                entries[index] = numbers | {
+                    name: arrays[name][segment.start : segment.stop] for name in names
                 }
-        return {**packed, "state": {place: entry for place, entry in entries.items() if entry}}
+        return {**packed, "state": {index: entry for index, entry in entries.items() if entry}}
 
 
 def _usual(group: Mapping[str, Any]) -> bool:
@@ -350,27 +348,27 @@ def of_rounds(cls: type[WholeTensorOptimizer], group: Mapping[str, Any]) -> Rule
     """Return the rule of ``cls`` for ``group``: its own rounds and update."""
     names = cls.moments_of(group)
 
-    def parts(held: Mapping[str, Any], grad: Tensor, call: Call) -> Parts:
+    def parts(arrays: Mapping[str, Any], grad: Tensor, call: Call) -> Parts:
         assert call.whole is not None
-        found = Parts(
-            [held[MASTER]],
+        round_parts = Parts(
+            [arrays[MASTER]],
             [grad],
-            [[held[name]] for name in names],
+            [[arrays[name]] for name in names],
             [call.step],
             [call.whole.factors],
             [call.whole.place],
             divisor=call.divisor,
         )
-        found.results = [result.unsqueeze(0) for result in call.whole.results]
-        return found
+        round_parts.results = [result.unsqueeze(0) for result in call.whole.results]
+        return round_parts
 
-    def prepare(held: Mapping[str, Any], grad: Tensor, call: Call, at: int) -> Tensor:
-        return cls.prepare(call.group, parts(held, grad, call), at)[0]
+    def prepare(arrays: Mapping[str, Any], grad: Tensor, call: Call, at: int) -> Tensor:
+        return cls.prepare(call.group, parts(arrays, grad, call), at)[0]
 
-    def update(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
-        cls.apply(call.group, parts(held, grad, call))
+    def update(arrays: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
+        cls.apply(call.group, parts(arrays, grad, call))
         if out is not None:
-            out.copy_(held[MASTER])
+            out.copy_(arrays[MASTER])
 
     return Rule(update, _usual, {}, prepare if cls.prepares(group) else None)
 

@@ -58,20 +58,20 @@ class _OneBitAdamW(SendsMomentum, Adam):
         cuda_aware: bool | None = None,
         comm_backend_name: str | None = None,
     ) -> None:
-        given = locals()
+        arguments = locals()
         check_momentum(type(self).__name__, betas)
         settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(
             params, bias_correction=bias_correction, decoupled_weight_decay=True, **settings
         )
-        say_what_is_idle(self, given)
+        say_what_is_idle(self, arguments)
 
 
-def say_what_is_idle(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
+def say_what_is_idle(optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> None:
     """Log the settings of DeepSpeed that are accepted without effect."""
     masked = any("exp_avg_mask" in group for group in optimizer.param_groups)
     for key, why in _IDLE.items():
-        if given.get(key) is not None or (masked and key == "exp_avg_mask"):
+        if arguments.get(key) is not None or (masked and key == "exp_avg_mask"):
             logger.info("%s: %s has no effect: %s", type(optimizer).__name__, key, why)
 
 
@@ -177,13 +177,13 @@ class ZeroOneAdam(_OneBitAdamW):
     @cached_property
     def _phases(self) -> list[tuple[int, int]]:
         """(last step, interval of dense steps) of each phase until the variance is frozen."""
-        found, interval, last = list[tuple[int, int]](), 1, 0
+        phases, interval, last = list[tuple[int, int]](), 1, 0
         while last < self.var_freeze_step:
             # the last of the next ``var_update_scaler`` multiples of the interval
             last = (last // interval + self.var_update_scaler) * interval
-            found.append((min(last, self.var_freeze_step), interval))
+            phases.append((min(last, self.var_freeze_step), interval))
             interval *= 2
-        return found
+        return phases
 
     def is_dense(self, step: int) -> bool:
         interval = next((every for last, every in self._phases if step <= last), None)
@@ -308,5 +308,5 @@ def as_sent(config: ZeroConfig, one_bit: OneBit | None) -> ZeroConfig:
     """
     if one_bit is None or (config.stage == 1 and config.compressed_communication.bits == 1):
         return config
-    wanted = {"zero_optimization": {"stage": 1}, "compressed_communication": {"bits": 1}}
-    return config.override(wanted, "computed: the momentum travels in 1 bit")
+    settings = {"zero_optimization": {"stage": 1}, "compressed_communication": {"bits": 1}}
+    return config.override(settings, "computed: the momentum travels in 1 bit")

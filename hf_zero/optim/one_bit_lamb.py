@@ -71,7 +71,7 @@ class OneBitLamb(SendsMomentum, Lamb):
         cuda_aware: bool | None = None,
         comm_backend_name: str | None = None,
     ) -> None:
-        given = locals()
+        arguments = locals()
         self.freeze_step = steps_of("OneBitLamb", "freeze_step", freeze_step)
         check_momentum("OneBitLamb", betas)
         if not 0.0 <= coeff_beta < 1.0 or not 0.0 < factor_min <= factor_max:
@@ -96,10 +96,10 @@ class OneBitLamb(SendsMomentum, Lamb):
             eps_inside_sqrt=eps_inside_sqrt,
         )
         for key in ("coeff_beta", *FACTOR_SETTINGS):
-            self.defaults[key] = given[key]
+            self.defaults[key] = arguments[key]
             for group in self.param_groups:
-                group.setdefault(key, given[key])
-        say_what_is_idle(self, given)
+                group.setdefault(key, arguments[key])
+        say_what_is_idle(self, arguments)
 
     def is_dense(self, step: int) -> bool:
         return step <= self.freeze_step
@@ -108,9 +108,9 @@ class OneBitLamb(SendsMomentum, Lamb):
     def apply(group: Mapping[str, Any], parts: Parts) -> None:
         Lamb.apply(group, parts)
         beta = group["coeff_beta"]
-        for kept, now in zip(parts.factors, ratios(group, parts.norms).float()):
-            before = kept.get(RATIO, now.view(1))
-            kept[RATIO] = before * beta + now * (1.0 - beta)
+        for state, now in zip(parts.factors, ratios(group, parts.norms).float()):
+            before = state.get(RATIO, now.view(1))
+            state[RATIO] = before * beta + now * (1.0 - beta)
 
 
 def next_factor(
@@ -122,5 +122,5 @@ def next_factor(
     """
     least, most, change = settings
     share = torch.where(whole > 0, without / whole, torch.ones_like(whole)).clamp(max=1.0)
-    wanted = (largest * share + 1.0 - share).clamp(least, most)
-    return torch.maximum(torch.minimum(wanted, last * (1.0 + change)), last * (1.0 - change))
+    factor = (largest * share + 1.0 - share).clamp(least, most)
+    return torch.maximum(torch.minimum(factor, last * (1.0 + change)), last * (1.0 - change))

@@ -31,9 +31,9 @@ def difference(optimizer: torch.optim.Optimizer) -> str:
     begins with its name, or "" if :data:`STEPS` steps show no difference. The optimizer, its
     parameters and the random generators keep their state.
     """
-    own = {name: value for name, value in vars(optimizer).items() if name not in _REPLACED}
-    if held := [name for name, value in own.items() if _holds_tensors(value)]:
-        return f"keeps tensors or an optimizer of its own ({', '.join(sorted(held))})"
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in _REPLACED}
+    if names := [name for name, value in attributes.items() if _holds_tensors(value)]:
+        return f"keeps tensors or an optimizer of its own ({', '.join(sorted(names))})"
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
     device = torch.device("cpu") if device is None or device.type == "meta" else device
     draw = torch.Generator().manual_seed(0)
@@ -49,10 +49,10 @@ def difference(optimizer: torch.optim.Optimizer) -> str:
             _stepped(
                 optimizer,
                 options,
-                [[_shard(each, place) for each in group] for group in wholes],
-                [[[_shard(each, place) for each in group] for group in step] for step in gradients],
+                [[_shard(t, rank) for t in group] for group in wholes],
+                [[[_shard(t, rank) for t in group] for group in step] for step in gradients],
             )
-            for place in range(SHARDS)
+            for rank in range(SHARDS)
         ]
     except Exception as error:  # an update may refuse anything
         return f"raised {type(error).__name__} in a probe ({error})"
@@ -77,15 +77,15 @@ def _holds_tensors(value: Any, depth: int = 2) -> bool:
     if isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer)):
         return True
     if depth and isinstance(value, dict):
-        return any(_holds_tensors(each, depth - 1) for each in (*value.keys(), *value.values()))
+        return any(_holds_tensors(item, depth - 1) for item in (*value.keys(), *value.values()))
     if depth and isinstance(value, (list, tuple, set)):
-        return any(_holds_tensors(each, depth - 1) for each in value)
+        return any(_holds_tensors(item, depth - 1) for item in value)
     return False
 
 
 def _distinct(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the different options of ``groups``, with a learning rate that moves something."""
-    found: dict[str, dict[str, Any]] = {}
+    distinct: dict[str, dict[str, Any]] = {}
     for group in groups:
         options = {
             name: value.clone() if isinstance(value, Tensor) else value
@@ -94,8 +94,8 @@ def _distinct(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         if isinstance(options.get("lr"), (int, float)) and not options["lr"]:
             options["lr"] = 1e-3  # the first step of a warmup
-        found.setdefault(repr(sorted(options.items())), options)
-    return list(found.values())[:MOST_GROUPS]
+        distinct.setdefault(repr(sorted(options.items())), options)
+    return list(distinct.values())[:MOST_GROUPS]
 
 
 def _drawn(shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
@@ -104,9 +104,9 @@ def _drawn(shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=draw) * rows
 
 
-def _shard(whole: Tensor, place: int) -> Tensor:
+def _shard(whole: Tensor, rank: int) -> Tensor:
     count, flat = whole.numel(), whole.reshape(-1)
-    return flat[place * count // SHARDS : (place + 1) * count // SHARDS]
+    return flat[rank * count // SHARDS : (rank + 1) * count // SHARDS]
 
 
 def _stepped(
@@ -122,19 +122,19 @@ def _stepped(
     twin = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name not in _REPLACED:  # in an OrderedDict torch keeps hooks, which are the user's
-            own = OrderedDict() if isinstance(value, OrderedDict) else copy.copy(value)
-            vars(twin)[name] = own
+            copied = OrderedDict() if isinstance(value, OrderedDict) else copy.copy(value)
+            vars(twin)[name] = copied
     twin.state = defaultdict(dict)
     twin.param_groups = [
-        {**copy.deepcopy(each), "params": group}
-        for each, group in zip(options, groups, strict=True)
+        {**copy.deepcopy(option), "params": group}
+        for option, group in zip(options, groups, strict=True)
     ]
-    devices = {each.device for group in starts for each in group if not kinds.is_host(each.device)}
+    devices = {t.device for group in starts for t in group if not kinds.is_host(t.device)}
     with torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         torch.manual_seed(0)
         for step in gradients:
-            for group, given in zip(groups, step, strict=True):
-                for parameter, gradient in zip(group, given, strict=True):
+            for group, grads_of_group in zip(groups, step, strict=True):
+                for parameter, gradient in zip(group, grads_of_group, strict=True):
                     parameter.grad = gradient.clone()
             twin.step()
     return [[parameter.detach() for parameter in group] for group in groups]

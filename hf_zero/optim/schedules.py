@@ -292,10 +292,10 @@ class WarmupCosineLR(_Warmup):
             return 0.0
         if iteration < self.warmup_num_steps:
             return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * self._risen(iteration)
-        done = (iteration - self.warmup_num_steps + 1) / max(
+        progress = (iteration - self.warmup_num_steps + 1) / max(
             1, self.total_num_steps - self.warmup_num_steps
         )
-        cosine = (1.0 + math.cos(math.pi * min(1.0, done))) / 2.0
+        cosine = (1.0 + math.cos(math.pi * min(1.0, progress))) / 2.0
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
 
 
@@ -462,10 +462,10 @@ class OneCycle(LRSchedule):
 
     def _height(self, iteration: int) -> float:
         """Return the height in the cycle at ``iteration``, from 0 (lower) to 1 (upper)."""
-        place = (iteration + 1) % self.total_size
-        rising = place <= self.halves[0][0]
+        position = (iteration + 1) % self.total_size
+        rising = position <= self.halves[0][0]
         size, stairs = self.halves[0] if rising else self.halves[1]
-        climbed = place if rising else self.total_size - place
+        climbed = position if rising else self.total_size - position
         return math.floor(climbed * stairs / size) / stairs if stairs else climbed / size
 
     def _intervals(self, iteration: int) -> float:

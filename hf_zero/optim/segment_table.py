@@ -67,17 +67,17 @@ class SegmentTable:
         """Cut ``flats`` into segments without state and assign them to the optimizer's groups; each
         of ``groups`` gets at least a stand-in.
         """
-        here = [flat for flat in flats if not flat.offloaded]
+        on_device = [flat for flat in flats if not flat.offloaded]
         away = [flat for flat in flats if flat.offloaded]
-        self._fused.reset(masters(here[0]).device if here else None)
-        self.device.cut(here, group_of)
+        self._fused.reset(masters(on_device[0]).device if on_device else None)
+        self.device.cut(on_device, group_of)
         self.offloaded.cut(away, group_of)
         regions = [*self.device.regions, *self.offloaded.regions]
         segments = [segment for region in regions for segment in region.segments]
         self.stand_ins = []
         for group in sorted(groups - {segment.group for segment in segments}):
             stand_in = Segment(group, 0, 1, [])
-            beside = here if self._adds_up else [] if away else flats
+            beside = on_device if self._adds_up else [] if away else flats
             zero = masters(beside[0]).new_zeros(1) if beside else torch.zeros(1)
             stand_in.tensor = torch.nn.Parameter(zero, requires_grad=False)
             self.stand_ins.append(stand_in)
@@ -175,7 +175,7 @@ class SegmentTable:
         the pieces of each, with their kinds.
         """
         divided = {segment: cuts.divide(segment, kind_of) for segment in segments}
-        self.replace({segment: [piece for _, piece in found] for segment, found in divided.items()})
+        self.replace({segment: [piece for _, piece in parts] for segment, parts in divided.items()})
         return divided
 
     def begin_rounded(self) -> None:
@@ -190,10 +190,10 @@ class SegmentTable:
 
     def replace(self, pieces: Mapping[Segment, list[Segment]]) -> None:
         """Replace segments by the pieces they were cut into, with their state."""
-        changed = {segment: found for segment, found in pieces.items() if len(found) > 1}
-        for segment, found in changed.items():
+        changed = {segment: parts for segment, parts in pieces.items() if len(parts) > 1}
+        for segment, parts in changed.items():
             entries: Mapping[str, Any] = self._optimizer.state.pop(segment.tensor, {})
-            for piece in found:
+            for piece in parts:
                 self.state_of(piece).bind(piece)
                 start = piece.start - segment.start
                 if entries:
@@ -239,8 +239,8 @@ class SegmentTable:
         left_out = {segment for segment in concerned if unused.issuperset(segment.names)}
         mixed = [segment for segment in concerned if segment not in left_out]
         self.parted |= {segment.group for segment in concerned}
-        for found in self.divide(mixed, unused.__contains__).values():
-            left_out |= {piece for is_unused, piece in found if is_unused}
+        for parts in self.divide(mixed, unused.__contains__).values():
+            left_out |= {piece for is_unused, piece in parts if is_unused}
         return left_out
 
 
@@ -253,10 +253,10 @@ def numbers_of_ranks(
     # Groups that are empty on a rank have no scalars there. Scalars are equal across ranks, except
     # where a parameter was unused in some steps; those ranks report per parameter.
     even = [scalars for scalars, apart in reports if scalars and not apart]
-    own = {name: numbers for _, apart in reports for name, numbers in apart.items()}
-    most = max(own.values(), key=lambda numbers: numbers.get("step", 0.0), default={})
+    by_name = {name: n for _, apart in reports for name, n in apart.items()}
+    most = max(by_name.values(), key=lambda n: n.get("step", 0.0), default={})
     scalars = even[0] if even else most
-    apart = {name: each for name, each in own.items() if each != scalars or not each}
+    apart = {name: n for name, n in by_name.items() if n != scalars or not n}
     return scalars, apart
 
 
@@ -305,10 +305,10 @@ class GroupNumbers:
         apart: Sequence[Mapping[str, Mapping[str, float]]] = (),
     ) -> None:
         """Record that state with these numbers, equal on all ranks, has replaced the former."""
-        each = [*scalars, *(numbers for group in apart for numbers in group.values())]
+        entries = [*scalars, *(numbers for group in apart for numbers in group.values())]
         self.loads += 1
         self._table.rest(frozenset())  # the loaded state may lack theirs
-        self.loaded_steps = int(max((numbers.get("step", 0) for numbers in each), default=0))
+        self.loaded_steps = int(max((numbers.get("step", 0) for numbers in entries), default=0))
 
     def load(
         self,
@@ -319,40 +319,40 @@ class GroupNumbers:
         any rank; create state that does not exist yet.
         """
         self.note_load(scalars, apart)
-        own = {name: values for group in apart for name, values in group.items()}
-        if own:
-            numbers_of = {name: tuple(sorted(values.items())) for name, values in own.items()}
+        by_name = {name: values for group in apart for name, values in group.items()}
+        if by_name:
+            numbers_of = {name: tuple(sorted(values.items())) for name, values in by_name.items()}
             concerned = [
                 segment
                 for segment in self._table.segments
-                if segment.parts and not segment.names.isdisjoint(own)
+                if segment.parts and not segment.names.isdisjoint(by_name)
             ]
             self._table.parted |= {index for index, group in enumerate(apart) if group}
             self._table.divide(concerned, numbers_of.get)
         for segment in self._table.segments:
             values = (
-                own.get(min(segment.names), scalars[segment.group])
-                if own and segment.parts
+                by_name.get(min(segment.names), scalars[segment.group])
+                if by_name and segment.parts
                 else scalars[segment.group]
             )
             if not values:
-                if not segment.parts or (own and min(segment.names) in own):
+                if not segment.parts or (by_name and min(segment.names) in by_name):
                     self._table.state_of(segment).unstep(segment)
                 continue
             self._table.state_of(segment).create(segment)
-            kept = self._entries.of(segment)
+            saved_state = self._entries.of(segment)
             for name, number in values.items():
-                if name not in kept:
+                if name not in saved_state:
                     raise UnsupportedOptimizerError(
                         f"optimizer {type(self._entries.optimizer).__name__} keeps no number "
                         f"{name!r} in group {segment.group}; the state was saved by "
                         "another optimizer. Use the same one, or load without optimizer states."
                     )
-                if isinstance(kept[name], Tensor):
-                    kept[name].fill_(number)
+                if isinstance(saved_state[name], Tensor):
+                    saved_state[name].fill_(number)
                 else:
                     self._entries.optimizer.state[segment.tensor][name] = state.scalar_like(
-                        kept[name], number
+                        saved_state[name], number
                     )
 
 
@@ -380,14 +380,14 @@ class TensorFactors:
 
     def held(self, firsts: bool = False) -> dict[str, dict[str, Tensor]]:
         """Return factors by parameter; ``firsts``: only if this rank has its first element."""
-        found = {}
+        factors_by_name = {}
         for segment in self._table.segments if self.known else ():
             start, stop = extent_of(segment) if segment.parts else (0, 0)
             if start < stop and not (firsts and start):
                 factors = self._entries.of(segment).get(FACTORS)
                 if factors:
-                    found[min(segment.names)] = factors
-        return found
+                    factors_by_name[min(segment.names)] = factors
+        return factors_by_name
 
     def load(self, saved: Factors) -> None:
         """Load the result of :meth:`held`, which may have parameters of any rank; factors of all
@@ -399,8 +399,8 @@ class TensorFactors:
                 factors = state.copied(saved.get(min(segment.names), {}))
                 entry = self._entries.optimizer.state[segment.tensor]
                 entry[FACTORS] = {
-                    name: each.to(segment.tensor.device, segment.tensor.dtype)
-                    for name, each in factors.items()
+                    name: tensor.to(segment.tensor.device, segment.tensor.dtype)
+                    for name, tensor in factors.items()
                 }
 
     @property
@@ -444,13 +444,13 @@ def scaled_rates(groups: Sequence[MutableMapping[str, Any]], factor: float) -> I
     compute rates from the current ones, never see the product.
     """
     rates = [group["lr"] for group in groups]
-    kept = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+    saved_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
     for group, rate in zip(groups, rates):
         _restore(group, {"lr": rate * factor})
     try:
         yield
     finally:
-        for group, rate in zip(groups, kept):
+        for group, rate in zip(groups, saved_rates):
             _restore(group, {"lr": rate})
 
 

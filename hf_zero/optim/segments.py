@@ -91,8 +91,8 @@ class SegmentPart:
         part, as :meth:`FlatLayout.parameters_in`.
         """
         first, layout = self.flat.owned[0] + self.start, self.flat.layout
-        found = layout.parameters_in(first, first + self.stop - self.start)
-        return [(name, self.offset + at - first) for name, at in found]
+        parameters = layout.parameters_in(first, first + self.stop - self.start)
+        return [(name, self.offset + at - first) for name, at in parameters]
 
     def pieces(self) -> Iterator[tuple[str, int, int, int]]:
         """Yield (parameter, first element, last element + 1, place in the segment) of each
@@ -167,11 +167,11 @@ class Segment:
             )
         out = torch.empty_like(self.tensor)
         for part in parts:
-            place = out[part.offset : part.offset + part.stop - part.start]
+            target = out[part.offset : part.offset + part.stop - part.start]
             if part.flat.grad is None:
-                place.zero_()
+                target.zero_()
             else:
-                place.copy_(part.flat.grad[part.start : part.stop])
+                target.copy_(part.flat.grad[part.start : part.stop])
         return out
 
 
@@ -231,15 +231,15 @@ def divide(segment: Segment, kind_of: Callable[[str], Hashable]) -> list[tuple[H
     """
     runs: list[tuple[Hashable, int]] = []  # with the place of its first element
     for part in segment.parts:
-        for name, place in part.parameters():
+        for name, offset in part.parameters():
             kind = kind_of(name)
             if not runs or runs[-1][0] != kind:
-                runs.append((kind, place if runs else 0))
+                runs.append((kind, offset if runs else 0))
     if len(runs) < 2:
         return [(kind_of(min(segment.names)), segment)]
     return [
         (kind, piece)
-        for (kind, _), piece in zip(runs, split(segment, [place for _, place in runs[1:]]))
+        for (kind, _), piece in zip(runs, split(segment, [offset for _, offset in runs[1:]]))
     ]
 
 
@@ -250,7 +250,7 @@ def split(segment: Segment, places: Sequence[int]) -> list[Segment]:
     """
     if not places:
         return [segment]
-    found = []
+    pieces = []
     for start, stop in pairwise([0, *places, segment.stop - segment.start]):
         piece = Segment(
             segment.group, segment.start + start, segment.start + stop, [], segment.sub_group
@@ -262,20 +262,20 @@ def split(segment: Segment, places: Sequence[int]) -> list[Segment]:
                 piece.parts.append(
                     SegmentPart(part.flat, first + offset, last + offset, first - start)
                 )
-        found.append(piece)
-    return found
+        pieces.append(piece)
+    return pieces
 
 
 def sub_groups(
     layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str, Hashable], limit: int
 ) -> list[tuple[int, int]]:
     """Return the runs of :func:`group_runs` as ranges of at most ``limit`` elements."""
-    found = []
+    groups = []
     for run in group_runs(layout, owned, group_of):
-        found += [
+        groups += [
             (start, min(start + limit, run.stop)) for start in range(run.start, run.stop, limit)
         ]
-    return found
+    return groups
 
 
 def apart(flat: Flat, group_of: Mapping[str, int]) -> MemoryRegion:

@@ -94,8 +94,8 @@ class ShardedTensors(Tensors):
         optimizer.tensors = self
 
     def places(self, parts: Sequence[Sequence[Tensor]]) -> list[list[TensorPlace]]:
-        own = {each.tensor: self.place_of(each) for each in self._segments() if each.parts}
-        return [[own.get(part, TensorPlace((1,), 0, 1)) for part in of] for of in parts]
+        place_of = {s.tensor: self.place_of(s) for s in self._segments() if s.parts}
+        return [[place_of.get(part, TensorPlace((1,), 0, 1)) for part in of] for of in parts]
 
     def place_of(self, segment: Segment) -> TensorPlace:
         """Return the place of ``segment`` in its tensor."""
@@ -105,8 +105,8 @@ class ShardedTensors(Tensors):
         self, parts: Sequence[Sequence[Tensor]], sums: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
         names = dict(self._names())
-        found = self._total([self._row(names.get(part)) for of in parts for part in of], sums)
-        return found, self._by_group()
+        totals = self._total([self._row(names.get(part)) for of in parts for part in of], sums)
+        return totals, self._by_group()
 
     def summed(
         self,
@@ -117,16 +117,14 @@ class ShardedTensors(Tensors):
         lengths = [length(self._shapes[name]) for name in self._rows]
         names = dict(self._names())
         rows = [names.get(part) for part in parts]
-        own = torch.zeros(sum(lengths), dtype=torch.float64, device=device_of(sums))
-        places = dict(zip(self._rows, own.split(lengths)))
-        for name, each in zip(rows, sums):
+        local_sums = torch.zeros(sum(lengths), dtype=torch.float64, device=device_of(sums))
+        places = dict(zip(self._rows, local_sums.split(lengths)))
+        for name, v in zip(rows, sums):
             if name is not None:
-                places[name] += each.to(own.device)
-        every = self._ranks.add_up(own).to(own.device)
+                places[name] += v.to(local_sums.device)
+        every = self._ranks.add_up(local_sums).to(local_sums.device)
         places = dict(zip(self._rows, every.split(lengths)))
-        return [
-            each if name is None else places[name].to(each.device) for name, each in zip(rows, sums)
-        ]
+        return [v if name is None else places[name].to(v.device) for name, v in zip(rows, sums)]
 
     # ---- whole matrices ----
 
@@ -136,7 +134,7 @@ class ShardedTensors(Tensors):
         values: Sequence[Tensor],
         transform: Callable[[Tensor], Tensor],
     ) -> list[Tensor]:
-        places = {part: place for place, part in enumerate(parts)}
+        places = {part: index for index, part in enumerate(parts)}
         # (name, first element, place in the segment, elements, index into the values); padding,
         # which belongs to no tensor, may follow
         pieces = sorted(
@@ -151,24 +149,24 @@ class ShardedTensors(Tensors):
         mine = [name for name in names if self._owners[name] == rank]
 
         rows = list[list[Tensor]]([] for _ in range(size))
-        for name, _, at, length, place in pieces:
-            rows[self._owners[name]].append(values[place][at : at + length])
-        held = [self._held(name) for name in mine]
-        counts = [sum(of[peer] for of in held) for peer in range(size)]
+        for name, _, at, length, index in pieces:
+            rows[self._owners[name]].append(values[index][at : at + length])
+        counts_by_name = [self._held(name) for name in mine]
+        counts = [sum(of[peer] for of in counts_by_name) for peer in range(size)]
         came = self._exchange(rows, counts)
-        parted = [each.split([of[peer] for of in held]) for peer, each in enumerate(came)]
+        parted = [part.split([of[peer] for of in counts_by_name]) for peer, part in enumerate(came)]
         back = list[list[Tensor]]([] for _ in range(size))
         for at, name in enumerate(mine):
-            whole = torch.cat([each[at] for each in parted]).view(self._shapes[name])
+            whole = torch.cat([part[at] for part in parted]).view(self._shapes[name])
             update = transform(whole).reshape(-1)
-            for peer, part in enumerate(update.split(held[at])):
+            for peer, part in enumerate(update.split(counts_by_name[at])):
                 back[peer].append(part)
         received = self._exchange(back, [sum(map(torch.numel, of)) for of in rows])
 
-        left = [iter(each.split([*map(torch.numel, of)])) for each, of in zip(received, rows)]
+        remaining = [iter(part.split([*map(torch.numel, of)])) for part, of in zip(received, rows)]
         updates = [torch.zeros_like(value) for value in values]
-        for name, _, at, length, place in pieces:
-            updates[place][at : at + length] = next(left[self._owners[name]])
+        for name, _, at, length, index in pieces:
+            updates[index][at : at + length] = next(remaining[self._owners[name]])
         return updates
 
     def _exchange(
@@ -222,8 +220,8 @@ class ShardedTensors(Tensors):
 
     def _total(self, rows: Sequence[int], sums: Tensor) -> Tensor:
         places = upload(torch.tensor(rows, dtype=torch.long), sums.device)
-        own = sums.new_zeros(self._last.shape).index_add_(0, places, sums)
-        every = self._ranks.add_up(own).to(sums.device)
+        local_sums = sums.new_zeros(self._last.shape).index_add_(0, places, sums)
+        every = self._ranks.add_up(local_sums).to(sums.device)
         updated = every.any(dim=1, keepdim=True)
         self._last = torch.where(updated, every, self._last.to(every.device))
         return every[places]

@@ -42,5 +42,5 @@ def described(
         ]
         for segment in in_order(segments)
     ]
-    told = {"places": places, "parted": sorted(parted), "layout": layout_of(flats)}
-    return {**packed, KEY: told}
+    description = {"places": places, "parted": sorted(parted), "layout": layout_of(flats)}
+    return {**packed, KEY: description}

@@ -170,7 +170,7 @@ def narrowed(
 def copied(value: Any) -> Any:
     """Return a copy of ``value``, a number or the factors of a whole tensor."""
     if isinstance(value, Mapping):
-        return {name: copied(each) for name, each in value.items()}
+        return {name: copied(item) for name, item in value.items()}
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -211,12 +211,12 @@ def collect(
         "call optimizer.state.clear() before initialize to drop its state, or pass a new optimizer"
     )
     name_of = {id(parameter): name for name, parameter in parameters.items()}
-    for owner, held in optimizer.state.items():
+    for owner, entry in optimizer.state.items():
         # A frozen parameter is not stepped, so its state (Adagrad creates it at once) is not
         # needed.
         if not (
             isinstance(owner, Tensor)
-            and (id(owner) in name_of or not owner.requires_grad or not kept(held))
+            and (id(owner) in name_of or not owner.requires_grad or not kept(entry))
         ):
             what = (
                 f"a tensor of shape {tuple(owner.shape)}"
@@ -269,8 +269,8 @@ def collect(
 
 
 def _described(scalars: Mapping[str, float], tensors: Mapping[str, Tensor]) -> str:
-    found = [f"{name} {value:g}" for name, value in scalars.items()] + sorted(tensors)
-    return ", ".join(found) or "none"
+    parts = [f"{name} {value:g}" for name, value in scalars.items()] + sorted(tensors)
+    return ", ".join(parts) or "none"
 
 
 class SegmentStates(defaultdict[Any, dict[str, Any]]):
@@ -392,8 +392,8 @@ class StateEntries:
 
     def fresh(self, group: int, like: Tensor) -> dict[str, Any]:
         """Return the state before the first step of a parameter like ``like`` in ``group``."""
-        found = fresh_state(self.optimizer, self.groups[group], like)
-        return found if self.bf16 is None else self.bf16.fresh(found, like)
+        initial = fresh_state(self.optimizer, self.groups[group], like)
+        return initial if self.bf16 is None else self.bf16.fresh(initial, like)
 
     def blocks(self, segment: Segment) -> dict[str, Blocks]:
         """Return the states of ``segment`` that are in 8 bits."""
@@ -517,16 +517,16 @@ class DeviceState:
         for segment, part in parts:
             for name, home in out.items():
                 value = self._entries.of(segment).get(name)
-                own, numel = home[part.start : part.stop], part.stop - part.start
+                target, numel = home[part.start : part.stop], part.stop - part.start
                 if isinstance(value, Blocks):
-                    own.copy_(value.narrow(part.offset, numel).decode())
+                    target.copy_(value.narrow(part.offset, numel).decode())
                 elif value is not None:
-                    own.copy_(value[part.offset : part.offset + numel])
+                    target.copy_(value[part.offset : part.offset + numel])
                 else:
                     if (segment.group, name) not in begin:
                         first = self._entries.fresh(segment.group, segment.tensor)
                         begin[segment.group, name] = first.get(name, 0.0)
-                    own[:] = begin[segment.group, name]
+                    target[:] = begin[segment.group, name]
         return out
 
     def _is_kept(self, segment: Segment, name: str, value: Any) -> bool:
@@ -539,16 +539,16 @@ class DeviceState:
         self.bring_together()
         if not self._has_blocks(self._region_of[flat.key][0]):
             return list(self.tensors(flat).values())
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for segment, part in self._parts(flat):
             numel = part.stop - part.start
             for name, value in self._entries.of(segment).items():
                 if isinstance(value, Blocks):
-                    own = value.narrow(part.offset, numel)
-                    found += [own.codes, own.scales]
+                    blocks = value.narrow(part.offset, numel)
+                    tensors += [blocks.codes, blocks.scales]
                 elif self._is_kept(segment, name, value):
-                    found.append(value[part.offset : part.offset + numel])
-        return found
+                    tensors.append(value[part.offset : part.offset + numel])
+        return tensors
 
     def in_8_bits(self, flat: Flat) -> dict[str, torch.dtype]:
         """Return the names of the per-element states of ``flat``, with the dtypes of their numbers,
@@ -568,8 +568,8 @@ class DeviceState:
         for segment in self._region_of[flat.key][0].segments:
             for part in segment.parts:
                 if part.flat is flat and name in self._entries.of(segment):
-                    held: Tensor = self._entries.optimizer.state[segment.tensor][name]
-                    return held.data_ptr() + (part.offset - part.start) * held.itemsize
+                    value: Tensor = self._entries.optimizer.state[segment.tensor][name]
+                    return value.data_ptr() + (part.offset - part.start) * value.itemsize
         return 0
 
     def bring_together(self) -> None:

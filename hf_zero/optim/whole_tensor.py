@@ -69,8 +69,8 @@ class Parts:
     @property
     def norms(self) -> Tensor:
         """The roots of the sums of the first round, [parts, SUMS], if it has combined sums."""
-        found: Tensor = self.results[0]
-        return found
+        norms: Tensor = self.results[0]
+        return norms
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients divided by the divisor, in the dtypes of the weights."""
@@ -189,20 +189,20 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def apply(group: Mapping[str, Any], parts: Parts) -> None:
         """Update the parts, given the results of all rounds."""
 
-    def update(self, found: Sequence[Parts]) -> None:
+    def update(self, groups: Sequence[Parts]) -> None:
         """Make one update of the parts of each group: they have gradients and counted steps."""
-        weights = [parts.weights for parts in found]
-        for parts, places in zip(found, self.tensors.places(weights)):
+        weights = [parts.weights for parts in groups]
+        for parts, places in zip(groups, self.tensors.places(weights)):
             parts.places = places
         for at in range(self.ROUNDS):
             prepared = [
                 self.prepare(group, parts, at) if parts.weights and self.prepares(group) else []
-                for group, parts in zip(self.param_groups, found)
+                for group, parts in zip(self.param_groups, groups)
             ]
             combined = self.combine(at, self.param_groups, weights, prepared)
-            for parts, results in zip(found, combined):
+            for parts, results in zip(groups, combined):
                 parts.results.append(results)
-        for group, parts in zip(self.param_groups, found):
+        for group, parts in zip(self.param_groups, groups):
             if parts.weights:
                 self.apply(group, parts)
 
@@ -220,7 +220,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def _with_gradients(self, group: dict[str, Any]) -> Parts:
         names = self.moments_of(group)
-        found = Parts([], [], [[] for _ in names], [], kernels=self.tensors.kernels)
+        parts = Parts([], [], [[] for _ in names], [], kernels=self.tensors.kernels)
         factors = list[dict[str, Tensor]]()
         for part in group["params"]:
             if part.grad is None:
@@ -242,15 +242,15 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                     "of another kind when it was made; put the setting back (use_muon of Muon)"
                 )
             state["step"] += 1
-            found.weights.append(part)
-            found.grads.append(part.grad)
-            found.steps.append(int(state["step"]))
-            for name, moment in zip(names, found.moments):
+            parts.weights.append(part)
+            parts.grads.append(part.grad)
+            parts.steps.append(int(state["step"]))
+            for name, moment in zip(names, parts.moments):
                 moment.append(state[name])
             if self.FACTOR_NAMES:
                 factors.append(state.setdefault(FACTORS, {}))
-        found.factors = factors
-        return found
+        parts.factors = factors
+        return parts
 
 
 class TensorSumOptimizer(WholeTensorOptimizer):
@@ -284,9 +284,9 @@ class TensorSumOptimizer(WholeTensorOptimizer):
             else torch.zeros(0, self.SUMS, dtype=torch.float64)
         )
         totals, by_group = self.tensors.totals(parts, sums)
-        self.norms = [each.sqrt() for each in by_group]
+        self.norms = [total.sqrt() for total in by_group]
         norms = totals.sqrt().split([len(of) for of in parts])
-        return [own.to(of[0].device) if of else own for own, of in zip(norms, parts)]
+        return [norm.to(of[0].device) if of else norm for norm, of in zip(norms, parts)]
 
 
 def moments_by_group(optimizer: torch.optim.Optimizer | None) -> list[tuple[str, ...]]:
@@ -300,8 +300,8 @@ def moments_by_group(optimizer: torch.optim.Optimizer | None) -> list[tuple[str,
 
 def whole_tensor_base(cls: type) -> type[WholeTensorOptimizer] | None:
     """Return the class of this package whose update ``cls`` runs unchanged, or None."""
-    own = (WholeTensorOptimizer.step, WholeTensorOptimizer._with_gradients)
+    expected = (WholeTensorOptimizer.step, WholeTensorOptimizer._with_gradients)
     if not issubclass(cls, WholeTensorOptimizer):
         return None
-    found: tuple[Any, ...] = (inspect.unwrap(cls.step), cls._with_gradients)
-    return cls if found == (inspect.unwrap(own[0]), own[1]) else None
+    actual: tuple[Any, ...] = (inspect.unwrap(cls.step), cls._with_gradients)
+    return cls if actual == (inspect.unwrap(expected[0]), expected[1]) else None
