@@ -191,8 +191,8 @@ def _like(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _bias_gradient(x: Tensor, bias: Tensor | None, wanted: bool) -> Tensor:
-    return x.new_empty(0) if bias is None or not wanted else bias.new_empty(bias.shape)
+def _bias_gradient(x: Tensor, bias: Tensor | None, needed: bool) -> Tensor:
+    return x.new_empty(0) if bias is None or not needed else bias.new_empty(bias.shape)
 
 
 @_bias_act.register_fake

@@ -102,17 +102,17 @@ class Gradients:
     [vocabulary]; empty if not wanted.
     """
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, wanted: Wanted):
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needs: Wanted):
         dtype = accumulator_dtype(hidden.dtype)
-        self.hidden = hidden.new_zeros(hidden.shape if wanted.hidden else 0, dtype=dtype)
-        self.weight = hidden.new_empty(weight.shape if wanted.weight else 0, dtype=dtype)
-        self.bias = hidden.new_zeros(weight.shape[0] if wanted.bias else 0, dtype=dtype)
+        self.hidden = hidden.new_zeros(hidden.shape if needs.hidden else 0, dtype=dtype)
+        self.weight = hidden.new_empty(weight.shape if needs.weight else 0, dtype=dtype)
+        self.bias = hidden.new_zeros(weight.shape[0] if needs.bias else 0, dtype=dtype)
         # Without a GEMM from 16 to 32 bits everything is computed in 32: a product rounded to 16 is
         # no better for being added in 32.
         self._widens = dtype != hidden.dtype and not kinds.gemm_widens(hidden.device)
         self._wanted, self._head, self._begun = (
-            wanted,
-            weight.to(dtype) if self._widens and wanted.hidden else weight,
+            needs,
+            weight.to(dtype) if self._widens and needs.hidden else weight,
             False,
         )
 
@@ -139,14 +139,12 @@ class Gradients:
         return self.hidden, self.weight, self.bias
 
 
-def _product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool) -> None:
+def _product(into: torch.Tensor, a: torch.Tensor, right: torch.Tensor, add: bool) -> None:
     """Compute ``into`` = or += left @ right; ``into`` may be wider than its operands."""
-    if into.dtype == left.dtype:
-        torch.addmm(into, left, right, beta=1 if add else 0, out=into)
+    if into.dtype == a.dtype:
+        torch.addmm(into, a, right, beta=1 if add else 0, out=into)
     else:
-        torch.ops.aten.addmm.dtype_out(
-            into, left, right, into.dtype, beta=1 if add else 0, out=into
-        )
+        torch.ops.aten.addmm.dtype_out(into, a, right, into.dtype, beta=1 if add else 0, out=into)
 
 
 def _logits(
@@ -168,13 +166,13 @@ def losses_and_gradients(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     terms: Terms,
-    wanted: Wanted,
+    needs: Wanted,
     rows: int,
 ) -> tuple[torch.Tensor, Gradients]:
     """Return the sum of the losses (a scalar) and its gradients."""
-    grads = Gradients(hidden, weight, wanted)
+    grads = Gradients(hidden, weight, needs)
     compute = _on_host if _is_on_host(hidden) else _by_kernel
-    return compute(hidden, weight, bias, labels, terms, grads if wanted.any else None, rows), grads
+    return compute(hidden, weight, bias, labels, terms, grads if needs.any else None, rows), grads
 
 
 def _is_on_host(hidden: torch.Tensor) -> bool:
@@ -229,17 +227,17 @@ def _on_host(
     """
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     total = hidden.new_zeros((), dtype=accumulator_dtype(hidden.dtype))
-    kept = (labels != terms.ignore_index).nonzero()[:, 0]
-    whole = kept.numel() == tokens
-    buffer = hidden.new_empty(min(rows, kept.numel()), vocabulary)
-    for chunk in _chunks(kept.numel(), rows):
-        where: slice | torch.Tensor = chunk if whole else kept[chunk]
-        given, targets = hidden[where], labels[where]
+    labelled = (labels != terms.ignore_index).nonzero()[:, 0]
+    whole = labelled.numel() == tokens
+    buffer = hidden.new_empty(min(rows, labelled.numel()), vocabulary)
+    for chunk in _chunks(labelled.numel(), rows):
+        where: slice | torch.Tensor = chunk if whole else labelled[chunk]
+        inputs, targets = hidden[where], labels[where]
         logits = buffer[: chunk.stop - chunk.start]
-        _logits(logits, given, weight, bias)
+        _logits(logits, inputs, weight, bias)
         total += _softmax_(logits, targets, terms, grads is not None)
         if grads is not None:
-            grads.add(logits, given, where)
+            grads.add(logits, inputs, where)
     return total
 
 
@@ -281,21 +279,21 @@ def log_probabilities(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (log-probability of each label, logsumexp), both [tokens]; 0 if it is ignored."""
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
-    found = hidden.new_empty(tokens, dtype=accumulator_dtype(hidden.dtype))
-    lse = torch.empty_like(found)
+    result = hidden.new_empty(tokens, dtype=accumulator_dtype(hidden.dtype))
+    lse = torch.empty_like(result)
     on_host = _is_on_host(hidden)
     buffer = _buffer(hidden, rows, vocabulary)
     for chunk in _chunks(tokens, rows):
         padded = buffer[: chunk.stop - chunk.start]
         _logits(padded[:, :vocabulary], hidden[chunk], weight, bias)
         if on_host:
-            found[chunk], lse[chunk] = _log_softmax_(padded[:, :vocabulary], labels[chunk], terms)
+            result[chunk], lse[chunk] = _log_softmax_(padded[:, :vocabulary], labels[chunk], terms)
             continue
         losses, lse[chunk] = CROSS_ENTROPY(
             padded, vocabulary, labels[chunk], None, None, *terms.numbers()
         )
-        torch.neg(losses, out=found[chunk])
-    return found, lse
+        torch.neg(losses, out=result[chunk])
+    return result, lse
 
 
 def _outputs_(logits: torch.Tensor, terms: Terms) -> torch.Tensor:
@@ -315,13 +313,13 @@ def _log_softmax_(
     ``logits``.
     """
     exact, vocabulary = _outputs_(logits, terms), logits.shape[1]
-    kept, known = labels != terms.ignore_index, (labels >= 0) & (labels < vocabulary)
+    counts, inside = labels != terms.ignore_index, (labels >= 0) & (labels < vocabulary)
     target = exact.gather(1, labels.clamp(0, vocabulary - 1)[:, None])[:, 0]
     # a vocabulary of which all is masked by -inf, as a part may be, has a logsumexp of -inf
     largest = exact.amax(-1).clamp(min=torch.finfo(exact.dtype).min)
-    rest = exact.sub_(largest[:, None]).exp_().sum(-1).log_()
-    found, lse = (target - largest) - rest, largest + rest
-    return found.where(known, float("nan")).where(kept, 0.0), lse.where(kept, 0.0)
+    log_sum = exact.sub_(largest[:, None]).exp_().sum(-1).log_()
+    result, lse = (target - largest) - log_sum, largest + log_sum
+    return result.where(inside, float("nan")).where(counts, 0.0), lse.where(counts, 0.0)
 
 
 def _log_softmax_gradient_(
@@ -336,9 +334,9 @@ def _log_softmax_gradient_(
     """
     exact, vocabulary = _outputs_(logits, terms), logits.shape[1]
     slope = 1 - (exact / terms.softcap) ** 2 if terms.softcap else None
-    known = ((labels >= 0) & (labels < vocabulary)).to(exact.dtype)[:, None]
+    in_vocabulary = ((labels >= 0) & (labels < vocabulary)).to(exact.dtype)[:, None]
     exact.sub_(lse[:, None]).exp_()
-    exact.scatter_add_(1, labels.clamp(0, vocabulary - 1)[:, None], -known)
+    exact.scatter_add_(1, labels.clamp(0, vocabulary - 1)[:, None], -in_vocabulary)
     exact *= (-terms.scale * grad)[:, None]
     if slope is not None:
         exact *= slope
@@ -355,12 +353,12 @@ def log_probabilities_backward(
     labels: torch.Tensor,
     lse: torch.Tensor,
     terms: Terms,
-    wanted: Wanted,
+    needs: Wanted,
     rows: int,
 ) -> Gradients:
     """Return the gradients of sum(grad · log-probability), from recomputed logits."""
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
-    grads = Gradients(hidden, weight, wanted)
+    grads = Gradients(hidden, weight, needs)
     factors, on_host = -grad, _is_on_host(hidden)
     buffer = _buffer(hidden, rows, vocabulary)
     for chunk in _chunks(tokens, rows):

@@ -213,7 +213,7 @@ def _cannot_compile(error: Exception) -> bool:
 
     if isinstance(error, RuntimeError):
         return isinstance(error, TritonError) or any(
-            said in str(error) for said in ("PassManager", "Failed to find C compiler")
+            text in str(error) for text in ("PassManager", "Failed to find C compiler")
         )
     return isinstance(error, (CompilationError, TritonError, subprocess.CalledProcessError))
 
@@ -299,7 +299,7 @@ def try_out(kernel: Kernel, device: torch.device) -> str:
         return "it declares no example"
     devices = [] if kinds.is_host(device) else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type):
-        seen = []
+        outcomes = []
         for body in (kernel, kernel.reference):
             torch.manual_seed(0)
             try:
@@ -312,10 +312,10 @@ def try_out(kernel: Kernel, device: torch.device) -> str:
                     f"{(str(error).strip().splitlines() or ['no message'])[0]}"
                 )
             # In-place kernels write results into their arguments.
-            seen.append(list(_tensors((result, arguments))))
+            outcomes.append(list(_tensors((result, arguments))))
     if kernel.name in broken():
         return f"cannot be compiled: {broken()[kernel.name]}"
-    for index, (one, other) in enumerate(zip(*seen, strict=True)):
+    for index, (one, other) in enumerate(zip(*outcomes, strict=True)):
         off = _distance(one, other)
         if not off <= TOLERANCE:
             return (
@@ -329,8 +329,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

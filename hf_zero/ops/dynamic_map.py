@@ -20,12 +20,12 @@ EDGES, LINES = DECADES + 1, DECADES + 2  # of the regions
 @cache
 def values(signed: bool) -> Tensor:
     """Return the value of each code in units of the block's scale, fp32 [256]."""
-    found = []
+    midpoints = []
     for decade in range(DECADES):
         steps = 2**decade if signed else 2 ** (decade + 1)
         edges = torch.linspace(0.1, 1, steps + 1, dtype=torch.float32, device="cpu")
-        found.append((edges[:-1] + edges[1:]) / 2 * 10 ** (decade + 1 - DECADES))
-    positive = torch.cat(found)
+        midpoints.append((edges[:-1] + edges[1:]) / 2 * 10 ** (decade + 1 - DECADES))
+    positive = torch.cat(midpoints)
     both = [-positive, positive] if signed else [positive]
     return torch.cat([*both, positive.new_tensor([0.0, 1.0])]).sort().values
 
@@ -55,7 +55,7 @@ def regions(signed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     last = len(ranks) - 1
     slopes, shifts, tops = [*slopes, 0.0], [*shifts, float(last)], [*tops, float(last)]
     edges.append(float(ranks[last - 1] + ranks[last]) / 2)
-    tables = [ranks.new_tensor(each) for each in (edges, slopes, shifts, tops)]
+    tables = [ranks.new_tensor(table) for table in (edges, slopes, shifts, tops)]
     return tables[0], tables[1], tables[2], tables[3]
 
 

@@ -179,14 +179,14 @@ class FileQueue:
 
     def _cut(self, transfer: Transfer, line: deque[Transfer]) -> Block:
         file, start, address, length = transfer.pieces[transfer.piece]
-        offset, left = start + transfer.within, length - transfer.within
-        direct = file.direct and offset % ALIGNMENT == 0 and left >= ALIGNMENT
+        offset, remaining = start + transfer.within, length - transfer.within
+        direct = file.direct and offset % ALIGNMENT == 0 and remaining >= ALIGNMENT
         if direct:
-            nbytes = min(left - left % ALIGNMENT, self._block_size)
+            nbytes = min(remaining - remaining % ALIGNMENT, self._block_size)
         elif file.direct:  # the rest of an unaligned block goes through the page cache
-            nbytes = min(left, ALIGNMENT - offset % ALIGNMENT)
+            nbytes = min(remaining, ALIGNMENT - offset % ALIGNMENT)
         else:
-            nbytes = min(left, self._block_size)
+            nbytes = min(remaining, self._block_size)
         block = Block(transfer, file, offset, address + transfer.within, nbytes, direct)
         transfer.within += nbytes
         transfer.out += 1
@@ -245,13 +245,13 @@ class FileQueue:
             os.posix_fadvise(block.file.buffered, block.offset, block.bytes, os.POSIX_FADV_DONTNEED)
 
     def _attempt(self, block: Block, target: memoryview) -> None:
-        wanted, descriptor = (
+        requested, descriptor = (
             block.bytes - block.got,
             block.file.direct_fd if block.direct else block.file.buffered,
         )
         if self._faults:
-            wanted, descriptor = self._faulty(block, wanted, descriptor)
-        part = target[block.got : block.got + wanted]
+            requested, descriptor = self._faulty(block, requested, descriptor)
+        part = target[block.got : block.got + requested]
         call = os.pwritev if block.transfer.write else os.preadv
         moved = call(descriptor, [part], block.offset + block.got)
         if moved == 0:
@@ -260,7 +260,7 @@ class FileQueue:
         if block.got % ALIGNMENT:
             block.direct = False
 
-    def _faulty(self, block: Block, wanted: int, descriptor: int) -> tuple[int, int]:
+    def _faulty(self, block: Block, requested: int, descriptor: int) -> tuple[int, int]:
         write = block.transfer.write
         with self._changed:
             self._attempts[write] += 1
@@ -271,8 +271,8 @@ class FileQueue:
                 continue
             time.sleep(milliseconds / 1000)
             error = fails
-            if shorten and wanted > 1:
-                wanted, descriptor = (wanted // 2) | 1, block.file.buffered
+            if shorten and requested > 1:
+                requested, descriptor = (requested // 2) | 1, block.file.buffered
         if error:
             raise OSError(error, os.strerror(error))
-        return wanted, descriptor
+        return requested, descriptor

@@ -16,13 +16,13 @@ from hf_zero.ops.flat_tiles import COEFFICIENTS
 
 def divided(grads: Sequence[Tensor], like: Sequence[Tensor], divisor: float) -> list[Tensor]:
     """Return ``grads``, of any float dtypes, over ``divisor``, in the dtypes of ``like``."""
-    cast = [grad.to(each.dtype) for grad, each in zip(grads, like)]
+    cast = [grad.to(other.dtype) for grad, other in zip(grads, like)]
     return cast if divisor == 1.0 else list(torch._foreach_div(cast, divisor))
 
 
 def sums_of_squares(tensors: Sequence[list[Tensor]]) -> Tensor:
     """Return the sums of squares of each tensor: [parts, k] in 64 bits, of k lists of tensors."""
-    columns = [torch.stack(list(torch._foreach_norm(each))).double().square() for each in tensors]
+    columns = [torch.stack(list(torch._foreach_norm(t))).double().square() for t in tensors]
     return torch.stack(columns, dim=1)
 
 
@@ -108,7 +108,7 @@ def _tiles(
         return
     rows = coefficients.tolist()
     for *places, length, row, _, _ in table.tolist():
-        yield [slice(place, place + length) for place in places], rows[row][:10]
+        yield [slice(start, start + length) for start in places], rows[row][:10]
 
 
 def _factor(sign: float, divisor: Tensor | None) -> Tensor | float:

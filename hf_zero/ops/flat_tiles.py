@@ -56,7 +56,7 @@ class FlatRun:
     def joins(self, other: FlatRun) -> bool:
         """Whether ``other`` continues this run in every buffer."""
         return self.row == other.row and all(
-            there == here + self.length for here, there in zip(self.places, other.places)
+            b == a + self.length for a, b in zip(self.places, other.places)
         )
 
     @property
@@ -97,7 +97,7 @@ class Tiles:
                 )
         tables = [_cut(piece, tile) for piece in joined]
         table = torch.cat(tables) if tables else torch.empty(0, COLUMNS, dtype=torch.int64)
-        ends = [tuple(place + piece.length for place in piece.places) for piece in joined]
+        ends = [tuple(start + piece.length for start in piece.places) for piece in joined]
         extents = tuple(max(places) for places in zip(*ends)) if ends else (0, 0, 0, 0)
         return cls(
             upload(table, device),
@@ -128,15 +128,15 @@ def _joined(pieces: Iterable[FlatRun]) -> Sequence[FlatRun]:
 
 
 def _cut(piece: FlatRun, tile: int) -> Tensor:
-    even = len({place % PHASE for place in piece.places}) == 1
+    even = len({start % PHASE for start in piece.places}) == 1
     lead = min(-piece.master % PHASE, piece.length) if even else 0
     starts = torch.arange(lead, piece.length, tile, dtype=torch.int64)
     if lead:
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), starts])
     ends = torch.cat([starts[1:], torch.tensor([piece.length])])
     table = torch.zeros(starts.numel(), COLUMNS, dtype=torch.int64)
-    for column, place in enumerate(piece.places):
-        table[:, column] = starts + place
+    for column, offset in enumerate(piece.places):
+        table[:, column] = starts + offset
     table[:, 4] = ends - starts
     table[:, 5] = piece.row
     if even:

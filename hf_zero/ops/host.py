@@ -104,8 +104,8 @@ def adam(
         and max_exp_avg_sq is None
     ):
         pairs = (exp_avg.codes, exp_avg.scales), (exp_avg_sq.codes, exp_avg_sq.scales)
-        rest = {name: shared[name] for name in ("out", "divisor", "negate")}
-        EIGHT_BIT_ADAM(master, grad, *pairs, **numbers, **rest)
+        options = {name: shared[name] for name in ("out", "divisor", "negate")}
+        EIGHT_BIT_ADAM(master, grad, *pairs, **numbers, **options)
     else:
         reference.adam(master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, **numbers, **shared)
 

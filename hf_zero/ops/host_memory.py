@@ -171,14 +171,14 @@ class HostArena:
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        asked = numel * dtype.itemsize
-        nbytes = -(-asked // mmap.PAGESIZE) * mmap.PAGESIZE
+        requested = numel * dtype.itemsize
+        nbytes = -(-requested // mmap.PAGESIZE) * mmap.PAGESIZE
         free = free_ram().nbytes
         if file is None and nbytes > free:  # the file system counts a file's
-            raise self._refused(asked, f"{free / 1e9:.2f} GB are free")
+            raise self._refused(requested, f"{free / 1e9:.2f} GB are free")
         registers = self._device is not None and pinned.registers(self._device)
         if self._pins and not registers and file is None:
-            return self._allocate(asked, nbytes)[: numel * dtype.itemsize].view(dtype)
+            return self._allocate(requested, nbytes)[: numel * dtype.itemsize].view(dtype)
         address = _LIBC.mmap(
             None,
             nbytes,
@@ -189,7 +189,7 @@ class HostArena:
         )
         if address == _MAP_FAILED:
             raise self._refused(
-                asked,
+                requested,
                 f"the system says: {os.strerror(ctypes.get_errno())} (see ulimit -v); "
                 f"{free / 1e9:.2f} GB are free",
             )
@@ -207,7 +207,7 @@ class HostArena:
             self._node = None
         if file is not None:
             try:  # behind the policy; a page that is missing later would be a signal
-                os.posix_fallocate(file, 0, asked)
+                os.posix_fallocate(file, 0, requested)
             except OSError:
                 _LIBC.munmap(address, nbytes)
                 raise
@@ -215,7 +215,7 @@ class HostArena:
         if error:
             _LIBC.munmap(address, nbytes)
             raise self._refused(
-                asked, f"the system says: {os.strerror(error)}; {free / 1e9:.2f} GB are free"
+                requested, f"the system says: {os.strerror(error)}; {free / 1e9:.2f} GB are free"
             )
         unregister = self._register(address, nbytes) if registers else None
         memory = self._held(address, nbytes)
@@ -229,21 +229,21 @@ class HostArena:
         weakref.finalize(memory, self._mapped.pop, address, None).atexit = False
         return memory
 
-    def _allocate(self, asked: int, nbytes: int) -> torch.Tensor:
+    def _allocate(self, requested: int, nbytes: int) -> torch.Tensor:
         """Return zeros from torch's pinned allocator, page-aligned: [nbytes], uint8."""
         try:
             block = pinned.empty(nbytes + mmap.PAGESIZE, torch.uint8)
         except RuntimeError as error:
-            raise self._refused(asked, f"torch says: {str(error).splitlines()[0]}") from error
+            raise self._refused(requested, f"torch says: {str(error).splitlines()[0]}") from error
         at = -block.data_ptr() % mmap.PAGESIZE
         memory = self._held(block.data_ptr() + at, nbytes)
         # keeps the block alive as long as the memory
         weakref.finalize(memory, block.untyped_storage).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
-    def _refused(self, asked: int, why: str) -> HostMemoryError:
+    def _refused(self, nbytes: int, why: str) -> HostMemoryError:
         return HostMemoryError(
-            f"{asked / 1e9:.2f} GB of host memory for offloaded state are not to be had: {why}. "
+            f"{nbytes / 1e9:.2f} GB of host memory for offloaded state are not to be had: {why}. "
             "Offload to nvme instead, use more ranks, or "
             "a smaller state (hf-zero estimate adds it up)"
         )

@@ -82,14 +82,14 @@ def measure_(
     arrays = [list(of) for of in (weights, grads, means, squares)]
     if _on_the_host(weights, *arrays[2:]) and all(g.is_cpu and g.is_contiguous() for g in grads):
         sums = [
-            host.lamb_measure(*map(_flat, each), divisor=divisor, **asdict(settings))
-            for each in zip(*arrays)
+            host.lamb_measure(*map(_flat, tensors), divisor=divisor, **asdict(settings))
+            for tensors in zip(*arrays)
         ]
         return torch.tensor(sums, dtype=torch.float64).view(-1, 2)
     takes = wanted("optimizer", kernels, weights[0].device)
     run: Callable[..., Any] = MEASURE if takes else reference.lamb_measure
-    found: Tensor = run(*arrays, *asdict(settings).values(), divisor)
-    return found
+    result: Tensor = run(*arrays, *asdict(settings).values(), divisor)
+    return result
 
 
 def apply_(
@@ -107,13 +107,13 @@ def apply_(
     arrays = [list(of) for of in (weights, means, squares)]
     numbers = asdict(settings)
     if _on_the_host(*arrays):
-        for step_size, each in zip(step_sizes.tolist(), zip(*arrays)):
-            host.lamb_apply(*map(_flat, each), step_size=step_size, **numbers)
+        for step_size, tensors in zip(step_sizes.tolist(), zip(*arrays)):
+            host.lamb_apply(*map(_flat, tensors), step_size=step_size, **numbers)
         return
     takes = wanted("optimizer", kernels, weights[0].device)
     run: Callable[..., Any] = APPLY if takes else reference.lamb_apply
-    own = step_sizes.to(weights[0].device, weights[0].dtype)
-    run(*arrays, own, settings.eps, settings.decay, settings.eps_inside)
+    sizes = step_sizes.to(weights[0].device, weights[0].dtype)
+    run(*arrays, sizes, settings.eps, settings.decay, settings.eps_inside)
 
 
 def _on_the_host(*arrays: Sequence[Tensor]) -> bool:
@@ -141,8 +141,8 @@ def tile_table(*arrays: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the tiles [tiles, COLUMNS] int64 of lists of fp32 tensors, and the bounds [2 * parts +
     1] of the sums over each part: first one number a tile, then the other one.
     """
-    places = tuple(zip(*(tuple(each.data_ptr() for each in of) for of in arrays)))
-    lengths = tuple(each.numel() for each in arrays[0])
+    places = tuple(zip(*(tuple(tensor.data_ptr() for tensor in of) for of in arrays)))
+    lengths = tuple(tensor.numel() for tensor in arrays[0])
     return _table(places, lengths, arrays[0][0].device)
 
 

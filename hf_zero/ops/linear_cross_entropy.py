@@ -66,12 +66,12 @@ def linear_cross_entropy(
             "num_items with reduction='sum': a sum is not divided; leave one of them out"
         )
     rows = _rows(chunk, hidden, weight)
-    asked = torch.is_grad_enabled()
+    grad_enabled = torch.is_grad_enabled()
     total, *_ = torch.ops.hf_zero.linear_cross_entropy(
         hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss, softcap or 0.0, scale,
         rows,
-        asked and hidden.requires_grad, asked and weight.requires_grad,
-        asked and bias is not None and bias.requires_grad,
+        grad_enabled and hidden.requires_grad, grad_enabled and weight.requires_grad,
+        grad_enabled and bias is not None and bias.requires_grad,
     )  # fmt: skip
     if reduction == "sum":
         return total
@@ -103,10 +103,10 @@ def linear_log_probs(
     shape = labels.shape
     hidden, weight, bias, labels = _prepared(hidden, weight, bias, labels, ignore_index)
     rows = _rows(chunk, hidden, weight)
-    found, _ = torch.ops.hf_zero.linear_log_probs(
+    log_probs, _ = torch.ops.hf_zero.linear_log_probs(
         hidden, weight, bias, labels, ignore_index, softcap or 0.0, scale, rows
     )
-    return found.view(shape)
+    return log_probs.view(shape)
 
 
 def _prepared(
@@ -151,9 +151,9 @@ def _prepared(
         or weight.dtype != hidden.dtype
         or (bias is not None and bias.dtype != hidden.dtype)
     ):
-        given = f"{hidden.dtype}, {weight.dtype}" + ("" if bias is None else f" and {bias.dtype}")
+        dtypes = f"{hidden.dtype}, {weight.dtype}" + ("" if bias is None else f" and {bias.dtype}")
         raise KernelError(
-            f"hidden, weight{'' if bias is None else ' and bias'} are {given}: give one of fp32, "
+            f"hidden, weight{'' if bias is None else ' and bias'} are {dtypes}: give one of fp32, "
             "bf16, fp16 for all, or use autocast"
         )
     labels = labels.reshape(-1).to(torch.int64)
@@ -200,10 +200,10 @@ def _forward(
     precision; empty if not asked for.
     """
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap, scale)
-    wanted = Wanted(for_hidden, for_weight, for_bias)
+    needs = Wanted(for_hidden, for_weight, for_bias)
     with torch.autocast(hidden.device.type, enabled=False):  # the operands have been cast
         total, grads = chunked_head.losses_and_gradients(
-            hidden.contiguous(), weight.detach(), bias, labels, terms, wanted, rows
+            hidden.contiguous(), weight.detach(), bias, labels, terms, needs, rows
         )
     return total, *grads.finish()
 
@@ -238,16 +238,16 @@ def _backward(
     grad: torch.Tensor, sums: list[torch.Tensor], dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Return gradients from those of the sum: each times ``grad``, rounded to ``dtype`` once."""
-    return [_scaled(each, grad, dtype) for each in sums]
+    return [_scaled(gradient, grad, dtype) for gradient in sums]
 
 
 @_backward.register_fake
 def _(grad: torch.Tensor, sums: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    return [torch.empty_like(each, dtype=dtype) for each in sums]
+    return [torch.empty_like(gradient, dtype=dtype) for gradient in sums]
 
 
-def _scaled(each: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.mul(each, grad, out=torch.empty_like(each, dtype=dtype))
+def _scaled(gradient: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.mul(gradient, grad, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _keep_sums(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -258,10 +258,10 @@ def _keep_sums(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ..
 
 
 def _hand_out(ctx: Any, grad: torch.Tensor | None, *unused: Any) -> tuple[Any, ...]:
-    found: list[torch.Tensor | None] = [None, None, None]
+    gradients: list[torch.Tensor | None] = [None, None, None]
     if grad is not None:
-        places = [place for place, wanted in enumerate(ctx.wanted) if wanted]
-        sums = [ctx.saved_tensors[place] for place in places]
+        places = [index for index, is_needed in enumerate(ctx.wanted) if is_needed]
+        sums = [ctx.saved_tensors[index] for index in places]
         traced = type(grad) is not torch.Tensor
         if (
             sums
@@ -271,12 +271,12 @@ def _hand_out(ctx: Any, grad: torch.Tensor | None, *unused: Any) -> tuple[Any, .
         ):
             # no further backward follows: scale in place, without a second copy of the weight's
             # gradient
-            scaled = [each.mul_(grad) for each in sums]
+            scaled = [gradient.mul_(grad) for gradient in sums]
         else:
             scaled = torch.ops.hf_zero.linear_cross_entropy_backward(grad, sums, ctx.dtype)
-        for place, each in zip(places, scaled):
-            found[place] = each
-    return (*found, *[None] * 10)
+        for index, gradient in zip(places, scaled):
+            gradients[index] = gradient
+    return (*gradients, *[None] * 10)
 
 
 _forward.register_autograd(_hand_out, setup_context=_keep_sums)
@@ -303,8 +303,8 @@ def _log_probs(
 
 @_log_probs.register_fake
 def _(hidden, weight, bias, labels, ignore_index, softcap, scale, rows):
-    found = hidden.new_empty(hidden.shape[0], dtype=accumulator_dtype(hidden.dtype))
-    return found, torch.empty_like(found)
+    log_probs = hidden.new_empty(hidden.shape[0], dtype=accumulator_dtype(hidden.dtype))
+    return log_probs, torch.empty_like(log_probs)
 
 
 @torch.library.custom_op("hf_zero::linear_log_probs_backward", mutates_args=())
@@ -325,7 +325,7 @@ def _log_probs_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients for hidden, weight and bias in their dtype; empty if not asked for."""
     terms = Terms(ignore_index, softcap=softcap, scale=scale)
-    wanted = Wanted(for_hidden, for_weight, for_bias)
+    needs = Wanted(for_hidden, for_weight, for_bias)
     with torch.autocast(hidden.device.type, enabled=False):
         grads = chunked_head.log_probabilities_backward(
             grad.contiguous(),
@@ -335,12 +335,12 @@ def _log_probs_backward(
             labels,
             lse,
             terms,
-            wanted,
+            needs,
             rows,
         )
-    given = hidden.dtype
+    dtype = hidden.dtype
     first, second, third = (
-        each if each.dtype == given else each.to(given) for each in grads.finish()
+        gradient if gradient.dtype == dtype else gradient.to(dtype) for gradient in grads.finish()
     )
     return first, second, third
 
@@ -380,11 +380,11 @@ def _keep_arguments(
 def _recompute(ctx: Any, grad: torch.Tensor | None, *unused: Any) -> tuple[Any, ...]:
     if grad is None:
         return (None,) * 8
-    wanted = list(ctx.needs_input_grad[:3])
-    found = torch.ops.hf_zero.linear_log_probs_backward(
-        grad, *ctx.saved_tensors, *ctx.numbers, *wanted
+    needs = list(ctx.needs_input_grad[:3])
+    grads = torch.ops.hf_zero.linear_log_probs_backward(
+        grad, *ctx.saved_tensors, *ctx.numbers, *needs
     )
-    return (*(each if asked else None for each, asked in zip(found, wanted)), *[None] * 5)
+    return (*(g if need else None for g, need in zip(grads, needs)), *[None] * 5)
 
 
 _log_probs.register_autograd(_recompute, setup_context=_keep_arguments)

@@ -57,8 +57,8 @@ def select_rows(
         raise KernelError(
             f"capacity={capacity}: the number of rows to make room for; give 0 or more"
         )
-    rows, kept, _, lost = torch.ops.hf_zero.select_rows(hidden, labels, ignore_index, capacity)
-    return rows, kept, lost
+    rows, targets, _, lost = torch.ops.hf_zero.select_rows(hidden, labels, ignore_index, capacity)
+    return rows, targets, lost
 
 
 class RowCount:
@@ -107,9 +107,9 @@ class RowCapacity:
         rows = count.read()
         if kinds.is_host(device):
             return rows
-        wanted = max(rows, 1)  # an empty head would launch kernels without blocks
-        if not wanted <= self._last <= wanted * (1 + SLACK) + GRANULE:
-            self._last = -(-wanted // GRANULE) * GRANULE
+        minimum = max(rows, 1)  # an empty head would launch kernels without blocks
+        if not minimum <= self._last <= minimum * (1 + SLACK) + GRANULE:
+            self._last = -(-minimum // GRANULE) * GRANULE
         return min(count.tokens, self._last)
 
 
@@ -121,10 +121,10 @@ def _select(
     tokens, device = labels.numel(), labels.device
     if not tokens or not capacity:
         missing = (labels != ignore_index).sum()
-        kept = labels.new_full((capacity,), ignore_index)
+        targets = labels.new_full((capacity,), ignore_index)
         return (
             hidden.new_zeros(capacity, hidden.shape[1]),
-            kept,
+            targets,
             labels.new_full((tokens,), capacity, dtype=torch.int64),
             missing,
         )
@@ -134,8 +134,8 @@ def _select(
     taken = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
     taken.scatter_(0, slots, torch.arange(tokens, device=device))
     taken = taken[:capacity]
-    kept = labels[taken].where(torch.arange(capacity, device=device) < counts[-1], ignore_index)
-    return hidden.index_select(0, taken), kept, slots, (counts[-1] - capacity).clamp(min=0)
+    targets = labels[taken].where(torch.arange(capacity, device=device) < counts[-1], ignore_index)
+    return (hidden.index_select(0, taken), targets, slots, (counts[-1] - capacity).clamp(min=0))
 
 
 @_select.register_fake

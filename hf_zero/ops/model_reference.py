@@ -48,8 +48,8 @@ def norm_forward(
     y = values * rstd[:, None] * (_wide(weight)[0] + offset)
     if bias is not None:
         y = y + _wide(bias)[0]
-    kept = _like(x, total) if keep_total else total.new_empty(0)
-    return _like(x, y.to(dtype)), kept, mean.float(), rstd.float()
+    saved_total = _like(x, total) if keep_total else total.new_empty(0)
+    return _like(x, y.to(dtype)), saved_total, mean.float(), rstd.float()
 
 
 def _like(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -92,14 +92,14 @@ def norm_backward(
         centre = mean.to(values.dtype)[:, None] if centered and mean is not None else 0.0
         normed = (values - centre) * inverse_std
     scaled = incoming * scale
-    made = scaled - normed * (scaled * normed).mean(-1, keepdim=True)
+    dx = scaled - normed * (scaled * normed).mean(-1, keepdim=True)
     if centered:
-        made = made - scaled.mean(-1, keepdim=True)
-    made = made * inverse_std
+        dx = dx - scaled.mean(-1, keepdim=True)
+    dx = dx * inverse_std
     if d_total is not None:
-        made = made + _wide(d_total)
+        dx = dx + _wide(d_total)
     dropped = (
-        (made * _mask(seed, made, dropout)).to(dy.dtype).reshape(saved.shape)
+        (dx * _mask(seed, dx, dropout)).to(dy.dtype).reshape(saved.shape)
         if seed is not None
         else dy.new_empty(0)
     )
@@ -107,7 +107,7 @@ def norm_backward(
     d_bias = (
         incoming.sum(0).to(bias.dtype) if weight_grad and bias is not None else weight.new_empty(0)
     )
-    return made.to(dy.dtype).reshape(saved.shape), dropped, d_weight, d_bias
+    return dx.to(dy.dtype).reshape(saved.shape), dropped, d_weight, d_bias
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -221,8 +221,8 @@ def dropped(values: Tensor, seed: Tensor | None, dropout: float) -> Tensor:
     if seed is None:
         return values
     rows, width = values.shape
-    kept = kept_rows(seed, rows, width, dropout)
-    return values.mul(1 / (1 - dropout) if dropout < 1 else 0.0).masked_fill(~kept, 0)
+    kept_mask = kept_rows(seed, rows, width, dropout)
+    return values.mul(1 / (1 - dropout) if dropout < 1 else 0.0).masked_fill(~kept_mask, 0)
 
 
 # ---- rotary embedding ----
@@ -302,29 +302,29 @@ def cross_entropy_(
     exact = torch.promote_types(logits.dtype, torch.float32)
     x = logits[:, :vocabulary].to(exact) * scale
     y = softcap * torch.tanh(x / softcap) if softcap else x
-    kept = labels != ignore_index
-    known = (labels >= 0) & (labels < vocabulary)
+    labelled = labels != ignore_index
+    in_vocabulary = (labels >= 0) & (labels < vocabulary)
     at = labels.clamp(0, vocabulary - 1)[:, None]
     # Subtract the largest logit first: its difference to others is exact, but the logsumexp is
     # rounded.
     largest = y.amax(-1) if lse is None else lse.to(exact)
-    rest = torch.logsumexp(y - largest[:, None], -1) if lse is None else torch.zeros_like(largest)
-    lse = (largest + rest).where(kept, 0.0)
+    tail = torch.logsumexp(y - largest[:, None], -1) if lse is None else torch.zeros_like(largest)
+    lse = (largest + tail).where(labelled, 0.0)
     target = y.gather(1, at)[:, 0]
-    loss = (largest - target) + rest + z_loss * lse * lse
+    loss = (largest - target) + tail + z_loss * lse * lse
     if label_smoothing:
         loss = loss + label_smoothing * (target - y.sum(-1) / vocabulary)
-    loss = loss.where(known, float("nan")).where(kept, 0.0)
+    loss = loss.where(in_vocabulary, float("nan")).where(labelled, 0.0)
     if factors is not None:
         grad = (
-            torch.exp(y - largest[:, None] - rest[:, None]) * (1 + 2 * z_loss * lse[:, None])
+            torch.exp(y - largest[:, None] - tail[:, None]) * (1 + 2 * z_loss * lse[:, None])
             - label_smoothing / vocabulary
         )
-        grad.scatter_add_(1, at, (label_smoothing - 1.0) * known[:, None].to(exact))
+        grad.scatter_add_(1, at, (label_smoothing - 1.0) * in_vocabulary[:, None].to(exact))
         if softcap:
             grad *= 1 - (y / softcap) ** 2
         grad *= scale * factors.to(exact).view(-1, 1)
-        logits[:, :vocabulary] = grad.where(kept[:, None], 0.0)
+        logits[:, :vocabulary] = grad.where(labelled[:, None], 0.0)
     return loss, lse
 
 
@@ -352,9 +352,9 @@ def linear_cross_entropy(
     total = F.cross_entropy(
         logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
     )
-    kept = labels != ignore_index
+    labelled = labels != ignore_index
     if z_loss:
-        total = total + z_loss * (torch.logsumexp(logits, -1) ** 2).where(kept, 0.0).sum()
+        total = total + z_loss * (torch.logsumexp(logits, -1) ** 2).where(labelled, 0.0).sum()
     if reduction == "sum":
         return total
-    return total / (kept.sum() if num_items is None else num_items)
+    return total / (labelled.sum() if num_items is None else num_items)

@@ -122,20 +122,20 @@ class Blocks:
         nearest = lowest[chosen] / dynamic_map.values(True)[0].to(source.device)
         infinity = torch.full_like(nearest, torch.inf)
         codes = torch.nn.functional.pad(self.codes, padding).view(blocks, BLOCK)
-        found = torch.zeros_like(nearest, dtype=torch.bool)
+        matched = torch.zeros_like(nearest, dtype=torch.bool)
         for scales in (
             nearest,
             torch.nextafter(nearest, infinity),
             torch.nextafter(nearest, -infinity),
         ):
             those = values[chosen]
-            made, _ = reference.encode_dynamic(those.reshape(-1), True, scales)
-            decoded = reference.decode(made, scales, True, True).view(-1, BLOCK)
-            exact = decoded.eq(those).all(1) & ~found
+            encoded, _ = reference.encode_dynamic(those.reshape(-1), True, scales)
+            decoded = reference.decode(encoded, scales, True, True).view(-1, BLOCK)
+            exact = decoded.eq(those).all(1) & ~matched
             self.scales[chosen[exact]] = scales[exact]
-            codes[chosen[exact]] = made.view(-1, BLOCK)[exact]
-            found |= exact
-        if bool(found.any()):
+            codes[chosen[exact]] = encoded.view(-1, BLOCK)[exact]
+            matched |= exact
+        if bool(matched.any()):
             self.codes.copy_(codes.view(-1)[: self.numel])
 
     def put(self, start: int, values: Tensor) -> None:

@@ -142,15 +142,15 @@ def end_by_parent_only(signals: Iterable[int]) -> None:
         install(sorted(signals))
 
 
-def release_at_exit(folder: Path, top: Path, mark: str, own: Path) -> bool:
-    """Have the file ``own`` removed when this process ends with code 0, however it comes to end,
+def release_at_exit(folder: Path, top: Path, mark: str, path: Path) -> bool:
+    """Have the file ``path`` removed when this process ends with code 0, however it comes to end,
     and with the last file beside it ``folder``, unless another process has claimed that; and its
     parents up to ``top`` that are then empty, under the lock of the file ``mark`` there. Returns
     whether they will be: the native core alone learns of the code, through glibc.
     """
     register = getattr(core(), "release_at_exit", None)
     if register is not None:
-        register(str(folder), str(top), mark, str(own))
+        register(str(folder), str(top), mark, str(path))
     return register is not None
 
 
@@ -210,7 +210,7 @@ def cpu_quota(
         lines = groups.read_text().splitlines()
     except OSError:
         return None  # no cgroups on this system
-    found = []
+    quotas = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -227,12 +227,12 @@ def cpu_quota(
             continue
         # In a container the path may be that of the host, and the mount is the container's own
         # group: its root counts too.
-        place = base / path.lstrip("/")
-        for folder in (place, *place.parents):
-            found.append(read(folder))
+        cgroup = base / path.lstrip("/")
+        for folder in (cgroup, *cgroup.parents):
+            quotas.append(read(folder))
             if folder == base:
                 break
-    limits = [quota for quota in found if quota is not None]
+    limits = [quota for quota in quotas if quota is not None]
     return min(limits) if limits else None
 
 
@@ -314,8 +314,8 @@ def flat(
     return tensor
 
 
-def rows_of_bytes(op: str, messages: Tensor, nbytes: int, said: str) -> None:
-    """Raise KernelError unless ``messages`` is contiguous, uint8 [rows, nbytes]; ``said`` names the
+def rows_of_bytes(op: str, messages: Tensor, nbytes: int, what: str) -> None:
+    """Raise KernelError unless ``messages`` is contiguous, uint8 [rows, nbytes]; ``what`` names the
     messages in the error.
     """
     if (
@@ -325,7 +325,7 @@ def rows_of_bytes(op: str, messages: Tensor, nbytes: int, said: str) -> None:
         or not messages.is_contiguous()
     ):
         raise KernelError(
-            f"{op}: messages are {messages.dtype} of shape {tuple(messages.shape)}; {said} are "
+            f"{op}: messages are {messages.dtype} of shape {tuple(messages.shape)}; {what} are "
             f"contiguous rows of {nbytes} bytes"
         )
 

@@ -294,7 +294,7 @@ def _norm_backward(
     inverted: bool,
     weight_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    made, dropped, d_weight, d_bias = NORM_BACKWARD(
+    dx, dropped, d_weight, d_bias = NORM_BACKWARD(
         dy,
         d_total,
         saved,
@@ -310,7 +310,7 @@ def _norm_backward(
         weight_grad,
         TINY,
     )
-    return made, dropped, d_weight, d_bias
+    return dx, dropped, d_weight, d_bias
 
 
 @_norm_backward.register_fake
@@ -368,7 +368,7 @@ def _differentiate(ctx, dy, d_total, _mean, _rstd):  # type: ignore[no-untyped-d
         d_total = None
     if dy is None and d_total is None:
         return (None,) * 11
-    made, dropped, d_weight, d_bias = _norm_backward(
+    dx, dropped, d_weight, d_bias = _norm_backward(
         torch.zeros_like(saved) if dy is None else dy,
         d_total,
         saved,
@@ -385,8 +385,8 @@ def _differentiate(ctx, dy, d_total, _mean, _rstd):  # type: ignore[no-untyped-d
     )
     x_dtype, residual_dtype = ctx.dtypes
     return (
-        (made if seed is None else dropped).to(x_dtype) if ctx.needs_input_grad[0] else None,
-        made.to(residual_dtype) if residual_dtype is not None and ctx.needs_input_grad[1] else None,
+        (dx if seed is None else dropped).to(x_dtype) if ctx.needs_input_grad[0] else None,
+        dx.to(residual_dtype) if residual_dtype is not None and ctx.needs_input_grad[1] else None,
         d_weight if ctx.needs_input_grad[2] else None,
         d_bias if bias is not None and ctx.needs_input_grad[3] else None,
         *(None,) * 7,

@@ -45,16 +45,16 @@ def packed_linear_whole(
     For consumers of the packed form (``swiglu_packed``, ``split_rotary``): their gradient is then
     one tensor, where the gradients of views would be concatenated.
     """
-    weights, given = list(weights), list(biases or [])
-    _check(x, weights, given)
+    weights, terms = list(weights), list(biases or [])
+    _check(x, weights, terms)
     if torch.is_autocast_enabled(x.device.type) or (
-        any(b is None for b in given) and any(b is not None for b in given)
+        any(b is None for b in terms) and any(b is not None for b in terms)
     ):
-        filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, given)]
+        filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, terms)]
         return F.linear(
-            x, torch.cat(weights), torch.cat(filled) if any(b is not None for b in given) else None
+            x, torch.cat(weights), torch.cat(filled) if any(b is not None for b in terms) else None
         )
-    return _packed_linear(x, weights, [b for b in given if b is not None])
+    return _packed_linear(x, weights, [b for b in terms if b is not None])
 
 
 def pack_(parameters: Sequence[nn.Parameter], model: nn.Module | None = None) -> None:
@@ -175,13 +175,13 @@ def _check_packable(parameters: list[nn.Parameter], model: nn.Module | None) -> 
                 f"pack_: parameter {number} is a view of a larger buffer, from which it would be "
                 "torn; give it memory of its own first"
             )
-    kept = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    if len(kept) != len(parameters):
+    storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    if len(storages) != len(parameters):
         raise KernelError(
             "pack_: two of the parameters share their memory and would be untied; pack one of them"
         )
     for name, parameter in others.values():
-        if parameter.untyped_storage().data_ptr() in kept:
+        if parameter.untyped_storage().data_ptr() in storages:
             raise KernelError(
                 f"pack_: {name} shares the memory of a parameter to be packed and would be untied; "
                 "make them one parameter"
@@ -292,11 +292,11 @@ def _gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     )
 
 
-def _parts(whole: Tensor, outputs: list[int], wanted: Sequence[bool]) -> list[Tensor | None]:
+def _parts(whole: Tensor, outputs: list[int], needed: Sequence[bool]) -> list[Tensor | None]:
     """Split ``whole`` into the gradient of each weight or bias, None if it is not wanted."""
-    if not any(wanted):
-        return [None] * len(wanted)
-    return [part if want else None for part, want in zip(whole.split(outputs), wanted)]
+    if not any(needed):
+        return [None] * len(needed)
+    return [part if want else None for part, want in zip(whole.split(outputs), needed)]
 
 
 _packed_linear.register_autograd(_gradient, setup_context=_keep_input)

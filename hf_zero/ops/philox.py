@@ -106,9 +106,9 @@ def first_words(
 def _first_words_reference(out: torch.Tensor, seed: int, *counter: int) -> None:
     # created on the device: copying a number there would make the host wait
     full = partial(torch.full, (), dtype=torch.int64, device=out.device)
-    place = torch.arange(out.numel(), dtype=torch.int64, device=out.device)
-    found = words((place, *(full(each & _LOW).expand_as(place) for each in counter)), full(seed))  # type: ignore[arg-type]
-    out.copy_(found[0])
+    index = torch.arange(out.numel(), dtype=torch.int64, device=out.device)
+    drawn = words((index, *(full(w & _LOW).expand_as(index) for w in counter)), full(seed))  # type: ignore[arg-type]
+    out.copy_(drawn[0])
 
 
 def _example(device: torch.device) -> tuple[Any, ...]:

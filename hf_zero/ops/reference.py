@@ -274,8 +274,8 @@ def encode(source: Tensor, signed: bool, random: Tensor | None = None) -> tuple[
     top = 127 if signed else 255
     smallest = 1.25 * 2.0 ** (-16 if signed else -32)
     scales, live = _scales(source)
-    each = scales.repeat_interleave(BLOCK)[:numel]
-    part = source.abs() / each
+    element_scales = scales.repeat_interleave(BLOCK)[:numel]
+    part = source.abs() / element_scales
     code = ((_bits(part) + (0x80000 if random is None else random << 4)) >> 20) - (
         (0x3F800000 >> 20) - top
     )
@@ -311,9 +311,9 @@ def encode_dynamic(
     """
     zero = ZERO_CODE if signed else 0
     scales, live = _scales(source) if scales is None else (scales, scales > 0)
-    each = scales.repeat_interleave(BLOCK)[: source.numel()]
+    element_scales = scales.repeat_interleave(BLOCK)[: source.numel()]
     edges, slopes, shifts, tops = (t.to(source.device) for t in dynamic_map.regions(signed))
-    part = source.abs() * each.reciprocal()
+    part = source.abs() * element_scales.reciprocal()
     region = torch.bucketize(part, edges)
     code = torch.minimum(part * slopes[region] + shifts[region], tops[region]).nan_to_num(0.0)
     code = code.to(torch.int64)

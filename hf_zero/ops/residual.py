@@ -119,8 +119,8 @@ def _dropout_add_backward(
     """Return dx and dbias in their dtypes; gradients that are not wanted (dtype None) are empty."""
     dx, dbias = _gradients(dy, x_dtype, bias_dtype)
     if dy.numel():
-        wanted = as_rows(dx) if x_dtype else None, dbias if bias_dtype else None
-        DROPOUT_ADD_BACKWARD(as_rows(dy), seed, dropout, *wanted)
+        outputs = as_rows(dx) if x_dtype else None, dbias if bias_dtype else None
+        DROPOUT_ADD_BACKWARD(as_rows(dy), seed, dropout, *outputs)
     return dx, dbias.zero_() if dy.numel() == 0 else dbias
 
 

@@ -153,8 +153,8 @@ def _split(qkv: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Ten
     """Return the views [batch, heads, sequence, width] of a packed projection."""
     together = heads + 2 * key_heads
     columns = qkv.shape[2]
-    each = qkv.unflatten(2, (together, columns // together)).transpose(1, 2)
-    return each[:, :heads], each[:, heads : heads + key_heads], each[:, heads + key_heads :]
+    rows = qkv.unflatten(2, (together, columns // together)).transpose(1, 2)
+    return (rows[:, :heads], rows[:, heads : heads + key_heads], rows[:, heads + key_heads :])
 
 
 @torch.library.custom_op("hf_zero::rotary", mutates_args=())

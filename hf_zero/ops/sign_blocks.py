@@ -90,15 +90,15 @@ class BlockTable:
         """The first elements of blocks in their chunks, and the end of the last: int64 [rows, count
         + 1] in host memory.
         """
-        found = torch.empty(self.rows, self.count + 1, dtype=torch.int64, device="cpu")
-        for edges, parts in zip(found, self.parts):
+        bounds = torch.empty(self.rows, self.count + 1, dtype=torch.int64, device="cpu")
+        for edges, parts in zip(bounds, self.parts):
             edges.fill_(sum(size for _, size in parts))
             block = 0
             for at, size in parts:
                 count = -(-size // self.block)
                 torch.arange(at, at + size, self.block, out=edges[block : block + count])
                 block += count
-        return found
+        return bounds
 
     @cached_property
     def bounds(self) -> Tensor:
@@ -222,7 +222,7 @@ class BlockTable:
         the elements [start, stop), a piece at a time: all of them in fp64 would take 8 bytes a
         weight.
         """
-        some, found = max(1, PIECE // self.block), []
+        some, means = max(1, PIECE // self.block), []
         for first in range(0, self.rows * self.count, some):
             bounds = self.bounds[first : first + some + 1]
             part = values(int(bounds[0]), int(bounds[-1]))
@@ -230,8 +230,8 @@ class BlockTable:
             sums = part.new_zeros(len(sizes))
             if part.numel():
                 sums = torch.segment_reduce(part, "sum", lengths=sizes, unsafe=True)
-            found.append(sums / sizes.clamp(min=1))
-        return torch.cat(found).view(self.shape)
+            means.append(sums / sizes.clamp(min=1))
+        return torch.cat(means).view(self.shape)
 
     def mean_squares(self, exponents: Tensor) -> Tensor:
         """Return the mean square of the values of ``exponents``, int8 [rows * chunk], in each
@@ -255,11 +255,11 @@ class BlockTable:
 
     def values(self, messages: Tensor) -> Tensor:
         """Decode ``messages``: fp32 [rows * chunk], zeros in the padding."""
-        found = torch.zeros(self.rows * self.chunk, dtype=torch.float32, device=messages.device)
+        decoded = torch.zeros(self.rows * self.chunk, dtype=torch.float32, device=messages.device)
         ones = torch.ones(self.shape, dtype=torch.float32, device=messages.device)
-        nothing = torch.zeros(found.numel(), dtype=torch.int8, device=messages.device)
-        self.apply(found, messages, nothing, ones, -ones)
-        return found
+        nothing = torch.zeros(decoded.numel(), dtype=torch.int8, device=messages.device)
+        self.apply(decoded, messages, nothing, ones, -ones)
+        return decoded
 
     def spread(self, numbers: Tensor) -> Tensor:
         """Give each element the number of its block, from ``numbers`` [rows, count], none negative:
@@ -328,8 +328,8 @@ class BlockTable:
             )
 
     def _check_rows(self, op: str, messages: Tensor) -> None:
-        said = f"{self.count} blocks of {self.block} elements in 1 bit"
-        rows_of_bytes(op, messages, self.nbytes, said)
+        content = f"{self.count} blocks of {self.block} elements in 1 bit"
+        rows_of_bytes(op, messages, self.nbytes, content)
 
 
 _INT8 = (torch.int8,)
@@ -351,9 +351,9 @@ def _compress_example(device: torch.device) -> tuple[object, ...]:
 
 
 def _combine_example(device: torch.device) -> tuple[object, ...]:
-    own, values = _EXAMPLE.row(1), torch.linspace(-1, 1, 40, device=device)
-    message, came = _message(own, device), _message(_EXAMPLE, device)
-    return torch.zeros_like(message), came, message, values, 0.9, *own._form(device)
+    table, values = _EXAMPLE.row(1), torch.linspace(-1, 1, 40, device=device)
+    message, came = _message(table, device), _message(_EXAMPLE, device)
+    return torch.zeros_like(message), came, message, values, 0.9, *table._form(device)
 
 
 def _apply_example(device: torch.device) -> tuple[object, ...]:

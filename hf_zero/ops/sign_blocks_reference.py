@@ -28,9 +28,9 @@ def compress(
     """
     places, inside = _places(edges, block, error.numel())
     before = _said(momentum, edges, block, scales_at)
-    wanted = (_taken(error, places) + beta * before) + factor * _taken(grad.float(), places)
-    wanted *= inside
-    _put(error, places, wanted - _encode(out, wanted, inside, scales_at))
+    unrounded = (_taken(error, places) + beta * before) + factor * _taken(grad.float(), places)
+    unrounded *= inside
+    _put(error, places, unrounded - _encode(out, unrounded, inside, scales_at))
 
 
 def combine(
@@ -51,10 +51,10 @@ def combine(
     for row in others:
         total += row
     mean = total * torch.tensor(1.0 / came.shape[0])
-    kept = _taken(average, places) - _said(momentum, edges, block, scales_at)
-    wanted = (mean + beta * kept) * inside
-    sent = _encode(out, wanted, inside, scales_at)
-    _put(average, places, sent + (wanted - sent) * torch.tensor(1.0 / beta))
+    deviation = _taken(average, places) - _said(momentum, edges, block, scales_at)
+    unrounded = (mean + beta * deviation) * inside
+    sent = _encode(out, unrounded, inside, scales_at)
+    _put(average, places, sent + (unrounded - sent) * torch.tensor(1.0 / beta))
 
 
 def apply(
@@ -95,9 +95,9 @@ def _taken(values: Tensor, places: Tensor) -> Tensor:
 
 def _put(values: Tensor, places: Tensor, new: Tensor) -> None:
     """Write ``new`` to the ``places`` of :func:`_taken`."""
-    held = torch.nn.functional.pad(values, (0, 1))
-    held[places] = new
-    values.copy_(held[:-1])
+    padded = torch.nn.functional.pad(values, (0, 1))
+    padded[places] = new
+    values.copy_(padded[:-1])
 
 
 def _bits(like: Tensor) -> Tensor:
@@ -132,27 +132,27 @@ def _said(
 def _sums(parts: Tensor) -> Tensor:
     """Sum the last two dimensions, of which the last is LANES: lane by lane, then in pairs."""
     lanes = parts[:, :, 0].clone()
-    for place in range(1, parts.shape[2]):
-        lanes += parts[:, :, place]
+    for part in range(1, parts.shape[2]):
+        lanes += parts[:, :, part]
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
         lanes = lanes[..., :half] + lanes[..., half:]
     return lanes[..., 0]
 
 
-def _encode(out: Tensor, wanted: Tensor, inside: Tensor, scales_at: int) -> Tensor:
-    """Write the messages of ``wanted`` [rows, blocks, block], zero outside ``inside``, into
+def _encode(out: Tensor, values: Tensor, inside: Tensor, scales_at: int) -> Tensor:
+    """Write the messages of ``values`` [rows, blocks, block], zero outside ``inside``, into
     ``out``; return their decoded values.
     """
-    rows, blocks, _ = wanted.shape
-    parts = wanted.unflatten(2, (-1, LANES))
+    rows, blocks, _ = values.shape
+    parts = values.unflatten(2, (-1, LANES))
     sums, squares = _sums(parts.abs()), _sums(parts.square())
     count = inside.sum(2).clamp(min=1).float()
     root = (squares / count).double().sqrt().float()  # torch's fp32 root is not correctly rounded
     scales = torch.minimum(root, 2.0 * (sums / count))
-    bits = (wanted >= 0).to(torch.uint8).view(rows, -1, 8)
+    bits = (values >= 0).to(torch.uint8).view(rows, -1, 8)
     packed = (bits << _bits(out)).sum(2, dtype=torch.uint8)
     out.zero_()
     out[:, : packed.shape[1]] = packed
     out[:, scales_at : scales_at + 4 * blocks] = scales.contiguous().view(torch.uint8)
-    return torch.where(wanted >= 0, scales[:, :, None], -scales[:, :, None])
+    return torch.where(values >= 0, scales[:, :, None], -scales[:, :, None])

@@ -132,8 +132,8 @@ class SymmetricBlocks:
         return values.numel() // rows
 
     def _check_messages(self, op: str, messages: Tensor, numel: int) -> None:
-        said = f"{numel} elements in {self.bits} bits and blocks of {self.block}"
-        rows_of_bytes(op, messages, self.nbytes(numel), said)
+        content = f"{numel} elements in {self.bits} bits and blocks of {self.block}"
+        rows_of_bytes(op, messages, self.nbytes(numel), content)
 
 
 def _fits(op: str, name: str, values: Tensor, like: Tensor) -> None:

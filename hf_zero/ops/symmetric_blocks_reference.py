@@ -39,11 +39,11 @@ def dequantise(
 ) -> None:
     """Decode the rows of ``messages`` into ``out``, or add them to it in fp32."""
     rows = messages.shape[0]
-    values, here = (
+    values, target = (
         _values(messages, out.numel() // rows, bits, block, scales_at),
         out.view(rows, -1),
     )
-    here.copy_(here.float() + values if add else values)
+    target.copy_(target.float() + values if add else values)
 
 
 def dequantise_sum(out: Tensor, messages: Tensor, bits: int, block: int, scales_at: int) -> None:

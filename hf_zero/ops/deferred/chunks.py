@@ -53,8 +53,10 @@ class _ByRows(torch.autograd.Function):
         for start in range(0, grad.shape[0], size):
             chunk = slice(start, start + size)
             leaves = [
-                tensor.detach().requires_grad_(wanted)
-                for tensor, wanted in zip((*(r[chunk] for r in tensors[:number]), *shared), needed)
+                tensor.detach().requires_grad_(is_needed)
+                for tensor, is_needed in zip(
+                    (*(r[chunk] for r in tensors[:number]), *shared), needed
+                )
             ]
             with torch.enable_grad():
                 result = function(*leaves)
@@ -96,9 +98,9 @@ def recorded(
             tensor if not one else tensor.view_as(tensor) if again else tensor.detach()
             for tensor, one in zip(tensors, needed)
         ]
-        wanted = [alias.requires_grad_() for alias, one in zip(aliases, needed) if one]
+        inputs = [alias.requires_grad_() for alias, one in zip(aliases, needed) if one]
         result = function(*aliases)
-    grads = iter(torch.autograd.grad(result, wanted, grad, create_graph=again, allow_unused=True))
+    grads = iter(torch.autograd.grad(result, inputs, grad, create_graph=again, allow_unused=True))
     return [next(grads) if one else None for one in needed]
 
 
@@ -126,9 +128,9 @@ class SummedLoss(torch.autograd.Function):
         ctx: Any, plain: Function, numbers: tuple[Any, ...], labels: torch.Tensor, *tensors: Any
     ) -> torch.Tensor:
         hidden, weight, bias = tensors
-        wanted = ctx.needs_input_grad[3:]
+        needs = ctx.needs_input_grad[3:]
         total, *sums = torch.ops.hf_zero.linear_cross_entropy(
-            hidden, weight.detach(), bias, labels, *numbers, *wanted
+            hidden, weight.detach(), bias, labels, *numbers, *needs
         )
         ctx.plain, ctx.sums, ctx.dtype = plain, sums, hidden.dtype
         # checked for changes until the backward, and read by a second derivative
@@ -137,18 +139,18 @@ class SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        wanted = ctx.needs_input_grad[3:]
+        needs = ctx.needs_input_grad[3:]
         tensors = ctx.saved_tensors
         if is_out_of_place(grad):
-            return None, None, None, *recorded(ctx.plain, tensors, wanted, grad)
-        sums, kept = ctx.sums, _kept()
-        if not kept:
+            return None, None, None, *recorded(ctx.plain, tensors, needs, grad)
+        sums, keeps_graph = ctx.sums, _kept()
+        if not keeps_graph:
             ctx.sums = None
         gradients: list[torch.Tensor | None] = []
-        for total, asked in zip(sums, wanted):
-            if not asked:
+        for total, is_needed in zip(sums, needs):
+            if not is_needed:
                 gradients.append(None)
-            elif not kept and total.dtype == ctx.dtype:
+            elif not keeps_graph and total.dtype == ctx.dtype:
                 gradients.append(total.mul_(grad))
             else:
                 gradients.append(

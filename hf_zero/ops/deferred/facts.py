@@ -15,8 +15,8 @@ _T: Any = torch.Tensor
 
 def named(names: str, *homes: Any) -> list[Any]:
     """Return the functions of ``names`` that ``homes`` have."""
-    found = (getattr(home, name, None) for name in names.split() for home in homes)
-    return [each for each in found if callable(each)]
+    functions = (getattr(home, name, None) for name in names.split() for home in homes)
+    return [function for function in functions if callable(function)]
 
 
 _GETTERS = """

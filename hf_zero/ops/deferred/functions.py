@@ -133,14 +133,14 @@ def _along(function: Any, args: Any, kwargs: Any) -> Any:
     dims = [dim % logits.dim() for dim in dims]
     if last in dims:
         return NotImplemented
-    rest = [
+    other_args = [
         value
         for name, value in bound.arguments.items()
         if name not in ("self", "dim", "dim0", "dim1", "index_tensor")
     ]
     plain = _PLAIN_ALONG[function.__name__]
-    rest = [_owned(value) for value in rest]
-    call = functools.partial(_call_along, plain, dims, rest)
+    other_args = [_owned(value) for value in other_args]
+    call = functools.partial(_call_along, plain, dims, other_args)
     if function.__name__ == "index_select":
         like = torch.empty(
             call(
@@ -163,8 +163,8 @@ def _along(function: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _call_along(plain: Any, dims: list[int], rest: list[Any], tensor: torch.Tensor) -> Any:
-    return plain(tensor, dims, rest)
+def _call_along(plain: Any, dims: list[int], other_args: list[Any], tensor: torch.Tensor) -> Any:
+    return plain(tensor, dims, other_args)
 
 
 _PLAIN_ALONG: dict[str, Any] = {
@@ -229,11 +229,11 @@ def _cast(function: Any, args: Any, kwargs: Any) -> Any:
         or any(map(_is_deferred, args[1:]))
     ):
         return NotImplemented
-    rest = args[1:]  # a closure that held the logits would keep them alive
+    other_args = args[1:]  # a closure that held the logits would keep them alive
     dtype = result.dtype
     return logits.step(
         lambda value: value.to(dtype), (logits.program,), result,
-        lambda whole: function(whole, *rest, **kwargs), (logits,), (),
+        lambda whole: function(whole, *other_args, **kwargs), (logits,), (),
         widens=dtype == accumulator_dtype(logits.dtype),
     )  # fmt: skip
 
@@ -392,14 +392,14 @@ def _reduced(function: Any, args: Any, kwargs: Any) -> Any:
 def _max(function: Any, args: Any, kwargs: Any) -> Any:
     """Handle max and min over the last dimension: values and their places."""
     arg = {"max": torch.argmax, "min": torch.argmin}[function.__name__]
-    place = _reduced(arg, args, kwargs)
-    if place is NotImplemented or len(args) + len(kwargs) < 2:
+    indices = _reduced(arg, args, kwargs)
+    if indices is NotImplemented or len(args) + len(kwargs) < 2:
         return NotImplemented
-    kept = place.dim() == args[0].dim()
-    index = place if kept else place[..., None]
+    keeps_dim = indices.dim() == args[0].dim()
+    index = indices if keeps_dim else indices[..., None]
     values = args[0].gather(-1, index)
     kind = getattr(torch.return_types, function.__name__)
-    return kind((values if kept else values[..., 0], place))
+    return kind((values if keeps_dim else values[..., 0], indices))
 
 
 def _gathered(function: Any, args: Any, kwargs: Any) -> Any:

@@ -41,23 +41,23 @@ def _gradients(
     each result of it that was computed in chunks: the gradient of ``outputs`` with respect to the
     result, times that of the result recomputed with whole rows.
     """
-    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    sources = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     outputs, grad_outputs = tree_map(
         lambda one: one.materialize() if isinstance(one, DeferredOutput) else one,
         (outputs, grad_outputs),
     )
-    ends = [item.ends() if isinstance(item, DeferredOutput) else [item] for item in given]
-    results = [use.result for item in given for use in getattr(item, "uses", ())]
-    found = iter(
+    ends = [item.ends() if isinstance(item, DeferredOutput) else [item] for item in sources]
+    results = [use.result for item in sources for use in getattr(item, "uses", ())]
+    gradients = iter(
         torch.autograd.grad(
             outputs, [*chain(*ends), *results], grad_outputs, retain_graph, create_graph,
             allow_unused=True, is_grads_batched=is_grads_batched,
         )
     )  # fmt: skip
-    totals = [_sum(next(found) for _ in each) for each in ends]
-    for at, item in enumerate(given):
+    totals = [_sum(next(gradients) for _ in group) for group in ends]
+    for at, item in enumerate(sources):
         for use in getattr(item, "uses", ()):
-            before = next(found)
+            before = next(gradients)
             if before is None:
                 continue
             if item.whole is None:
@@ -72,7 +72,8 @@ def _gradients(
             totals[at] = _sum((totals[at], part))
     if materialize_grads:
         return tuple(
-            torch.zeros_like(item) if total is None else total for item, total in zip(given, totals)
+            torch.zeros_like(item) if total is None else total
+            for item, total in zip(sources, totals)
         )
     unused = [at for at, total in enumerate(totals) if total is None]
     if unused and not allow_unused:
@@ -84,8 +85,8 @@ def _gradients(
 
 
 def _sum(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
-    known = [part for part in parts if part is not None]
-    return functools.reduce(torch.add, known) if known else None
+    present = [part for part in parts if part is not None]
+    return functools.reduce(torch.add, present) if present else None
 
 
 OF_GRADIENTS[torch.autograd.grad] = lambda function, args, kwargs: _gradients(*args, **kwargs)

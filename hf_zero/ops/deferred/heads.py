@@ -85,14 +85,14 @@ def log_probabilities(form: Affine, labels: torch.Tensor, ignored: int = IGNORED
         axis, number, at = form.call.call.axis, ignored, labels
         if axis is not None:  # labels of other parts are outside the vocabulary of this one
             width = weight.shape[0]
-            own = labels - axis.rank * width
-            own = own.where((own >= 0) & (own < width), width)
-            number, at = IGNORED, own.where(labels != ignored, IGNORED)
+            local_labels = labels - axis.rank * width
+            local_labels = local_labels.where((local_labels >= 0) & (local_labels < width), width)
+            number, at = IGNORED, local_labels.where(labels != ignored, IGNORED)
         numbers = (number, form.softcap or 0.0, form.scale, size)
-        found: torch.Tensor = _LogProbabilities.apply(
+        log_probs: torch.Tensor = _LogProbabilities.apply(
             plain, axis, numbers, at, True, hidden, weight, bias
         )
-        return found
+        return log_probs
 
     return on_head(form, form.call, body)
 
@@ -103,11 +103,11 @@ def logsumexps(form: Affine) -> torch.Tensor:
     def body(hidden: Any, weight: Any, bias: Any, size: int) -> torch.Tensor:
         none = torch.full((hidden.shape[0],), weight.shape[0], device=hidden.device)
         numbers = (IGNORED, form.softcap or 0.0, form.scale, size)
-        found: torch.Tensor = _LogProbabilities.apply(
+        lse: torch.Tensor = _LogProbabilities.apply(
             lambda *tensors: whole_logits(form, *tensors).logsumexp(-1),
             form.call.call.axis, numbers, none, False, hidden, weight, bias,
         )  # fmt: skip
-        return found
+        return lse
 
     return on_head(form, form.call, body)
 
@@ -118,8 +118,8 @@ def places_of_largest(form: Affine, axis: VocabularyAxis) -> torch.Tensor:
     def body(hidden: Any, weight: Any, bias: Any, size: int) -> torch.Tensor:
         parts = [F.linear(rows, weight, bias).max(-1) for rows in hidden.split(size)]
         values, places = (torch.cat([part[at] for part in parts]).double() for at in (0, 1))
-        own = torch.stack([values, places + axis.rank * weight.shape[0]], -1)
-        joined = axis.join(own, "largest logits").view(-1, axis.size, 2)
+        pairs = torch.stack([values, places + axis.rank * weight.shape[0]], -1)
+        joined = axis.join(pairs, "largest logits").view(-1, axis.size, 2)
         first = joined[..., 0].argmax(-1, keepdim=True)
         return joined[..., 1].gather(-1, first)[:, 0].long()
 
@@ -144,40 +144,40 @@ class _LogProbabilities(torch.autograd.Function):
         *tensors: Any,
     ) -> torch.Tensor:
         hidden, weight, bias = tensors
-        found, lse = torch.ops.hf_zero.linear_log_probs(
+        log_probs, lse = torch.ops.hf_zero.linear_log_probs(
             hidden, weight.detach(), bias, labels, *numbers
         )
         if axis is not None:
-            found, lse = _joined(axis, found, lse, labels, weight.shape[0])
+            log_probs, lse = _joined(axis, log_probs, lse, labels, weight.shape[0])
         ctx.plain, ctx.numbers, ctx.labelled = plain, numbers, labelled
         ctx.save_for_backward(*tensors, labels, lse)
-        return found if labelled else lse.clone()
+        return log_probs if labelled else lse.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        wanted = ctx.needs_input_grad[5:]
+        needs = ctx.needs_input_grad[5:]
         *tensors, labels, lse = ctx.saved_tensors
         if is_out_of_place(grad):
-            return *[None] * 5, *recorded(ctx.plain, tensors, wanted, grad)
+            return *[None] * 5, *recorded(ctx.plain, tensors, needs, grad)
         grads = torch.ops.hf_zero.linear_log_probs_backward(
-            grad if ctx.labelled else -grad, *tensors, labels, lse, *ctx.numbers, *wanted
+            grad if ctx.labelled else -grad, *tensors, labels, lse, *ctx.numbers, *needs
         )
-        return *[None] * 5, *(grad if one else None for grad, one in zip(grads, wanted))
+        return *[None] * 5, *(grad if one else None for grad, one in zip(grads, needs))
 
 
 def _joined(
     axis: VocabularyAxis,
-    found: torch.Tensor,
+    log_probs: torch.Tensor,
     lse: torch.Tensor,
     labels: torch.Tensor,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities and logsumexps over the vocabularies of all ranks."""
-    own = (labels >= 0) & (labels < width)
-    parts = torch.stack([lse, found.where(own, 0.0), own.to(lse.dtype)], -1)
+    is_local = (labels >= 0) & (labels < width)
+    parts = torch.stack([lse, log_probs.where(is_local, 0.0), is_local.to(lse.dtype)], -1)
     sums, chosen, owned = axis.join(parts, "logsumexps").view(-1, axis.size, 3).unbind(-1)
     lse = sums.logsumexp(-1)
     owned = owned.bool()  # a factor of 0 would make NaN of a part that -inf masks
-    found = (chosen + (sums - lse[:, None])).where(owned, 0.0).sum(-1)
-    known = owned.any(-1) | (labels == IGNORED)
-    return found.where(known, float("nan")), lse
+    log_probs = (chosen + (sums - lse[:, None])).where(owned, 0.0).sum(-1)
+    in_vocabulary = owned.any(-1) | (labels == IGNORED)
+    return log_probs.where(in_vocabulary, float("nan")), lse

@@ -59,10 +59,10 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
         loss = _summed(logits, form, labels, ignored, smoothing, reduction)
         return logits.used(loss, function, args, kwargs)
 
-    kept = _kept_rows(labels, ignored)
+    labelled = _kept_rows(labels, ignored)
     source: Any = logits.reshape(-1, logits.shape[-1]) if logits.dim() != 2 else logits
-    if kept is not None and reduction != "none":
-        rows, at = source[kept], labels[kept]
+    if labelled is not None and reduction != "none":
+        rows, at = source[labelled], labels[labelled]
     else:
         rows, at = source, labels
     form = find(rows.program, logits._records)
@@ -110,8 +110,8 @@ def _kept_rows(labels: torch.Tensor, ignored: int) -> torch.Tensor | None:
     """
     if not kinds.is_host(labels.device):
         return None
-    kept = (labels != ignored).nonzero()[:, 0]
-    return None if kept.numel() == labels.numel() else kept
+    labelled = (labels != ignored).nonzero()[:, 0]
+    return None if labelled.numel() == labels.numel() else labelled
 
 
 def _divided(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -156,9 +156,9 @@ def _labelled(
     """Return the values of the rows of ``flat``, a deferred tensor, whose label counts, and their
     labels.
     """
-    kept = _kept_rows(labels, ignored)
-    if kept is not None:
-        return flat.rows(lambda rows: rows[kept]), labels[kept]
+    labelled = _kept_rows(labels, ignored)
+    if labelled is not None:
+        return flat.rows(lambda rows: rows[labelled]), labels[labelled]
     if kinds.is_host(labels.device):
         return flat.value(), labels
     capacity = _CAPACITIES.setdefault(call.module, RowCapacity())

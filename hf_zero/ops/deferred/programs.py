@@ -255,9 +255,9 @@ def run(
 
     def function(*tensors: torch.Tensor) -> torch.Tensor:
         parts = iter(tensors)
-        given = [next(parts) for _ in calls]
+        rows_of_calls = [next(parts) for _ in calls]
         values = {id(node_of): next(parts) for node_of in operands}
-        for node_of, rows in zip(calls, given):
+        for node_of, rows in zip(calls, rows_of_calls):
             parameters = [next(parts) for _ in node_of.call.tensors]
             with node_of.call.autocast.active():
                 values[id(node_of)] = node_of.call.compute(rows, *parameters)
@@ -269,11 +269,11 @@ def run(
             call = calls[at].call
             call.check()
 
-            def inside(given: torch.Tensor, *tensors: torch.Tensor) -> Any:
+            def inside(hidden: torch.Tensor, *tensors: torch.Tensor) -> Any:
                 if call.linear and call.autocast.enabled:  # once, instead of in each chunk
-                    given = given.to(call.autocast.dtype)
+                    hidden = hidden.to(call.autocast.dtype)
                     tensors = tuple(node_of.to(call.autocast.dtype) for node_of in tensors)
-                return enter(at + 1, [*rows, given], [*shared, *tensors])
+                return enter(at + 1, [*rows, hidden], [*shared, *tensors])
 
             given = rows_of(calls[at].rows)
             return call.run(given.reshape(-1, given.shape[-1]), inside)

@@ -105,11 +105,11 @@ class DeferredOutput(torch.Tensor):
             program = Step(programs.detached, (program,), Autocast.now(device))
 
         def new() -> DeferredOutput:
-            made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
             )
-            torch._C._set_throw_on_mutable_data_ptr(made)  # for C code that would read its memory
-            return made  # type: ignore[no-any-return]
+            torch._C._set_throw_on_mutable_data_ptr(tensor)  # for C code that would read its memory
+            return tensor  # type: ignore[no-any-return]
 
         with torch._C.DisableTorchFunctionSubclass():
             output = _DeferredNode.apply(new, replay, *inputs) if records else new()
@@ -117,11 +117,11 @@ class DeferredOutput(torch.Tensor):
         output.program, output.parents, output.alias, output.whole = program, parents, alias, None
         output.replay = replay
         output.sources = parents or tuple(item for item in inputs[:1] if isinstance(item, cls))
-        rest = () if parents else inputs[1:]
+        constants = () if parents else inputs[1:]
         shape = like.shape
         output.history = History(
             lambda: _computed(program).reshape(shape),
-            lambda *values: replay(*values, *rest),
+            lambda *values: replay(*values, *constants),
             tuple(item.history for item in output.sources),
         )
         output.raw = None
@@ -339,10 +339,10 @@ class DeferredOutput(torch.Tensor):
 
         def body(program: Any, rows: list[Any], shared: list[Any]) -> torch.Tensor:
             def of_chunk(*tensors: torch.Tensor) -> torch.Tensor:
-                own = tensors[: len(tensors) - len(shared)]
-                value = program(*own[: len(own) - number], *tensors[len(own) :])
+                chunked = tensors[: len(tensors) - len(shared)]
+                value = program(*chunked[: len(chunked) - number], *tensors[len(chunked) :])
                 with state.active():
-                    return function(value, *own[len(own) - number :])
+                    return function(value, *chunked[len(chunked) - number :])
 
             more = [item.reshape(-1, item.shape[-1]) for item in extras]
             return by_rows(of_chunk, [*rows, *more], shared, size)

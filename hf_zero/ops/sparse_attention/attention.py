@@ -104,9 +104,9 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) 
 
 def _given(layout: torch.Tensor, length: int) -> BlockLayout:
     """Return the layout of a tensor, read from the device once while the tensor is unchanged."""
-    known = _GIVEN.get(id(layout))
-    if known is not None and known[0]() is layout and known[1] == layout._version:
-        return known[2]
+    cached = _GIVEN.get(id(layout))
+    if cached is not None and cached[0]() is layout and cached[1] == layout._version:
+        return cached[2]
     if layout.dim() != 3:
         raise KernelError(
             f"a layout has the shape [heads, blocks, blocks], not {list(layout.shape)}"
@@ -118,10 +118,14 @@ def _given(layout: torch.Tensor, length: int) -> BlockLayout:
             f"a layout of {blocks} blocks fits {length} tokens with no block of 16, "
             "32, 64, 128, 256 or 512"
         )
-    made = BlockLayout(layout, block)
+    block_layout = BlockLayout(layout, block)
     number = id(layout)
-    _GIVEN[number] = weakref.ref(layout, lambda _: _GIVEN.pop(number, None)), layout._version, made
-    return made
+    _GIVEN[number] = (
+        weakref.ref(layout, lambda _: _GIVEN.pop(number, None)),
+        layout._version,
+        block_layout,
+    )
+    return block_layout
 
 
 def _plan(handle: int, q: torch.Tensor, k: torch.Tensor, causal: bool) -> SparsePlan:
@@ -147,9 +151,9 @@ def _example(device: torch.device) -> tuple[object, ...]:
 
 
 def _backward_example(device: torch.device) -> tuple[object, ...]:
-    q, k, v, *rest = _example(device)
+    q, k, v, *other_inputs = _example(device)
     assert isinstance(q, torch.Tensor)
-    return q, q, k, v, q, torch.zeros(q.shape[:3], device=device), *rest
+    return q, q, k, v, q, torch.zeros(q.shape[:3], device=device), *other_inputs
 
 
 FORWARD = Kernel(

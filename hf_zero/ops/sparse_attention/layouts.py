@@ -352,11 +352,11 @@ def from_section(section: Mapping[str, Any], num_heads: int) -> SparsityConfig:
         raise ConfigError(
             f"sparse_attention.mode is {mode!r}; it must be one of {', '.join(MODES)}"
         )
-    known = {name for kind in MODES.values() for name in _parameters(kind)}
-    unknown = [key for key in section if key not in known and key != "mode"]
+    keys = {name for kind in MODES.values() for name in _parameters(kind)}
+    unknown = [key for key in section if key not in keys and key != "mode"]
     if unknown:
         raise ConfigError(
-            f"sparse_attention has no key {unknown[0]!r}; it has mode, {', '.join(sorted(known))}"
+            f"sparse_attention has no key {unknown[0]!r}; it has mode, {', '.join(sorted(keys))}"
         )
     taken = _parameters(MODES[mode])
     try:

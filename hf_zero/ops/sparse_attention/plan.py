@@ -140,7 +140,7 @@ def _tiled(
 
 def _lists(tiles: torch.Tensor, bits: torch.Tensor | None, device: torch.device) -> Lists:
     heads, count = tiles.shape[:2]
-    found = tiles.nonzero()  # [entries, 3]: head, row, column, in order
+    entries = tiles.nonzero()  # [entries, 3]: head, row, column, in order
     lengths = tiles.sum(-1).flatten()  # [heads * rows]
     starts = lengths.cumsum(0) - lengths
     longest = max(SHORTEST_SPLIT, LONGEST * -(-int(lengths.sum()) // max(1, lengths.numel())))
@@ -173,5 +173,5 @@ def _lists(tiles: torch.Tensor, bits: torch.Tensor | None, device: torch.device)
     def put(values: torch.Tensor) -> torch.Tensor:
         return values.to(torch.int32).contiguous().to(device)
 
-    index = found[:, 2] if len(found) else torch.zeros(1)
+    index = entries[:, 2] if len(entries) else torch.zeros(1)
     return Lists(put(items), put(index), put(entry_bits), put(splits), int((parts * cut).sum()))

@@ -62,19 +62,19 @@ def backward(
     heads, (kv_heads, length, width) = q.shape[1], k.shape[1:]
     for sequence in range(q.shape[0]):
         key, value = _grouped(k, sequence, heads), _grouped(v, sequence, heads)
-        kept = _kept(sequence, q, seed, dropout)
+        mask = _kept(sequence, q, seed, dropout)
         p = torch.exp(
             _scores(sequence, q, k, plan, padding, causal, scale) - lse[sequence, ..., None]
         )
         g = _wide(grad[sequence])
         delta = (g * _wide(o[sequence])).sum(-1, keepdim=True)
-        ds = p * (g @ value.transpose(-1, -2) * kept - delta)
+        ds = p * (g @ value.transpose(-1, -2) * mask - delta)
         dq[sequence] = (ds @ key * scale).to(q.dtype)
         shared = (kv_heads, heads // kv_heads, length, width)
         dk[sequence] = (
             (ds.transpose(-1, -2) @ _wide(q[sequence]) * scale).view(shared).sum(1).to(k.dtype)
         )
-        dv[sequence] = ((p * kept).transpose(-1, -2) @ g).view(shared).sum(1).to(v.dtype)
+        dv[sequence] = ((p * mask).transpose(-1, -2) @ g).view(shared).sum(1).to(v.dtype)
     return dq, dk, dv
 
 

@@ -74,12 +74,12 @@ class SparsityConfig(metaclass=_Registered):
         return self.handle
 
     def __repr__(self) -> str:
-        told = ", ".join(
+        fields = ", ".join(
             f"{name}={value!r}"
             for name, value in self.__dict__.items()
             if name not in ("handle", "num_layout_heads")
         )
-        return f"{type(self).__name__}({told})"
+        return f"{type(self).__name__}({fields})"
 
     def make_layout(self, seq_len: int) -> torch.Tensor:
         """Return the layout for ``seq_len`` tokens, a multiple of ``block``: int64 [num_heads,
@@ -92,8 +92,8 @@ class SparsityConfig(metaclass=_Registered):
             )
         blocks = seq_len // self.block
         random = torch.Generator().manual_seed(getattr(self, "seed", 0))
-        made = [self.head_layout(head, blocks, random) for head in range(self.num_layout_heads)]
-        layout = torch.stack(made).to(torch.int64)
+        layouts = [self.head_layout(head, blocks, random) for head in range(self.num_layout_heads)]
+        layout = torch.stack(layouts).to(torch.int64)
         return (
             layout
             if self.num_layout_heads == self.num_heads
