@@ -51,6 +51,6 @@ def clean(
         ago = f"{(time.time() - job.changed) / 60:,.0f} min ago"
         table.add_row(str(job.folder), in_units(job.nbytes), ago, str(row["state"]))
     print_table(table)
-    left = sum(row["state"] == "left" for row in rows)
-    if left:
-        typer.echo(f"{left} of them can go: hf-zero clean --remove", err=True)
+    removable = sum(row["state"] == "left" for row in rows)
+    if removable:
+        typer.echo(f"{removable} of them can go: hf-zero clean --remove", err=True)

@@ -143,44 +143,44 @@ def convert_checkpoint(
         )
 
     if quantize is None:
-        done = converted(dst)
+        copy = converted(dst)
     else:
         from hf_zero.integrations.transformers.quantized_folder import quantize_folder
 
         target = Path(dst)
         refuse_target(target, find_checkpoint(src, tag))
         with tempfile.TemporaryDirectory(prefix="hf-zero-") as whole, new_folder(target) as folder:
-            done = converted(whole)
+            copy = converted(whole)
             quantize_folder(whole, folder, quantize, group_size or 32)
         files = sorted(target.glob("*.safetensors"))
-        done = dataclasses.replace(
-            done,
+        copy = dataclasses.replace(
+            copy,
             folder=target,
             files=tuple(path.name for path in files),
             nbytes=sum(path.stat().st_size for path in files),
             dtypes=(quantize,),
         )
     if as_json:
-        print_json(dataclasses.asdict(done))
+        print_json(dataclasses.asdict(copy))
         return
-    table = PrintableTable(title=f"{done.source} -> {done.folder}", show_header=False)
-    names = ", ".join(done.files[:FILES]) + (
-        f" and {len(done.files) - FILES} more files" if len(done.files) > FILES else ""
+    table = PrintableTable(title=f"{copy.source} -> {copy.folder}", show_header=False)
+    names = ", ".join(copy.files[:FILES]) + (
+        f" and {len(copy.files) - FILES} more files" if len(copy.files) > FILES else ""
     )
     table.add_row(
         "weights" if to == SAFETENSORS else "training state",
-        f"{done.tensors} tensors, {done.parameters:,} parameters in {', '.join(done.dtypes)}, "
-        f"{in_units(done.nbytes)}: {names}",
+        f"{copy.tensors} tensors, {copy.parameters:,} parameters in {', '.join(copy.dtypes)}, "
+        f"{in_units(copy.nbytes)}: {names}",
     )
     if to == SAFETENSORS:
         table.add_row(
             "carried along",
-            ", ".join(done.carried)
+            ", ".join(copy.carried)
             or "nothing: no config.json or tokenizer lies beside the checkpoint",
         )
-    if done.kept:
+    if copy.kept:
         table.add_row(
-            "kept", f"{in_units(done.kept)} had been written by a conversion that was interrupted"
+            "kept", f"{in_units(copy.kept)} had been written by a conversion that was interrupted"
         )
     print_table(table)
     if to == UNIVERSAL:

@@ -138,25 +138,25 @@ def find(topic: str) -> str:
         return texts[page]
     if ALIASES.get(topic) in SECTIONS:
         return find(ALIASES[topic])
-    wanted = anchor_of(anchor or topic)
+    anchor_sought = anchor_of(anchor or topic)
     known_sections = [section for name, text in texts.items() for section in sections(name, text)]
     matching = [
-        each
-        for each in known_sections
-        if each.anchor == wanted and (not anchor or each.page == page)
+        section
+        for section in known_sections
+        if section.anchor == anchor_sought and (not anchor or section.page == page)
     ]
     keys = _keys(texts["keys"])
     if matching and not (
-        topic in keys and all(each.title.strip("`") != topic for each in matching)
+        topic in keys and all(section.title.strip("`") != topic for section in matching)
     ):
-        return min(matching, key=lambda each: (each.page != "keys", each.level)).text
+        return min(matching, key=lambda section: (section.page != "keys", section.level)).text
     shown = _rows(topic, keys) or _mentions(topic, known_sections)
     if shown:
         return shown
     words = (word for text in texts.values() for word in WORD.findall(text))
-    names = (*words, *(each.title.strip("`") for each in known_sections), *texts, *keys)
-    known = {anchor_of(name): name for name in names}  # Offload and offload are one topic
-    hint = _mean(topic, [*known.values()])
+    names = (*words, *(section.title.strip("`") for section in known_sections), *texts, *keys)
+    name_of = {anchor_of(name): name for name in names}  # Offload and offload are one topic
+    hint = _mean(topic, [*name_of.values()])
     raise ConfigError(f"no page, heading or key {topic!r} in the documentation{hint}")
 
 
@@ -183,9 +183,9 @@ def _keys(text: str) -> dict[str, str]:
 
 def _rows(topic: str, keys: dict[str, str]) -> str:
     """Return the keys that ``topic`` names by path, former name or last part; "" if it is none."""
-    known = {key: key for key in keys} | {old: key for old, key in ALIASES.items() if key in keys}
-    names = [topic] if topic in known else [name for name in known if name.endswith(f".{topic}")]
-    paths = dict.fromkeys(known[name] for name in names)
+    key_of = {key: key for key in keys} | {old: key for old, key in ALIASES.items() if key in keys}
+    names = [topic] if topic in key_of else [name for name in key_of if name.endswith(f".{topic}")]
+    paths = dict.fromkeys(key_of[name] for name in names)
     rows = []
     for path in paths:
         also = f"Also written `{topic}`. " if topic not in path else ""
@@ -201,35 +201,35 @@ def _mentions(topic: str, held: list[Section]) -> str:
     in their heading or in the name of their page, then those with it as code, then the others, the
     most mentions first; "" if there are none.
     """
-    wanted = stems(topic)
+    stemmed = stems(topic)
     code = re.compile(rf"`(?:[\w.]*\.)?{re.escape(topic)}(?:[(=: ][^`\n]*)?`")
     ranked = list[tuple[int, int, Section]]()
-    for each in held:
-        own = each.text.split("\n#")[0]  # the innermost section: above its first sub-heading
-        name = f"{each.title} {each.page}" if each.level == 1 else each.title
-        count = _count(wanted, stems(own))
-        if _count(wanted, stems(name)):
-            ranked.append((0, 0, each))
-        elif code.search(own):
-            ranked.append((1, 0, each))
+    for section in held:
+        text = section.text.split("\n#")[0]  # the innermost section: above its first sub-heading
+        name = f"{section.title} {section.page}" if section.level == 1 else section.title
+        count = _count(stemmed, stems(text))
+        if _count(stemmed, stems(name)):
+            ranked.append((0, 0, section))
+        elif code.search(text):
+            ranked.append((1, 0, section))
         elif count:
-            ranked.append((2, -count, each))
-    mentioning = [each for _, _, each in sorted(ranked, key=lambda row: row[:2])]
+            ranked.append((2, -count, section))
+    mentioning = [section for _, _, section in sorted(ranked, key=lambda row: row[:2])]
     lines = [
-        f"- {each.title.strip('`')}: `hf-zero docs "
-        f"{each.page if each.level == 1 else f'{each.page}#{each.anchor}'}`"
-        for each in mentioning[:MENTIONS]
+        f"- {section.title.strip('`')}: `hf-zero docs "
+        f"{section.page if section.level == 1 else f'{section.page}#{section.anchor}'}`"
+        for section in mentioning[:MENTIONS]
     ]
     if len(mentioning) > MENTIONS:
         lines.append(f"- {len(mentioning) - MENTIONS} more")
     return "\n".join([f"# {topic}\n\nIn these sections:\n", *lines, ""]) if lines else ""
 
 
-def _count(wanted: list[str], words: list[str]) -> int:
-    """Return how often ``wanted`` occurs in ``words``, in its order."""
-    length = len(wanted)
-    places = range(len(words) - length + 1) if wanted else ()
-    return sum(words[start : start + length] == wanted for start in places)
+def _count(sought: list[str], words: list[str]) -> int:
+    """Return how often ``sought`` occurs in ``words``, in its order."""
+    length = len(sought)
+    places = range(len(words) - length + 1) if sought else ()
+    return sum(words[start : start + length] == sought for start in places)
 
 
 def stems(text: str) -> list[str]:
@@ -250,15 +250,15 @@ def stem(word: str) -> str:
         shorter = f"{word[:-3]}y"
     else:
         for ending in ("ing", "ed", "es", "s", "e"):
-            left = word.removesuffix(ending)
-            if left != word and len(left) >= 3 and VOWEL.search(left) and not word.endswith("ss"):
-                shorter = DOUBLED.sub(r"\1", left) if ending in ("ing", "ed") else left
+            base = word.removesuffix(ending)
+            if base != word and len(base) >= 3 and VOWEL.search(base) and not word.endswith("ss"):
+                shorter = DOUBLED.sub(r"\1", base) if ending in ("ing", "ed") else base
                 break
     return word if shorter == word else stem(shorter)
 
 
-def _mean(topic: str, known: list[str]) -> str:
-    hint = did_you_mean(topic, known)
+def _mean(topic: str, names: list[str]) -> str:
+    hint = did_you_mean(topic, names)
     return hint if "did you mean" in hint else "; hf-zero docs without a topic lists the pages"
 
 

@@ -122,20 +122,20 @@ def _own_version(imported: Path) -> Finding:
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
-        own = distribution("hf-zero")
+        dist = distribution("hf-zero")
     except PackageNotFoundError:
         return Finding("versions", "hf-zero", "ok", f"a tree of sources at {imported}")
-    origin = json.loads(own.read_text("direct_url.json") or "{}")
+    origin = json.loads(dist.read_text("direct_url.json") or "{}")
     editable = origin.get("dir_info", {}).get("editable", False)
-    root = url2pathname(urlparse(origin["url"]).path) if editable else own.locate_file("")
+    root = url2pathname(urlparse(origin["url"]).path) if editable else dist.locate_file("")
     installed = Path(str(root), "hf_zero").resolve()
     if installed == imported:
-        return Finding("versions", "hf-zero", "ok", f"{own.version} at {imported}")
+        return Finding("versions", "hf-zero", "ok", f"{dist.version} at {imported}")
     return Finding(
         "versions",
         "hf-zero",
         "off",
-        f"imported from {imported}, but installed is {own.version} at {installed}: PYTHONPATH or "
+        f"imported from {imported}, but installed is {dist.version} at {installed}: PYTHONPATH or "
         "the working folder comes first; leave it, or pip install that folder",
     )
 
@@ -160,32 +160,24 @@ def _versions() -> Iterator[Finding]:
             "known; pip install it",
         )
         return
-    for requirement in (
-        each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})
-    ):
+    for r in (r for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})):
         try:
-            installed = version(requirement.name)
+            installed = version(r.name)
         except PackageNotFoundError:
-            yield Finding(
-                "versions",
-                requirement.name,
-                "broken",
-                f"not installed; pip install '{requirement}'",
-            )
+            yield Finding("versions", r.name, "broken", f"not installed; pip install '{r}'")
             continue
-        if requirement.specifier.contains(installed, prereleases=True):
-            if requirement.name == "torch":
+        if r.specifier.contains(installed, prereleases=True):
+            if r.name == "torch":
                 import torch
 
                 installed = torch.__version__  # names the build, too
-            yield Finding("versions", requirement.name, "ok", installed)
+            yield Finding("versions", r.name, "ok", installed)
         else:
             yield Finding(
                 "versions",
-                requirement.name,
+                r.name,
                 "broken",
-                f"{installed}, but hf-zero needs {requirement.specifier}; "
-                f"pip install '{requirement}'",
+                f"{installed}, but hf-zero needs {r.specifier}; pip install '{r}'",
             )
 
 
@@ -247,15 +239,15 @@ def _devices() -> Iterator[Finding]:
             else "no driver or no visible GPU"
         )
         yield Finding("devices", "accelerator", "off", f"{why}; training runs on CPU ranks")
-    for name, here, use in (
+    for name, available, use in (
         ("gloo", torch.distributed.is_gloo_available(), "CPU ranks"),
         ("nccl", torch.distributed.is_nccl_available(), "GPU ranks"),
     ):
         yield Finding(
             "devices",
             name,
-            "ok" if here else "off",
-            f"for {use}" if here else f"this torch is built without it: no {use}",
+            "ok" if available else "off",
+            f"for {use}" if available else f"this torch is built without it: no {use}",
         )
 
 
@@ -454,11 +446,11 @@ def _native_core() -> Iterator[Finding]:
     from hf_zero.ops import native
 
     try:
-        here = native.available()
+        available = native.available()
     except ConfigError as error:
         yield Finding("kernels", "native core", "broken", str(error))
         return
-    if not here:
+    if not available:
         yield Finding(
             "kernels",
             "native core",

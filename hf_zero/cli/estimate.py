@@ -133,7 +133,7 @@ def estimate(
     from hf_zero.planning.estimate import propose
 
     model, options = _model(job), job.options()
-    here = ranks_per_host or min(ranks, kinds.device_count() or ranks)
+    per_host = ranks_per_host or min(ranks, kinds.device_count() or ranks)
     described = {"--device-memory": free.device_memory, "--ram": free.ram, "--disk": free.disk}
     if not seq:
         refuse({"--sp": job.sp, "--cp": job.cp}, "it is about sequences; add --seq")
@@ -147,13 +147,13 @@ def estimate(
         refuse(placed, "--fit chooses it; leave it out, or put it into --config")
         if out is not None:
             refuse_existing(out)
-        nbytes = free.on_rank(here)
+        nbytes = free.on_rank(per_host)
         if seq and len(seq) > 1:
             raise ConfigError(
                 f"--seq {seq}: --fit is for sequences of one length; name the longest"
             )
         length, precision = seq[0] if seq else None, cast("Any", job.precision)
-        with ranks_of_a_host(here):
+        with ranks_of_a_host(per_host):
             proposal = propose(
                 model, ranks, nbytes, precision, job.optimizer, stage,
                 sequence_length=length, **options,
@@ -169,7 +169,7 @@ def estimate(
         why = "it describes a machine for --fit, or for checkpoint.memory; leave it out"
         refuse({"--ranks-per-host": ranks_per_host}, why)
     options["config"] = config
-    with ranks_of_a_host(here):
+    with ranks_of_a_host(per_host):
         result = compute(
             model,
             ranks,
@@ -188,7 +188,7 @@ def estimate(
     marked = (config.stage, str(job.config)) if config is not None and stage is None else None
     if result.offload_optimizer.on or result.offload_param.on:
         print_table(_tiers(result, marked))
-    print_table(_table(result, here, marked))
+    print_table(_table(result, per_host, marked))
     if result.lengths:
         first = result.lengths[0]
         print_table(lengths_table(result.lengths, first.length // first.tokens))
@@ -220,12 +220,12 @@ def _memory(option: str, text: str) -> int:
     return size
 
 
-def _footnote(own: Own) -> str:
-    return f" *: the stage of {own[1]}." if own is not None else ""
+def _footnote(configured: Own) -> str:
+    return f" *: the stage of {configured[1]}." if configured is not None else ""
 
 
-def _mark(stage: int, own: Own) -> str:
-    return f"*{stage}" if own is not None and own[0] == stage else str(stage)
+def _mark(stage: int, configured: Own) -> str:
+    return f"*{stage}" if configured is not None and configured[0] == stage else str(stage)
 
 
 def _table(result: MemoryEstimate, here: int, own: Own) -> PrintableTable:
@@ -316,58 +316,58 @@ def _places(result: MemoryEstimate) -> Iterator[str]:
         yield f"parameters on {result.offload_param.device}"
 
 
-def _print_proposal(found: Proposal, as_json: bool, out: Path | None) -> None:
+def _print_proposal(proposal: Proposal, as_json: bool, out: Path | None) -> None:
     from hf_zero.config.files import dump, write_new
 
-    if out is not None and found.config is not None:
-        write_new(out, dump(found.config, out.suffix))
+    if out is not None and proposal.config is not None:
+        write_new(out, dump(proposal.config, out.suffix))
     if as_json:
-        print_json(found.to_dict())
+        print_json(proposal.to_dict())
     else:
-        print_table(_tried(found))
-        if found.config is None:
+        print_table(_tried(proposal))
+        if proposal.config is None:
             print(
                 "nothing that was tried fits; use more ranks, or name a folder "
                 "for files with --disk"
             )
         else:
-            print(json.dumps(found.config, indent=2))
-            if found.cut:
-                print(f"after model = {found.cut}")
+            print(json.dumps(proposal.config, indent=2))
+            if proposal.cut:
+                print(f"after model = {proposal.cut}")
             if out is not None:
                 print(
                     f"written: {out}, with DeepSpeed's names of keys; pass it as config= to "
                     "hf_zero.initialize or zero_config= to hf_zero.TrainingArguments "
                     "(accelerate launch takes an Accelerate YAML instead)"
                 )
-    if found.config is None:
+    if proposal.config is None:
         raise typer.Exit(NOTHING_FITS)
 
 
-def _margin(found: Proposal) -> str:
-    left = f"{found.fit.margin:.0%} of the device is left"
-    if any(trial.activations.most for trial in found.fit.trials):
+def _margin(proposal: Proposal) -> str:
+    left = f"{proposal.fit.margin:.0%} of the device is left"
+    if any(trial.activations.most for trial in proposal.fit.trials):
         return f"Activations are counted; {left} to what is not."
     return f"Activations are not known: {left} to them."
 
 
-def _tried(found: Proposal) -> PrintableTable:
-    free = found.free
+def _tried(plan: Proposal) -> PrintableTable:
+    free = plan.free
     device = "" if free.host_device else f"device {in_units(free.device)}, "
     disks = "".join(f", {in_units(disk.nbytes)} in {disk.path}" for disk in free.disks)
     table = PrintableTable(
-        title=f"{found.model}: what fits one rank, from the fastest; free for each rank: {device}"
+        title=f"{plan.model}: what fits one rank, from the fastest; free for each rank: {device}"
         f"RAM {in_units(free.ram)}{disks}",
-        caption=f"{_margin(found)} A larger batch may need more."
+        caption=f"{_margin(plan)} A larger batch may need more."
         + " Without a GPU the device is the CPU, and its memory RAM." * free.host_device,
     )
     for name in ("configuration", "device", "RAM", "disk", "fits"):
         table.add_column(name, justify="left" if name in ("configuration", "fits") else "right")
-    for trial in found.fit.trials:
-        own = trial.needs
+    for trial in plan.fit.trials:
+        needs = trial.needs
         table.add_row(
             trial.name,
-            *map(in_units, (own.device_bytes, own.ram_bytes, own.disk_bytes)),
+            *map(in_units, (needs.device_bytes, needs.ram_bytes, needs.disk_bytes)),
             trial.why or "yes",
         )
     return table
@@ -394,25 +394,21 @@ def lengths_table(rows: Sequence[LengthEstimate], ranks: int) -> PrintableTable:
 
 
 def link_rows(
-    model: Any,
-    ranks: int,
-    stage: int | None,
-    link: str,
-    **given: Any,
+    model: Any, ranks: int, stage: int | None, link: str, **options: Any
 ) -> dict[int, list[Row]]:
-    """Return the ways of sending of each stage, the dense one first. ``given``: further arguments
+    """Return the ways of sending of each stage, the dense one first. ``options``: further arguments
     of :func:`hf_zero.planning.estimate.traffic`. Raises ConfigError for an invalid ``link`` speed.
     """
     rate = parse_rate(link)
     from hf_zero.planning.estimate import traffic
 
-    by_stage = traffic(model, ranks, stage=stage, **given)
+    by_stage = traffic(model, ranks, stage=stage, **options)
     return {
-        each: [
+        number: [
             (way, way.seconds(rate), None if way is ways[0] else way.pays_below(ways[0]))
             for way in ways
         ]
-        for each, ways in by_stage.items()
+        for number, ways in by_stage.items()
     }
 
 

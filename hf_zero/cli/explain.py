@@ -59,8 +59,8 @@ def explain(
         others = ZeroConfig.coerce(other, allow_auto=True, check=refused).explain(ranks, refused)
         _compare(file, rows, other, others, as_json)
         return
-    asked = BATCH if ranks is not None else ()
-    shown = rows if every else written(rows, *asked)
+    keys = BATCH if ranks is not None else ()
+    shown = rows if every else written(rows, *keys)
     wrong = [row.key for row in rows if row.note.startswith(REFUSED)]
     if as_json:
         print_json([row._asdict() for row in shown])

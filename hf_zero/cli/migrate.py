@@ -70,12 +70,12 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def _line(found: KeyFinding) -> str:
-    value = "" if found.value is None else shown(found.value)
+def _line(finding: KeyFinding) -> str:
+    value = "" if finding.value is None else shown(finding.value)
     value = value if len(value) <= VALUE else f"{value[: VALUE - 3]}..."
-    file = "(added)" if found.outcome == "translated" else "(the whole file)"
-    head = f"{found.key} = {value}" if value else found.key or file
-    return entry(head, found.note, label=found.outcome, indent=INDENT)
+    file = "(added)" if finding.outcome == "translated" else "(the whole file)"
+    head = f"{finding.key} = {value}" if value else finding.key or file
+    return entry(head, finding.note, label=finding.outcome, indent=INDENT)
 
 
 def _difference(before: str, after: str, file: str, out: Path | None) -> str:

@@ -61,7 +61,7 @@ def printable(text: str) -> str:
     hold any.
     """
     return "".join(
-        each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text
+        char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text
     )
 
 
@@ -100,10 +100,10 @@ def print_table(table: PrintableTable) -> None:
     columns. No cell is cut. The title and caption are lines above and below it, which a narrow
     table does not fold.
     """
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     # Rich ignores COLUMNS on a dumb terminal, and after `Dataset.map(num_proc=)`, which replaces
     # os.environ. Both sizes are given, because Rich takes a width alone for neither.
-    size = shutil.get_terminal_size() if known else os.terminal_size((200, 24))
+    size = shutil.get_terminal_size() if has_width else os.terminal_size((200, 24))
     # Markup is off: paths and values may contain brackets.
     console = Console(
         width=size.columns, height=size.lines, markup=False, emoji=False, highlight=False
@@ -112,7 +112,7 @@ def print_table(table: PrintableTable) -> None:
     for column in table.columns:
         column.overflow = "fold"
     if title:
-        console.print(printable(str(title)), style="table.title", soft_wrap=not known)
+        console.print(printable(str(title)), style="table.title", soft_wrap=not has_width)
     console.print(table)
     if caption:
-        console.print(printable(str(caption)), style="table.caption", soft_wrap=not known)
+        console.print(printable(str(caption)), style="table.caption", soft_wrap=not has_width)

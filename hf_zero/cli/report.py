@@ -57,9 +57,9 @@ def report(
     if as_json:
         print_json({"page": str(path), "bytes": path.stat().st_size, "runs": written})
         return
-    names = list(dict.fromkeys(name for each in written for name in each))
-    texts = [dict(summary_lines(each)) for each in written]
-    table = PrintableTable(*["", *(each["run"] for each in written)])
+    names = list(dict.fromkeys(name for row in written for name in row))
+    texts = [dict(summary_lines(row)) for row in written]
+    table = PrintableTable(*["", *(row["run"] for row in written)])
     for name in names[1:]:
         table.add_row(name.replace("_", " "), *(text.get(name, "") for text in texts))
     print_table(table)

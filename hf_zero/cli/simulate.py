@@ -169,37 +169,37 @@ def _measured(job: Job, rows: int, length: int) -> Measured | None:
         destroy_process_group()
 
 
-def _bytes(found: Simulation) -> PrintableTable:
-    bits = 32 if found.precision == "fp32" else 16
+def _bytes(run: Simulation) -> PrintableTable:
+    bits = 32 if run.precision == "fp32" else 16
     table = PrintableTable(
-        title=f"{found.model}: {found.parameters:,} parameters, rank {found.rank} of "
-        f"{found.ranks}, stage {found.stage}, {found.precision}, {found.optimizer}; model states "
-        f"{in_units(found.model_state_bytes)}",
+        title=f"{run.model}: {run.parameters:,} parameters, rank {run.rank} of "
+        f"{run.ranks}, stage {run.stage}, {run.precision}, {run.optimizer}; model states "
+        f"{in_units(run.model_state_bytes)}",
         caption=f"Model states: parameters and gradients in {bits} bits and the optimizer's state, "
         "without offload. Bytes of the device include state as configured, gathered "
         "units, activations, gradients and messages.",
     )
     for name in ("tier", "most", "when"):
         table.add_column(name, justify="left" if name == "when" else "right")
-    for phase in found.phases:
+    for phase in run.phases:
         table.add_row("device", in_units(phase.device), phase.at)
     for tier in ("ram", "disk"):
-        if found.peak_bytes[tier]:
-            table.add_row(tier, in_units(found.peak_bytes[tier]), "")
+        if run.peak_bytes[tier]:
+            table.add_row(tier, in_units(run.peak_bytes[tier]), "")
     return table
 
 
-def _stages(found: Simulation) -> PrintableTable:
+def _stages(run: Simulation) -> PrintableTable:
     table = PrintableTable(
         title="stages of the pipeline, by a rank of each",
         caption="Sent in a step: by this rank, to neighbours and in collectives. Waiting: for the "
         "other stages and for messages.",
     )
-    peaks = [each.peak_bytes for each in found.stages]
-    tiers = [tier for tier in ("ram", "disk") if any(each[tier] for each in peaks)]
+    peaks = [stage.peak_bytes for stage in run.stages]
+    tiers = [tier for tier in ("ram", "disk") if any(peak[tier] for peak in peaks)]
     for name in ("stage", "rank", "parameters", "device", *tiers, "sent", "computing", "waiting"):
         table.add_column(name, justify="right")
-    for stage in found.stages:
+    for stage in run.stages:
         spent = stage.seconds
         table.add_row(
             str(stage.stage),
@@ -212,7 +212,7 @@ def _stages(found: Simulation) -> PrintableTable:
     return table
 
 
-def _collectives(found: Simulation) -> PrintableTable:
+def _collectives(run: Simulation) -> PrintableTable:
     table = PrintableTable(
         title="collectives of a step",
         caption="Sent: bytes that this rank sends, assuming ring algorithms.",
@@ -220,13 +220,13 @@ def _collectives(found: Simulation) -> PrintableTable:
     )
     rows: Counter[tuple[str, str, str]] = Counter()
     sums: dict[tuple[str, str, str], list[int]] = {}
-    for collective in found.collectives:
+    for collective in run.collectives:
         key = collective.phase, collective.operation, collective.group
         rows[key] += collective.count
         totals = sums.setdefault(key, [0, 0])
         totals[0] += collective.nbytes
         totals[1] += collective.wire_bytes
-    sent = sum(each[1] for each in sums.values())
+    sent = sum(entry[1] for entry in sums.values())
     for name, footer in (
         ("phase", ""), ("operation", ""), ("group", ""), ("number", ""), ("bytes", ""),
         ("sent", in_units(sent)),
@@ -238,8 +238,8 @@ def _collectives(found: Simulation) -> PrintableTable:
     return table
 
 
-def _seconds(found: Simulation) -> PrintableTable:
-    machine, spent = found.machine, found.seconds
+def _seconds(run: Simulation) -> PrintableTable:
+    machine, spent = run.machine, run.seconds
     rates = {
         "flops": f"{machine.flops / 1e12:.3g} TFLOP/s",
         "memory": f"memory {rate_in_units(8 * machine.memory)}",
@@ -251,27 +251,27 @@ def _seconds(found: Simulation) -> PrintableTable:
                 "host_memory": f"memory of a host {rate_in_units(8 * machine.host_memory)}",
                 "disk": f"disks of a host {rate_in_units(8 * machine.disk)}",
             }
-            if found.peak_bytes["ram"] or found.peak_bytes["disk"]
+            if run.peak_bytes["ram"] or run.peak_bytes["disk"]
             else {}
         ),
         "ranks_per_host": f"{machine.ranks_per_host} ranks a host",
     }
     assumed = [text for name, text in rates.items() if name not in machine.sources]
-    known = [text for name, text in rates.items() if name in machine.sources]
-    caption = f"Given or measured: {', '.join(known)}. " if known else ""
+    measured = [text for name, text in rates.items() if name in machine.sources]
+    caption = f"Given or measured: {', '.join(measured)}. " if measured else ""
     if assumed:
         caption += (
             f"Assumed: {', '.join(assumed)}, the values of a DGX-2, the machine of the ZeRO paper."
         )
     table = PrintableTable(
-        title=f"seconds of a step of {found.micro_batches} x {found.micro_batch} sequences of "
-        f"{found.sequence_length} tokens",
+        title=f"seconds of a step of {run.micro_batches} x {run.micro_batch} sequences of "
+        f"{run.sequence_length} tokens",
         caption=caption,
     )
     for name in ("step", "computing", "waiting for messages", "messages", "FLOP/s reached"):
         table.add_column(name, justify="right")
     table.add_row(
-        *(f"{each:.4g}" for each in (spent.step, spent.compute, spent.exposed, spent.messages)),
-        f"{found.flops / spent.step / 1e12:.3g} T",
+        *(f"{value:.4g}" for value in (spent.step, spent.compute, spent.exposed, spent.messages)),
+        f"{run.flops / spent.step / 1e12:.3g} T",
     )
     return table

@@ -65,28 +65,28 @@ def top(
             live.update(_table(found, steps))
 
 
-def figures_of(found: RecordedRun, steps: int | None) -> dict[str, Any]:
+def figures_of(run: RecordedRun, steps: int | None) -> dict[str, Any]:
     """Return the figures of the last step, medians of the rates of recent steps, what is left of
     ``steps``, and the states of the ranks.
     """
     from hf_zero.measures.run_record import BUFFERS
 
-    last, recent = found.steps[-1], found.steps[-RECENT:]
+    last, recent = run.steps[-1], run.steps[-RECENT:]
 
     def rate(name: str) -> float | None:
         values = [row[name] for row in recent if row.get(name) is not None]
         return median(values) if values else None
 
-    steps = steps or found.planned_steps
+    steps = steps or run.planned_steps
     step_ms = rate("step_ms")
     waits = [rate(name) or 0.0 for name in ("gather_wait_ms", "reduction_wait_ms")]
-    left = None if steps is None or step_ms is None else max(0, steps - last["step"])
-    left = left if found.ended is None else None
+    rest = None if steps is None or step_ms is None else max(0, steps - last["step"])
+    rest = rest if run.ended is None else None
     predicted: Counter[str] = Counter()
-    for row in found.header.get("predicted", ()):  # as the bytes of a step, without buffers
+    for row in run.header.get("predicted", ()):  # as the bytes of a step, without buffers
         predicted[row["tier"]] += row["bytes"] if row["kind"] != BUFFERS else 0
     return {
-        "run": found.name,
+        "run": run.name,
         "step": last["step"],
         "steps": steps,
         "loss": last.get("loss"),
@@ -101,19 +101,19 @@ def figures_of(found: RecordedRun, steps: int | None) -> dict[str, Any]:
             for tier, name in TIERS.items()
             if last.get(name) or predicted.get(tier)
         },
-        "seconds_left": None if left is None or step_ms is None else left * step_ms / 1000,
-        "ended": found.ended,
-        "ranks": [] if found.ranks is None else found.ranks.groups,
-        "seconds_since_update": max(0.0, datetime.now(UTC).timestamp() - found.updated),
-        "restarts": len(found.restarts),
-        "warnings": len(found.messages),
+        "seconds_left": None if rest is None or step_ms is None else rest * step_ms / 1000,
+        "ended": run.ended,
+        "ranks": [] if run.ranks is None else run.ranks.groups,
+        "seconds_since_update": max(0.0, datetime.now(UTC).timestamp() - run.updated),
+        "restarts": len(run.restarts),
+        "warnings": len(run.messages),
     }
 
 
-def _table(found: RecordedRun, steps: int | None) -> PrintableTable:
-    figures, header = figures_of(found, steps), found.header
+def _table(run: RecordedRun, steps: int | None) -> PrintableTable:
+    figures, header = figures_of(run, steps), run.header
     of = f" of {figures['steps']}" if figures["steps"] else ""
-    title = f"{found.name}: step {figures['step']}{of}{'' if found.ended is None else ', ended'}"
+    title = f"{run.name}: step {figures['step']}{of}{'' if run.ended is None else ', ended'}"
     if header:
         title += f", {header.get('model')}, stage {header.get('stage')}, {header.get('precision')}"
         title += f", {header.get('ranks')} ranks"
@@ -121,7 +121,7 @@ def _table(found: RecordedRun, steps: int | None) -> PrintableTable:
     for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_ms"):
         if figures[name] is not None:
             values = f"{figures[name]:.6g}"
-            table.add_row(name.replace("_", " "), values, curve(found.figure(name)))
+            table.add_row(name.replace("_", " "), values, curve(run.figure(name)))
     for name, label in (("mfu", "MFU"), ("exposed_communication", "exposed communication")):
         if figures[name] is not None:
             table.add_row(label, f"{figures[name]:.1%}", "")
@@ -131,10 +131,10 @@ def _table(found: RecordedRun, steps: int | None) -> PrintableTable:
     if figures["seconds_left"] is not None:
         table.add_row("left", _duration(figures["seconds_left"]), "")
     table.add_row("last written", f"{_duration(figures['seconds_since_update'])} ago", "")
-    if found.ended:
-        table.add_row("ended by", found.ended, "")
+    if run.ended:
+        table.add_row("ended by", run.ended, "")
     for group in figures["ranks"]:
-        ranks, since = group["ranks"], f"since {found.ranks.time} UTC" if found.ranks else ""
+        ranks, since = group["ranks"], f"since {run.ranks.time} UTC" if run.ranks else ""
         state = group["state"] + (f": {group['what']}" if group["what"] else "")
         table.add_row(f"rank{'s' * (len(ranks) > 1)} {in_ranges(ranks)}", state, since)
     if figures["restarts"] or figures["warnings"]:

@@ -51,29 +51,29 @@ def dashed(token: str) -> str:
     return token.replace("_", "-")
 
 
-def usage_error(error: Any, given: list[str]) -> str:
-    """Return the message for an exception of the parser, which read the words ``given``."""
+def usage_error(error: Any, words: list[str]) -> str:
+    """Return the message for an exception of the parser, which read ``words``."""
     context = getattr(error, "ctx", None)
-    command = context.command_path if context else " ".join(["hf-zero", *given[:1]])
-    text, about = _said(error, context, given)
+    command = context.command_path if context else " ".join(["hf-zero", *words[:1]])
+    text, about = _said(error, context, words)
     lines = [f"{command}: {text}"]
-    lines += [f"  {_name(each)}: {each.help}" for each in about if getattr(each, "help", "")]
+    lines += [f"  {_name(item)}: {item.help}" for item in about if getattr(item, "help", "")]
     if context:
         usage = " ".join([command, *context.command.collect_usage_pieces(context)])
         lines.append(f"usage: {usage}")
     return "\n".join([*lines, f"`{command} -h` shows all options"])
 
 
-def _said(error: Any, context: Any, given: list[str]) -> tuple[str, list[Any]]:
+def _said(error: Any, context: Any, words: list[str]) -> tuple[str, list[Any]]:
     """Return what is wrong, and the parameters that it concerns."""
     kind, parameter, message = type(error).__name__, getattr(error, "param", None), error.message
     if kind == "NoSuchOption":
-        known = [
+        options = [
             name for param in context.command.params for name in param.opts if name[:2] == "--"
         ]
-        return f"there is no option {error.option_name}{_meant(error.option_name, known)}", []
+        return f"there is no option {error.option_name}{_meant(error.option_name, options)}", []
     if "No such command" in message:
-        name = next((word for word in given if repr(word) in message), "")
+        name = next((word for word in words if repr(word) in message), "")
         return f"there is no command {name!r}{_meant(name, [*context.command.commands])}", []
     if "unexpected extra argument" in message:
         extra = message.partition("(s) (")[2].rstrip(")") or message
@@ -82,7 +82,7 @@ def _said(error: Any, context: Any, given: list[str]) -> tuple[str, list[Any]]:
         return f"{error.option_name} needs a value after it", []
     if kind == "MissingParameter" and parameter is not None:
         after = context.command.params[context.command.params.index(parameter) :]
-        arguments = [each for each in after if each.param_type_name == "argument" and each.required]
+        arguments = [item for item in after if item.param_type_name == "argument" and item.required]
         lacking = arguments if parameter in arguments else [parameter]
         names = " and ".join(map(_name, lacking))
         return f"{names} {'is' if len(lacking) == 1 else 'are'} missing", lacking
@@ -99,14 +99,14 @@ def _bad_value(error: Any, parameter: Any) -> str:
     parses = getattr(getattr(kind, "parameter_info", kind), "parser", getattr(kind, "func", None))
     kind = getattr(kind, "annotation", kind)
     kind = next(iter(get_args(kind)), kind)
-    wanted = KINDS.get(getattr(kind, "__name__", getattr(kind, "name", "")))
+    expected = KINDS.get(getattr(kind, "__name__", getattr(kind, "name", "")))
     least = re.search(r"greater than or equal to (\S+)|x>=(\S+)", error.message)
-    if wanted is None or parses is not None:  # the command's own message
+    if expected is None or parses is not None:  # the command's own message
         return f"{option}: {error.message}"
     most = re.search(r"less than or equal to (\S+)|x<=(\S+)", error.message)
     bounds = [f"of at least {least[1] or least[2]}"] if least else []
     bounds += [f"of at most {most[1] or most[2]}"] if most else []
-    return " ".join([f"{option} is not {wanted}", *bounds])
+    return " ".join([f"{option} is not {expected}", *bounds])
 
 
 def _name(parameter: Any) -> str:
@@ -115,6 +115,6 @@ def _name(parameter: Any) -> str:
     return max(parameter.opts, key=len) if parameter.opts[0][:2] != "--" else parameter.opts[0]
 
 
-def _meant(name: str, known: list[str]) -> str:
-    similar = closest(name, known)
+def _meant(name: str, names: list[str]) -> str:
+    similar = closest(name, names)
     return f"; did you mean {' or '.join(similar)}?" if similar else ""

@@ -60,11 +60,11 @@ def as_dialect(reading: ConfigReading, unset: Unset) -> SourcedDict:
     nested: dict[str, Any] = {}
     for path in sorted(flat, key=lambda path: order.get(path, len(order))):
         *sections, name = path.split(".")
-        place = nested
+        section_dict = nested
         for section in sections:
-            place = place.setdefault(section, {})
+            section_dict = section_dict.setdefault(section, {})
         value = flat[path]
-        place[name] = list(value) if isinstance(value, tuple) else copy.deepcopy(value)
+        section_dict[name] = list(value) if isinstance(value, tuple) else copy.deepcopy(value)
     remembered = {
         path: (value, reading.sources[path])
         for path, value in flattened(nested)
@@ -108,12 +108,12 @@ def explain(reading: ConfigReading, check: Check = refusals) -> list[ExplainRow]
         if path in SECRETS and value is not None:
             value = "***"
         rows.append(ExplainRow(path, value, reading.sources.get(path, "default"), note))
-    known = {row.key for row in rows}
+    row_keys = {row.key for row in rows}
     rows += [
         ExplainRow(
             path, AUTO, reading.sources[path], "to be filled in by Accelerate or the Trainer"
         )
-        for path in sorted(reading.autos - known)
+        for path in sorted(reading.autos - row_keys)
     ]
     return rows
 
@@ -128,9 +128,9 @@ def _idle_params(path: str, values: Mapping[str, Any]) -> str:
     return "; ".join(f"{name}: {why}" for name, why in idle.items())
 
 
-def written(rows: list[ExplainRow], *asked: str) -> list[ExplainRow]:
-    """Return the rows whose values were written, and those of the keys ``asked``."""
-    return [row for row in rows if is_written(row.source) or row.key in asked]
+def written(rows: list[ExplainRow], *keys: str) -> list[ExplainRow]:
+    """Return the rows whose values were written, and those of ``keys``."""
+    return [row for row in rows if is_written(row.source) or row.key in keys]
 
 
 def as_text(rows: list[ExplainRow]) -> str:

@@ -247,7 +247,7 @@ def load_yaml(text: str, label: str, example: str = EXAMPLE) -> dict[str, Any]:
         return _mapping(value, label, example)
 
 
-def _extent(value: object, known: dict[int, tuple[float, float]]) -> tuple[float, float]:
+def _extent(value: object, cache: dict[int, tuple[float, float]]) -> tuple[float, float]:
     """Return the number of values in ``value`` with every alias of YAML written out, and how deep
     they lie in each other; both infinite if it holds itself.
     """
@@ -257,12 +257,12 @@ def _extent(value: object, known: dict[int, tuple[float, float]]) -> tuple[float
         return 1, 0
     if isinstance(value, dict) and len(value) > MOST_KEYS:
         raise ValueError(f"a section has more than {MOST_KEYS:,} keys")
-    if id(value) not in known:
-        known[id(value)] = math.inf, math.inf  # until all that it holds is counted
+    if id(value) not in cache:
+        cache[id(value)] = math.inf, math.inf  # until all that it holds is counted
         inner = value.values() if isinstance(value, dict) else value
-        sizes, depths = zip((0.0, 0.0), *(_extent(each, known) for each in inner))
-        known[id(value)] = 1 + sum(sizes), 1 + max(depths)
-    return known[id(value)]
+        sizes, depths = zip((0.0, 0.0), *(_extent(item, cache) for item in inner))
+        cache[id(value)] = 1 + sum(sizes), 1 + max(depths)
+    return cache[id(value)]
 
 
 def load_text(text: str) -> dict[str, Any] | None:
@@ -322,16 +322,16 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        seen = set()
+        keys_seen = set()
         for key, _ in node.value:
             scalar = isinstance(key, yaml.ScalarNode)
             merge = key.tag == "tag:yaml.org,2002:merge"
             value = key.value if merge else self.construct_object(key) if scalar else id(key)
-            if value in seen:
+            if value in keys_seen:
                 raise yaml.composer.ComposerError(
                     None, None, str(DuplicateKeyError(key.value)), key.start_mark
                 )
-            seen.add(value)
+            keys_seen.add(value)
         return node
 
 
@@ -395,19 +395,19 @@ class _Reader:
         self._take(_SPACE)
 
     def value(self) -> Any:
-        here = self._text[self.at : self.at + 1]
-        if here == "{":
+        char = self._text[self.at : self.at + 1]
+        if char == "{":
             self.at += 1
             return self.members("}")
-        if here == "[":
+        if char == "[":
             self.at += 1
             return self._items()
         if self._text.startswith("'''", self.at):
             return self._block()
-        if here in ('"', "'"):
+        if char in ('"', "'"):
             return self._string()
-        if here in ("", ",", ":", "]", "}"):
-            raise HjsonError(f"a value is missing before {here or 'the end'!r}", self.at)
+        if char in ("", ",", ":", "]", "}"):
+            raise HjsonError(f"a value is missing before {char or 'the end'!r}", self.at)
         word = _WORD.match(self._text, self.at)
         if word:
             self.at = word.end(1)

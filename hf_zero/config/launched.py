@@ -52,8 +52,8 @@ def launched_values() -> dict[str, Any]:
         }
         precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
         if precision == "no":  # what accelerate launch writes, too, if nobody names a precision
-            asked = "--precision" in os.environ.get(LAUNCHED_BY, "")
-            precision = "fp32" if asked else None
+            was_chosen = "--precision" in os.environ.get(LAUNCHED_BY, "")
+            precision = "fp32" if was_chosen else None
     return values | ({PRECISION: precision} if precision else {}) | _passed_on(values.get(STAGE, 0))
 
 
@@ -88,15 +88,15 @@ def check_launch(config: ZeroConfig) -> None:
     command = launch_command()
     if command is None:
         return
-    own: dict[str, Any] = {STAGE: config.stage, PRECISION: config.precision}
-    own |= {name: getattr(config, name).device for name in OFFLOAD}
-    asked = launched_values()
-    if asked.keys() - own.keys():
-        own = dict.fromkeys(asked) | _values(config) | own
+    own_values: dict[str, Any] = {STAGE: config.stage, PRECISION: config.precision}
+    own_values |= {name: getattr(config, name).device for name in OFFLOAD}
+    launched = launched_values()
+    if launched.keys() - own_values.keys():
+        own_values = dict.fromkeys(launched) | _values(config) | own_values
     differing = [
-        f"{name} {value} (the script: {own[name]}{_source(config, name)})"
-        for name, value in asked.items()
-        if own[name] != value
+        f"{name} {value} (the script: {own_values[name]}{_source(config, name)})"
+        for name, value in launched.items()
+        if own_values[name] != value
     ]
     if not differing:
         return

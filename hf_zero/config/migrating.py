@@ -85,9 +85,9 @@ def migrate(
             program.
     """
     _refuse_programs(before, source)
-    known = {*TOP, *(path.partition(".")[0] for path in (*KEYS, *ALIASES))}
+    sections = {*TOP, *(path.partition(".")[0] for path in (*KEYS, *ALIASES))}
     if not is_trainer(before) and not any(
-        "." in str(name) or closest(str(name), known, least=MISSPELT) for name in before
+        "." in str(name) or closest(str(name), sections, least=MISSPELT) for name in before
     ):
         some = ", ".join(map(repr, [*before][:3])) + (", …" if len(before) > 3 else "")
         raise ConfigError(
@@ -96,9 +96,11 @@ def migrate(
         )
     findings: list[KeyFinding] = []
     if is_trainer(before):
-        filled, kept = translate_trainer(before, findings)
+        filled, trainer = translate_trainer(before, findings)
         after = _settle(filled, findings, source, check)
-        return Migration(dict(before), {**kept, "deepspeed": after} if kept else after, findings)
+        return Migration(
+            dict(before), {**trainer, "deepspeed": after} if trainer else after, findings
+        )
     if is_accelerate(before):
         after = _Accelerate(before, findings, source).translated()
     else:
@@ -171,10 +173,10 @@ def _settle(
     return _without(after, idle)
 
 
-def _idle(found: KeyFinding, values: Mapping[str, object], autos: Collection[str]) -> str:
+def _idle(finding: KeyFinding, values: Mapping[str, object], autos: Collection[str]) -> str:
     """Return the reason why a key that is taken has no effect beside ``values``, or ""."""
-    key = KEYS.get(_path(found.key))
-    if key is None or found.value in (None, AUTO):
+    key = KEYS.get(_path(finding.key))
+    if key is None or finding.value in (None, AUTO):
         return ""
     return key.why_idle(values, autos)
 
@@ -189,17 +191,17 @@ def _mark(findings: list[KeyFinding], outcomes: Mapping[str, tuple[Outcome, str]
             findings[at] = findings[at]._replace(outcome=outcome, note=note)
 
 
-def _offenders(said: str, findings: list[KeyFinding], source: str) -> list[str]:
+def _offenders(message: str, findings: list[KeyFinding], source: str) -> list[str]:
     """Return the keys of the file that a message about the result names."""
     named = [
         finding.key
         for finding in findings
-        if finding.key and re.search(rf"{re.escape(f'{source}: {finding.key}')}(?![\w.])", said)
+        if finding.key and re.search(rf"{re.escape(f'{source}: {finding.key}')}(?![\w.])", message)
     ]
     return named or [
         finding.key
         for finding in findings
-        if _names_file(finding.key) and str(finding.value) in said
+        if _names_file(finding.key) and str(finding.value) in message
     ]
 
 
@@ -256,11 +258,11 @@ def _deepspeed(
         key = f"optimizer.params.{name}"
         findings.append(KeyFinding(key, params[name], "no effect", idle[name]))
     taken = _without(taken, [f"optimizer.params.{name}" for name in gone])
-    left = (taken.get("optimizer") or {}).get("params")
+    remaining = (taken.get("optimizer") or {}).get("params")
     findings[:] = [
-        finding._replace(value=left) if finding.key == "optimizer.params" else finding
+        finding._replace(value=remaining) if finding.key == "optimizer.params" else finding
         for finding in findings
-        if left or finding.key != "optimizer.params" or not params
+        if remaining or finding.key != "optimizer.params" or not params
     ]
     return taken
 
@@ -271,20 +273,20 @@ def _compiled(
     """Translate DeepSpeed's section ``compile``: to compile the model, by itself or by DeepCompile,
     becomes to compile blocks.
     """
-    asked = [
+    requested = [
         name
         for name in ("enabled", "deepcompile", "disable")
         if isinstance(written.get(name), bool) and written[name] is not (name == "disable")
     ]
-    ours = {name: each for name, each in written.items() if name in ("backend", "mode", "dynamic")}
-    if not asked:
+    ours = {name: item for name, item in written.items() if name in ("backend", "mode", "dynamic")}
+    if not requested:
         why = "nothing is compiled without blocks: true"
         findings.append(KeyFinding("compile", dict(written), "no effect", why))
         return {}
     options = {"blocks": True, **ours}
     beside = [name for name in written if name not in {*options, "enabled", "disable"}]
-    rest = f"; hf-zero has none of DeepCompile ({', '.join(beside)})" if beside else ""
-    note = f"compile: {plain(options)}: torch.compile compiles the forward of each block{rest}"
+    suffix = f"; hf-zero has none of DeepCompile ({', '.join(beside)})" if beside else ""
+    note = f"compile: {plain(options)}: torch.compile compiles the forward of each block{suffix}"
     findings.append(KeyFinding("compile", dict(written), "translated", note))
     return options
 
@@ -415,8 +417,8 @@ class _Accelerate:
 
     def __init__(self, before: Mapping[str, Any], findings: list[KeyFinding], source: str) -> None:
         machines = str(before.get("num_machines") or 1)
-        known = machines.isdecimal() and len(machines) < 10  # int() refuses thousands of digits
-        self.hosts = int(machines) if known else 1
+        is_number = machines.isdecimal() and len(machines) < 10  # int() refuses thousands of digits
+        self.hosts = int(machines) if is_number else 1
         self.kind = kind_of(before)
         self.before, self.findings, self.source = before, findings, source
         self.after: dict[str, Any] = {}
@@ -475,8 +477,8 @@ class _Accelerate:
     def _parallelism_config(self, name: str, value: object) -> bool:
         if not isinstance(value, Mapping) or self.kind != "FSDP":
             return False
-        if kept := translate_parallelism(value, self.section, self.findings):
-            self.after[name] = kept
+        if translated := translate_parallelism(value, self.section, self.findings):
+            self.after[name] = translated
         return True
 
     def _distributed_type(self, name: str, value: object) -> bool:

@@ -92,7 +92,7 @@ def translate_dynamo(
     ``distributed_type`` is DEEPSPEED.
     """
     written = value if isinstance(value, Mapping) else {"backend": value}
-    chosen = {str(key).removeprefix("dynamo_"): each for key, each in written.items()}
+    chosen = {str(key).removeprefix("dynamo_"): value for key, value in written.items()}
     backend = str(chosen.get("backend") or "no").lower()
     if backend in ("no", "false"):
         findings.append(KeyFinding(name, value, "no effect", "nothing is compiled"))
@@ -208,8 +208,8 @@ def translate_trainer(
         findings.append(KeyFinding("fsdp_config", values, "to fix", note))
         values = {}
     # the older form: --fsdp "full_shard auto_wrap offload"
-    asked = written.get("fsdp") or ""
-    words = [asked] if isinstance(asked, str) else asked if isinstance(asked, list) else []
+    options = written.get("fsdp") or ""
+    words = [options] if isinstance(options, str) else options if isinstance(options, list) else []
     older: dict[str, Any] = {}
     written_as: dict[str, str] = {}  # the word of ``fsdp`` by the key that it stands for
     for word in " ".join(map(str, words)).replace(",", " ").lower().split():
@@ -217,32 +217,32 @@ def translate_trainer(
             if "sharding_strategy" in older:
                 first = written_as["fsdp_config.sharding_strategy"]
                 note = f"{first!r} and {word!r} are two strategies; write one of them"
-                findings.append(KeyFinding("fsdp", asked, "to fix", note))
+                findings.append(KeyFinding("fsdp", options, "to fix", note))
             older["sharding_strategy"] = word.upper()
             written_as["fsdp_config.sharding_strategy"] = word
         elif word == "offload":
             older["cpu_offload"] = True
             written_as["fsdp_config.cpu_offload"] = word
         elif word not in ("auto_wrap", "true"):
-            findings.append(KeyFinding("fsdp", asked, "to fix", f"{word!r} is no option of it"))
-    if asked:
+            findings.append(KeyFinding("fsdp", options, "to fix", f"{word!r} is no option of it"))
+    if options:
         note = "deepspeed, the argument by which the Trainer trains with hf-zero"
-        findings.append(KeyFinding("fsdp", asked, "translated", note))
+        findings.append(KeyFinding("fsdp", options, "translated", note))
     for name in [name for name in values if str(name).removeprefix("fsdp_") in _XLA]:
         note = "hf-zero does not train on TPUs"
         outcome: Outcome = "left out" if values[name] else "no effect"
         findings.append(KeyFinding(name, values[name], outcome, note))
-    rest = {name: each for name, each in values.items() if name not in _XLA}
+    others = {name: value for name, value in values.items() if name not in _XLA}
     section: dict[str, Any] = {}
-    translate_fsdp({**older, **rest}, 1, section, findings)
-    for place, finding in enumerate(findings):
-        if finding.key in written_as and finding.key.partition(".")[2] not in rest:
-            findings[place] = finding._replace(key="fsdp", value=written_as[finding.key])
+    translate_fsdp({**older, **others}, 1, section, findings)
+    for index, finding in enumerate(findings):
+        if finding.key in written_as and finding.key.partition(".")[2] not in others:
+            findings[index] = finding._replace(key="fsdp", value=written_as[finding.key])
     if section.pop("zero3_init_flag", None) is not None:
-        for place, found in enumerate(findings):
+        for index, found in enumerate(findings):
             if found.note.startswith("zero3_init_flag: "):
                 note = "the Trainer loads weights into shards by itself"
-                findings[place] = found._replace(outcome="no effect", note=note)
+                findings[index] = found._replace(outcome="no effect", note=note)
     after: dict[str, Any] = {**_FILLED}
     for name, value in section.items():
         path = TRANSLATED.get(name, name)
@@ -256,21 +256,21 @@ def translate_trainer(
             inner = inner.setdefault(part, {})
         inner[last] = value
     arguments_kept = {
-        name: each for name, each in written.items() if name not in ("fsdp", "fsdp_config")
+        name: value for name, value in written.items() if name not in ("fsdp", "fsdp_config")
     }
     return after, arguments_kept if arguments else {}
 
 
 def _unknown_below(
-    section: str, name: object, value: object, prefix: str, known: Collection[str]
+    section: str, name: object, value: object, prefix: str, candidates: Collection[str]
 ) -> KeyFinding:
-    """Return the finding of an unknown key of ``section``, whose ``known`` keys have ``prefix``: to
-    fix if it resembles one of them.
+    """Return the finding of an unknown key of ``section``, whose keys ``candidates`` have
+    ``prefix``: to fix if it resembles one of them.
     """
     if is_comment(str(name)):
         return KeyFinding(f"{section}.{name}", value, "left out", "a comment")
-    meant = closest(str(name).removeprefix(prefix), known, least=MISSPELT)
-    names = " or ".join(f"'{prefix}{each}'" for each in meant)
+    meant = closest(str(name).removeprefix(prefix), candidates, least=MISSPELT)
+    names = " or ".join(f"'{prefix}{option}'" for option in meant)
     note = f"did you mean {names}?" if meant else "not known here"
     return KeyFinding(f"{section}.{name}", value, "to fix" if meant else "left out", note)
 
@@ -279,7 +279,7 @@ def _wrong_in_fsdp(name: str, value: object) -> str:
     """Return the end of a message about a value that FSDP's key ``name`` does not take, or ""."""
     word = str(value).upper()
     if name in ("sharding_strategy", "reshard_after_forward") and word not in _STRATEGIES:
-        strategies = [each for each in _STRATEGIES if "SHARD" in each]
+        strategies = [strategy for strategy in _STRATEGIES if "SHARD" in strategy]
         meant = closest(word, strategies, limit=1)
         hint = f"did you mean {meant[0]}?" if meant else "write FULL_SHARD, for instance"
         return f"not a strategy of FSDP; {hint}"
@@ -348,7 +348,7 @@ def translate_parallelism(
     written: Mapping[str, object], section: dict[str, object], findings: list[KeyFinding]
 ) -> dict[str, Any]:
     """Translate the sizes of ``parallelism_config``; return those that Accelerate is to keep."""
-    prefix, kept = "parallelism_config_", dict[str, Any]()
+    prefix, translated = "parallelism_config_", dict[str, Any]()
     values = {str(name).removeprefix(prefix): value for name, value in written.items()}
     for full, value in written.items():
         key, name = f"parallelism_config.{full}", str(full).removeprefix(prefix)
@@ -365,15 +365,15 @@ def translate_parallelism(
                 {"tensor_parallel": {"autotp_size": value}}, key, value, section, findings
             )
         elif of_size in ("sp_size", "cp_size") and values.get(of_size) not in (None, 1):
-            kept[str(full)] = value
+            translated[str(full)] = value
             findings.append(KeyFinding(key, value, "taken"))
         else:
             findings.append(KeyFinding(key, value, "no effect", _SIZES[of_size]))
-    return kept
+    return translated
 
 
 def plain(value: object) -> str:
     """Return ``value`` as YAML writes it on one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {plain(each)}" for name, each in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {plain(item)}" for name, item in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else str(value)

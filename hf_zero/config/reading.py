@@ -90,21 +90,21 @@ class ConfigReading:
         earlier ones.
         """
         origins = mapping if isinstance(mapping, SourcedDict) else None
-        own = ConfigReading(foreign=self.foreign, origins=origins)
-        own._walk(
+        inner = ConfigReading(foreign=self.foreign, origins=origins)
+        inner._walk(
             {key: value for key, value in mapping.items() if "." not in str(key)}, "", "", label
         )
         # TRL adds dotted keys to a config whose section may hold the same key: the dotted one
         # overrides it
         for key, value in mapping.items():
             if "." in str(key):
-                dotted = ConfigReading(origins=own.origins)
+                dotted = ConfigReading(origins=inner.origins)
                 with dotted.mistakes.collect():
                     dotted._take(canonical(key), key, value, label)
-                own.update(dotted)
-        with own.mistakes.collect():
-            own._settle(mapping, label)
-        self.update(own)
+                inner.update(dotted)
+        with inner.mistakes.collect():
+            inner._settle(mapping, label)
+        self.update(inner)
         return self
 
     def put(
@@ -382,8 +382,8 @@ def misspelt(written: str, value: object) -> bool:
         return False
     section, _, name = path.rpartition(".")
     acts = name in SECTIONS or (name in KEYS and KEYS[name].status is Status.ACTIVE)
-    below = [] if section else [each for each in KEYS if each.rpartition(".")[2] == name]
-    acts = acts or len([each for each in below if not _idle(each)]) == 1
+    below = [] if section else [key for key in KEYS if key.rpartition(".")[2] == name]
+    acts = acts or len([key for key in below if not _idle(key)]) == 1
     return acts or bool(meant(written, value))
 
 
@@ -393,7 +393,7 @@ def meant(written: str, value: object) -> list[str]:
     """
     section, _, name = canonical(written).rpartition(".")
     at_top = [] if section else _meant_at_top(name.lower(), value)
-    siblings = [each for each in _known() if each.rpartition(".")[0] == section]
+    siblings = [key for key in _known() if key.rpartition(".")[0] == section]
     return at_top or closest(name, siblings, least=MISSPELT)
 
 
@@ -403,7 +403,7 @@ def _meant_at_top(name: str, value: object) -> list[str]:
     ``value``: zero_optimization for ``zero: {stage: 3}``.
     """
     bare = ENDING.sub("", name)
-    top = [each for each in _known() if "." not in each]
+    top = [key for key in _known() if "." not in key]
     for each in (name, bare):
         if each in MEANT:
             return [MEANT[each]]
@@ -419,7 +419,7 @@ def _meant_at_top(name: str, value: object) -> list[str]:
         and _share_a_word(bare, each)
         and all(canonical(f"{each}.{key}") in {*KEYS, *SECTIONS} for key in value)
     }
-    return [each for each in sections.values() if not _idle(each)]
+    return [key for key in sections.values() if not _idle(key)]
 
 
 def _share_a_word(name: str, other: str) -> bool:
@@ -503,8 +503,8 @@ def _warn(message: str) -> None:
 
 def _is_foreign(written: str, value: object) -> bool:
     """Return whether an unknown key at the top is a comment or a key of another program."""
-    known = _known()
-    return is_comment(written) or (is_foreign(written, known) and not meant(written, value))
+    names = _known()
+    return is_comment(written) or (is_foreign(written, names) and not meant(written, value))
 
 
 def _unknown(written: str, value: object, path: str, label: str) -> ConfigError:
@@ -517,12 +517,12 @@ def _unknown(written: str, value: object, path: str, label: str) -> ConfigError:
     if not section and (names := _meant_at_top(name.lower(), value)):
         return ConfigError(f"{text}; did you mean {' or '.join(map(repr, names))}?")
     known = _known()
-    siblings = [each for each in known if each.rpartition(".")[0] == path.rpartition(".")[0]]
-    elsewhere = [each for each in known if each.rpartition(".")[2] == name]
+    siblings = [key for key in known if key.rpartition(".")[0] == path.rpartition(".")[0]]
+    elsewhere = [key for key in known if key.rpartition(".")[2] == name]
     similar = sorted(elsewhere, key=_idle) or closest(name, siblings)
     if similar and (why := _idle(similar[0])):
         return ConfigError(f"{text}; it resembles {similar[0]!r}, which {why}: remove it")
     if similar or section:
-        active = [each for each in similar or siblings if not _idle(each)]
+        active = [key for key in similar or siblings if not _idle(key)]
         return ConfigError(f"{text}{did_you_mean(name, active)}")
     return ConfigError(f"{text}; `hf-zero schema --table` lists the keys")

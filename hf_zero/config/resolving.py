@@ -145,11 +145,11 @@ def _resolve_batch(reading: ConfigReading, ranks: int, required: bool) -> None:
             micro = reading.fill(MICRO, 1, NO_BATCH_SIZE)
         if accumulation is None:
             accumulation = reading.fill(ACCUMULATION, 1, "default")
-        known = reading.sources[MICRO] != NO_BATCH_SIZE
+        is_set = reading.sources[MICRO] != NO_BATCH_SIZE
         reading.fill(
             TOTAL,
             micro * accumulation * ranks,
-            f"computed: {_equation(reading).partition(' = ')[2]}" if known else NO_BATCH_SIZE,
+            f"computed: {_equation(reading).partition(' = ')[2]}" if is_set else NO_BATCH_SIZE,
         )
     elif micro is None:
         if accumulation is None:
@@ -225,10 +225,10 @@ def _resolve_mesh(reading: ConfigReading, ranks: int) -> None:
 def _check_storage(reading: ConfigReading, ranks: int) -> None:
     if not reading.values.get(NODE_LOCAL):
         return
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    if here < ranks:
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if local_ranks < ranks:
         raise NotBuiltError(
-            f"{NODE_LOCAL} ({reading.sources[NODE_LOCAL]}) over several machines, {here} of "
+            f"{NODE_LOCAL} ({reading.sources[NODE_LOCAL]}) over several machines, {local_ranks} of "
             f"{ranks} ranks on this one, is not provided: the ranks "
             "of a checkpoint write into one folder; set it to false (Trainer: "
             "save_on_each_node=False) and save to a shared file system or an object store; disks "
@@ -332,7 +332,7 @@ def elastic_sizes(section: Mapping[str, object], ranks: int) -> tuple[int, int]:
     """
     total, fitting = elastic_batch(section)
     if ranks not in fitting:
-        near = sorted(sorted(fitting, key=lambda each: abs(each - ranks))[:6])
+        near = sorted(sorted(fitting, key=lambda size: abs(size - ranks))[:6])
         raise ConfigError(
             f"elasticity: the train batch of {total} samples does not fit {ranks} ranks; start "
             f"one of the numbers that it fits, such as {near}"
@@ -347,7 +347,7 @@ def _largest_multiple(base: int, most: int) -> int:
     """Return ``base`` times the largest highly composite number that keeps it at most ``most``, or
     0.
     """
-    return base * max((each for each in HIGHLY_COMPOSITE if each * base <= most), default=0)
+    return base * max((number for number in HIGHLY_COMPOSITE if number * base <= most), default=0)
 
 
 def _fitting_ranks(size: int, micros: Sequence[int], least: int, most: int) -> list[int]:
@@ -358,5 +358,5 @@ def _fitting_ranks(size: int, micros: Sequence[int], least: int, most: int) -> l
     for micro in micros:
         if size % micro == 0:
             steps = size // micro
-            fitting |= {each for each in range(least, min(most, steps) + 1) if steps % each == 0}
+            fitting |= {count for count in range(least, min(most, steps) + 1) if steps % count == 0}
     return sorted(fitting)

@@ -11,15 +11,15 @@ MISSPELT = 0.83
 LISTED = 16  # names in a message at most
 
 
-def closest(name: str, known: Iterable[str], limit: int = 3, least: float = 0.7) -> list[str]:
-    """Return the names of ``known`` that resemble ``name``, most similar first; similarity is at
+def closest(name: str, names: Iterable[str], limit: int = 3, least: float = 0.7) -> list[str]:
+    """Return the ``names`` that resemble ``name``, most similar first; similarity is at
     least ``least`` on a scale from 0 to 1. Dotted names are also compared by their last part.
     """
     bare = _bare(name)
     scored = []
-    for candidate in known:
+    for candidate in names:
         leaf = _bare(candidate.rpartition(".")[2])
-        score = max(_resemblance(bare, each, least) for each in {leaf, _bare(candidate)})
+        score = max(_resemblance(bare, part, least) for part in {leaf, _bare(candidate)})
         if score >= least:
             scored.append((-score, len(candidate), candidate))
     scored.sort()
@@ -36,22 +36,22 @@ def is_comment(name: str) -> bool:
     return name.startswith(("_", "//", "#")) or name.lower() in ("comment", "comments")
 
 
-def is_foreign(name: str, known: Iterable[str]) -> bool:
-    """Return whether ``name`` is a comment, or resembles none of ``known`` and is the last part of
-    none: a key of another program, not a misspelt or misplaced one.
+def is_foreign(name: str, candidates: Iterable[str]) -> bool:
+    """Return whether ``name`` is a comment, or resembles none of ``candidates`` and is the last
+    part of none: a key of another program, not a misspelt or misplaced one.
     """
     if is_comment(name):
         return True
-    names = list(known)
+    names = list(candidates)
     similar = closest(name, names, least=MISSPELT)
-    return not similar and name not in {each.rpartition(".")[2] for each in names}
+    return not similar and name not in {candidate.rpartition(".")[2] for candidate in names}
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return «; did you mean 'a' or 'b'?», or names to choose from, :data:`LISTED` at most, if none
     resembles ``name``.
     """
-    names = list(known)
+    names = list(candidates)
     similar = closest(name, names)
     if similar:
         return "; did you mean " + " or ".join(repr(candidate) for candidate in similar) + "?"

@@ -92,7 +92,7 @@ class MetricCurricula:
 def _layers(value: object) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)):
         raise ValueError(value)
-    return tuple(int(integer(0).convert(each)) for each in value)
+    return tuple(int(integer(0).convert(item)) for item in value)
 
 
 LAYERS = Kind(

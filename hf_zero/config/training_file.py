@@ -43,7 +43,7 @@ STEPS_OR_SHARE = "in steps, or below 1 as a share of the run"
 def _modules(value: object) -> str | list[str]:
     """Convert the name of one kind of module, or of several."""
     if isinstance(value, list) and value:
-        return [TEXT.convert(each) for each in value]
+        return [TEXT.convert(item) for item in value]
     return str(TEXT.convert(value))
 
 
@@ -286,7 +286,7 @@ def _contradictions(training: TrainingFile) -> Iterator[str]:
             "weights: random needs task: pretrain without adapters; write weights: pretrained, or "
             "pretrain first"
         )
-    for column in [each for each in training.columns if each not in COLUMNS]:
+    for column in [name for name in training.columns if name not in COLUMNS]:
         yield f"columns: the trainer reads no {column!r}{did_you_mean(column, COLUMNS)}"
     for column, name in training.columns.items():
         if not isinstance(name, str):

@@ -51,20 +51,22 @@ def faults(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield (name, what is wrong with it) of each variable that has the prefix of hf-zero's and is
     unknown, or has an unknown value.
     """
-    own = {name.removeprefix(PREFIXES[0]): name for name in VARIABLES}
+    short = {name.removeprefix(PREFIXES[0]): name for name in VARIABLES}
     for name, value in sorted(environment.items()):
-        known = VARIABLES.get(name)
-        if known is None and name.startswith(PREFIXES):
-            meant = closest(name.removeprefix(PREFIXES[0]).removeprefix(PREFIXES[1]), own, limit=1)
+        choices = VARIABLES.get(name)
+        if choices is None and name.startswith(PREFIXES):
+            meant = closest(
+                name.removeprefix(PREFIXES[0]).removeprefix(PREFIXES[1]), short, limit=1
+            )
             remedy = (
-                f"did you mean {own[meant[0]]}?"
+                f"did you mean {short[meant[0]]}?"
                 if meant
                 else "`hf-zero docs environment` lists the variables"
             )
             yield name, f"hf-zero has no such variable; {remedy}"
-        elif known and value.strip() and value.strip().lower() not in known:
-            choice = "0 or 1" if known is SWITCH else listed(known)
-            counts = "unknown and counts as 1" if known is SWITCH else "unknown"
+        elif choices and value.strip() and value.strip().lower() not in choices:
+            choice = "0 or 1" if choices is SWITCH else listed(choices)
+            counts = "unknown and counts as 1" if choices is SWITCH else "unknown"
             yield name, f"{value!r} is {counts}; write {choice}, or unset it"
 
 

@@ -57,8 +57,8 @@ class ZeroConfig(Settings):
     def __init__(self, stage: int, **keywords: Unpack[Keywords]):
         written = {name: value for name, value in keywords.items() if value is not None}
         unknown = [name for name in keywords if name not in KEYWORDS]
-        known = {name: value for name, value in written.items() if name in KEYWORDS}
-        reading = ConfigReading().read(_as_dialect(known | {"stage": stage}), "keyword")
+        keyword_values = {name: value for name, value in written.items() if name in KEYWORDS}
+        reading = ConfigReading().read(_as_dialect(keyword_values | {"stage": stage}), "keyword")
         for name in unknown:
             dialect = name.partition(".")[0] in {path.partition(".")[0] for path in KEYS}
             if answer := ANSWERS.get(name):

@@ -55,7 +55,7 @@ class Free:
         return [
             self.device,
             self.ram,
-            *(each for disk in self.disks for each in (disk.nbytes, disk.disk)),
+            *(number for disk in self.disks for number in (disk.nbytes, disk.disk)),
         ]
 
     def with_numbers(self, numbers: Sequence[int]) -> Free:
@@ -66,7 +66,7 @@ class Free:
             device=int(numbers[0]),
             ram=int(numbers[1]),
             disks=tuple(
-                DiskFree(each.path, int(nbytes), int(disk)) for each, nbytes, disk in pairs
+                DiskFree(free.path, int(nbytes), int(disk)) for free, nbytes, disk in pairs
             ),
         )
 
@@ -111,19 +111,19 @@ def measure(device: torch.device, folders: Sequence[str] = (), ranks: int | None
 
 
 def _disks(folders: Sequence[str], ranks: int) -> tuple[DiskFree, ...]:
-    found: list[DiskFree] = []
+    disks: list[DiskFree] = []
     numbers: dict[int, int] = {}
     for index, folder in enumerate(folders):
-        there = _nearest(folder)
-        number = numbers.setdefault(os.stat(there).st_dev, index)
-        found.append(DiskFree(folder, shutil.disk_usage(there).free // ranks, number))
-    return tuple(found)
+        existing = _nearest(folder)
+        number = numbers.setdefault(os.stat(existing).st_dev, index)
+        disks.append(DiskFree(folder, shutil.disk_usage(existing).free // ranks, number))
+    return tuple(disks)
 
 
 def _nearest(folder: str) -> Path:
     """Return ``folder``, or its nearest parent that exists."""
     path = Path(folder).absolute()
-    return next(each for each in (path, *path.parents) if os.path.exists(each))
+    return next(parent for parent in (path, *path.parents) if os.path.exists(parent))
 
 
 def _ranks_here() -> int:

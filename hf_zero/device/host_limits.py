@@ -90,14 +90,14 @@ def cgroups(root: Path = ROOT) -> Iterator[MemoryLimit]:
         for controller in names.split(",")
     }
     for version in _VERSIONS:
-        for mount in (root / each for each in version.mounts):
+        for mount in (root / mount_path for mount_path in version.mounts):
             if version.controller not in paths:
                 continue
             inner = Path(paths[version.controller].lstrip("/"))
-            for folder in (mount / each for each in (inner, *inner.parents)):
-                left = _left(folder, version)
-                if left is not None:
-                    yield MemoryLimit(left, f"left by the control group {folder}", True)
+            for folder in (mount / group for group in (inner, *inner.parents)):
+                remaining = _left(folder, version)
+                if remaining is not None:
+                    yield MemoryLimit(remaining, f"left by the control group {folder}", True)
 
 
 def free_ram(root: Path = ROOT, ranks: int = 1) -> MemoryLimit:
@@ -106,8 +106,8 @@ def free_ram(root: Path = ROOT, ranks: int = 1) -> MemoryLimit:
     """
     return min(
         (
-            MemoryLimit(each.nbytes // (ranks if each.shared else 1), each.why, each.shared)
-            for each in bounds(root)
+            MemoryLimit(limit.nbytes // (ranks if limit.shared else 1), limit.why, limit.shared)
+            for limit in bounds(root)
         ),
         key=lambda b: b.nbytes,
     )

@@ -43,8 +43,8 @@ def module_of(device: torch.device | str) -> Any:
 
 def accelerator() -> str | None:
     """Return the kind of accelerator of this machine; None if it has only a CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found is not None and not is_host(found) else None
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device.type if device is not None and not is_host(device) else None
 
 
 def in_use() -> str | None:

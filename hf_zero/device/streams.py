@@ -71,12 +71,12 @@ def current_stream(device: torch.device) -> Stream:
     return current
 
 
-def wait_for(others: Iterable[Stream], here: Stream) -> list[Stream]:
-    """Let ``here`` wait for the work now on ``others``; return those that are not ``here``."""
-    found = [stream for stream in others if stream != here]
-    for stream in found:
-        here.wait_stream(stream)
-    return found
+def wait_for(others: Iterable[Stream], waiting: Stream) -> list[Stream]:
+    """Let ``waiting`` wait for the work now on ``others``; return those besides ``waiting``."""
+    awaited = [stream for stream in others if stream != waiting]
+    for stream in awaited:
+        waiting.wait_stream(stream)
+    return awaited
 
 
 def on_stream(stream: Stream | None) -> AbstractContextManager[Any]:
@@ -110,8 +110,8 @@ def record_use(tensor: torch.Tensor, stream: Stream) -> None:
 
 
 def _new_event(kind: str) -> Event:
-    made: Event = kinds.module_of(kind).Event(**_options(kind))
-    return made
+    event: Event = kinds.module_of(kind).Event(**_options(kind))
+    return event
 
 
 @functools.cache
@@ -151,9 +151,9 @@ class TensorPool:
         if not free:
             return torch.empty(numel, dtype=dtype, device=device)
         tensor, last = free.pop()
-        if last is not None and (here := current_stream(device)) != last:
-            here.wait_stream(last)
-            record_use(tensor, here)
+        if last is not None and (current := current_stream(device)) != last:
+            current.wait_stream(last)
+            record_use(tensor, current)
         return tensor
 
     def release(self, *tensors: torch.Tensor | None) -> None:
@@ -163,14 +163,14 @@ class TensorPool:
         for tensor in tensors:
             if tensor is None:
                 continue
-            device, numel, here = tensor.device, tensor.numel(), None
+            device, numel, current = tensor.device, tensor.numel(), None
             if device.type not in kinds.IN_HOST_MEMORY and kinds.drives_streams(device.type):
-                here = current_stream(device)
+                current = current_stream(device)
             free = self._free.setdefault((numel, tensor.dtype), [])
             if len(free) < (self._most if isinstance(self._most, int) else self._most[numel]):
-                free.append((tensor, here))
-            elif here is not None:
-                record_use(tensor, here)
+                free.append((tensor, current))
+            elif current is not None:
+                record_use(tensor, current)
 
     def clear(self) -> None:
         """Free all tensors."""
