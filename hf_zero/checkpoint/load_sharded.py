@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -343,8 +344,17 @@ class _Load(StateSource):
         for kind, runs in self.runs[flat].items():
             held = set(map(id, runs))
             lacking = [run for run in self.runs[flat][MASTER] if id(run) not in held]
-            found[kind] = names.difference(*(self._names(flat, run) for run in lacking))
+            unread = set() if kind == MASTER else self._never_stepped
+            found[kind] = names.difference(unread, *(self._names(flat, run) for run in lacking))
         return found
+
+    @cached_property
+    def _never_stepped(self) -> set[str]:
+        """The parameters without a step: saved state of theirs is as before the first one."""
+        saved = self.manifest.optimizer
+        groups = () if saved is None else saved.groups
+        never = {n for group in groups for n, numbers in group.apart.items() if not numbers}
+        return {name for name, held in self.match.held.items() if held in never}
 
     def _names(self, flat: FlatBuffer, run: CopyRange) -> set[str]:
         """Return the parameters of ``flat`` with elements in ``run``."""

@@ -380,12 +380,17 @@ class BoundOptimizer:
             else:
                 _copy(held[at : at + values.numel()], values)
 
-    def create_offloaded(self, flat: Flat) -> None:
+    def create_offloaded(self, flat: Flat) -> bool:
         """Create the offloaded state of ``flat`` as of before the first step, where there is none.
         That resets arrays, so a load begins with it: ``load_state_dict`` of torch drops entries.
+        Return whether all of it was there already, as of before the first step.
         """
-        for segment in self._table.offloaded.segments(flat) if flat.offloaded else ():
-            self._table.offloaded.create(segment)
+        offloaded = self._table.offloaded
+        segments = offloaded.segments(flat) if flat.offloaded else []
+        begun = bool(segments) and all(map(offloaded.has_begun, segments))
+        for segment in segments:
+            offloaded.create(segment)
+        return begun
 
     def forget(self) -> None:
         """Reset all state to before the first step."""

@@ -211,8 +211,14 @@ class OffloadedState:
         bf16 = self._entries.bf16
         return initial if bf16 is None else bf16.fresh(initial, like)
 
+    def has_begun(self, segment: Segment) -> bool:
+        """Whether the state of ``segment`` is there, as of before its first step."""
+        return self.is_fresh(segment) and bool(self._entries.of(segment))
+
     def unstep(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""
+        if self.has_begun(segment):
+            return
         self._entries.optimizer.state.pop(segment.tensor, None)
         self._renew(segment)
 

@@ -235,8 +235,7 @@ def _fill(
 ) -> None:
     """Write the part of :func:`transfer` that is in ``flat``."""
     shard = flat.optimizer_shard
-    if optimizer:
-        state.bound.create_offloaded(shard)
+    begun = optimizer and state.bound.create_offloaded(shard)
     arrays = state.arrays(flat, optimizer)
     kinds = {*held, *arrays} if optimizer else {MASTER}
     entries = {
@@ -251,6 +250,9 @@ def _fill(
     out: torch.Tensor | None = None
     for kind, of_kind in entries.items():
         del out  # before the next one is fetched
+        if begun and kind != MASTER and len(missing[kind]) == len(of_kind):
+            out = None
+            continue
         out = arrays.get(kind)
         if kind == COMPENSATION and (state.bound is None or not state.bound.keeps_errors(shard)):
             errors = torch.zeros_like(arrays[MASTER], dtype=torch.float32)
