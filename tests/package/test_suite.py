@@ -85,7 +85,8 @@ def test_a_change_touches_tests():
 
 
 RUN = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 sys.path.insert(0, {root!r})
 from scripts import suite
 with suite.guarded() as environment:
