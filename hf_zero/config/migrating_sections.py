@@ -5,6 +5,7 @@ and parallel dimensions, with a finding for each key.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import TRANSLATED
@@ -142,9 +143,15 @@ def _compilation(name: str, value: object, backend: str) -> tuple[dict[str, Any]
 
 
 def translate_fsdp(
-    written: Mapping[str, Any], hosts: int, section: dict[str, Any], findings: list[KeyFinding]
+    written: Mapping[str, Any],
+    hosts: int,
+    section: dict[str, Any],
+    findings: list[KeyFinding],
+    words: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Translate the section ``fsdp_config`` of a run on ``hosts`` hosts into ``section``."""
+    """Translate the section ``fsdp_config`` of a run on ``hosts`` hosts into ``section``.
+    ``words``: by key, the word of the Trainer's ``fsdp`` that stands for it.
+    """
     if not isinstance(written, Mapping):
         raise ConfigError(f"fsdp_config is {shown(written)}, not keys and values; write a section")
     values = {str(name).removeprefix("fsdp_"): value for name, value in written.items()}
@@ -155,7 +162,9 @@ def translate_fsdp(
     if not strategies:
         findings.append(KeyFinding("fsdp_config", None, "translated", "zero_stage: 3, as in FSDP"))
     for full, value in written.items():
-        key, name = f"fsdp_config.{full}", str(full).removeprefix("fsdp_")
+        key, name, text = f"fsdp_config.{full}", str(full).removeprefix("fsdp_"), value
+        if full in words:
+            key, text = "fsdp", words[full]
         added: dict[str, Any] = {}
         note = _WITHOUT_EFFECT.get(name)
         if name not in _FSDP_NAMES:
@@ -164,7 +173,7 @@ def translate_fsdp(
         if name in strategies[1:]:
             note = "fsdp_sharding_strategy says it"
         elif wrong := _wrong_in_fsdp(name, value):
-            findings.append(KeyFinding(key, value, "to fix", f"{shown(value)} is {wrong}"))
+            findings.append(KeyFinding(key, text, "to fix", f"{shown(value)} is {wrong}"))
             continue
         elif name in strategies:
             added = {"zero_stage": stage} | (
@@ -176,11 +185,11 @@ def translate_fsdp(
             beside = (
                 "; one host has one copy of the shards" if name in strategies and hybrid else ""
             )
-            add_translated(added, key, value, section, findings, beside if hosts == 1 else "")
+            add_translated(added, key, text, section, findings, beside if hosts == 1 else "")
         elif note is None:
-            findings.append(KeyFinding(key, value, "left out", "hf-zero has no such choice"))
+            findings.append(KeyFinding(key, text, "left out", "hf-zero has no such choice"))
         else:
-            findings.append(KeyFinding(key, value, "no effect", note))
+            findings.append(KeyFinding(key, text, "no effect", note))
 
 
 def is_trainer(mapping: Mapping[str, object]) -> bool:
@@ -211,18 +220,18 @@ def translate_trainer(
     options = written.get("fsdp") or ""
     words = [options] if isinstance(options, str) else options if isinstance(options, list) else []
     older: dict[str, Any] = {}
-    written_as: dict[str, str] = {}  # the word of ``fsdp`` by the key that it stands for
+    stands_for: dict[str, str] = {}  # the word of ``fsdp`` by the key that it stands for
     for word in " ".join(map(str, words)).replace(",", " ").lower().split():
         if word.upper() in _STRATEGIES and word not in ("true", "false"):
             if "sharding_strategy" in older:
-                first = written_as["fsdp_config.sharding_strategy"]
+                first = stands_for["sharding_strategy"]
                 note = f"{first!r} and {word!r} are two strategies; write one of them"
                 findings.append(KeyFinding("fsdp", options, "to fix", note))
             older["sharding_strategy"] = word.upper()
-            written_as["fsdp_config.sharding_strategy"] = word
+            stands_for["sharding_strategy"] = word
         elif word == "offload":
             older["cpu_offload"] = True
-            written_as["fsdp_config.cpu_offload"] = word
+            stands_for["cpu_offload"] = word
         elif word not in ("auto_wrap", "true"):
             findings.append(KeyFinding("fsdp", options, "to fix", f"{word!r} is no option of it"))
     if options:
@@ -234,10 +243,8 @@ def translate_trainer(
         findings.append(KeyFinding(name, values[name], outcome, note))
     others = {name: value for name, value in values.items() if name not in _XLA}
     section: dict[str, Any] = {}
-    translate_fsdp({**older, **others}, 1, section, findings)
-    for index, finding in enumerate(findings):
-        if finding.key in written_as and finding.key.partition(".")[2] not in others:
-            findings[index] = finding._replace(key="fsdp", value=written_as[finding.key])
+    words_in_use = {name: word for name, word in stands_for.items() if name not in others}
+    translate_fsdp({**older, **others}, 1, section, findings, words_in_use)
     if section.pop("zero3_init_flag", None) is not None:
         for index, found in enumerate(findings):
             if found.note.startswith("zero3_init_flag: "):
