@@ -371,12 +371,14 @@ class _Load(StateSource):
 
     def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterNumbers]:
         saved = {
-            name: group.apart.get(name, group.scalars) if group.apart.get(name, True) else None
+            name: group.apart.get(name, group.scalars)
             for group in self._groups()
             for name in group.parameters
         }
-        held = self.match.held  # one that is not held was frozen or missing at the save
-        found = {name: saved.get(held[name]) for name in parameters if name in held}
+        # one that is not held was frozen or missing at the save
+        held = {name: self.match.held[name] for name in parameters if name in self.match.held}
+        found = {name: saved.get(source) for name, source in held.items()}
+        found |= dict.fromkeys(self._never_stepped & found.keys())
         saved_by, bound = self.manifest.optimizer, self.engine.bound
         other = saved_by is not None and saved_by.class_name != class_name(bound.optimizer)
         if other and not bound.keeps("step"):

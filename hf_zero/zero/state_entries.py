@@ -247,12 +247,10 @@ def _fill(
         for kind, of_kind in entries.items()
     }
     errors = None  # of weights that were saved in bf16, to be added to those in fp32
-    out: torch.Tensor | None = None
     for kind, of_kind in entries.items():
-        del out  # before the next one is fetched
         if begun and kind != MASTER and len(missing[kind]) == len(of_kind):
-            out = None
             continue
+        out = None  # frees the last one before the next is fetched
         out = arrays.get(kind)
         if kind == COMPENSATION and (state.bound is None or not state.bound.keeps_errors(shard)):
             errors = torch.zeros_like(arrays[MASTER], dtype=torch.float32)
