@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from offload import environment, rows_of_ranks
+from offload import environment, rows_of_all_ranks
 
 CONTENDERS = ("hf-zero 1", "hf-zero 3", "ddp", "fsdp2")
 COLUMNS = (
@@ -180,12 +180,9 @@ def run(name: str, parameters: int, ranks: int) -> list[dict[str, Any]]:
     command = [sys.executable, __file__, "--work", name, "--parameters", str(parameters)]
     try:
         env = {**environment(ranks, threads=1), "HF_ZERO_LOG_LEVEL": "ERROR"}
-        rows = rows_of_ranks([*command, "--folder", folder], ranks, env, LIMIT)
+        return rows_of_all_ranks(name, [*command, "--folder", folder], ranks, env, LIMIT)
     finally:
         shutil.rmtree(folder)
-    if "error" in rows[0]:
-        raise SystemExit(f"a rank of {name} failed: {rows[0]['error']}")
-    return rows
 
 
 def main() -> None:

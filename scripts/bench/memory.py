@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offload import BEFORE, SMALL, Peak, environment, resident, rows_of_ranks
+from offload import BEFORE, SMALL, Peak, environment, resident, rows_of_all_ranks
 
 SAMPLES, LENGTH = 2, 64
 WARM, LIMIT = 3, 600  # steps before the measured ones; seconds of a contender
@@ -133,10 +133,7 @@ def run(name: str, ranks: int, options: argparse.Namespace) -> list[dict[str, An
         name = "hf-zero " + name.removeprefix(BEFORE)
     command = [sys.executable, __file__, "--work", name]
     command += ["--steps", str(options.steps), "--layers", str(options.layers)]
-    rows = rows_of_ranks(command, ranks, env, LIMIT)
-    if "error" in rows[0]:
-        raise SystemExit(f"a rank of {name} failed: {rows[0]['error']}")
-    return rows
+    return rows_of_all_ranks(name, command, ranks, env, LIMIT)
 
 
 def main() -> None:

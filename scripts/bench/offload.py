@@ -351,6 +351,16 @@ def environment(ranks: int, threads: int) -> dict[str, str]:
     )  # fmt: skip
 
 
+def rows_of_all_ranks(
+    name: str, command: list[str], ranks: int, env: dict[str, str], limit: float
+) -> list[dict[str, Any]]:
+    """Return :func:`rows_of_ranks`, or end the script with the error of a rank of ``name``."""
+    rows = rows_of_ranks(command, ranks, env, limit)
+    if "error" in rows[0]:
+        raise SystemExit(f"a rank of {name} failed: {rows[0]['error']}")
+    return rows
+
+
 def rows_of_ranks(
     command: list[str], ranks: int, env: dict[str, str], limit: float = LIMIT
 ) -> list[dict[str, Any]]:

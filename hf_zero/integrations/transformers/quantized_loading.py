@@ -54,6 +54,11 @@ def keep_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
     return update_device_map
 
 
+def _only(value: Any) -> Any:
+    """Return the tensor of ``value``, of which transformers may make a list of one."""
+    return value[0] if isinstance(value, list) else value
+
+
 def quantize_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Bnb4bitQuantize.convert``: a lazy weight is quantised while it is read."""
 
@@ -66,7 +71,7 @@ def quantize_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         made: dict[str, Any] = {}
         for name, value in input_dict.items():
-            weight = value[0] if isinstance(value, list) else value
+            weight = _only(value)
             if not isinstance(weight, LazyTensor):
                 made |= original(self, {name: value}, full_layer_name, model, **kwargs)
                 continue
@@ -93,7 +98,7 @@ def quantize_rows_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         made: dict[str, Any] = {}
         for name, value in input_dict.items():
-            weight = value[0] if isinstance(value, list) else value
+            weight = _only(value)
             if not isinstance(weight, LazyTensor):
                 made |= original(self, {name: value}, model, full_layer_name, **kwargs)
                 continue
@@ -101,20 +106,21 @@ def quantize_rows_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(self, {name: sample}, model, full_layer_name, **kwargs)[name]
             # GPT-2's Conv1D has its weight transposed
             rows: Any = weight if result.shape == sample.shape else weight.T
-            functional = importlib.import_module("bitsandbytes").functional
-
-            def quantised(part: torch.Tensor, functional: Any = functional) -> Any:
-                half = part.to(default_device(), torch.float16)
-                codes, scales, _ = functional.int8_vectorwise_quant(half)
-                return {"codes": codes, "scales": scales}
-
-            parts = _in_rows(rows, quantised, quantised(torch.zeros(2, rows.shape[1])))
+            parts = _in_rows(rows, _in_8_bits, _in_8_bits(torch.zeros(2, rows.shape[1])))
             result.CB, result.SCB = result, LazyTensor(parts["scales"])
             _set_source(result, parts["codes"])
             made[name] = result
         return made
 
     return convert
+
+
+def _in_8_bits(part: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the codes and the scales of the rows ``part`` [rows, columns]."""
+    functional = importlib.import_module("bitsandbytes").functional
+    half = part.to(default_device(), torch.float16)
+    codes, scales, _ = functional.int8_vectorwise_quant(half)
+    return {"codes": codes, "scales": scales}
 
 
 def quantize_parts_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +138,7 @@ def quantize_parts_in_shards(original: Callable[..., Any]) -> Callable[..., Any]
         **kwargs: Any,
     ) -> Any:
         ((name, value),) = input_dict.items()
-        weight = value[0] if isinstance(value, list) else value
+        weight = _only(value)
         if not isinstance(weight, LazyTensor):
             return original(self, input_dict, model, full_layer_name, missing_keys, **kwargs)
         path, _, key = str(full_layer_name).rpartition(".")
@@ -222,10 +228,7 @@ def take_packed_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
         full_layer_name: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        values = {
-            name: value[0] if isinstance(value, list) else value
-            for name, value in input_dict.items()
-        }
+        values = {name: _only(value) for name, value in input_dict.items()}
         bytes_of = values.get("weight")
         if len(values) == 1 or not isinstance(bytes_of, LazyTensor):
             return original(self, input_dict, model, full_layer_name, **kwargs)
