@@ -1,5 +1,5 @@
-"""Two ranks that share one GPU, over gloo: equal to the plain loop at every stage, and with
-branches of a model on two streams.
+"""Two ranks that share one GPU, over gloo: equal to the plain loop at every stage, with branches of
+a model on two streams, and in random lives of training state.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from tests.late import training
 PROGRAM = Path(__file__).with_name("two_ranks.py")
 
 
-@pytest.fixture(scope="module")
-def printed() -> str:
+def run(what: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(free_port()), str(PROGRAM)]
+    command += ["--master-port", str(free_port()), str(PROGRAM), what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+@pytest.fixture(scope="module")
+def printed() -> str:
+    return run("trainings")
 
 
 def told(printed: str, what: str) -> list[Any]:
@@ -54,3 +58,9 @@ def test_branches_on_two_streams_equal_the_plain_loop(printed: str) -> None:
     for job, rank, found in rows:
         want = training.plain(job, two_ranks.STEPS, rank, 2)
         assert found == pytest.approx(want, rel=1e-4), (job, rank)
+
+
+def test_state_as_in_one_process() -> None:
+    rows = told(run("lives"), "LIVES ")
+    assert {rank for _, rank, _ in rows} == {0, 1}
+    assert not [row for row in rows if row[2]]

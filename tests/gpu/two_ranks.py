@@ -1,14 +1,20 @@
 """Rank of test_two_ranks_on_one_gpu.py: trains at each stage over gloo, whose messages may be in
-device memory, and prints the losses of the whole batch; then a model whose branches are on two
-streams, and prints each rank's losses. NCCL refuses two ranks of one device.
+device memory, and prints the losses of the whole batch; a model whose branches are on two streams,
+and prints each rank's losses; random lives of training state, and prints what is not as in one
+process. NCCL refuses two ranks of one device.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -19,10 +25,12 @@ import hf_zero
 from hf_zero.zero.layout import wrap
 from tests.gpu.test_engine_on_gpu import batches, loss_of
 from tests.helpers.engines import STAGES
+from tests.helpers.random_states import Life, check
 from tests.helpers.stacks import stack
 from tests.late import training
 
 STEPS = 6
+SEEDS = int(os.environ.get("HF_ZERO_SEEDS", 12))
 SLOW = 4_000_000  # cycles that a delayed stream sleeps at most: some 2 ms
 
 
@@ -67,9 +75,25 @@ def losses_of_branches(job: str) -> list[float]:
     return [loss.item() for loss in found]
 
 
-def main() -> None:
-    wrap.GRANULARITY = wrap.PERSISTENCE = 0  # the blocks of the model are small
-    dist.init_process_group("gloo")
+def on_both(world: int, fn: Callable[..., Any], *args: Any, build: Callable[[], Any]) -> list[Any]:
+    """Run ``fn`` as this rank, as on_ranks does on threads; return what both ranks have seen."""
+    mine, both = fn(dist.get_rank(), build(), *args), [None] * world
+    dist.all_gather_object(both, (mine.seen, mine.frozen))
+    return [SimpleNamespace(seen=seen, frozen=frozen) for seen, frozen in both]  # type: ignore
+
+
+def difference_of(life: Life) -> str:
+    """Return how ``life`` on both ranks differs from one process, or ""."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    try:
+        check(life, Path(folder[0]), on_both, "cuda" if torch.cuda.is_available() else "cpu")
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def trainings() -> None:
     on_cpu = {"offload_optimizer": {"device": "cpu"}}
     for stage in STAGES:
         for name, more in {"": {}, "offload": on_cpu}.items():
@@ -81,6 +105,20 @@ def main() -> None:
     for job in training.BRANCHES:
         told = [job, dist.get_rank(), losses_of_branches(job)]
         print("BRANCHES " + json.dumps(told) + "\n", end="", flush=True)
+
+
+def lives() -> None:
+    """Lives in fp32: those in bf16 are compared with an engine of one rank."""
+    for seed in range(SEEDS):
+        if not (life := Life.drawn(seed).on(2)).bf16:
+            told = [seed, dist.get_rank(), difference_of(life)]
+            print("LIVES " + json.dumps(told) + "\n", end="", flush=True)
+
+
+def main() -> None:
+    wrap.GRANULARITY = wrap.PERSISTENCE = 0  # the blocks of the model are small
+    dist.init_process_group("gloo")
+    {"trainings": trainings, "lives": lives}[sys.argv[1]]()
     dist.destroy_process_group()
 
 

@@ -86,7 +86,7 @@ def _padded(ids: torch.Tensor, place: slice) -> Batch:
 
 
 def _packed(ids: torch.Tensor) -> Batch:
-    positions = torch.cat([torch.arange(5), torch.arange(TOKENS - 5)])
+    positions = torch.cat([torch.arange(5), torch.arange(TOKENS - 5)]).to(ids.device)
     return {**_plain(ids), "position_ids": positions.expand_as(ids).contiguous()}
 
 
@@ -157,6 +157,8 @@ class Program:
     adam: bool
     tied: bool
     life: Life
+    device: str = "cpu"
+    kernels: str = "off"
 
     @staticmethod
     def drawn(seed: int) -> Program:
@@ -180,7 +182,8 @@ class Program:
         return f"{self.kind} on {mesh}, {features}:\n    {', '.join(acts)}"
 
     def model(self) -> Any:
-        return tiny(self.kind, **({"tie_word_embeddings": True} if self.tied else {}))
+        tied = {"tie_word_embeddings": True} if self.tied else {}
+        return tiny(self.kind, **tied).to(self.device)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.adam:
@@ -190,7 +193,7 @@ class Program:
     def tokens(self, act: int, micro: int) -> torch.Tensor:
         seed = (self.seed * 101 + act) * 2 * MICRO + micro
         draw = torch.Generator().manual_seed(seed)
-        return torch.randint(3, VOCAB - 6, (ROWS, TOKENS), generator=draw)
+        return torch.randint(3, VOCAB - 6, (ROWS, TOKENS), generator=draw).to(self.device)
 
     def batch_of(self, act: int, micro: int) -> Batch:
         return BATCHES[self.batch](self.tokens(act, micro))
@@ -334,6 +337,7 @@ class OnRank:
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": len(self.mine),
             "zero_optimization": {"stage": act.stage},
+            "kernels": self.program.kernels,
             **clipping,
             **self.mesh.keys,
         }
@@ -397,7 +401,9 @@ def parts_of(life: Life) -> list[Part]:
     return parts
 
 
-def on_ranks(program: Program, folder: Path) -> list[tuple[Mesh, Part, list[Record]]]:
+def on_ranks(
+    program: Program, folder: Path, run: Callable[..., list[Record]] = run_ranks
+) -> list[tuple[Mesh, Part, list[Record]]]:
     """The records of the ranks of each engine, on the next mesh that the model type supports."""
     done: list[tuple[Mesh, Part, list[Record]]] = []
     parts, whole, left = parts_of(program.life), program.model(), list(program.meshes)
@@ -407,7 +413,7 @@ def on_ranks(program: Program, folder: Path) -> list[tuple[Mesh, Part, list[Reco
             continue
         models = [copy.deepcopy(whole) for _ in range(mesh.world)]
         try:
-            records = run_ranks(mesh.world, _on_rank, program, mesh, part, models, folder)
+            records = run(mesh.world, _on_rank, program, mesh, part, models, folder)
         except RankFailed as failed:
             if not left or not isinstance(failed.__cause__, REFUSALS):
                 raise
@@ -436,13 +442,19 @@ def _compare_weights(program: Program, got: Record, want: Record) -> None:
     }
     total = sum(change**2 for change in changes.values()) ** 0.5
     for name, change in changes.items():
-        error = float((got.weights[name].float() - want.weights[name].float()).norm())
+        wanted = want.weights[name].float().cpu()
+        error = float((got.weights[name].float().cpu() - wanted).norm())
         assert error <= WEIGHTS * change + 1e-3 * WEIGHTS * total + 1e-6, (name, error, change)
 
 
-def check(program: Program, want: Record, folder: Path) -> None:
+def check(
+    program: Program,
+    want: Record,
+    folder: Path,
+    run: Callable[..., list[Record]] = run_ranks,
+) -> None:
     """Compare the life of ``program`` on ranks with ``want``, act by act."""
-    done = on_ranks(program, folder)
+    done = on_ranks(program, folder, run)
     for mesh, part, ranks in done:
         for rank, found in enumerate(ranks):
             reader = rank // (mesh.tensor * mesh.sequence)

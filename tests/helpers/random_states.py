@@ -32,6 +32,7 @@ LOSS, WEIGHTS, CLIPPED_8_BITS, IN_BF16 = 1e-5, 1e-4, 1e-3, 3e-2
 
 Optimizer = torch.optim.Optimizer
 Groups = list[dict[str, Any]]
+Run = Callable[..., list[Any]]  # as on_ranks: of the world, a function of rank and model, and more
 OPTIMIZERS: dict[str, Callable[[Groups], Optimizer]] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, 1e-3, eps=1e-4),
     "Adam amsgrad": lambda groups: torch.optim.Adam(groups, 1e-3, eps=1e-4, amsgrad=True),
@@ -106,6 +107,10 @@ class Life:
             acts = [replace(act, world=4) if act.world == 3 else act for act in acts]
         return Life(seed, optimizer, widths, decays, tied, clip, bf16, tuple(acts[:-1]))
 
+    def on(self, world: int) -> Life:
+        """Return the same life on ``world`` ranks throughout."""
+        return replace(self, acts=tuple(replace(act, world=world) for act in self.acts))
+
     @property
     def exact(self) -> bool:
         """Whether all ranks have the same rows: a gradient that differs in its last bit can change
@@ -172,16 +177,19 @@ class Seen:
 class Alone:
     """A life in one process of plain PyTorch. The subclass has an engine in its place."""
 
-    def __init__(self, life: Life) -> None:
-        self.life, self.saved = life, None
+    def __init__(self, life: Life, device: str) -> None:
+        self.life, self.device, self.saved = life, device, None
         self.seen = Seen()
         self.model: Any = None
         self.frozen: set[int] = set()
 
     def start(self, act: Act) -> None:
-        self.model = self.life.model()
+        self.model = self.life.model().to(self.device)
         self.freeze_again()
         self.optimizer: Any = self.life.optimizer_of(self.model)
+
+    def rows(self, number: int, micro: int) -> torch.Tensor:
+        return self.life.rows(number, micro).to(self.device)
 
     def freeze_again(self) -> None:
         for which, layer in enumerate(self.model.layers):
@@ -190,7 +198,7 @@ class Alone:
     def window(self, number: int, micros: int) -> None:
         losses = []
         for micro in range(micros):
-            loss = self.model(self.life.rows(number, micro)).pow(2).mean()
+            loss = self.model(self.rows(number, micro)).pow(2).mean()
             (loss / micros).backward()
             losses.append(float(loss.detach()))
         gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
@@ -204,7 +212,7 @@ class Alone:
 
     def skipped(self, number: int) -> None:
         """A backward whose gradients are dropped."""
-        self.model(self.life.rows(number, 0)).pow(2).mean().backward()
+        self.model(self.rows(number, 0)).pow(2).mean().backward()
         self.optimizer.zero_grad()
 
     @contextmanager
@@ -260,11 +268,11 @@ class Alone:
                 self.load()
 
 
-def in_one_process(life: Life) -> Seen:
-    alone = Alone(life)
+def in_one_process(life: Life, device: str = "cpu") -> Seen:
+    alone = Alone(life, device)
     for number, act in enumerate(life.acts):
         alone.does(act, number)
-    alone.seen.weights = {n: p.detach().clone() for n, p in alone.model.named_parameters()}
+    alone.seen.weights = {n: p.detach().cpu() for n, p in alone.model.named_parameters()}
     return alone.seen
 
 
@@ -274,7 +282,7 @@ class OnRank(Alone):
     def __init__(
         self, life: Life, rank: int, model: Net, folder: Path, frozen: set[int], want: Seen
     ) -> None:
-        super().__init__(life)
+        super().__init__(life, "")
         self.rank, self.built, self.folder = rank, model, folder
         self.frozen, self.halved = set(frozen), want.halved
         self.saved = (folder / "latest").exists() or None
@@ -290,12 +298,15 @@ class OnRank(Alone):
         self.engine = start(self.model, self.life.optimizer_of(self.model), config)
         self.optimizer = self.engine.optimizer
 
+    def rows(self, number: int, micro: int) -> torch.Tensor:
+        rows = self.life.rows(number, micro, self.rank, self.world)
+        return rows.to(self.engine.device)
+
     def window(self, number: int, micros: int) -> None:
         self.engine.set_batches(ROWS, micros)
         losses = []
         for micro in range(micros):
-            rows = self.life.rows(number, micro, self.rank, self.world)
-            loss = self.engine(rows).float().pow(2).mean()
+            loss = self.engine(self.rows(number, micro)).float().pow(2).mean()
             self.engine.backward(loss)
             self.engine.step()
             losses.append(float(loss.detach()))
@@ -303,9 +314,7 @@ class OnRank(Alone):
 
     def skipped(self, number: int) -> None:
         self.engine.set_batches(ROWS, 2)
-        self.engine.backward(
-            self.engine(self.life.rows(number, 0, self.rank, self.world)).pow(2).mean()
-        )
+        self.engine.backward(self.engine(self.rows(number, 0)).pow(2).mean())
         self.engine.zero_grad()
 
     @contextmanager
@@ -336,12 +345,12 @@ def _part(rank: int, model: Any, life: Life, part: list[tuple[int, Act]], *known
     on_rank = OnRank(life, rank, model, *known)
     for number, act in part:
         on_rank.does(act, number)
-    on_rank.seen.weights = full_weights(on_rank.engine)
+    on_rank.seen.weights = {n: value.cpu() for n, value in full_weights(on_rank.engine).items()}
     on_rank.engine.destroy()
     return on_rank
 
 
-def on_engines(life: Life, folder: Path, halved: Seen) -> Seen:
+def on_engines(life: Life, folder: Path, halved: Seen, run: Run = on_ranks) -> Seen:
     """Return the losses, averaged over ranks, and the weights of ``life`` on its ranks."""
     parts: list[list[tuple[int, Act]]] = []
     for number, act in enumerate(life.acts):
@@ -351,7 +360,7 @@ def on_engines(life: Life, folder: Path, halved: Seen) -> Seen:
     seen, frozen = Seen(), set[int]()
     for part in parts:
         world = part[0][1].world
-        ranks = on_ranks(world, _part, life, part, folder, frozen, halved, build=life.model)
+        ranks = run(world, _part, life, part, folder, frozen, halved, build=life.model)
         frozen, seen.weights = ranks[0].frozen, ranks[0].seen.weights
         for step in range(len(ranks[0].seen.losses)):
             of_ranks = torch.tensor([rank.seen.losses[step] for rank in ranks])
@@ -359,15 +368,15 @@ def on_engines(life: Life, folder: Path, halved: Seen) -> Seen:
     return seen
 
 
-def check(life: Life, folder: Path) -> None:
+def check(life: Life, folder: Path, run: Run = on_ranks, device: str = "cpu") -> None:
     """Compare ``life`` on ranks with the same in one process, in bf16 with an engine of one rank
     at stage 0: the losses of each step, and the weights at the end.
     """
-    want = in_one_process(life)
+    want = in_one_process(life, device)
     if life.bf16:
         halved, alone = want, [replace(a, world=1, stage=0, place=DEVICE) for a in life.acts]
-        want = on_engines(replace(life, acts=tuple(alone)), folder / "alone", halved)
-    got = on_engines(life, folder / "ranks", want if not life.bf16 else halved)
+        want = on_engines(replace(life, acts=tuple(alone)), folder / "alone", halved, run)
+    got = on_engines(life, folder / "ranks", want if not life.bf16 else halved, run)
     for step, (losses, expected) in enumerate(zip(got.losses, want.losses, strict=True)):
         off = max(abs(a - b) / abs(b) for a, b in zip(losses, expected))
         where = f"loss of step {step}: {losses}, alone {expected}"
@@ -381,11 +390,11 @@ def check(life: Life, folder: Path) -> None:
         assert off <= life.limit * moved, f"{name} is off by {off:.3g} of {moved:.3g}"
 
 
-def fails(life: Life) -> str:
+def fails(life: Life, run: Run = on_ranks, device: str = "cpu") -> str:
     """Return the error of ``life``, or "" where it is as in one process."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            check(life, Path(folder))
+            check(life, Path(folder), run, device)
         except Exception as error:  # of an engine as of a comparison
             return f"{type(error).__name__}: {error}"
     return ""
