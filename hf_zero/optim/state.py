@@ -130,7 +130,7 @@ def _stepped_twin(
         settings["capturable"] = False  # counters on the device: torch refuses others
     twin.param_groups = [{**settings, "params": [probe]}]
     if isinstance(twin, torch.optim.Adagrad):  # up to torch 2.12 only its constructor makes state
-        begun = settings["initial_accumulator_value"]
+        begun = float(settings["initial_accumulator_value"])
         twin.state = torch.optim.Adagrad(twin.param_groups, initial_accumulator_value=begun).state
     twin.step()
     return twin, probe

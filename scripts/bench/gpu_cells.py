@@ -74,7 +74,7 @@ def train(work: str, kind: str, seconds: int) -> Cell:
         measured = train_gpu.measure(what, shape, int(rows), int(length), device, profiled)
         yield {**measured, "work": work, "of": kind}
 
-    needs = "deepspeed" if kind.startswith("ds") else "liger_kernel" if kind == "liger" else ""
+    needs = "deepspeed" if kind.startswith("ds") else "liger_kernel" if "liger" in kind else ""
     native = kind.startswith("hfz") and bool({"offload", "most"} & {*kind.split("+")})
     return Cell(work, kind, seconds, run, needs, native)
 
@@ -231,6 +231,10 @@ CELLS = (
     train(LLAMA, "hfz1+all+flash", 50),
     train(LLAMA, "hf", 30),
     train(LLAMA, "fsdp2", 30),
+    train(LLAMA, "fsdp2-liger", 30),
+    train(LLAMA, "fsdp2-compile", 45),
+    train(LLAMA, "hfz1+all+8bit", 40),
+    train(LLAMA, "hfz1+all+16bit", 40),
     train(LLAMA, "hf-compile", 90),
     train(BERT, "hf", 30),
     train(LONG_BERT, "hf-compile", 75),

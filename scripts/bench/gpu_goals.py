@@ -37,7 +37,7 @@ class Goal:
     over: str = ""
 
 
-TRAINED = ("hf-compile", "hf", "fsdp2", "ds1")
+TRAINED = ("hf-compile", "hf", "fsdp2", "fsdp2-liger", "fsdp2-compile", "ds1")
 ATTENTION = ("flash", "cudnn", "flex")
 
 GOALS = (
@@ -77,7 +77,7 @@ GOALS = (
         "step_s",
         "hfz3+all",
         None,
-        ("ds3", "fsdp2"),
+        ("ds3", "fsdp2", "fsdp2-liger", "fsdp2-compile"),
     ),
     Goal(
         "llama-3b,4,2048",

@@ -7,7 +7,8 @@ hf-zero, each in a process of its own.
 
 A contender's figure is the median of STEPS steps after WARM_UP, best of the rounds; rounds are
 interleaved. Weights are random, tokens too; bf16, AdamW, clipping 1.0. `hf` trains fp32 weights
-under autocast, as the Trainer does. `hfzN` is stage N; `+all` asks for `kernels: auto` and
+under autocast, as the Trainer does; `-compile` compiles the model, of FSDP2 each layer, and
+`fsdp2-liger` has the kernels of Liger. `hfzN` is stage N; `+all` asks for `kernels: auto` and
 `compile: blocks`, `+kernels` and `+compile` for one of them; what else stands behind a `+` is in
 EXTRAS. Liger is taken if it is installed, DeepSpeed from the folder that is given. Rows go to OUT
 as JSON lines, with versions.
@@ -31,6 +32,7 @@ from versions import versions
 
 WARM_UP, STEPS, MASKED, LEARNING_RATE = 5, 10, 0.15, 1e-5
 OFFLOADED_WARM_UP, OFFLOADED_STEPS = 2, 5
+EIGHT_BITS = {"type": "AdamW8bit", "params": {"lr": LEARNING_RATE}}
 ON_CPU = {"device": "cpu", "pin_memory": True}
 EXTRAS: dict[str, dict[str, Any]] = {
     "kernels": {"kernels": "auto"},
@@ -43,6 +45,12 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "offload": {"zero_optimization": {"offload_optimizer": ON_CPU}},
     # four fifths of the optimizer on the CPU
     "most": {"zero_optimization": {"offload_optimizer": {**ON_CPU, "ratio": 0.8}}},
+    "8bit": {"optimizer": EIGHT_BITS},
+    # weights, gradients and their masters in 2 bytes each, moments in 2 bytes together
+    "16bit": {
+        "optimizer": EIGHT_BITS,
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+    },
 }
 LLAMA: dict[str, Any] = {
     "vocab_size": 128256,
@@ -135,8 +143,10 @@ def plain(model: Any, batch: dict[str, Any], device: str, compiled: bool) -> Cal
     return step
 
 
-def sharded(model: Any, batch: dict[str, Any], device: str) -> Callable[[], Any]:
-    """FSDP2, each layer and the rest a unit, bf16 for compute and fp32 for the weights."""
+def sharded(model: Any, batch: dict[str, Any], device: str, compiled: bool) -> Callable[[], Any]:
+    """FSDP2, each layer and the rest a unit, bf16 for compute and fp32 for the weights; compiled,
+    each layer by itself.
+    """
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -149,6 +159,8 @@ def sharded(model: Any, batch: dict[str, Any], device: str) -> Callable[[], Any]
     for layer in (
         model.model.layers if model.config.model_type == "llama" else model.bert.encoder.layer
     ):
+        if compiled:
+            layer.compile()
         fully_shard(layer, **how)
     fully_shard(model, **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -204,7 +216,7 @@ def contender(
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = True
-    if kind == "liger":
+    if "liger" in kind:
         import liger_kernel.transformers as liger
 
         {"bert": lambda: None, "llama": liger.apply_liger_kernel_to_llama}[SHAPES[shape][0]]()
@@ -224,8 +236,8 @@ def contender(
         import hf_zero
 
         return model, engine_of(hf_zero, model, batch, int(kind[3]), asked_by(kind))
-    if kind == "fsdp2":
-        return model, sharded(model, batch, device)
+    if kind.startswith("fsdp2"):
+        return model, sharded(model, batch, device, compiled="compile" in kind)
     return model, plain(model, batch, device, compiled="compile" in kind)
 
 
