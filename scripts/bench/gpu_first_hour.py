@@ -145,6 +145,9 @@ class Captures(threading.Thread):
             values @ values
             return
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # cuBLAS makes what it needs for this thread and stream
+            values @ values
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             values @ values
         graph.replay()
