@@ -122,12 +122,14 @@ class GradientOffload:
 
 
 def _put(grad: torch.Tensor, values: torch.Tensor, adds: bool, scale: float) -> None:
-    """Compute ``grad = scale * values``, or ``+=``, in host memory; host kernels support 32 bits
-    and fewer, torch does the rest.
+    """Compute ``grad = scale * values``, or ``+=``, in host memory; host kernels add to fp32 and
+    cast 32 bits and fewer, torch does the rest.
     """
-    if grad.dtype == torch.float64:
-        grad.add_(values, alpha=scale) if adds else grad.copy_(values).mul_(scale)
-    elif adds:
+    if adds and grad.dtype == torch.float32:
         host.accumulate(grad, values, scale)
+    elif adds:
+        grad.add_(values, alpha=scale)
+    elif grad.dtype == torch.float64:
+        grad.copy_(values).mul_(scale)
     else:
         host.cast(grad, values, scale)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,14 +53,23 @@ def choose_fused(base: type | None, group: dict[str, Any]) -> None:
         return
     kinds = {(tensor.dtype, tensor.device.type) for tensor in group["params"]}
     stepped = {(step_dtype(dtype), device) for dtype, device in kinds}
-    if all(dtype == torch.float32 and _has_kernel(op, device) for dtype, device in stepped):
+    if all(dtype == torch.float32 and _is_fused(base, op, device) for dtype, device in stepped):
         group["fused"] = True
 
 
-def _has_kernel(op: str, device_type: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(
-        op, torch._C._dispatch_key_for_device(device_type)
-    )
+@cache
+def _is_fused(base: type, op: str, device_type: str) -> bool:
+    key = torch._C._dispatch_key_for_device(device_type)
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(op, key):
+        return False
+    if base is torch.optim.Adagrad:  # up to torch 2.12 it refuses its own kernel for CUDA
+        probe = torch.nn.Parameter(torch.zeros(1, device=device_type))
+        probe.grad = torch.zeros_like(probe)
+        try:
+            base([probe], fused=True).step()
+        except RuntimeError:
+            return False
+    return True
 
 
 class OwnStep:

@@ -96,6 +96,16 @@ def test_64_bits_are_added_and_cast(offload):
     assert torch.equal(here.shard, torch.full((10,), 2.0, dtype=torch.float64) + 1e-12)
 
 
+def test_bf16_is_added_in_fp32_and_rounded_once(offload):
+    """As gradients of masters in bf16 are."""
+    here = Flat(1000, torch.bfloat16)
+    begun, more = torch.randn(1000).bfloat16(), torch.randn(1000).bfloat16()
+    offload.send(here, begun, accumulate=False)
+    offload.send(here, more, accumulate=True, scale=0.25)
+    offload.wait()
+    assert torch.equal(here.shard, (begun.float() + 0.25 * more.float()).bfloat16())
+
+
 def test_what_was_sent_is_kept_until_it_has_been_copied_and_no_longer_when_all_is_over(offload):
     flats, kept = [Flat(64) for _ in range(UNDER_WAY)], []
     for each in flats:

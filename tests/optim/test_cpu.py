@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops import Blocks
-from hf_zero.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, Lion
+from hf_zero.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, Lion, own_step
 from hf_zero.optim.elementwise import check, elementwise_base
 from hf_zero.optim.state import fresh_state
 from tests.helpers.cells import in_one_item
@@ -211,3 +212,20 @@ def test_state_that_only_a_constructor_makes_is_known_before_a_step():
     optimizer = MadeAtOnce([torch.nn.Parameter(torch.zeros(1))], initial_accumulator_value=0.5)
     fresh = fresh_state(optimizer, optimizer.param_groups[0], torch.zeros(1))
     assert fresh == {"step": torch.zeros(()), "sum": torch.full((1,), 0.5)}
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_adagrad_is_fused_where_it_accepts_its_own_kernel(monkeypatch, refuses):
+    """Up to torch 2.12 it refuses the one for CUDA, which is there."""
+
+    def refuse(*_, **__):
+        raise RuntimeError("fused=True requires all the params to be of supported devices")
+
+    if refuses:
+        name = "_device_dtype_check_for_fused"
+        monkeypatch.setattr(sys.modules["torch.optim.adagrad"], name, refuse)
+    optimizer = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(3))])
+    own_step._is_fused.cache_clear()
+    own_step.choose_fused(torch.optim.Adagrad, optimizer.param_groups[0])
+    own_step._is_fused.cache_clear()
+    assert optimizer.param_groups[0]["fused"] is (None if refuses else True)
