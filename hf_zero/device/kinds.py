@@ -58,6 +58,14 @@ def meant(gpu: bool) -> torch.device:
     return torch.device("cuda" if gpu else "cpu")
 
 
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """Return the dtype of the autocast that is on for this kind of device, None if none is."""
+    # torch.compile of torch 2.11 does not trace torch.amp.is_autocast_available
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def device_count() -> int:
     """Return the number of accelerators visible to this process."""
     kind = accelerator()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.device.kinds import autocast_dtype
 from hf_zero.errors import KernelError
 from hf_zero.ops import chunked_head
 from hf_zero.ops.chunked_head import Terms, Wanted, accumulator_dtype, rows_of_a_chunk
@@ -142,8 +143,7 @@ def _prepared(
             raise KernelError(
                 f"{name} is on {tensor.device} and hidden on {device}: move them to one device"
             )
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
+    if (dtype := autocast_dtype(device.type)) is not None:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     if (

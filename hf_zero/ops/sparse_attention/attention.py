@@ -12,6 +12,7 @@ import weakref
 
 import torch
 
+from hf_zero.device.kinds import autocast_dtype
 from hf_zero.errors import KernelError
 from hf_zero.ops.dispatch import Kernel
 
@@ -47,8 +48,8 @@ def sparse_attention(
     training. A row without any key gives zeros, where torch's scaled_dot_product_attention gives
     NaN. Raises KernelError.
     """
-    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    if (dtype := autocast_dtype(q.device.type)) is not None:
+        q, k, v = (x.to(dtype) for x in (q, k, v))
     _checked(q, k, v, dropout)
     config = layout if isinstance(layout, SparsityConfig) else _given(layout, q.shape[2])
     if causal is None:

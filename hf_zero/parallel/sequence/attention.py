@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.device.kinds import autocast_dtype
 from hf_zero.device.pinned import upload
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_groups import get_parallel
@@ -95,11 +96,8 @@ def spread_heads(
     repeats = math.lcm(shared, dim.size) // shared
     if repeats > 1:
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-    dtype = value.dtype
-    kind = query.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        # attention would cast them to this dtype; casting first sends fewer bytes
-        dtype = torch.get_autocast_dtype(kind)
+    # attention would cast them to the dtype of autocast; casting first sends fewer bytes
+    dtype = autocast_dtype(query.device.type) or value.dtype
     sent = (tensor.to(dtype) for tensor in (query, key, value))
     return scatter_heads(dim, "queries, keys and values", *sent)
 
