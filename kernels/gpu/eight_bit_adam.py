@@ -16,8 +16,7 @@ from torch import Tensor
 from hf_zero.ops.dynamic_map import EDGES, LINES, device_tables
 from hf_zero.ops.reference import BLOCK, ZERO_CODE
 
-TILE = 512  # elements of a program: 4 a thread are one 16-byte access of each fp32 array
-WARPS = 4
+TILE, WARPS = 256, 1  # a block a warp: its largest magnitude is found without a barrier
 
 _SMALLEST = tl.constexpr(2.0**-90)
 _INFINITE = tl.constexpr(0x7F800000)
@@ -47,14 +46,12 @@ def _encode(codes, scales, table, values, at, inside, blocks, known, SIGNED: tl.
     inverse = tl.div_rn(tl.full(most.shape, 1.0, tl.float32), tl.where(live, most, 1.0))
     part = tl.where(live[:, None] & inside, tl.abs(values) * inverse[:, None], 0.0)
     lines = table + 256 + _EDGES
-    slope = tl.zeros_like(part)
-    shift = tl.zeros_like(part)
-    top = tl.zeros_like(part)
-    for region in tl.static_range(1, _LINES):
-        above = part > tl.load(table + 256 + region - 1)
-        slope = tl.where(above, tl.load(lines + region), slope)
-        shift = tl.where(above, tl.load(lines + _LINES + region), shift)
-        top = tl.where(above, tl.load(lines + 2 * _LINES + region), top)
+    region = tl.zeros(part.shape, tl.int32)
+    for edge in tl.static_range(_EDGES):
+        region += (part > tl.load(table + 256 + edge)).to(tl.int32)
+    slope = tl.load(lines + region)
+    shift = tl.load(lines + _LINES + region)
+    top = tl.load(lines + 2 * _LINES + region)
     code = tl.minimum(part * slope + shift, top).to(tl.int32)
     if SIGNED:
         below = _ZERO_CODE - tl.minimum(code, _ZERO_CODE)

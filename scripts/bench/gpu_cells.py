@@ -249,6 +249,7 @@ CELLS = (
     train(LLAMA_3B, "liger", 40),
     train(LLAMA, "hfz1+all+activations", 60),
     train(LLAMA_8B, "hfz2+all+ckpt+offload", 150),
+    train(LLAMA_8B, "hfz1+all+16bit", 80),
     Cell("BigBird attention, 32768", "", 60, sparse(32768, with_flex=True)),
     train(LLAMA, "hfz1", 30),
     train(BERT, "hfz1", 30),

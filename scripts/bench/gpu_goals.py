@@ -37,7 +37,8 @@ class Goal:
     over: str = ""
 
 
-TRAINED = ("hf-compile", "hf", "fsdp2", "fsdp2-liger", "fsdp2-compile", "ds1")
+TRAINED = ("hf-compile", "hf", "fsdp2", "ds1")
+LLAMAS = ("liger", "fsdp2-liger", "fsdp2-compile", *TRAINED)
 ATTENTION = ("flash", "cudnn", "flex")
 
 GOALS = (
@@ -53,7 +54,7 @@ GOALS = (
         "step_s",
         "hfz1+all",
         0.260,
-        ("liger", *TRAINED),
+        LLAMAS,
     ),
     Goal(
         "llama-1b,4,4096",
@@ -61,7 +62,7 @@ GOALS = (
         "peak_gib",
         "hfz1+all",
         41.0,
-        ("liger", *TRAINED),
+        LLAMAS,
     ),
     Goal(
         "llama-1b,4,4096",
