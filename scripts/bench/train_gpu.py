@@ -41,6 +41,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "flash": {"attention_backend": "flash"},
     "cudnn": {"attention_backend": "cudnn"},
     "ckpt": {"activation_checkpointing": {"blocks": True}},
+    "selective": {"activation_checkpointing": {"blocks": "selective"}},
     "activations": {"activation_offload": True},
     "offload": {"zero_optimization": {"offload_optimizer": ON_CPU}},
     # four fifths of the optimizer on the CPU
