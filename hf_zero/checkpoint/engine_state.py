@@ -38,9 +38,11 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
 from hf_zero.json_text import parse_json
 from hf_zero.logging import listed
+from hf_zero.optim.segments import FetchedArrays
 from hf_zero.registered import registered
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of
+from hf_zero.zero.state_entries import EngineState
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
@@ -54,16 +56,6 @@ NUMPYS_NUMBERS = 624
 # that point may switch to another thread, which would wait for the mutex while it holds the GIL:
 # a deadlock.
 _generator = threading.Lock()
-
-
-def weights_of(flat: FlatBuffer) -> tuple[str, torch.Tensor]:
-    """Return the name under which the values of ``flat`` are stored, and the tensor that holds them
-    on this rank: the master weights if there are any, else the shard.
-    """
-    master = flat.optimizer_shard.master
-    if master is not None:
-        return MASTER, master
-    return SHARD, flat.shard
 
 
 def stage_key(flat: FlatBuffer) -> str:
@@ -116,32 +108,18 @@ class DeferredTensor:
 Stored = torch.Tensor | DeferredTensor
 
 
-def flat_tensors(flat: FlatBuffer, bound: Any) -> dict[str, Stored]:
-    """Return the weights and per-element optimizer states that this rank stores for ``flat``."""
-    kept, numel = flat.optimizer_shard, flat.owned[1] - flat.owned[0]
-    if kept.storage.offloaded and bound is not None:
-        kept.wait_for_update()
-        storage = kept.storage
-        return {
-            name: DeferredTensor(storage.dtype(name), numel, partial(storage.fetch, name))
-            for name in bound.names(kept)
-        }
-    if not flat.trainable:
-        return {SHARD: DeferredTensor(flat.dtype, numel, lambda: weights_of(flat)[1])}
-    if bound is None:
-        return dict([weights_of(flat)])
-    coded = bound.in_8_bits(kept) if bound.names_in_8_bits else {}
-    if not coded:
-        return bound.tensors(kept)
-
-    def decoded(name: str) -> torch.Tensor:
-        return bound.tensors(kept)[name]
-
-    # one after another: numbers of four bytes would take more memory than there may be
-    states = {
-        name: DeferredTensor(dtype, numel, partial(decoded, name)) for name, dtype in coded.items()
+def stored_arrays(flat: FlatBuffer, state: EngineState) -> dict[str, Stored]:
+    """Return the weights and per-element optimizer states that this rank stores for ``flat``, by
+    their names in files. Those that take memory are read one after another.
+    """
+    arrays = state.arrays(flat)
+    if not isinstance(arrays, FetchedArrays):
+        return dict(arrays)
+    numel, names = flat.spec.owned_numel, {} if flat.optimizer_shard.has_master else {MASTER: SHARD}
+    return {
+        names.get(kind, kind): DeferredTensor(dtype, numel, partial(arrays.__getitem__, kind))
+        for kind, dtype in arrays.dtypes.items()
     }
-    return {**dict([weights_of(flat)]), **states}
 
 
 def model_buffers(engine: TrainingEngine, exclude_frozen: bool) -> dict[str, torch.Tensor]:
@@ -474,7 +452,7 @@ def plan_save(
     buffers: Mapping[str, torch.Tensor],
 ) -> SavePlan:
     """Return the plan of this rank's file. ``buffers`` go into the file of rank 0."""
-    bound, rank = engine.bound, engine.global_rank
+    bound, rank, state = engine.bound, engine.global_rank, EngineState(engine)
     of_stage = [flat for flat in engine.flats if is_of_this_stage(flat)]
     tensors: dict[str, Stored] = {}
     chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
@@ -486,7 +464,7 @@ def plan_save(
         params_saved_here |= {slot.name for slot in flat.layout.slots}
         if exclude_frozen and not flat.trainable:
             continue
-        held, key = flat_tensors(flat, bound), saved_key(flat)
+        held, key = stored_arrays(flat, state), saved_key(flat)
         tensors |= {f"{key}::{name}": each for name, each in held.items()}
         chunks[key] = (*flat.owned, tuple(held))
         if flat.mesh.axes:  # a part of tensors that ranks along these axes share

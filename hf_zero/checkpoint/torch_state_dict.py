@@ -197,7 +197,8 @@ class _TorchStates:
         groups = self.engine.bound.group_of
         saved = self._state.numbers(self.whole.own_of(groups))
         return {
-            name: saved[name] or self._state.fresh(groups[name])[0] for _, name, _ in self.trained()
+            name: saved[name] or self._state.fresh_numbers(groups[name])
+            for _, name, _ in self.trained()
         }
 
     def optimizer(self, whole: bool = False) -> States:
@@ -224,10 +225,7 @@ class _TorchStates:
         for flat, _ in groupby(self.trained(), itemgetter(0)):
             arrays = dict(self._state.arrays(flat))
             for entry in self._state.optimizer_entries(flat, arrays):
-                values = arrays.get(entry.kind)
-                if values is None:
-                    values = self._state.begin([entry], None)
-                for fqn, tensor in read(entry, values):
+                for fqn, tensor in read(entry, self._state.read(entry, arrays)):
                     result = tensor.new_empty(0) if dropped else tensor
                     state[fqn][entry.kind] = result.cpu() if self._on_host else result
         optimizer = self.engine.optimizer

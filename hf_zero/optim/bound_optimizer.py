@@ -303,32 +303,25 @@ class BoundOptimizer:
 
     # ---- state, per flat and per group ----
 
-    def tensors(self, flat: Flat) -> dict[str, Tensor]:
-        """Return ``"master"`` and each per-element state of ``flat``, 1-D over ``flat.owned``. On
-        the device these are writable views; offloaded ones and those in 8 bits may be copies, to
-        be changed with :meth:`load_tensor`.
+    def arrays(self, flat: Flat) -> Mapping[str, Tensor]:
+        """Return ``"master"`` and each per-element state of ``flat`` that exists, 1-D over
+        ``flat.owned``. On the device these are writable views; offloaded ones and those in 8 bits
+        may be copies, made where they are asked for, to be changed with :meth:`load_tensor`.
         """
-        if flat.offloaded:
-            return self._table.offloaded.tensors(flat)
-        return {"master": masters(flat), **self._table.device.tensors(flat)}
+        table = self._table
+        return table.offloaded.arrays(flat) if flat.offloaded else table.device.arrays(flat)
+
+    def tensors(self, flat: Flat) -> dict[str, Tensor]:
+        """Return all :meth:`arrays` of ``flat``."""
+        return dict(self.arrays(flat))
 
     def memory(self, flat: Flat) -> list[Tensor]:
         """Return the tensors on the device that hold the per-element states of ``flat``."""
         return self._table.device.memory(flat)
 
-    def in_8_bits(self, flat: Flat) -> dict[str, torch.dtype]:
-        """Return the names of the per-element states of ``flat``, and the dtypes in which
-        :meth:`tensors` returns them, if some are in 8 bits on the device: it decodes these.
-        """
-        return {} if flat.offloaded else self._table.device.in_8_bits(flat)
-
     def address(self, flat: Flat, name: str) -> int:
         """Return the device address of state ``name`` of ``flat``; :meth:`tensors` may move it."""
         return self._table.device.address(flat, name)
-
-    def names(self, flat: Flat) -> list[str]:
-        """Return the names of the arrays that exist for a flat buffer with offloaded states."""
-        return self._table.offloaded.names(flat)
 
     def load_tensor(self, flat: Flat, name: str, tensor: Tensor, first: int = 0) -> None:
         """Copy ``tensor`` (1-D) into the masters or a state, from element ``first`` of

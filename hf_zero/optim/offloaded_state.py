@@ -25,7 +25,7 @@ from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion, adagrad, adam, lion, sgd
 from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.elementwise import update_base
-from hf_zero.optim.segments import Flat, MemoryRegion, Segment, apart
+from hf_zero.optim.segments import FetchedArrays, Flat, MemoryRegion, Segment, apart
 from hf_zero.optim.state import StateEntries
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
@@ -267,19 +267,20 @@ class OffloadedState:
 
     # ---- access for checkpoints ----
 
-    def names(self, flat: Flat) -> list[str]:
-        """Return the names of the arrays of ``flat`` that hold values: a momentum that the first
-        step will set holds none yet.
-        """
-        begins = self._base in BEGIN_WITH_GRADIENT and self._fresh.issuperset(self.segments(flat))
-        return [MASTER] if begins else flat.storage.names()
-
-    def tensors(self, flat: Flat) -> dict[str, Tensor]:
+    def arrays(self, flat: Flat) -> FetchedArrays:
         """Return the master weights and each per-element state of ``flat``, 1-D over
-        ``flat.owned``; they may be copies.
+        ``flat.owned``, that holds values; they may be copies.
         """
         flat.wait_for_update()
-        return {name: flat.storage.fetch(name) for name in self.names(flat)}
+        storage = flat.storage
+        names = storage.names() if self._holds_states(self.segments(flat)) else [MASTER]
+        return FetchedArrays({name: storage.dtype(name) for name in names}, storage.fetch)
+
+    def _holds_states(self, segments: Iterable[Segment]) -> bool:
+        """Whether states of ``segments`` hold values: a momentum that the first step will set holds
+        none yet.
+        """
+        return not (self._base in BEGIN_WITH_GRADIENT and self._fresh.issuperset(segments))
 
     def load_tensor(self, flat: Flat, name: str, tensor: Tensor, first: int) -> None:
         """Copy ``tensor`` (1-D) into an array of ``flat``, from element ``first`` on."""
@@ -308,10 +309,9 @@ class OffloadedState:
         for region in self._region_of.values():
             flat = region.flats[0][0]
             storage, arrays = flat.storage, dict[str, Tensor]()
-            flat.wait_for_update()
-            for name in self.names(flat):
+            for name, dtype in self.arrays(flat).dtypes.items():
                 if name != MASTER:
-                    arrays[name] = torch.empty(region.numel, dtype=storage.dtype(name))
+                    arrays[name] = torch.empty(region.numel, dtype=dtype)
                     storage.fetch_into(name, 0, arrays[name])
             for segment in region.segments:
                 index = places[segment]
@@ -319,8 +319,7 @@ class OffloadedState:
                 numbers = {
                     name: value for name, value in entry.items() if name not in storage.names()
                 }
-                begins = segment in self._fresh and self._base in BEGIN_WITH_GRADIENT
-                names = set() if begins else entry.keys() & arrays.keys()
+                names = entry.keys() & arrays.keys() if self._holds_states([segment]) else ()
                 entries[index] = numbers | {
                     name: arrays[name][segment.start : segment.stop] for name in names
                 }

@@ -184,6 +184,27 @@ class MemoryRegion:
     numel: int
 
 
+class FetchedArrays(Mapping[str, Tensor]):
+    """Numbers of one flat buffer, [owned] each, by name and with their ``dtypes``, that ``read``
+    fetches or decodes: one takes as much memory as a shard, so it is read when it is asked for, and
+    not kept.
+    """
+
+    def __init__(self, dtypes: Mapping[str, torch.dtype], read: Callable[[str], Tensor]) -> None:
+        self.dtypes, self._read = dtypes, read
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.dtypes:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.dtypes)
+
+    def __len__(self) -> int:
+        return len(self.dtypes)
+
+
 def masters(flat: Flat) -> Tensor:
     if flat.master is None:
         raise PartitionError(

@@ -17,9 +17,18 @@ from torch import Tensor
 
 from hf_zero.device import kinds
 from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.offload.storage import MASTER
 from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim.cpu_base import CPUOptimizer
-from hf_zero.optim.segments import Flat, MemoryRegion, Segment, SegmentPart, cut
+from hf_zero.optim.segments import (
+    FetchedArrays,
+    Flat,
+    MemoryRegion,
+    Segment,
+    SegmentPart,
+    cut,
+    masters,
+)
 from hf_zero.zero.layout.flat_layout import Slot
 
 # Numbers that torch.optim keeps beside the tensors, with their values before the first step.
@@ -481,22 +490,28 @@ class DeviceState:
             return
         live[name][at : at + values.numel()].copy_(values)
 
-    def tensors(self, flat: Flat) -> dict[str, Tensor]:
-        """Return each per-element state of ``flat``, 1-D over ``flat.owned``: a writable view, or
-        numbers in new memory if its region has states in 8 bits.
+    def arrays(self, flat: Flat) -> Mapping[str, Tensor]:
+        """Return the master weights and each per-element state of ``flat``, 1-D over
+        ``flat.owned``: writable views, or states in new memory if its region has some in 8 bits.
         """
-        if flat.key not in self._region_of:
-            return {}
+        arrays = {MASTER: masters(flat)}
+        if flat.key not in self._region_of:  # no element of it is on this rank
+            return arrays
         self.bring_together()
-        if self._has_blocks(self._region_of[flat.key][0]):
-            return self._decoded(flat)
         region, base = self._region_of[flat.key]
-        numel, out = flat.owned[1] - flat.owned[0], {}
+        if self._has_blocks(region):
+            dtypes = {MASTER: arrays[MASTER].dtype} | self._dtypes(flat)
+
+            def read(name: str) -> Tensor:
+                return arrays[name] if name in arrays else self._decoded(flat, name)
+
+            return FetchedArrays(dtypes, read)
+        numel = flat.owned[1] - flat.owned[0]
         for segment in region.segments:
             if segment.start < base + numel and base < segment.stop:
                 for name, home in self._homes(region, segment).items():
-                    out[name] = home[base : base + numel]
-        return out
+                    arrays[name] = home[base : base + numel]
+        return arrays
 
     def _has_blocks(self, region: MemoryRegion) -> bool:
         return any(self._entries.blocks(segment) for segment in region.segments)
@@ -507,30 +522,35 @@ class DeviceState:
                 if part.flat is flat:
                     yield segment, part
 
-    def _decoded(self, flat: Flat) -> dict[str, Tensor]:
-        out: dict[str, Tensor] = {}
-        begin: dict[tuple[int, str], Any] = {}  # states of segments that were not stepped yet
-        parts = list(self._parts(flat))
-        for segment, _ in parts:
-            for name, value in self._entries.of(segment).items():
-                if name not in out and self._is_kept(segment, name, value):
-                    dtype = torch.float32 if isinstance(value, Blocks) else value.dtype
-                    numel = flat.owned[1] - flat.owned[0]
-                    out[name] = torch.zeros(numel, dtype=dtype, device=segment.tensor.device)
-        for segment, part in parts:
-            for name, home in out.items():
-                value = self._entries.of(segment).get(name)
-                target, numel = home[part.start : part.stop], part.stop - part.start
-                if isinstance(value, Blocks):
-                    target.copy_(value.narrow(part.offset, numel).decode())
-                elif value is not None:
-                    target.copy_(value[part.offset : part.offset + numel])
-                else:
-                    if (segment.group, name) not in begin:
-                        first = self._entries.fresh(segment.group, segment.tensor)
-                        begin[segment.group, name] = first.get(name, 0.0)
-                    target[:] = begin[segment.group, name]
-        return out
+    def _dtypes(self, flat: Flat) -> dict[str, torch.dtype]:
+        """Return the names of the per-element states of ``flat``, with the dtypes of their
+        numbers.
+        """
+        return {
+            name: torch.float32 if isinstance(value, Blocks) else value.dtype
+            for segment, _ in self._parts(flat)
+            for name, value in sorted(self._entries.of(segment).items())
+            if self._is_kept(segment, name, value)
+        }
+
+    def _decoded(self, flat: Flat, name: str) -> Tensor:
+        """Return the state ``name`` of ``flat`` in numbers."""
+        numel, device = flat.owned[1] - flat.owned[0], masters(flat).device
+        home = torch.zeros(numel, dtype=self._dtypes(flat)[name], device=device)
+        begin: dict[int, Any] = {}  # of segments that were not stepped yet, by group
+        for segment, part in self._parts(flat):
+            value, target = self._entries.of(segment).get(name), home[part.start : part.stop]
+            at, stop = part.offset, part.offset + part.stop - part.start
+            if isinstance(value, Blocks):
+                target.copy_(value.narrow(at, stop - at).decode())
+            elif value is not None:
+                target.copy_(value[at:stop])
+            else:
+                if segment.group not in begin:
+                    first = self._entries.fresh(segment.group, segment.tensor)
+                    begin[segment.group] = first.get(name, 0.0)
+                target[:] = begin[segment.group]
+        return home
 
     def _is_kept(self, segment: Segment, name: str, value: Any) -> bool:
         return isinstance(value, Blocks) or is_elementwise(name, value, segment.tensor.shape)
@@ -541,7 +561,7 @@ class DeviceState:
             return []
         self.bring_together()
         if not self._has_blocks(self._region_of[flat.key][0]):
-            return list(self.tensors(flat).values())
+            return [values for name, values in self.arrays(flat).items() if name != MASTER]
         tensors: list[Tensor] = []
         for segment, part in self._parts(flat):
             numel = part.stop - part.start
@@ -552,19 +572,6 @@ class DeviceState:
                 elif self._is_kept(segment, name, value):
                     tensors.append(value[part.offset : part.offset + numel])
         return tensors
-
-    def in_8_bits(self, flat: Flat) -> dict[str, torch.dtype]:
-        """Return the names of the per-element states of ``flat``, with the dtypes of their numbers,
-        if some are in 8 bits.
-        """
-        if flat.key not in self._region_of or not self._has_blocks(self._region_of[flat.key][0]):
-            return {}
-        return {
-            name: torch.float32 if isinstance(value, Blocks) else value.dtype
-            for segment, _ in self._parts(flat)
-            for name, value in sorted(self._entries.of(segment).items())
-            if self._is_kept(segment, name, value)
-        }
 
     def address(self, flat: Flat, name: str) -> int:
         """Return the address of the first number of state ``name`` of ``flat``; 0 if missing."""

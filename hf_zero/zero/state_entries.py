@@ -13,16 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_zero.offload.storage import MASTER, Storage
+from hf_zero.offload.storage import MASTER
 from hf_zero.optim.bf16_state import COMPENSATION
 from hf_zero.optim.bound_optimizer import ParameterNumbers
 from hf_zero.optim.segment_table import Factors
-from hf_zero.optim.state import is_elementwise
+from hf_zero.optim.segments import FetchedArrays
+from hf_zero.optim.state import is_elementwise, step_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 
@@ -97,76 +99,76 @@ def names_by_kind(kinds: Mapping[str, Collection[str]]) -> dict[str, set[str]]:
     return found
 
 
-class OffloadedArrays(Mapping[str, torch.Tensor]):
-    """The arrays ``names`` of ``storage``, each fetched when it is asked for: one of a flat buffer
-    in files takes as much memory as its shard.
-    """
-
-    def __init__(self, storage: Storage, names: Sequence[str]) -> None:
-        self._storage, self._names = storage, names
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._storage.fetch(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 class EngineState:
     """The entries of ``engine``. Updates of offloaded state are waited for."""
 
     def __init__(self, engine: Any):
         self.bound, self._mesh = engine.bound, engine.mesh
-        self._fresh: dict[int, tuple[dict[str, float], dict[str, torch.Tensor]]] = {}
+        self._fresh: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
 
     def arrays(self, flat: FlatBuffer, optimizer: bool = True) -> Mapping[str, torch.Tensor]:
         """Return by kind the numbers [owned] of ``flat`` that exist, weights only unless
         ``optimizer``; offloaded ones may be copies, made where they are asked for.
         """
         shard = flat.optimizer_shard
-        if optimizer and flat.trainable:
-            if not shard.offloaded:
-                return self.bound.tensors(shard)
-            shard.wait_for_update()
-            return OffloadedArrays(shard.storage, self.bound.names(shard))
-        master = shard.master
-        return {MASTER: (flat.shard if master is None else master).detach()}
+        if optimizer and flat.trainable and self.bound is not None:
+            return self.bound.arrays(shard)
 
-    def fresh(self, group: int) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        """Return the numbers, and one element of each state, of a parameter of ``group`` before its
-        first step.
+        def weights(kind: str) -> torch.Tensor:
+            master = shard.master
+            return (flat.shard if master is None else master).detach()
+
+        dtype = shard.storage.dtype(MASTER) if shard.has_master else flat.dtype
+        return FetchedArrays({MASTER: dtype}, weights)
+
+    def fresh(self, group: int, like: torch.dtype = torch.float32) -> dict[str, Any]:
+        """Return the state of a parameter of ``group`` before its first step: numbers, and tensors
+        of one element. ``like``: the dtype of its master weights.
         """
-        if group not in self._fresh:
-            state = self.bound.fresh(group)
-            elements = {key: each for key, each in state.items() if is_elementwise(key, each, (1,))}
-            numbers = {key: float(each) for key, each in state.items() if key not in elements}
-            self._fresh[group] = numbers, elements
-        return self._fresh[group]
+        if (group, like) not in self._fresh:
+            state = self.bound.fresh(group, like)
+            self._fresh[group, like] = {
+                kind: each if is_elementwise(kind, each, (1,)) else float(each)
+                for kind, each in state.items()
+            }
+        return self._fresh[group, like]
+
+    def fresh_numbers(self, group: int) -> dict[str, float]:
+        """Return the numbers of a parameter of ``group`` before its first step."""
+        state = self.fresh(group)
+        return {kind: each for kind, each in state.items() if not isinstance(each, torch.Tensor)}
+
+    def fresh_elements(self, flat: FlatBuffer, name: str) -> dict[str, torch.Tensor]:
+        """Return one element of each state of parameter ``name`` of ``flat`` before its first step;
+        none for one that no group has.
+        """
+        group = self.bound.group_of.get(name)
+        if group is None:
+            return {}
+        state = self.fresh(group, flat.optimizer_shard.storage.dtype(MASTER))
+        return {kind: each for kind, each in state.items() if isinstance(each, torch.Tensor)}
 
     def begin(self, entries: Sequence[StateEntry], out: torch.Tensor | None) -> torch.Tensor:
         """Set ``entries``, of one flat buffer and kind, to their numbers before the first step in
         ``out`` [owned], by default zeros of their dtype.
         """
-        group_of = self.bound.group_of
-        groups = [group_of.get(entry.name) for entry in entries]
-        first = [
-            None if each is None else self.fresh(each)[1].get(entry.kind)
-            for each, entry in zip(groups, entries)
-        ]
+        first = [self.fresh_elements(entry.flat, entry.name).get(entry.kind) for entry in entries]
         if out is None:
             flat = entries[0].flat
-            dtype = flat.optimizer_shard.storage.dtype(MASTER)
-            for value in first:
-                dtype = dtype if value is None else torch.promote_types(dtype, value.dtype)
+            dtypes = [value.dtype for value in first if value is not None]
+            dtype = step_dtype(flat.optimizer_shard.storage.dtype(MASTER))
+            dtype = reduce(torch.promote_types, dtypes) if dtypes else dtype
             out = torch.zeros(flat.spec.owned_numel, dtype=dtype, device=flat.full.device)
         for entry, value in zip(entries, first):
             entry.part(out)[:] = 0 if value is None else value
         return out
+
+    def read(self, entry: StateEntry, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the numbers [owned] of ``entry`` in ``arrays`` of its flat buffer, those before
+        the first step if there are none.
+        """
+        values = arrays.get(entry.kind)
+        return self.begin([entry], None) if values is None else values
 
     def optimizer_entries(
         self, flat: FlatBuffer, arrays: Mapping[str, torch.Tensor]
@@ -174,13 +176,11 @@ class EngineState:
         """Yield the entries of the optimizer in ``flat``, with those that exist only from the first
         step on.
         """
-        bound = self.bound
-        kept = [self.fresh(group)[1] for group in range(len(bound.groups))]
-        known = {MASTER}.union(*kept)
+        first = {slot.name: self.fresh_elements(flat, slot.name) for slot in flat.layout.slots}
+        known = {MASTER}.union(*first.values())
         others = [kind for kind in arrays if kind not in known]
-        for slot in flat.layout.slots:
-            kinds = kept[bound.group_of[slot.name]] if slot.name in bound.group_of else ()
-            yield from (StateEntry(flat, slot.name, kind) for kind in (*kinds, *others))
+        for name, kinds in first.items():
+            yield from (StateEntry(flat, name, kind) for kind in (*kinds, *others))
 
     def numbers(self, names: Mapping[str, str]) -> dict[str, ParameterNumbers]:
         """Return the numbers of each parameter of a group, as far as known on any rank; ``names``

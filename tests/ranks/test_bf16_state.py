@@ -429,6 +429,30 @@ def test_conversions_of_kahan_sums_are_read_by_runs_with_and_without_them(tmp_pa
             assert_equal(got[0], want)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_dicts_of_torch_have_kahan_sums_before_the_first_step(stage):
+    """torch.distributed.checkpoint loads the entries that the state dict of a new engine has."""
+
+    def train(rank, models):
+        found = []
+        for model, trains in zip(models, (True, False)):
+            engine = start(model, KINDS["adamw"](model.parameters()), kahan(stage))
+            run(engine, range(2 * trains))
+            _, content = get_state_dict(model, engine.optimizer)
+            found.append(
+                {
+                    (name, kind): (value.dtype, value.shape)
+                    for name, state in content["state"].items()
+                    for kind, value in state.items()
+                }
+            )
+            engine.destroy()
+        return found
+
+    for stepped, new in on_ranks(2, train, build=lambda: (wide(), wide())):
+        assert ("up.weight", "compensation") in new and new == stepped
+
+
 @pytest.mark.parametrize("way", ["universal", "dcp", "torch"])
 def test_runs_without_kahan_sums_load_conversions_with_them(way, tmp_path):
     """The fp32 master weights take the sums; those of torch's state dict, read apart from the

@@ -20,6 +20,7 @@ from hf_zero.optim.state import step_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import LEFT_SHARDED, OwnedParameter, name_of, owner_of
 from hf_zero.zero.layout.sharding import sharding_of
+from hf_zero.zero.state_entries import EngineState, StateEntry
 
 
 def _engine_of(flat: FlatBuffer) -> Any:
@@ -346,24 +347,20 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     flat.gradient.write_own(name_of(parameter), own)
 
 
-def _state(flat: FlatBuffer, parameter: torch.Tensor, name: str, what: str) -> torch.Tensor:
-    engine = _engine_of(flat)
-    tensors = engine.bound.tensors(flat.optimizer_shard)
-    if engine.global_steps == engine.skipped_steps and not engine.bound.loads:
-        # in host memory and in files there is state before the first step
-        tensors = {"master": tensors["master"]}
-    elif name not in tensors and engine.bound.keeps(name):
-        # no gradient has reached the parameters of this part yet; other ranks may have state
-        dtype = tensors["master"].dtype
-        fresh = engine.bound.fresh(engine.bound.group_of[name_of(parameter)], dtype)
-        kept = fresh.get(name, torch.zeros(1, dtype=step_dtype(dtype)))
-        return torch.zeros_like(tensors["master"], dtype=kept.dtype)
-    if name not in tensors:
+def _state(flat: FlatBuffer, parameter: torch.Tensor, kind: str, what: str) -> torch.Tensor:
+    """Return the state ``kind`` [owned] of ``flat``, in which ``parameter`` has its elements."""
+    engine, name = _engine_of(flat), name_of(parameter)
+    state, kinds = EngineState(engine), set[str]()
+    arrays = state.arrays(flat)
+    # in host memory and in files there is state before the first step
+    if engine.global_steps > engine.skipped_steps or engine.bound.loads:
+        kinds = {each.kind for each in state.optimizer_entries(flat, arrays) if each.name == name}
+    if kind not in kinds:
         raise PartitionError(
-            f"{what}: the optimizer keeps no state {name!r} for {name_of(parameter)}; it keeps "
-            f"{sorted(set(tensors) - {'master'})} (empty before the first step)"
+            f"{what}: the optimizer keeps no state {kind!r} for {name}; it keeps {sorted(kinds)} "
+            "(empty before the first step)"
         )
-    return tensors[name]
+    return state.read(StateEntry(flat, name, kind), arrays)
 
 
 @torch.no_grad()

@@ -274,7 +274,7 @@ class OptimizerStep:
             shard_spec(flat.spec) for flat in self.model.trainable if flat.optimizer_shard.offloaded
         ]
         names = {
-            name for flat in model.trainable for name in self.bound.tensors(flat.optimizer_shard)
+            name for flat in model.trainable for name in self.bound.arrays(flat.optimizer_shard)
         } - {MASTER}
         room = min(
             model.mesh.all_gather_object(
