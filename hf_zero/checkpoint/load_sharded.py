@@ -26,7 +26,7 @@ from hf_zero.checkpoint.engine_state import (
 from hf_zero.checkpoint.find import whole_tags_beside
 from hf_zero.checkpoint.manifest import MASTER, RNG, GroupEntry, Manifest
 from hf_zero.checkpoint.match import (
-    NameMatch,
+    LiveModel,
     check_optimizer,
     match_names,
     reorder_schedule,
@@ -128,6 +128,7 @@ def load(
         whole = load_module_strict and not load_module_only
         whole &= load_optimizer_states or engine.bound is None
         with engine.changes.change(f"the load of {folder}", replaces=whole):
+            engine.changes.drop_half_done(engine.updater)
             with progress_bar(
                 None if engine.global_rank == 0 else False,
                 loader.nbytes,
@@ -215,7 +216,7 @@ def files_needed(engine: TrainingEngine, manifest: Manifest, strict: bool) -> se
     """Return the indices of the rank files of ``manifest`` that a load of everything into this
     rank's ``engine`` reads. Raises CheckpointError if it is of another model.
     """
-    match = match_names(engine, manifest, f"checkpoint {manifest.tag}", strict)
+    match = match_names(LiveModel.of(engine), manifest, f"checkpoint {manifest.tag}", strict)
     needed = {
         run.flat.chunks[run.chunk].file
         for flat in engine.flats
@@ -252,9 +253,13 @@ class _Load(StateSource):
             optimizer,
         )
         where = str(checkpoint.folder)
-        self.match: NameMatch = match_names(engine, self.manifest, where, strict)
+        self.match = match_names(LiveModel.of(engine), self.manifest, where, strict)
         self.groups = (
-            check_optimizer(engine, self.manifest, self.match.held, where) if optimizer else []
+            check_optimizer(
+                engine.optimizer, engine.bound.group_of, self.manifest, self.match.held, where
+            )
+            if optimizer
+            else []
         )
         self.scheduler = scheduler_to_load(engine, checkpoint, where) if scheduler else None
         if self.scheduler is not None and self.groups:

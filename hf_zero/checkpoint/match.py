@@ -10,16 +10,23 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hf_zero.checkpoint.engine_state import class_name
 from hf_zero.checkpoint.manifest import GroupEntry, Manifest, pair_names, strip_wrappers
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, log_rank0
 from hf_zero.optim.bf16_state import COMPENSATION
 from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
+from hf_zero.optim.segment_table import factor_names
+from hf_zero.optim.state import fresh_state, in_numbers
 from hf_zero.zero.layout.sharding import WholeNames, belongs, persistent_buffers
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hf_zero.checkpoint.reader import Checkpoint
+    from hf_zero.zero.layout.flat_spec import FlatSpec
     from hf_zero.zero.training_engine import TrainingEngine
 
 
@@ -33,37 +40,58 @@ class NameMatch:
     buffers: dict[str, str]
 
 
-def match_names(engine: TrainingEngine, manifest: Manifest, where: str, strict: bool) -> NameMatch:
-    """Pair the engine's names with the checkpoint's.
+@dataclass(frozen=True, eq=False)
+class LiveModel:
+    """What a checkpoint must fit of an engine, or of one that is planned: its module, the
+    properties of its flat buffers, other names of tied parameters, and names ``elsewhere`` in a
+    pipeline.
+    """
+
+    module: nn.Module
+    specs: Sequence[FlatSpec]
+    aliases: Mapping[str, str]
+    elsewhere: Collection[str] = ()
+
+    @classmethod
+    def of(cls, engine: TrainingEngine) -> LiveModel:
+        """Return that of ``engine``."""
+        specs = [flat.spec for flat in engine.flats]
+        return cls(engine.module, specs, engine.aliases, engine.elsewhere)
+
+
+def match_names(live: LiveModel, manifest: Manifest, where: str, strict: bool) -> NameMatch:
+    """Pair the names of the model with the checkpoint's.
 
     Raises CheckpointError for shapes that differ, for weights quantised in another way and, if
     ``strict``, for names that only one side has. Frozen parameters that the checkpoint left out on
     request do not count as missing.
     """
-    live = [slot.name for flat in engine.flats for slot in flat.layout.slots]
-    names = WholeNames(engine.module)
+    own = {slot.name: spec for spec in live.specs for slot in spec.layout.slots}
+    shapes = {slot.name: slot.whole for spec in live.specs for slot in spec.layout.slots}
+    names = WholeNames(live.module)
     there, others = _pair(
-        (*live, *engine.aliases), names, (*manifest.slots, *manifest.aliases, *manifest.excluded)
+        (*own, *live.aliases), names, (*manifest.slots, *manifest.aliases, *manifest.excluded)
     )
-    held, missing, differing, recoded = _match_parameters(engine, manifest, there)
-    buffers = persistent_buffers(engine.module)
+    held, missing, differing, recoded = _match_parameters(
+        own, shapes, live.aliases, manifest, there
+    )
+    buffers = persistent_buffers(live.module)
     # Some programs do not distinguish buffers from parameters, and write tied weights under both
     # names.
     kept, other_buffers = _pair(buffers, names, (*manifest.buffers, *manifest.slots))
     # Former releases saved the scales of quantised weights as buffers.
-    raw = {slot.name for flat in engine.flats if flat.raw for slot in flat.layout.slots}
+    raw = {name for name, spec in own.items() if spec.raw}
     scales, _ = _pair(raw.intersection(missing), names, manifest.buffers)
     missing = [name for name in missing if name not in scales]
     kept |= scales
-    shapes = {slot.name: slot.whole for flat in engine.flats for slot in flat.layout.slots}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     other_scales: list[str] = []
-    for own, name in kept.items():
-        if name in manifest.buffers and manifest.buffers[name][1] != shapes[own]:
+    for buffer, name in kept.items():
+        if name in manifest.buffers and manifest.buffers[name][1] != shapes[buffer]:
             # The offset of nested scales is written as text, whose length differs with its value.
-            beside = own in buffers and belongs(own, live)
+            beside = buffer in buffers and belongs(buffer, own)
             (other_scales if beside else differing).append(
-                _shapes(own, manifest.buffers[name][1], shapes[own])
+                _shapes(buffer, manifest.buffers[name][1], shapes[buffer])
             )
     if differing:
         raise CheckpointError(
@@ -86,9 +114,9 @@ def match_names(engine: TrainingEngine, manifest: Manifest, where: str, strict: 
     ]
     if strict:
         tied = {
-            there[tied] for tied, own in engine.aliases.items() if own in held and tied in there
+            there[tied] for tied, first in live.aliases.items() if first in held and tied in there
         }
-        elsewhere = {*engine.elsewhere, *others, *other_buffers}
+        elsewhere = {*live.elsewhere, *others, *other_buffers}
         _refuse_one_sided(
             manifest, where, missing, {*held.values(), *tied, *kept.values(), *elsewhere}
         )
@@ -108,33 +136,36 @@ def _pair(
 
 
 def _match_parameters(
-    engine: TrainingEngine, manifest: Manifest, there: Mapping[str, str]
+    own: Mapping[str, FlatSpec],
+    shapes: Mapping[str, Sequence[int]],
+    aliases: Mapping[str, str],
+    manifest: Manifest,
+    there: Mapping[str, str],
 ) -> tuple[dict[str, str], list[str], list[str], list[str]]:
-    """Return the engine's parameters matched by name with the checkpoint's, as a map, and those
-    that it lacks, that have another shape there, and that are quantised in another way there.
+    """Return the parameters ``own``, of ``shapes``, matched by name with the checkpoint's, as a
+    map, and those that it lacks, that have another shape there, and that are quantised in another
+    way there.
     """
     held, missing, differing, recoded = {}, [], [], []
-    shapes = {name: slot.whole for name, (_, slot) in manifest.slots.items()}
-    own_shapes = {slot.name: slot.whole for flat in engine.flats for slot in flat.layout.slots}
+    saved_shapes = {name: slot.whole for name, (_, slot) in manifest.slots.items()}
     also: dict[str, list[str]] = {}
-    for tied, own in engine.aliases.items():
-        also.setdefault(own, []).append(tied)
-    for flat in engine.flats:
-        for slot in flat.layout.slots:
-            known = [there[name] for name in (slot.name, *also.get(slot.name, [])) if name in there]
-            first = (manifest.aliases.get(name, name) for name in known)
-            name = next((each for each in first if each in manifest.slots), None)
-            if name is None:
-                if flat.trainable or there.get(slot.name) not in manifest.excluded:
-                    missing.append(slot.name)
-                continue
-            saved, _ = manifest.slots[name]
-            if shapes[name] != own_shapes[slot.name]:
-                differing.append(_shapes(slot.name, shapes[name], own_shapes[slot.name]))
-            elif (flat.raw or saved.raw) and saved.dtype != flat.dtype:
-                recoded.append(f"{slot.name} (checkpoint {saved.dtype}, model {flat.dtype})")
-            else:
-                held[slot.name] = name
+    for tied, first in aliases.items():
+        also.setdefault(first, []).append(tied)
+    for own_name, spec in own.items():
+        known = [there[name] for name in (own_name, *also.get(own_name, [])) if name in there]
+        firsts = (manifest.aliases.get(name, name) for name in known)
+        name = next((each for each in firsts if each in manifest.slots), None)
+        if name is None:
+            if spec.trainable or there.get(own_name) not in manifest.excluded:
+                missing.append(own_name)
+            continue
+        saved, _ = manifest.slots[name]
+        if saved_shapes[name] != shapes[own_name]:
+            differing.append(_shapes(own_name, saved_shapes[name], shapes[own_name]))
+        elif (spec.raw or saved.raw) and saved.dtype != spec.dtype:
+            recoded.append(f"{own_name} (checkpoint {saved.dtype}, model {spec.dtype})")
+        else:
+            held[own_name] = name
     return held, missing, differing, recoded
 
 
@@ -160,23 +191,25 @@ def _refuse_one_sided(
 
 
 def check_optimizer(
-    engine: TrainingEngine, manifest: Manifest, held: dict[str, str], where: str
+    optimizer: torch.optim.Optimizer,
+    group_of: Mapping[str, int],
+    manifest: Manifest,
+    held: Mapping[str, str],
+    where: str,
 ) -> list[int]:
-    """Return, for each group of the engine's optimizer, the index of the saved group to resume
-    from: the one with the same parameters.
+    """Return, for each group of ``optimizer``, the index of the saved group to resume from: the one
+    with the same parameters. ``group_of``: the group of each parameter.
 
-    Raises CheckpointError if the engine's optimizer cannot resume from that of ``manifest``:
-    another class, unknown states, other groups.
+    Raises CheckpointError if it cannot resume from that of ``manifest``: another class, unknown
+    states, other groups.
     """
     saved = manifest.optimizer
     remedy = "or pass load_optimizer_states=False to start with a fresh optimizer state"
-    if engine.bound is None:
-        return []
     if saved is None:
         raise CheckpointError(
             f"{where} was saved without an optimizer; load it with load_module_only=True, {remedy}"
         )
-    live = class_name(engine.bound.optimizer)
+    live, groups = class_name(optimizer), optimizer.param_groups
     if saved.class_name and _kind(live) != _kind(saved.class_name):  # others do not record it
         raise CheckpointError(
             f"{where} was saved with optimizer {saved.class_name}, this engine has {live}; use "
@@ -188,25 +221,26 @@ def check_optimizer(
         if saved.class_name
         else sorted({name for flat in manifest.flats for name in flat.states} - {COMPENSATION})
     )
-    if unknown := [name for name in states if not engine.bound.keeps(name)]:
+    fresh = (fresh_state(optimizer, in_numbers(g), torch.zeros(1)) for g in groups if states)
+    kept = set[str]().union(*fresh)
+    if unknown := [name for name in states if name not in kept]:
         raise CheckpointError(
             f"{where} has the optimizer states {listed(states)}, of which {live} keeps no "
             f"{listed(unknown)}; use the optimizer it was saved with, {remedy}"
         )
     of_wholes = {name for of in saved.factors.values() for name in of.shapes}
-    if unknown := sorted(of_wholes - {*engine.bound.factors.known}):
+    if unknown := sorted(of_wholes - {*factor_names(optimizer)}):
         raise CheckpointError(
             f"{where} has {listed(unknown)} of whole parameters, of which {live} keeps none "
             "(torch's Adafactor is not transformers'); use the optimizer it was saved with, "
             f"{remedy}"
         )
-    count = len(engine.bound.groups)
-    if count != len(saved.groups):
+    if len(groups) != len(saved.groups):
         raise CheckpointError(
-            f"{where} has {len(saved.groups)} optimizer groups, this engine {count}; build the "
-            f"same groups, {remedy}"
+            f"{where} has {len(saved.groups)} optimizer groups, this engine {len(groups)}; build "
+            f"the same groups, {remedy}"
         )
-    order, moved = pair_groups(engine.bound.group_of, count, saved.groups, held)
+    order, moved = pair_groups(group_of, len(groups), saved.groups, held)
     if moved:
         raise CheckpointError(
             f"{where} has parameters in other optimizer groups: {listed(moved)}; put the same "

@@ -360,15 +360,18 @@ class GroupNumbers:
 Factors = Mapping[str, Mapping[str, Tensor]]
 
 
+def factor_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return the names of what ``optimizer`` may keep of a whole parameter."""
+    return optimizer.FACTOR_NAMES if isinstance(optimizer, WholeTensorOptimizer) else ()
+
+
 class TensorFactors:
     """The factors of the parameters of one optimizer."""
 
     def __init__(self, entries: StateEntries, table: SegmentTable) -> None:
         self._entries = entries
         self._table = table
-        optimizer = entries.optimizer
-        # possible names of factors
-        self.known = optimizer.FACTOR_NAMES if isinstance(optimizer, WholeTensorOptimizer) else ()
+        self.known = factor_names(entries.optimizer)
 
     def of(self, segment: Segment) -> dict[str, Tensor]:
         """Return the factors of ``segment``, which must have been stepped or be stepped now."""

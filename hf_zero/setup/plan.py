@@ -100,6 +100,7 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
         with raise_on_all_ranks("plan its engine"):
             engine_plan, is_final, ending = _plan_engine(resolved)
         check_alike(engine_plan)
+        _check_resumed(resolved, engine_plan)
         report = check_on_all_ranks(engine_plan, _freed(ending))
     return Planned(resolved, report, is_final)
 
@@ -211,6 +212,19 @@ def _plan_engine(resolved: Resolved[Any]) -> tuple[EnginePlan, bool, list[Engine
     check_optimizer(engine_plan)
     resolved.techniques.check(engine_plan)
     return engine_plan, not cuts and not without_values, ending
+
+
+def _check_resumed(resolved: Resolved[Any], engine_plan: EnginePlan) -> None:
+    """Raise CheckpointError on all ranks if the checkpoint to resume from is of another model. That
+    of a model in stages, of which a rank plans one, is compared as it is loaded. Collective.
+    """
+    model = resolved.request.model
+    if resolved.checkpoint is None or isinstance(model, StagedModule):
+        return
+    if engine_plan.cuts:
+        settings, optimizer = resolved.settings, resolved.optimizer
+        engine_plan = resolved.engine_class.plan(model, settings, optimizer, extensions_of)
+    resolved.checkpoint.check_model(engine_plan)
 
 
 def _freed(ending: list[Engine]) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import hf_zero
 from hf_zero.checkpoint import convert_checkpoint
-from hf_zero.errors import PartitionError, RankMismatchError
+from hf_zero.errors import CheckpointError, PartitionError, RankMismatchError
 from hf_zero.zero import sharded_model
 from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter, owner_of
 from tests.helpers import offloads
@@ -391,6 +391,44 @@ def test_what_would_use_a_half_updated_model_is_refused(tmp_path):
 
     for words, call in AFTER.items():
         on_ranks(1, run, re.escape(words.strip()), call)
+
+
+def with_frozen(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def test_a_refused_load_leaves_a_half_updated_model_to_its_step(tmp_path):
+    def run(rank, model, loads):
+        engine = opened_early(model, tmp_path)
+        train(engine, rank, range(2))
+        backward(engine, 2, rank)
+        if loads:
+            with pytest.raises(CheckpointError, match="Nothing was loaded"):
+                engine.load_checkpoint(str(tmp_path / "missing"))
+        engine.step()
+        train(engine, rank, range(3, 4))
+        return ended(engine)
+
+    same(on_ranks(2, run, True)[0], on_ranks(2, run, False)[0], exact=True)
+
+
+@in_turn("unfreezes", [False, True])
+def test_a_load_of_weights_alone_leaves_a_half_updated_optimizer(unfreezes, tmp_path):
+    def run(rank, model):
+        model.head.requires_grad_(False)
+        engine = opened_early(model, tmp_path, make=with_frozen)
+        train(engine, rank, range(2))
+        engine.save_checkpoint(str(tmp_path))
+        backward(engine, 2, rank)
+        model.head.requires_grad_(unfreezes)
+        engine.load_checkpoint(str(tmp_path), load_module_only=True)
+        with pytest.raises(PartitionError, match="half changed: a backward had updated a part"):
+            engine.step()
+        engine.load_checkpoint(str(tmp_path))
+        train(engine, rank, range(2, 3))
+        engine.destroy()
+
+    on_ranks(2, run)
 
 
 @in_turn("mended", [False, True])

@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import hf_zero
 from hf_zero.distributed import process_group
-from hf_zero.errors import HfZeroError, PartitionError, RankMismatchError
+from hf_zero.errors import CheckpointError, HfZeroError, PartitionError, RankMismatchError
 from hf_zero.planning import check_on_all_ranks
 from hf_zero.setup import parallelize
 from hf_zero.setup.parallelize import ORDER
@@ -541,4 +541,55 @@ def test_what_ranks_refuse_together_is_refused_before_anything_changes(
 
     monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
     models = [build(rank) for rank in range(2)]
+    run_ranks(2, on_rank)
+
+
+def another_checkpoint(folder: Path, kind: str, feature: Feature) -> None:
+    """Save a checkpoint with other names, of other shapes, or with another optimizer."""
+
+    def on_rank(rank: int) -> None:
+        model = models[rank]
+        make = torch.optim.SGD if kind == "optimizer" else torch.optim.AdamW
+        engine, *_ = hf_zero.initialize(
+            model=model,
+            optimizer=make(model.parameters(), lr=1e-3),
+            config=configuration(feature, {}),
+        )
+        engine.save_checkpoint(folder)
+        engine.destroy()
+
+    other = {"names": {"num_hidden_layers": 3}, "shapes": {"vocab_size": 48}}.get(kind, {})
+    models = [seeded(lambda: tensor_parallel.llama(**other)) for _ in range(2)]
+    run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("name", ["plain", "tensor parallel", "offloaded"])
+@pytest.mark.parametrize("kind, error", [
+    ("names", r"is of another model .*: the model lacks model.layers.2.self_attn.q_proj.weight"),
+    ("shapes", r"is of another model: shapes differ: .*lm_head.weight \(checkpoint \[48, 32\]"),
+    ("optimizer", "saved with optimizer torch.optim.sgd.SGD, this engine has .*AdamW"),
+])  # fmt: skip
+def test_another_checkpoint_is_refused_on_all_ranks_before_anything_changes(
+    name, kind, error, tmp_path, monkeypatch
+):
+    feature = replace((FEATURES | FURTHER)[name], build=tensor_parallel.llama)
+
+    def on_rank(rank: int) -> None:
+        model = models[rank]
+        optimizer = adamw(model)
+        before = snapshot({"model": model, "optimizer": optimizer}, whole_process=False)
+        with pytest.raises(CheckpointError, match=error) as refused:
+            hf_zero.initialize(
+                model=model,
+                optimizer=optimizer,
+                config=configuration(feature, {}),
+                resume=tmp_path,
+            )
+        assert str(refused.value).endswith("Nothing was loaded.")
+        after = snapshot({"model": model, "optimizer": optimizer}, whole_process=False)
+        assert before.changes_until(after) == []
+
+    another_checkpoint(tmp_path, kind, feature)
+    monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
+    models = [seeded(feature.build) for _ in range(2)]
     run_ranks(2, on_rank)

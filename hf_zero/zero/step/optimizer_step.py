@@ -353,6 +353,14 @@ class StateChanges:
         self.broken = self.broken or cause
         self._passes.refuse = self.refuse
 
+    def drop_half_done(self, updater: Updater) -> None:
+        """Drop the rest of an update begun in a backward, before a load: unless that replaces all
+        of the state, which it leaves half changed, its use is refused from then on.
+        """
+        if updater.early is not None:
+            self.break_off("a backward had updated a part of the model before a load")
+        updater.drop_early()
+
     def refuse(self, what: str) -> None:
         """Raise PartitionError for ``what`` if a change was broken off."""
         if self.broken:
