@@ -26,7 +26,7 @@ from hf_zero.zero.layout.materialize import make_mesh, plan_on_this_rank
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, retire_flats, take_native_threads
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
-from hf_zero.zero.step.optimizer_patch import patch_optimizer, restore_optimizer
+from hf_zero.zero.step.optimizer_patch import patch_optimizer
 from hf_zero.zero.step.optimizer_step import OptimizerStep, StateChanges, failed_write
 from hf_zero.zero.step.preemption import StopRequests
 from hf_zero.zero.step.step_reports import SanityChecks, StepMeasures
@@ -160,7 +160,7 @@ class EngineParts(AroundModel):
         self.techniques.check(plan)
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         # the model's parameters in each group of the optimizer
-        self.given = given = [list(group["params"]) for group in groups]
+        self.given = [list(group["params"]) for group in groups]
         self.extensions_of = plan.extensions_of
         sharded = self.sharded_model = ShardedModel(plan, mesh, placement)
         installed.callback(sharded.retire)
@@ -171,8 +171,7 @@ class EngineParts(AroundModel):
         installed.callback(sharded.guards.remove)
         self._install_patches(mesh, installed)
         if self.optimizer is not None:
-            patch_optimizer(self.optimizer, self)
-            installed.callback(restore_optimizer, self.optimizer, given)
+            patch_optimizer(self.optimizer, self, installed)
             self.publish_scale()
         # Count the partition as a write: a fetch by a rank that is ahead waits for the shards of
         # this one.

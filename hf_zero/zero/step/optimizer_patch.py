@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
 
@@ -17,9 +18,9 @@ from hf_zero.zero.layout.parameter import name_of, owner_of
 from hf_zero.zero.state_entries import transfer
 from hf_zero.zero.step.saved_segments import SavedSegments
 
-TAKEN = ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict")
 # with this attribute GradScaler.step passes itself to an optimizer's step, as grad_scaler
 _SUPPORTS_AMP = "_step_supports_amp_scaling"
+_MISSING = object()
 
 
 def _refuse_parameter(key: Any) -> None:
@@ -34,9 +35,10 @@ def _refuse_parameter(key: Any) -> None:
         )
 
 
-def patch_optimizer(optimizer: Any, owner: Any) -> None:
-    """Replace ``step`` and ``zero_grad`` of ``optimizer`` by those of the engine ``owner``, to
-    which only a weak reference is kept.
+def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
+    """Replace ``step`` and other methods of ``optimizer`` by those of the engine ``owner``, to
+    which only a weak reference is kept. ``installed`` gets the inverse operations, which give the
+    groups their parameters back, for another engine, and drop the state.
 
     Its state dict holds this rank's segments, in any tier.
     """
@@ -111,36 +113,40 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
         optimizer.state.refuse, optimizer.state.restart = _refuse_parameter, restart
         optimizer.state.wait = wait if offloads else None
 
+    installed.callback(give_back, optimizer)
+    installed.callback(_return_parameters, optimizer, owner.given)
     watch_state()
     # keeps schedulers from wrapping it as a method
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step, optimizer.zero_grad, optimizer.add_param_group = (
-        step,
-        zero_grad,
-        add_param_group,
-    )
-    optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict
-    optimizer.overflow = False
-    step.supports_amp = vars(optimizer).get(_SUPPORTS_AMP)  # type: ignore[attr-defined]
-    setattr(optimizer, _SUPPORTS_AMP, True)
+    attributes = {
+        "step": step,
+        "zero_grad": zero_grad,
+        "add_param_group": add_param_group,
+        "state_dict": state_dict,
+        "load_state_dict": load_state_dict,
+        "overflow": False,
+        _SUPPORTS_AMP: True,
+    }
+    for name, value in attributes.items():
+        installed.callback(_set_attribute, optimizer, name, vars(optimizer).get(name, _MISSING))
+        setattr(optimizer, name, value)
 
 
-def restore_optimizer(
+def _set_attribute(optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:
+    vars(optimizer).pop(name, None)
+    if value is not _MISSING:
+        setattr(optimizer, name, value)
+
+
+def _return_parameters(
     optimizer: torch.optim.Optimizer, parameters: Sequence[Sequence[torch.Tensor]]
 ) -> None:
-    """Undo :func:`patch_optimizer` and restore the ``parameters`` of the groups, for another
-    engine.
-
-    The optimizer's state, and the memory of its segments, were freed with the engine.
+    """Put the ``parameters`` back into the groups. The state of segments, and their memory, were
+    freed with the engine.
     """
-    given = getattr(optimizer.step, "supports_amp", None)
-    for name in (*TAKEN, _SUPPORTS_AMP, "segment_format"):
-        optimizer.__dict__.pop(name, None)
-    if given is not None:
-        setattr(optimizer, _SUPPORTS_AMP, given)
+    vars(optimizer).pop("segment_format", None)
     optimizer.state = defaultdict(dict)
     for group, given in zip(optimizer.param_groups, parameters):
         for segment in group["params"]:
             segment.data = segment.data.new_empty(0)
         group["params"] = list(given)
-    give_back(optimizer)
