@@ -259,8 +259,13 @@ class _TorchStates:
             for _, name, fqn in slots:
                 shards, values = entries.get(name, ()), content["state"].get(fqn, {})
                 values = {key: value for key, value in values.items() if value is not None}
-                if COMPENSATION in values and all(e.kind != COMPENSATION for e in shards):
-                    shards = [*shards, StateEntry(flat, name, COMPENSATION)]
+                kinds, group = {entry.kind for entry in shards}, self.engine.bound.group_of[name]
+                further = [
+                    StateEntry(flat, name, key)
+                    for key in values.keys() - kinds
+                    if key == COMPENSATION or self.engine.bound.is_switched_off(group, key)
+                ]
+                shards = [*shards, *further]
                 expected = numbers[name].keys() | {entry.kind for entry in shards}
                 missing += [f"{fqn}.{key}" for key in expected - values.keys()]
                 unexpected += [f"{fqn}.{key}" for key in values.keys() - expected]

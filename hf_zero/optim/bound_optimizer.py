@@ -328,19 +328,19 @@ class BoundOptimizer:
         ``flat.owned`` on; create state of these elements that does not exist yet.
 
         Elements whose group keeps no such state (SGD's momentum may be on in one group only) are
-        skipped.
+        skipped. As in torch, a momentum that is switched off keeps its state; zeros are none.
 
         Raises:
             UnsupportedOptimizerError: no group keeps a state of that name.
         """
         self.loads += 1
         self.create_offloaded(flat)  # settings of groups may be new
-        if flat.offloaded and name in flat.storage.names():
-            self._table.offloaded.load_tensor(flat, name, tensor, first)
-            return
         last = first + tensor.numel()
-        if name == "master":
-            _copy(masters(flat)[first:last], tensor)
+        if name == MASTER:
+            if flat.offloaded:
+                self._table.offloaded.load_tensor(flat, name, tensor, first)
+            else:
+                _copy(masters(flat)[first:last], tensor)
             return
         self.numbers.writes += 1
         touched = [
@@ -349,12 +349,16 @@ class BoundOptimizer:
             for part in segment.parts
             if part.flat is flat and part.start < last and first < part.stop
         ]
-        overlaps = []
-        for segment, part in touched:
+        kept = []  # the state of each, None if its group keeps none
+        for segment, _ in touched:
             self._table.state_of(segment).create(segment)
-            if name in self._entries.of(segment):
-                overlaps.append((segment, part))
-        if touched and not overlaps and not self._entries.some_group_keeps(name, masters(flat)):
+            kept.append(self._entries.of(segment).get(name))
+        lacking = [held is None for held in kept]
+        if flat.offloaded and kept and not any(lacking):
+            self._table.offloaded.load_tensor(flat, name, tensor, first)
+            return
+        is_known = not all(lacking) or self._entries.some_group_keeps(name, masters(flat))
+        if touched and not is_known:
             have = sorted(
                 {key for segment, _ in touched for key in self._entries.elementwise(segment)}
             )
@@ -364,14 +368,17 @@ class BoundOptimizer:
                 "by another optimizer or with other options. Use the same optimizer, or load "
                 "without optimizer states."
             )
-        for segment, part in overlaps:
-            held = self.optimizer.state[segment.tensor][name]
+        for (segment, part), held in zip(touched, kept):
             start = max(part.start, first)
             values, at = tensor[start - first : part.stop - first], part.offset + start - part.start
+            if held is None and not self._entries.is_switched_off(segment.group, name):
+                continue
             if isinstance(held, Blocks):
                 held.put(at, values)
-            else:
+            elif held is not None and not flat.offloaded:
                 _copy(held[at : at + values.numel()], values)
+            elif held is not None or bool(values.any()):
+                self._table.state_of(segment).put(segment, name, at, values)
 
     def create_offloaded(self, flat: Flat) -> bool:
         """Create the offloaded state of ``flat`` as of before the first step, where there is none.
@@ -534,12 +541,16 @@ class BoundOptimizer:
         return kahan and trains and flat.storage.dtype(MASTER) == torch.bfloat16
 
     def keeps(self, name: str) -> bool:
-        """Whether a group of this optimizer keeps a state ``name``, as far as its class shows
-        without a step.
+        """Whether a group of this optimizer keeps a state ``name``, or would with a momentum, as
+        far as its class shows without a step.
         """
         narrow = self._bf16 is not None and self._bf16.masters
         like = torch.zeros(1, dtype=torch.bfloat16 if narrow else torch.float32)
         return self._entries.some_group_keeps(name, like)
+
+    def is_switched_off(self, group: int, name: str) -> bool:
+        """Whether ``group`` would keep a state ``name`` if its momentum were not 0."""
+        return self._entries.is_switched_off(group, name)
 
     def _same_groups(self, saved: Sequence[Any], what: str) -> None:
         if len(saved) != len(self.groups):

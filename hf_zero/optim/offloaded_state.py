@@ -292,10 +292,14 @@ class OffloadedState:
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
         """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""
-        storage = segment.parts[0].flat.storage
+        flat = segment.parts[0].flat
+        flat.wait_for_update()
+        storage = flat.storage
         if name not in storage.names():
             storage.add(name, StorageFormat(values.dtype))
-            self._entries.optimizer.state[segment.tensor][name] = self._entry(segment, name)
+        live = self._entries.optimizer.state[segment.tensor]
+        if name not in live:
+            live[name] = self._entry(segment, name)
         storage.store(name, segment.start + at, values)
         self._fresh.discard(segment)
 

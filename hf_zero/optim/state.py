@@ -425,8 +425,21 @@ class StateEntries:
         return value.expand(segment.tensor.shape).clone()
 
     def some_group_keeps(self, name: str, like: Tensor) -> bool:
-        """Whether a group keeps a state ``name`` for a parameter like ``like``."""
-        return any(name in self.fresh(group, like) for group in range(len(self.groups)))
+        """Whether a group keeps a state ``name`` for a parameter like ``like``, or would with a
+        momentum.
+        """
+        groups = range(len(self.groups))
+        return any(
+            name in self.fresh(group, like) or self.is_switched_off(group, name) for group in groups
+        )
+
+    def is_switched_off(self, group: int, name: str) -> bool:
+        """Whether ``group`` would keep a state ``name`` if its momentum were not 0."""
+        settings = self.groups[group]
+        if settings.get("momentum", 1.0):
+            return False
+        settings = {**in_numbers(settings), "momentum": 0.5}
+        return name in fresh_state(self.optimizer, settings, torch.zeros(1))
 
 
 class DeviceState:

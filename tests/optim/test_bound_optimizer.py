@@ -448,13 +448,13 @@ def test_state_of_another_optimizer_is_refused():
 
 
 def test_state_of_one_group_passes_over_the_other():
-    # Momentum in group 0 only. What was saved for a chunk that had both groups is loaded where only
-    # group 1 is owned.
+    # Momentum in group 0 only. What was saved for a chunk that had both groups, zeros for group 1,
+    # is loaded where only group 1 is owned.
     it = world("SGD", shards=4, units=[{"x": (24,), "y": (8,)}], group_of={"x": 0, "y": 1})
     found = []
-    for bound, (flat,) in zip(it.bound, it.ranks):
+    for rank, (bound, (flat,)) in enumerate(zip(it.bound, it.ranks)):
         bound.groups[0]["momentum"] = 0.9
-        bound.load_tensor(flat, "momentum_buffer", torch.ones(8))
+        bound.load_tensor(flat, "momentum_buffer", torch.full((8,), float(rank < 3)))
         bound.load_tensor(flat, "master", torch.full((8,), 3.0))
         assert torch.equal(flat.master, torch.full((8,), 3.0))
         found.append("momentum_buffer" in bound.tensors(flat))

@@ -1,0 +1,92 @@
+"""A momentum of SGD that a script switches off and on: its buffers stay over every way of loading
+state, as torch keeps them, and a group without momentum gets none.
+"""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.offloads import offload
+from tests.helpers.stacks import on_ranks, squared, stack
+from tests.helpers.training import At
+
+LOAD = 3  # the step before which state is saved and loaded
+MOMENTA = {
+    "off at the load": (0.9, 0.9, 0.0, 0.0, 0.9, 0.9),
+    "off at the save alone": (0.9, 0.9, 0.0, 0.9, 0.9, 0.9),
+    "off before the save": (0.0, 0.0, 0.9, 0.9, 0.9, 0.9),
+}
+
+
+def sgd(model):
+    """Two groups: the momentum of the second one begins after the load."""
+    parameters = [*model.parameters()]
+    groups = [{"params": parameters[::2]}, {"params": parameters[1::2]}]
+    return torch.optim.SGD(groups, lr=0.1, dampening=0.5)
+
+
+def switch(optimizer, momentum, step):
+    optimizer.param_groups[0]["momentum"] = momentum
+    optimizer.param_groups[1]["momentum"] = 0.9 * (step > LOAD)
+
+
+def plainly(momenta):
+    model = stack()
+    optimizer = sgd(model)
+    for step, momentum in enumerate(momenta):
+        switch(optimizer, momentum, step)
+        optimizer.zero_grad()
+        squared(model, At(step, 0, 0)).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("momenta", MOMENTA)
+@pytest.mark.parametrize("way", ["checkpoint", "state dict", "state dict of torch"])
+@pytest.mark.parametrize("tier, stage", [
+    ("device", 1), ("device", 3), ("optimizer on cpu", 1), ("all in files", 3),
+])  # fmt: skip
+def test_a_momentum_that_is_switched_off_stays_over_a_load(
+    tier: str, stage: int, way: str, momenta: str, tmp_path: Path
+) -> None:
+    (tmp_path / "files").mkdir()
+    config = config_of(stage, zero_optimization=offload(tier, stage, tmp_path / "files"))
+
+    def opened(model):
+        return start(model, sgd(model), config | {"zero_force_ds_cpu_optimizer": False})
+
+    def train(rank, models):
+        model, target = models
+        engine = opened(model)
+        for step, momentum in enumerate(MOMENTA[momenta]):
+            if step == LOAD and way == "state dict":
+                engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+            elif step == LOAD:
+                engine.save_checkpoint(tmp_path)
+                state = copy.deepcopy(get_state_dict(model, engine.optimizer))
+                engine.destroy()
+                engine = opened(target)
+                if way == "checkpoint":
+                    engine.load_checkpoint(tmp_path)
+                else:
+                    set_state_dict(
+                        target,
+                        engine.optimizer,
+                        model_state_dict=state[0],
+                        optim_state_dict=state[1],
+                    )
+            switch(engine.optimizer, momentum, step)
+            engine.backward(squared(engine, At(step, 0, 0)))
+            engine.step()
+        found = full_weights(engine)
+        engine.destroy()
+        return found
+
+    want = plainly(MOMENTA[momenta])
+    for found in on_ranks(2, train, build=lambda: (stack(), stack())):
+        for name, value in want.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
