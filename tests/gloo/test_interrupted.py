@@ -16,7 +16,7 @@ from tests.gloo import interrupted
 from tests.helpers.cells import runs_long
 
 KINDS = ("save", "background", "load")
-FAST, LONG = 3, 60  # lines of each kind
+FAST, LONG = 1, 60  # lines of each kind
 
 
 def test_an_interrupt_on_one_rank_leaves_no_other_waiting(

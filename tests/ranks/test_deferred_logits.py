@@ -8,6 +8,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -99,8 +100,8 @@ CASES = {
     "recomputed by the engine": Case(keys={"activation_checkpointing": {"blocks": True}}),
     "compiled blocks": Case(keys={"compile": {"blocks": True, "backend": "aot_eager"}}),
 }
-CELLS = [(name, stage) for name in CASES for stage in (2, 3)]
-MORE = [(name, stage) for name in CASES for stage in (0, 1)]
+CELLS = [(name, 3) for name in CASES] + [("own loss", 2), ("LoRA on the head", 2)]
+MORE = [cell for cell in product(CASES, range(4)) if cell not in CELLS]
 
 
 @pytest.fixture(autouse=True)

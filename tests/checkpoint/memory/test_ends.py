@@ -292,16 +292,22 @@ def test_a_job_that_begins_while_its_folder_is_removed_makes_it(
 
 
 ENDING = """
-import sys
+import os, sys
 from pathlib import Path
 from hf_zero.checkpoint.memory import folders
 from hf_zero.ops import native
-folder, top, how = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+how, *jobs = sys.argv[1:]
+for top in map(Path, jobs):  # a process for each job: one import for all
+    if os.fork() == 0:
+        break
+else:
+    sys.exit(any([os.wait()[1] for _ in jobs]))
+folder = top / "host" / "engine-0"
 folders.enter(folder, 0)
 if how == "native":
     native.release_at_exit(folder, top, folders.IN_USE, folders.rank_mark(folder, 0))
-print("entered", flush=True)
-sys.stdin.read()
+os.write(1, b"entered\\n")
+sys.stdin.buffer.raw.read(1)
 if how == "python":
     folders.release(folder, top, 0)
 """
@@ -311,28 +317,19 @@ WAYS = ["python", *(["native"] if hasattr(native.core(), "release_at_exit") else
 @pytest.mark.parametrize("how", WAYS)
 def test_a_job_that_ends_leaves_the_next_one_its_folder(how: str, tmp_path: Path) -> None:
     """The next one has claimed the folder, or only marked the job's, or has not begun."""
-    ending, engines = [], []
-    for name in ("claimed", "entered", "marked", "alone"):
-        top = left(tmp_path, name)
-        engine = top / "host" / "engine-0"
-        launched = [sys.executable, "-c", ENDING, str(engine), str(top), how]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        ending.append(subprocess.Popen(launched, **pipes))
-        engines.append((name, top, engine))
-    kept: list[Any] = []
-    for process, (name, top, engine) in zip(ending, engines, strict=True):
-        assert process.stdout is not None and process.stdout.readline() == "entered\n"
-        if name in ("claimed", "marked"):
-            kept.append(folders.InUse(top))
-        if name == "claimed":
-            kept.append(folders.Claim(engine))
-        if name == "entered":
-            folders.enter(engine, 0)
-    for process, (name, top, engine) in zip(ending, engines, strict=True):
-        process.communicate("")
-        assert process.returncode == 0
-        slots = any(engine.glob("slot-0/*"))
-        assert slots == (name in ("claimed", "entered")), name
+    tops = {name: left(tmp_path, name) for name in ("claimed", "entered", "marked", "alone")}
+    engines = {name: top / "host" / "engine-0" for name, top in tops.items()}
+    launched = [sys.executable, "-c", ENDING, how, *map(str, tops.values())]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(launched, **pipes) as ending:
+        assert [ending.stdout.readline() for _ in tops] == ["entered\n"] * len(tops)
+        kept: list[Any] = [folders.InUse(tops["claimed"]), folders.InUse(tops["marked"])]
+        kept.append(folders.Claim(engines["claimed"]))
+        folders.enter(engines["entered"], 0)
+        ending.communicate("." * len(tops))
+    assert ending.returncode == 0
+    for name, top in tops.items():
+        assert any(engines[name].glob("slot-0/*")) == (name in ("claimed", "entered")), name
         assert top.exists() == (name != "alone"), name
     assert all(mark.is_current() for mark in kept)
 

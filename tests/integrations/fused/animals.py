@@ -161,6 +161,8 @@ ANIMALS = {
         },
     ),
 }
+# of each kind of blocks one: the fast suite
+KINDS = ("llama", "gemma2", "phi3", "mixtral", "roberta", "gpt2", "t5", "vit")
 
 
 def build(

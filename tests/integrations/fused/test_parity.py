@@ -23,7 +23,7 @@ from tests.helpers import oracle
 from tests.helpers.cells import fast, in_one_item
 from tests.helpers.engines import engine_opener, start, train_on_threads
 from tests.helpers.training import At, Driver, Job, Plan, plain_sgd
-from tests.integrations.fused.animals import ANIMALS, BLOCKS, build, error, inputs, step
+from tests.integrations.fused.animals import ANIMALS, BLOCKS, KINDS, build, error, inputs, step
 from tests.integrations.fused.test_restoring import attributes, same_step
 
 ALL = (*BLOCKS, "loss")
@@ -38,7 +38,7 @@ def assert_equal(
     assert worst[1] < bound, worst
 
 
-@in_one_item(ANIMALS)
+@in_one_item(KINDS, long=[name for name in ANIMALS if name not in KINDS])
 def test_a_family_is_replaced_trains_and_is_restored(name: str) -> None:
     """Restored, it is bit-equal and has nothing left."""
     model, right, batch = build(name), build(name), inputs(name)

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused.deferred_heads import defer_head
 from hf_zero.ops.deferred import DeferredOutput, heads, tensor
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, runs_long
 from tests.integrations.fused import uses_of_logits
 from tests.integrations.fused.languages import compare, gradients
 from tests.integrations.fused.uses_of_logits import (
@@ -98,7 +98,10 @@ def test_a_use_does_what_it_does_to_plain_logits(name: str) -> None:
     check(USES[name])
 
 
-@in_one_item(list(COMPILED))
+COMPILED_FAST = ("the model in one graph", "the loss")
+
+
+@in_one_item(COMPILED_FAST, long=[name for name in COMPILED if name not in COMPILED_FAST])
 def test_compiled_code(name: str) -> None:
     torch._dynamo.reset()
     check(COMPILED[name])
@@ -170,6 +173,9 @@ def test_losses_compute_no_whole_logits(name: str) -> None:
     assert not seen
 
 
+IN_THE_INTERPRETER = ("by gather, capped", "by logsumexp, kept", "of a masked word", "by weights")
+
+
 @pytest.mark.parametrize("form", ["host", "kernel"])
 def test_log_probabilities_by_the_operator(
     form: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -183,11 +189,12 @@ def test_log_probabilities_by_the_operator(
         monkeypatch.setenv("HF_ZERO_TRITON", "1")
         request.getfixturevalue("checked_triton")
     names = [name for name in USES if name.startswith("log-probabilities: ")]
-    for name in names:
+    assert len(names) == 12
+    whole = form == "host" or runs_long(request.config)
+    for name in names if whole else (f"log-probabilities: {each}" for each in IN_THE_INTERPRETER):
         before = len(calls)
         check(USES[name])
         assert (len(calls) > before) == ("double" not in name), name
-    assert len(names) == 12
 
 
 def noted(calls: list[str], function: Any) -> Any:
