@@ -51,12 +51,16 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else "nothing said"
 
 
-def tests(work: str, seconds: int, *arguments: str) -> Cell:
-    """Files of tests/gpu; tiny, those of one room of the package."""
+def tests(work: str, seconds: int, *arguments: str, workers: int = 0) -> Cell:
+    """Files of tests/gpu, by as many processes on the device; tiny, those of one room of the
+    package.
+    """
 
     def run(tiny: bool) -> Rows:
         chosen = ("tests/device/test_device_package.py",) if tiny else arguments
-        done = _python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-rf", *chosen)
+        processes = min(workers, (os.cpu_count() or 1) // 2) if not tiny else 0
+        options = ("-p", "no:cacheprovider", "-rf", "-n", str(processes), "--dist", "worksteal")
+        done = _python("-m", "pytest", "-q", *options, *chosen)
         counts = {what: int(count) for count, what in PASSED.findall(_last_line(done.stdout))}
         failed = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
         yield {"work": work, "of": "hf-zero", "failures": failed, **counts}
@@ -228,13 +232,15 @@ def kernels(tiny: bool) -> Rows:
 
 
 ENGINE, TWO = "tests/gpu/test_engine_on_gpu.py", "tests/gpu/test_two_ranks_on_one_gpu.py"
-REST = ("tests/gpu", f"--ignore={ENGINE}", f"--ignore={TWO}")
+RANDOM = "tests/gpu/test_random_programs_on_gpu.py"
+REST = ("tests/gpu", *(f"--ignore={file}" for file in (ENGINE, TWO, RANDOM)))
 STAGES = ("stage 1", "stage 3", "stage 2, optimizer on the CPU")
 PARTS: dict[int, tuple[Cell, ...]] = {
     1: (
-        tests("stages over NCCL, one rank", 120, ENGINE),
-        tests("two ranks of one card over gloo", 120, TWO),
-        tests("the rest of tests/gpu", 240, *REST),
+        tests("stages over NCCL, one rank", 60, ENGINE, workers=4),
+        tests("two ranks of one card over gloo", 110, TWO),
+        tests("random lives and programs", 90, RANDOM, workers=8),
+        tests("the rest of tests/gpu", 190, *REST, workers=8),
     ),
     2: (
         *(accesses("memcheck", stage, 60) for stage in STAGES),
