@@ -171,7 +171,9 @@ class _Memory:
             self._data, self._trains = _data.__get__(parameter), parameter.requires_grad
 
     def restore(self) -> None:
-        parameter = self._parameter
+        parameter, flat = self._parameter, owner_of(self._parameter)
+        if flat is not None:
+            flat.handles.allow_swaps()
         with torch._C.DisableTorchFunctionSubclass():
             if torch._has_compatible_shallow_copy_type(parameter, self._data):
                 _data.__set__(parameter, self._data)

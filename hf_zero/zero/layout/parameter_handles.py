@@ -149,11 +149,18 @@ class ParameterHandles:
                 if self._spec.sharded:
                     _set_data(parameter, self.views[slot.name].clone())
                 forget(parameter)
+        if not any(isinstance(parameter, ReleasedParameter) for parameter in self.members):
+            self.allow_swaps()
+
+    def allow_swaps(self) -> None:
+        """Let torch.utils.swap_tensors exchange the parameters, which are no views any more."""
+        self._no_swaps.clear()
 
     def drop_memory(self) -> None:
         """Drop all views of the buffer."""
         self.views.clear()
         self._placeholders.clear()
+        self.allow_swaps()
 
 
 def forget(parameter: nn.Parameter) -> None:
