@@ -22,7 +22,7 @@ import yaml
 
 from tests.docs.documents import PAGES, ROOT, headings
 from tests.helpers.commands import completed
-from tests.report.browser import draw
+from tests.report.browser import draw, needs_chromium
 
 SITE = ROOT / "scripts" / "site"
 WIDTHS = (1280, 400)  # CSS pixels
@@ -97,6 +97,7 @@ def test_the_menu_has_every_page() -> None:
     assert {first or second for first, second in named} == {*PAGES}
 
 
+@needs_chromium
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_each_page_is_drawn(site: Path, tmp_path: Path, scheme: str) -> None:
     names, seen = [*PAGES], []
@@ -133,6 +134,7 @@ def test_each_page_is_drawn(site: Path, tmp_path: Path, scheme: str) -> None:
         assert all(name.startswith("http://127.0.0.1") for name in each["loaded"]), each
 
 
+@needs_chromium
 def test_the_search_works_without_a_server(site: Path, tmp_path: Path) -> None:
     (site / "find.html").write_text((site / "index.html").read_text())
     document, _ = draw(f"file://{site}/find.html?q=nvme_path", tmp_path / "home")

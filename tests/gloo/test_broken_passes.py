@@ -57,7 +57,6 @@ def test_a_script_that_goes_on_after_an_exception():
     cases = [
         (PLAIN, 3, "forward"),
         (PLAIN, 2, "loss"),
-        ("gloo", 3, "loss"),
         ("gloo", 2, "backward"),
     ]
     cases += [(PLAIN, 0, "backward")]

@@ -19,10 +19,8 @@ FAST = (
     "stage 1, momenta in 1 bit after a step",
     "interleaved_1f1b",
     "stage 2, branches on two streams that share messages",
-    "stage 2, optimizer on the host, branches on two streams in a unit",
     "stage 3, branches on two streams in a unit",
     "stage 3, all on the host, built again between steps",
-    "stage 2, Adafactor, built again between steps",
 )
 # Again where streams are handed out twice: what has collectives in several threads or on several
 # communicators.

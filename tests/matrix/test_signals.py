@@ -14,7 +14,6 @@ import pytest
 
 from hf_zero.checkpoint import verify_all
 from tests.helpers import launched
-from tests.helpers.cells import fast
 
 SCRIPT = Path(__file__).parent / "scripts" / "signalled.py"
 LAUNCHERS = ("torchrun", "accelerate", "hf-zero launch", "srun")
@@ -123,7 +122,8 @@ def run(launcher, route, kind, to, between, out):
 CELLS = [(launcher, route) for launcher in LAUNCHERS for route in ROUTES]
 
 
-@pytest.mark.parametrize("launcher, route", fast(CELLS, lambda *cell: cell == ("srun", "loop")))
+@pytest.mark.long
+@pytest.mark.parametrize("launcher, route", CELLS)
 def test_a_signal_saves_once_and_the_run_goes_on(launcher, route, tmp_path):
     """The signal, who gets it and when are drawn, other ones in each cell."""
     draw = random.Random(f"{launcher} {route}")

@@ -8,6 +8,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.helpers.house import parsed
+
 PACKAGE = Path(__file__).resolve().parents[2] / "hf_zero"
 # calls that block, or that a loop repeats until another thread, process or rank has acted
 WAITS = {"wait", "sleep", "check", "flock", "poll", "join", "acquire", "entered", "answers"}
@@ -40,7 +42,7 @@ ENDS = {
 
 def waits_in(source: str) -> Iterator[tuple[str, ast.AST]]:
     """Yield the loops of ``source`` that wait, with their functions."""
-    for function in ast.walk(ast.parse(source)):
+    for function in ast.walk(parsed(source)):
         if isinstance(function, ast.FunctionDef):
             for loop in ast.walk(function):
                 endless = isinstance(loop, ast.For) and ast.unparse(loop.iter).startswith(ENDLESS)

@@ -62,9 +62,8 @@ CELLS = [
     ("labels of half", CP2, 3, 1),
     ("windows", HEADS, 0, 1),
     ("packed windows", CP4, 2, 1),
-    ("packed windows", Ranks(2), 3, 1),
-    ("roberta", CP2, 1, 1),
 ]
+MORE = [("packed windows", Ranks(2), 3, 1), ("roberta", CP2, 1, 1)]
 
 
 def check(job, ranks, stage, accumulation=1, **config):
@@ -74,7 +73,7 @@ def check(job, ranks, stage, accumulation=1, **config):
     return stats
 
 
-@in_one_item(CELLS)
+@in_one_item(CELLS, long=MORE)
 def test_as_in_one_process(cell):
     name, *rest = cell
     check(JOBS[name], *rest)

@@ -142,6 +142,7 @@ KNOWN = {168: 1, 174: 1, 178: 2, 264: 1, 267: 1, 277: 1, 293: 1, 295: 1, 298: 1,
 KNOWN |= {300: 1, 302: 1, 303: 1, 326: 1, 327: 1, 329: 1, 331: 1, 332: 1, 342: 1, 351: 2}
 
 
+@pytest.mark.long
 def test_a_generation_without_its_copies_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is newer than one with copies, which the next save then overwrites."""
     edit = ("each.least_holders() >= hosts", "True")
@@ -150,6 +151,7 @@ def test_a_generation_without_its_copies_is_kept(monkeypatch: pytest.MonkeyPatch
     assert "without host" in found.text
 
 
+@pytest.mark.long
 def test_a_rank_that_lost_the_others_saves_on(monkeypatch: pytest.MonkeyPatch) -> None:
     edit = ("self._is_cut_off = True", "pass")
     seed_fault(monkeypatch, saving.MemoryCheckpoints, "_run", edit)

@@ -144,6 +144,7 @@ def test_an_ending_job_removes_a_folder_without_its_claim(monkeypatch: pytest.Mo
     find(JOBS["the next one begins"], 1000, {99: 2}, **HELD)
 
 
+@pytest.mark.long
 def test_an_ending_job_removes_a_folder_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that begins claims the rest of it."""
     renamed = 'folder.rename(f"{folder}{REMOVED}{rank_mark(folder, rank).name}")'
@@ -158,6 +159,7 @@ def test_a_folder_is_cleaned_after_its_lock_was_given_up(monkeypatch: pytest.Mon
     find(JOBS["it is cleaned"], 300, **HELD)
 
 
+@pytest.mark.long
 def test_a_job_that_begins_fails_over_a_rank_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "forget_ranks", lambda folder: remove_tree(folder / folders.RANKS))
     known = {9: 1, 11: 2, 18: 2, 93: 2, 99: 2}

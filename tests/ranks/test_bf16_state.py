@@ -24,7 +24,7 @@ from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.planning.needs import state_bytes
 from hf_zero.zero.access.local import safe_get_local_fp32_param
 from hf_zero.zero.state_bytes import held_bytes
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import fast, in_one_item
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.flats import shard
 from tests.helpers.models import seeded
@@ -96,7 +96,8 @@ def plainly(kind, moments=False, steps=range(STEPS)):
     return {name: p.detach() for name, p in masters.items()}, found
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.turns
+@pytest.mark.parametrize("world", [2, 1, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_any_number_of_ranks_has_the_bits_of_one_process(stage, world, monkeypatch):
     """Also of segments that are widened in batches."""
@@ -117,12 +118,19 @@ def test_any_number_of_ranks_has_the_bits_of_one_process(stage, world, monkeypat
     on_ranks(world, train, build=wide)
 
 
-@pytest.mark.parametrize("moments", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "adamw8bit"])
+OFFLOADED = [
+    ("adamw", "cpu", False),
+    ("adamw", "nvme", True),
+    ("sgd", "cpu", True),
+    ("adamw8bit", "nvme", False),
+]
+MORE = [("adamw", "nvme", False), ("adamw", "cpu", True), ("sgd", "nvme", True)]
+MORE += [("sgd", "cpu", False), ("sgd", "nvme", False), ("adamw8bit", "cpu", False)]
+
+
+@pytest.mark.parametrize("kind, device, moments", fast(OFFLOADED + MORE, lambda *c: c in OFFLOADED))
 def test_offloaded_state_has_the_bits_of_the_device(kind, device, moments, tmp_path):
     """Also where it resumes on another number of ranks, on the device and offloaded."""
-    moments = moments and kind != "adamw8bit"
     weights, want = plainly(kind, moments)
     stage = 1 + list(KINDS).index(kind) % 3
     section = {"device": device, "buffer_size": 1000}
@@ -369,6 +377,7 @@ def compensated(model, steps):
     return {name: p.detach().float() for name, p in named.items()}, errors
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("offloads", [None, "cpu"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_kahan_sums_keep_the_errors_of_weights(stage, offloads, tmp_path):

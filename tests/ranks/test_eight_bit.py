@@ -115,7 +115,8 @@ def assert_equal(got, want):
         assert torch.equal(got[name].view_as(value), value), name
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.turns
+@pytest.mark.parametrize("world", [2, 1, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_state_of_any_number_of_ranks_is_that_of_one_process(stage, world):
     kind = list(KINDS)[stage]
@@ -558,6 +559,7 @@ def test_losses_of_300_steps_of_transformers_are_those_of_fp32_states(name, seed
     assert losses[8] != losses[32]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_offloaded_state_is_that_of_the_device(kind, device, tmp_path):

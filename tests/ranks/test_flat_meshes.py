@@ -163,7 +163,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
 }
 
 
-LONG = ("turned",)
+LONG = ("turned", "sparse")
 
 
 @in_turn("name", [name for name in ROWS if name not in LONG], long=LONG)

@@ -27,7 +27,7 @@ from tests.helpers.stacks import on_ranks
 
 EXPONENT = 1.05
 CPU = 8.0  # times, of four times as much: a square is 16
-FEW, TIMES = 120, 4
+FEW, TIMES = 80, 4
 
 
 class Experts(nn.Module):

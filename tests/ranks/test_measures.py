@@ -9,8 +9,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,9 @@ from hf_zero.measures.metrics_file import (
 from hf_zero.measures.run_record import BUFFERS, WarningRecords
 from hf_zero.measures.utilisation import flops_per_token
 from tests.helpers.cells import in_turn
+from tests.helpers.commands import completed
 from tests.helpers.engines import config_of, start
+from tests.helpers.launched import environment, python
 from tests.helpers.models import ARCHITECTURES, features, tokens
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw
@@ -504,8 +504,8 @@ raise ValueError("no more batches\\nin this epoch")
 
 def test_the_error_that_ends_a_process_ends_its_run(tmp_path):
     """Once: a forked child, such as the worker of a DataLoader, does not end it."""
-    command = [sys.executable, "-c", FAILING, str(tmp_path)]
-    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 1
+    done = completed([python(), "-c", FAILING, str(tmp_path)], env=environment())
+    assert done.returncode == 1, done.stderr
     assert numbers(tmp_path) == [1] and endings(tmp_path) == ["ValueError: no more batches"]
 
 

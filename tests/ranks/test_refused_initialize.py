@@ -27,6 +27,7 @@ from hf_zero.planning import check_on_all_ranks
 from hf_zero.setup import parallelize
 from hf_zero.setup.parallelize import ORDER
 from tests.helpers import layer_drop, tensor_parallel
+from tests.helpers.cells import fast
 from tests.helpers.engines import full_weights
 from tests.helpers.models import bert, llama, seeded, tokens
 from tests.helpers.ranks import run_ranks
@@ -258,7 +259,11 @@ def on_each_rank(feature: Feature, function: Callable[..., Any], *args: Any) -> 
     return run_ranks(feature.ranks, function, *args)
 
 
-@pytest.mark.parametrize("name", FEATURES)
+# those whose plans look at models, and what they share, in their own ways
+REFUSING = ("tied memory", "tensor parallel", "sparse attention", "layer dropping")
+
+
+@pytest.mark.parametrize("name", fast(FEATURES, REFUSING.__contains__))
 def test_refusals_change_nothing(name, checkpoint, monkeypatch):
     monkeypatch.setattr("hf_zero.techniques.quantized_linears._torchao", stand_in_for_torchao)
     feature = FEATURES[name]

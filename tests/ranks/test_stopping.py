@@ -4,7 +4,6 @@ no other step pays for it.
 
 import os
 import signal
-import sys
 import time
 
 import pytest
@@ -16,6 +15,7 @@ from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.commands import completed
 from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.launched import environment, python
 from tests.helpers.ranks import RankFailed
 from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, plain_sgd
@@ -232,5 +232,5 @@ print("told", told, "of", number + 1)
 def test_a_signal_to_the_group_of_a_rank_leaves_workers_of_its_loader(tmp_path):
     """torchrun and Accelerate signal it. The rank itself ends its workers by the same signal."""
     (tmp_path / "group.py").write_text(GROUP)
-    done = completed([sys.executable, tmp_path / "group.py"])
+    done = completed([python(), tmp_path / "group.py"], env=environment())
     assert done.returncode == 0 and "told 18 of 20" in done.stdout, done.stderr

@@ -15,14 +15,10 @@ from tests.helpers.commands import completed
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ALONE = ("--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking")
 VOID = {"meta", "link", "br", "img", "input", "hr"}
-
-
-def command() -> str:
-    """The browser, or a skip that says what is missing."""
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
-        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
-    return found
+PROGRAM = next(filter(None, map(shutil.which, NAMES)), "")
+needs_chromium = pytest.mark.skipif(
+    not PROGRAM, reason="no Chromium on this machine (Debian: apt-get install chromium)"
+)
 
 
 def draw(
@@ -36,7 +32,7 @@ def draw(
     sandbox = ("--no-sandbox",) if os.geteuid() == 0 else ()
     ran = completed(
         [
-            command(), "--headless", "--disable-gpu", *sandbox, *ALONE, f"--user-data-dir={home}",
+            PROGRAM, "--headless", "--disable-gpu", *sandbox, *ALONE, f"--user-data-dir={home}",
             *clock, "--window-size=1280,2000", "--enable-logging=stderr",
             *(["--dump-dom"] if dump else []), *options, page if isinstance(page, str) else f"file://{page}",
         ],

@@ -31,7 +31,7 @@ from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES, tokens
 from tests.helpers.processes import run_processes
 from tests.helpers.training import adamw
-from tests.report.browser import Drawing, draw
+from tests.report.browser import Drawing, draw, needs_chromium
 
 STEPS, AGAIN = 4, 2
 RUNS = {"three": 3, "one": 1}
@@ -260,6 +260,7 @@ def test_restarts_and_warnings_are_in_the_order_of_their_times() -> None:
     assert drawn.index("rank 1 died") < drawn.index("1 step taken again") < drawn.index("slow")
 
 
+@needs_chromium
 @pytest.mark.parametrize("scheme", fast(["light", "dark"], lambda scheme: scheme == "light"))
 def test_a_browser_draws_every_chart(folders: Path, tmp_path: Path, scheme: str) -> None:
     """It says nothing on its console; each curve has a symbol for each step, each bar a mark."""
@@ -307,6 +308,7 @@ look();
 </script>"""
 
 
+@needs_chromium
 @pytest.mark.parametrize("width, columns", [(420, 1), (1400, 2)])
 def test_the_page_fits_a_telephone_and_a_wide_screen(
     folders: Path, tmp_path: Path, width: int, columns: int
@@ -329,6 +331,7 @@ def test_the_page_fits_a_telephone_and_a_wide_screen(
     assert len(set(narrow)) == (columns if columns > 1 else 0)
 
 
+@needs_chromium
 def test_the_page_on_paper(folders: Path, tmp_path: Path) -> None:
     """Every section and every number of an axis, without hints for a pointer."""
     pytest.importorskip("vl_convert", reason="pip install 'hf-zero[report]'")

@@ -20,7 +20,7 @@ from hf_zero.cli.app import app
 from hf_zero.report import serve
 from hf_zero.report.serve import ReportServer
 from tests.cli.invoked import invoke, refusal
-from tests.report.browser import Drawing, draw
+from tests.report.browser import Drawing, draw, needs_chromium
 from tests.report.test_timeline import STEP, write
 
 
@@ -138,6 +138,7 @@ def test_the_command_serves_until_it_is_interrupted(
     assert not (run / "report.html").exists()
 
 
+@needs_chromium
 def test_a_browser_shows_what_is_appended(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("vl_convert", reason="pip install 'hf-zero[report]'")
     with serving(run) as server:
