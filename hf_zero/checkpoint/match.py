@@ -19,7 +19,7 @@ from hf_zero.logging import listed, log_rank0
 from hf_zero.optim.bf16_state import COMPENSATION
 from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
 from hf_zero.optim.segment_table import factor_names
-from hf_zero.optim.state import fresh_state, in_numbers
+from hf_zero.optim.state import kept_states
 from hf_zero.zero.layout.sharding import WholeNames, belongs, persistent_buffers
 
 if TYPE_CHECKING:
@@ -221,8 +221,7 @@ def check_optimizer(
         if saved.class_name
         else sorted({name for flat in manifest.flats for name in flat.states} - {COMPENSATION})
     )
-    fresh = (fresh_state(optimizer, in_numbers(g), torch.zeros(1)) for g in groups if states)
-    kept = set[str]().union(*fresh)
+    kept = set[str]().union(*(kept_states(optimizer, group) for group in groups if states))
     if unknown := [name for name in states if name not in kept]:
         raise CheckpointError(
             f"{where} has the optimizer states {listed(states)}, of which {live} keeps no "

@@ -145,6 +145,12 @@ def _stepped_twin(
     return twin, probe
 
 
+def kept_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str]:
+    """Return the names of the states that ``group`` keeps, or would with a momentum."""
+    settings = {**in_numbers(group), "momentum": group.get("momentum") or 0.5}
+    return set(fresh_state(optimizer, settings, torch.zeros(1)))
+
+
 def in_numbers(group: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``group`` with moments of plain numbers, whatever their storage format."""
     return {**group, "moments": "fp32"} if "moments" in group else group
@@ -436,10 +442,7 @@ class StateEntries:
     def is_switched_off(self, group: int, name: str) -> bool:
         """Whether ``group`` would keep a state ``name`` if its momentum were not 0."""
         settings = self.groups[group]
-        if settings.get("momentum", 1.0):
-            return False
-        settings = {**in_numbers(settings), "momentum": 0.5}
-        return name in fresh_state(self.optimizer, settings, torch.zeros(1))
+        return not settings.get("momentum", 1.0) and name in kept_states(self.optimizer, settings)
 
 
 class DeviceState:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from hf_zero.checkpoint import convert_checkpoint
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.offloads import offload
 from tests.helpers.stacks import on_ranks, squared, stack
@@ -46,7 +47,7 @@ def plainly(momenta):
 
 
 @pytest.mark.parametrize("momenta", MOMENTA)
-@pytest.mark.parametrize("way", ["checkpoint", "state dict", "state dict of torch"])
+@pytest.mark.parametrize("way", ["checkpoint", "universal", "state dict", "state dict of torch"])
 @pytest.mark.parametrize("tier, stage", [
     ("device", 1), ("device", 3), ("optimizer on cpu", 1), ("all in files", 3),
 ])  # fmt: skip
@@ -70,7 +71,12 @@ def test_a_momentum_that_is_switched_off_stays_over_a_load(
                 state = copy.deepcopy(get_state_dict(model, engine.optimizer))
                 engine.destroy()
                 engine = opened(target)
-                if way == "checkpoint":
+                if way == "universal":
+                    if rank == 0:
+                        convert_checkpoint(tmp_path, tmp_path / "other", to="universal")
+                    torch.distributed.barrier()
+                    engine.load_checkpoint(tmp_path / "other")
+                elif way == "checkpoint":
                     engine.load_checkpoint(tmp_path)
                 else:
                     set_state_dict(
