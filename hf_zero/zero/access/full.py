@@ -325,7 +325,8 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the whole gradient of ``parameter`` between backward and step: averaged over ranks,
     without the loss scale (collective).
 
-    None before the first backward of a step, and for a frozen parameter.
+    None before the first backward of a step, and for a parameter that the engine does not train;
+    zeros for one that no backward of the step has used, also because it is frozen for a while.
     """
     flat = owner_of(parameter)
     if flat is None:
