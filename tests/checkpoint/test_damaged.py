@@ -1,11 +1,10 @@
 """Damaged checkpoints: every load names the damage with its file and loads nothing, and ``verify``
-finds what a file has. Any bit, manifest and header: a verdict, and no other exception.
+finds what a file has.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -16,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import reader, verify_checkpoint
@@ -37,7 +34,6 @@ from tests.checkpoint.jobs import (
     small,
     weights,
 )
-from tests.fuzz.mutations import places
 
 TAG = "global_step1"
 MANIFEST = f"{TAG}/manifest.json"
@@ -306,28 +302,3 @@ def test_a_file_that_cannot_be_read_is_one_of_the_problems(files, tmp_path, monk
     monkeypatch.setattr(os, "preadv", broken)
     header, content = (text for text in verify_checkpoint(folder).problems if RANK0 in text)
     assert "cannot be read" in header and "cannot be read" in content
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_manifest_is_read_or_refused(files: Files, tmp_path: Path, data: st.DataObject) -> None:
-    """One field of a manifest replaced by anything."""
-    document = {"whole": json.loads(files["manifest.json"])}
-    del document["whole"]["digest"]  # what is changed is what is found
-    *path, last = data.draw(st.sampled_from([at for at in places(document) if at]))
-    inner: Any = document
-    for key in path:
-        inner = inner[key]
-    inner[last] = data.draw(JSON)
-    changed = json.dumps(document["whole"]).encode()
-    verdict = verify_checkpoint(put({**files, "manifest.json": changed}, tmp_path / "a"))
-    assert all(re.search("manifest|rank-|objects.pt", each) for each in verdict.problems)

@@ -39,14 +39,6 @@ def test_each_program_is_judged_rightly(as_cuda: bool) -> None:
     assert not wrong
 
 
-# Of each kind (waits, copies, orders) one; the long suite puts in the others.
-FAST_FAULTS = (
-    "compute does not wait for a gather",
-    "a pinned buffer is refilled under its copy",
-    "one rank gathers in another order",
-    "one rank prefetches one unit less",
-    "a stage does not wait for what it receives",
-)
 OVER_HOSTS = (
     "a second hop does not wait for the first",
     "a first hop does not wait for what it gathers",
@@ -54,16 +46,10 @@ OVER_HOSTS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "names", "ranks"),
-    [
-        ("eager", FAST_FAULTS, 2),
-        *(
-            pytest.param(mode, *chosen, marks=pytest.mark.long)
-            for mode in ("eager", "random:1")
-            for chosen in (((), 2), (OVER_HOSTS, 4))
-        ),
-    ],
+    [(mode, *chosen) for mode in ("eager", "random:1") for chosen in (((), 2), (OVER_HOSTS, 4))],
 )
 def test_no_fault_survives(mode: str, names: tuple[str, ...], ranks: int) -> None:
     launch.needs_the_device()

@@ -76,6 +76,8 @@ LONG = {
     "inference_mode of T5 between micro-batches and before a backward",
     "the raw module of llama instead of the engine",
     "LoRA over frozen blocks",
+    "generate between micro-batches",
+    "every other one of nine blocks used on rank 1 only",
 }
 assert WAYS.keys() > LONG
 
