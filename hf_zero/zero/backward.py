@@ -189,11 +189,11 @@ class Backward:
         but a scalar tensor.
         """
         if not isinstance(loss, torch.Tensor):
-            said = (
+            message = (
                 f"backward needs the loss, a scalar tensor, not {type(loss).__name__}; pass "
                 "outputs.loss, or what your loss function returns"
             )
-            raise PartitionError(said)
+            raise PartitionError(message)
         if loss.numel() != 1:
             raise PartitionError(
                 f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it "
@@ -233,8 +233,8 @@ class Backward:
             )
         update, window = self._update, self._window
         closes = window.syncs and window.boundary is not False
-        for each in update.extensions:
-            each.begin_backward()
+        for extension in update.extensions:
+            extension.begin_backward()
         if update.bound is not None:
             refuse_switched(self._model.flats)
             refuse_half_done(update.updater, "another backward")
@@ -276,8 +276,8 @@ class Backward:
         self._reduce_accumulated()
 
     def _reduce_accumulated(self) -> None:
-        for each in self._update.extensions:
-            each.before_reduction(self.reducer.local_scale)
+        for extension in self._update.extensions:
+            extension.before_reduction(self.reducer.local_scale)
         self.reducer.reduce_accumulated()
 
     def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:

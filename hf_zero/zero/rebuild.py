@@ -81,33 +81,34 @@ class CarriedState(StateSource):
 
     def __init__(self, engine: EngineParts) -> None:
         state, mesh, parameters = EngineState(engine), engine.mesh, engine.sharded_model.parameters
-        own = WholeNames(engine.module).own_of(parameters)  # the same name on all ranks
-        objects = {own[name]: parameter for name, parameter in parameters.items()}
+        shared = WholeNames(engine.module).own_of(parameters)  # the same name on all ranks
+        objects = {shared[name]: parameter for name, parameter in parameters.items()}
         self._elements: dict[nn.Parameter, dict[str, tuple[int, torch.Tensor]]] = {}
-        kept: dict[str, dict[str, torch.dtype]] = {}
+        local_dtypes: dict[str, dict[str, torch.dtype]] = {}
         for flat in engine.sharded_model.trainable:
             arrays = dict(state.arrays(flat))
             for slot in flat.layout.slots:
                 entries = [StateEntry(flat, slot.name, kind) for kind in arrays]
                 self._elements[flat.parameters[slot.name]] = {
-                    each.kind: (each.range[0], each.part(arrays[each.kind]).to("cpu", copy=True))
-                    for each in entries
+                    e.kind: (e.range[0], e.part(arrays[e.kind]).to("cpu", copy=True))
+                    for e in entries
                 }
-                kept[own[slot.name]] = {kind: values.dtype for kind, values in arrays.items()}
+                local_dtypes[shared[slot.name]] = {kind: v.dtype for kind, v in arrays.items()}
         self.dtypes = {parameters[name]: dtype for name, dtype in engine.param_dtypes.items()}
         # in host memory: a pickled tensor returns to its own device, in every process
-        held = {
-            own[name]: {key: tensor.cpu() for key, tensor in each.items()}
-            for name, each in engine.bound.factors.held(firsts=True).items()
+        local_factors = {
+            shared[name]: {key: tensor.cpu() for key, tensor in tensors.items()}
+            for name, tensors in engine.bound.factors.held(firsts=True).items()
         }
         factors, keys = dict[str, Any](), dict[str, Any]()
-        for of_rank, dtypes in mesh.all_gather_object((held, kept), "the state of the optimizer"):
+        local = (local_factors, local_dtypes)
+        for of_rank, dtypes in mesh.all_gather_object(local, "the state of the optimizer"):
             factors.update(of_rank)
-            for name, each in dtypes.items():
-                keys.setdefault(name, {}).update(each)
-        self._numbers = {parameters[name]: each for name, each in state.numbers(own).items()}
-        self._dtypes = {objects[name]: each for name, each in keys.items() if name in objects}
-        self._factors = {objects[name]: each for name, each in factors.items() if name in objects}
+            for name, of_kind in dtypes.items():
+                keys.setdefault(name, {}).update(of_kind)
+        self._numbers = {parameters[name]: n for name, n in state.numbers(shared).items()}
+        self._dtypes = {objects[name]: of_kind for name, of_kind in keys.items() if name in objects}
+        self._factors = {objects[name]: value for name, value in factors.items() if name in objects}
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether ``parameter`` had master weights."""
@@ -116,11 +117,11 @@ class CarriedState(StateSource):
     def forget(self, parameters: Sequence[nn.Parameter]) -> None:
         """Drop the state of ``parameters``."""
         for parameter in parameters:
-            for held in (self._elements, self._dtypes, self._factors, self._numbers):
-                held.pop(parameter, None)
+            for by_parameter in (self._elements, self._dtypes, self._factors, self._numbers):
+                by_parameter.pop(parameter, None)
 
     def held(self, flat: FlatBuffer) -> dict[str, set[str]]:
-        return names_by_kind({n: self._dtypes.get(each, ()) for n, each in flat.parameters.items()})
+        return names_by_kind({n: self._dtypes.get(p, ()) for n, p in flat.parameters.items()})
 
     def read(self, entries: Sequence[StateEntry], out: torch.Tensor) -> None:
         for entry in entries:
@@ -130,10 +131,10 @@ class CarriedState(StateSource):
                 entry.part(out).copy_(whole.reshape(-1)[slice(*entry.range)])
 
     def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterNumbers]:
-        return {name: self._numbers.get(each) for name, each in parameters.items()}
+        return {name: self._numbers.get(parameter) for name, parameter in parameters.items()}
 
     def factors(self, parameters: Mapping[str, nn.Parameter]) -> Factors:
-        return {name: self._factors.get(each, {}) for name, each in parameters.items()}
+        return {name: self._factors.get(parameter, {}) for name, parameter in parameters.items()}
 
 
 # ---- the change ----
@@ -178,14 +179,14 @@ def rebuild(
     def change_groups() -> None:
         change()
         for group in engine.optimizer.param_groups:
-            group["params"] = [each for each in group["params"] if each not in lost]
+            group["params"] = [parameter for parameter in group["params"] if parameter not in lost]
 
     with raise_on_all_ranks(f"plan {what}"):
         plan = _try(engine, change_groups, keeps)
     check_alike(plan)
     with engine.changes.change(what):
         state = CarriedState(engine)
-        kept = [parameter for parameter in former if state.trains(parameter)]
+        trained = [parameter for parameter in former if state.trains(parameter)]
         values = [_values(engine, parameter) for parameter in lost]
         before = engine.take_apart()
         change_groups()
@@ -194,8 +195,8 @@ def rebuild(
             parameter.data = value
         adopt(engine.optimizer)  # its class was given back
         if not keeps:
-            state.forget([parameter for parameter in kept if not parameter.requires_grad])
-        with trainable_again(kept if keeps else ()):
+            state.forget([parameter for parameter in trained if not parameter.requires_grad])
+        with trainable_again(trained if keeps else ()):
             engine.assemble(_plan(engine))
     if broken:
         engine.changes.break_off(broken)
@@ -225,18 +226,16 @@ def _try(engine: EngineParts, change: Callable[[], None], keeps: bool) -> Engine
     """
     optimizer = engine.optimizer
     before = [(group, {**group, "params": [*group["params"]]}) for group in optimizer.param_groups]
-    kept = [parameter for flat in engine.sharded_model.trainable for parameter, _ in flat.items]
+    trained = [parameter for flat in engine.sharded_model.trainable for parameter, _ in flat.items]
     try:
-        for group, given in zip(optimizer.param_groups, engine.given):
-            group["params"] = list(given)
+        for group, parameters in zip(optimizer.param_groups, engine.given):
+            group["params"] = list(parameters)
         change()
-        with trainable_again(kept if keeps else ()):
+        with trainable_again(trained if keeps else ()):
             plan = _plan(engine)
-        known = set(map(id, engine.sharded_model.parameters.values()))
+        sharded = set(map(id, engine.sharded_model.parameters.values()))
         units = [
-            replace(
-                unit, parameters=tuple(each for each in unit.parameters if id(each[1]) not in known)
-            )
+            replace(unit, parameters=tuple(p for p in unit.parameters if id(p[1]) not in sharded))
             for unit in plan.units
         ]
         check_parameters(units, plan.device)
@@ -260,11 +259,11 @@ def groups_over(engine: EngineParts, new: Iterable[nn.Parameter], group: int | N
     Raises PartitionError for a parameter that is not in the model, for a trainable one in no
     other's place, or if there is no such group.
     """
-    groups, known = engine.optimizer.param_groups, engine.sharded_model.parameters
+    groups, sharded = engine.optimizer.param_groups, engine.sharded_model.parameters
     names: dict[nn.Parameter, list[str]] = {}
-    for name, each in engine.module.named_parameters(remove_duplicate=False):
-        names.setdefault(each, []).append(name)
-    place = {id(p): index for index, live in enumerate(groups) for p in live["params"]}
+    for name, candidate in engine.module.named_parameters(remove_duplicate=False):
+        names.setdefault(candidate, []).append(name)
+    group_of = {id(p): index for index, live in enumerate(groups) for p in live["params"]}
     if group is not None and not 0 <= group < len(groups):
         raise PartitionError(
             f"replace(group={group}): the optimizer has {len(groups)} groups, counted from 0"
@@ -275,10 +274,10 @@ def groups_over(engine: EngineParts, new: Iterable[nn.Parameter], group: int | N
                 f"replace() was given a parameter of shape {tuple(parameter.shape)} that is not in "
                 "the model; put it there first (setattr, model.resize_token_embeddings)"
             )
-        if id(parameter) in place:
+        if id(parameter) in group_of:
             continue
-        former = next((known[name] for name in names[parameter] if name in known), None)
-        index = place.get(id(former))
+        former = next((sharded[name] for name in names[parameter] if name in sharded), None)
+        index = group_of.get(id(former))
         if group is not None and parameter.requires_grad:
             index = group
         if index is None:
@@ -289,7 +288,7 @@ def groups_over(engine: EngineParts, new: Iterable[nn.Parameter], group: int | N
                 "pass replace(..., group=index of a group), or call optimizer.add_param_group"
             )
         params = groups[index]["params"]
-        at = next((i for i, each in enumerate(params) if each is former), len(params))
+        at = next((i for i, candidate in enumerate(params) if candidate is former), len(params))
         params.insert(at, parameter)
 
 
@@ -297,11 +296,11 @@ def unfrozen(engine: EngineParts) -> list[str]:
     """Return the names of the parameters that were frozen when ``engine`` was built, require grad
     now, and are in a group of its optimizer.
     """
-    given = {id(parameter) for group in engine.given for parameter in group}
+    trained = {id(parameter) for group in engine.given for parameter in group}
     return [
         name
         for flat in engine.flats
         if not flat.trainable
         for name in sorted(flat.handles.switched)
-        if flat.parameters[name].requires_grad and id(flat.parameters[name]) in given
+        if flat.parameters[name].requires_grad and id(flat.parameters[name]) in trained
     ]

@@ -124,16 +124,16 @@ class ShardedModel:
         ``after_step``: all ranks have the values of the step before, so flat buffers that send
         differences may do so; on a GPU the next reader of a whole parameter waits for its gather.
         """
-        sends, rest, whole = list[FlatBuffer](), list[FlatBuffer](), list[FlatBuffer]()
+        sends, local, whole = list[FlatBuffer](), list[FlatBuffer](), list[FlatBuffer]()
         for flat in stale:
             if after_step and flat.spec.sends_differences:
                 sends.append(flat)
                 continue
-            rest.append(flat)
+            local.append(flat)
             if not flat.sharded and flat.layout.shards > 1:
                 whole.append(flat)
         with self.schedule.shards.writing(), span("update", "shards in compute dtype"):
-            for flat in rest:
+            for flat in local:
                 # without masters of its own, the shard is what the optimizer has updated
                 if flat.optimizer_shard.has_own_master and flat.key not in written:
                     master = flat.optimizer_shard.master
@@ -239,12 +239,12 @@ class UpdatedGather:
             flat.begin_update(self._finish, None)
 
     def _finish(self) -> None:
-        here = streams.current_stream(self._device)
+        current = streams.current_stream(self._device)
         with torch.inference_mode(False), torch.no_grad(), span("wait_all_gather", self._key):
             self._handle.wait()
-        if here != self._stream:
+        if current != self._stream:
             # a script orders its streams after the one of the step
-            self._stream.wait_stream(here)
+            self._stream.wait_stream(current)
         for flat in self._flats:
             flat.unit.gathered_here()
             flat.end_update(None)
@@ -309,15 +309,15 @@ def check_optimizer(plan: EnginePlan) -> None:
     collect(optimizer, parameters, slots, plan.group_of)
 
 
-def _refuse_unknown_params(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
-    """Raise PartitionError if ``optimizer`` holds parameters with ids outside ``known``, the
+def _refuse_unknown_params(optimizer: torch.optim.Optimizer, ids: set[int]) -> None:
+    """Raise PartitionError if ``optimizer`` holds parameters with ids outside ``ids``, the
     model's.
     """
     unknown_params = [
         tuple(p.shape)
         for group in optimizer.param_groups
         for p in group["params"]
-        if id(p) not in known
+        if id(p) not in ids
     ]
     if unknown_params:
         raise PartitionError(

@@ -18,8 +18,8 @@ def state_bytes(engine: Any) -> dict[str, int]:
     """Return the current bytes of state on this rank, in all tiers: parameters (gathered ones
     excluded at stage 3), gradients (between a backward and its step), optimizer.
     """
-    held = held_bytes(engine)
-    return {kind: sum(held[kind, tier] for tier in TIERS) for kind in KINDS}
+    nbytes = held_bytes(engine)
+    return {kind: sum(nbytes[kind, tier] for tier in TIERS) for kind in KINDS}
 
 
 def bytes_by_tier(engine: Any, held: Counter[tuple[str, str]] | None = None) -> dict[str, int]:
@@ -35,23 +35,23 @@ def bytes_by_tier(engine: Any, held: Counter[tuple[str, str]] | None = None) -> 
 def held_bytes(engine: Any) -> Counter[tuple[str, str]]:
     """Return the bytes by kind and tier."""
     bound = engine.bound
-    found: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     counted: set[int] = set()
 
     def add(kind: str, tier: str, tensor: torch.Tensor | None) -> None:
         if tensor is not None and tensor.numel() and tensor.data_ptr() not in counted:
             counted.add(tensor.data_ptr())
-            found[kind, tier] += tensor.nbytes
+            counts[kind, tier] += tensor.nbytes
 
     for extension in engine.optimizer_step.extensions:
         for kind, nbytes in extension.state_bytes().items():
-            found[kind, "device"] += nbytes
+            counts[kind, "device"] += nbytes
     for unit in engine.units:
-        found["parameters", "device"] += unit.source.nbytes()
+        counts["parameters", "device"] += unit.source.nbytes()
     for flat in engine.flats:
         if flat.sharded:
             for tier, nbytes in flat.shard_bytes().items():
-                found["parameters", tier] += nbytes
+                counts["parameters", tier] += nbytes
         else:
             add("parameters", "device", flat.full)
         for buffer in flat.computing.memory if flat.computing is not None else ():
@@ -65,10 +65,10 @@ def held_bytes(engine: Any) -> Counter[tuple[str, str]]:
         if flat.optimizer_shard.offloaded:
             add("gradients", "ram", flat.gradient.shard)
             for tier, nbytes in flat.optimizer_shard.storage.nbytes().items():
-                found["optimizer", tier] += nbytes
+                counts["optimizer", tier] += nbytes
             continue
         if flat.optimizer_shard.has_own_master:
             add("optimizer", "device", flat.optimizer_shard.master)
         for tensor in bound.memory(flat.optimizer_shard) if bound is not None else ():
             add("optimizer", "device", tensor)
-    return found
+    return counts

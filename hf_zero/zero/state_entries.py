@@ -92,11 +92,11 @@ class StateSource:
 
 def names_by_kind(kinds: Mapping[str, Collection[str]]) -> dict[str, set[str]]:
     """Return by kind the names that have it, from the kinds of each name."""
-    found: dict[str, set[str]] = {}
+    names: dict[str, set[str]] = {}
     for name, of_name in kinds.items():
         for kind in of_name:
-            found.setdefault(kind, set()).add(name)
-    return found
+            names.setdefault(kind, set()).add(name)
+    return names
 
 
 class EngineState:
@@ -128,15 +128,15 @@ class EngineState:
         if (group, like) not in self._fresh:
             state = self.bound.fresh(group, like)
             self._fresh[group, like] = {
-                kind: each if is_elementwise(kind, each, (1,)) else float(each)
-                for kind, each in state.items()
+                kind: value if is_elementwise(kind, value, (1,)) else float(value)
+                for kind, value in state.items()
             }
         return self._fresh[group, like]
 
     def fresh_numbers(self, group: int) -> dict[str, float]:
         """Return the numbers of a parameter of ``group`` before its first step."""
         state = self.fresh(group)
-        return {kind: each for kind, each in state.items() if not isinstance(each, torch.Tensor)}
+        return {kind: value for kind, value in state.items() if not isinstance(value, torch.Tensor)}
 
     def fresh_elements(self, flat: FlatBuffer, name: str) -> dict[str, torch.Tensor]:
         """Return one element of each state of parameter ``name`` of ``flat`` before its first step;
@@ -146,7 +146,7 @@ class EngineState:
         if group is None:
             return {}
         state = self.fresh(group, flat.optimizer_shard.storage.dtype(MASTER))
-        return {kind: each for kind, each in state.items() if isinstance(each, torch.Tensor)}
+        return {kind: value for kind, value in state.items() if isinstance(value, torch.Tensor)}
 
     def begin(self, entries: Sequence[StateEntry], out: torch.Tensor | None) -> torch.Tensor:
         """Set ``entries``, of one flat buffer and kind, to their numbers before the first step in
@@ -177,8 +177,8 @@ class EngineState:
         step on.
         """
         first = {slot.name: self.fresh_elements(flat, slot.name) for slot in flat.layout.slots}
-        known = {MASTER}.union(*first.values())
-        others = [kind for kind in arrays if kind not in known]
+        fresh_kinds = {MASTER}.union(*first.values())
+        others = [kind for kind in arrays if kind not in fresh_kinds]
         for name, kinds in first.items():
             yield from (StateEntry(flat, name, kind) for kind in (*kinds, *others))
 
@@ -187,7 +187,7 @@ class EngineState:
         maps this rank's names to those of the whole model. Collective.
         """
         return self.bound.by_parameter(
-            names, lambda each: self._mesh.all_gather_object(each, "step counts")
+            names, lambda counts: self._mesh.all_gather_object(counts, "step counts")
         )
 
 
@@ -207,16 +207,16 @@ def transfer(
     """
     state, bound, without = EngineState(engine), engine.bound, set[str]()
     for flat in engine.flats:
-        held, trains = source.held(flat), optimizer and flat.trainable
-        states = [names for kind, names in held.items() if kind != MASTER]
+        names_of, trains = source.held(flat), optimizer and flat.trainable
+        states = [names for kind, names in names_of.items() if kind != MASTER]
         without.update(flat.parameters.keys() - set[str]().union(*states))
-        if trains or (weights and MASTER in held):
-            _fill(flat, source, held, state, weights, trains, keeps)
+        if trains or (weights and MASTER in names_of):
+            _fill(flat, source, names_of, state, weights, trains, keeps)
     if optimizer and bound is not None:
         parameters = {name: engine.sharded_model.parameters[name] for name in bound.group_of}
         numbers = source.numbers(parameters)
         bound.load_by_parameter(
-            {name: each for name, each in numbers.items() if each or keeps or name not in without},
+            {n: value for n, value in numbers.items() if value or keeps or n not in without},
             source.parted,
         )
         factors = source.factors(parameters)
@@ -227,7 +227,7 @@ def transfer(
 def _fill(
     flat: FlatBuffer,
     source: StateSource,
-    held: Mapping[str, Collection[str]],
+    names_of: Mapping[str, Collection[str]],
     state: EngineState,
     weights: bool,
     optimizer: bool,
@@ -237,13 +237,13 @@ def _fill(
     shard = flat.optimizer_shard
     begun = optimizer and state.bound.create_offloaded(shard)
     arrays = state.arrays(flat, optimizer)
-    kinds = {*held, *arrays} if optimizer else {MASTER}
+    kinds = {*names_of, *arrays} if optimizer else {MASTER}
     entries = {
         kind: [StateEntry(flat, slot.name, kind) for slot in flat.layout.slots]
         for kind in sorted(kinds if weights else kinds - {MASTER})
     }
     missing = {
-        kind: [entry for entry in of_kind if entry.name not in held.get(kind, ())]
+        kind: [entry for entry in of_kind if entry.name not in names_of.get(kind, ())]
         for kind, of_kind in entries.items()
     }
     errors = None  # of weights that were saved in bf16, to be added to those in fp32
@@ -264,7 +264,7 @@ def _fill(
             continue
         elif not flat.trainable:
             out = out.clone()  # others may read the shard until it is stored
-        if kind in held:  # the same on all ranks, which ``arrays`` need not be
+        if kind in names_of:  # the same on all ranks, which ``arrays`` need not be
             source.read(of_kind, out)
             if kind == MASTER and errors is not None and out.dtype == torch.float32:
                 out.add_(errors)

@@ -75,7 +75,7 @@ class TrainingEngine(EngineParts):
         dtype = COMPUTE[self.config.precision]
         if dtype == torch.float32 or TORCH_NAMES[dtype] not in str(error):
             return
-        named = {f"argument {place}": value for place, value in enumerate(args)} | kwargs
+        named = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
         others = {
             name: str(tensor.dtype).removeprefix("torch.")
             for name, value in named.items()
@@ -83,10 +83,10 @@ class TrainingEngine(EngineParts):
             if tensor.is_floating_point() and tensor.dtype != dtype
         }
         if others:
-            told = listed(f"{name} ({other})" for name, other in others.items())
+            description = listed(f"{name} ({other})" for name, other in others.items())
             raise PartitionError(
                 f"the model computes in {self.config.precision} and its inputs are not cast: "
-                f"{told}; cast them by .to({dtype}), or turn torch_autocast on in place of "
+                f"{description}; cast them by .to({dtype}), or turn torch_autocast on in place of "
                 f"{self.config.precision} ({error})"
             ) from error
 
@@ -140,8 +140,8 @@ class TrainingEngine(EngineParts):
     @property
     def window_is_open(self) -> bool:
         """Whether gradients of micro-batches are held that the next update will use."""
-        held = self.bound is not None and self.held_micro_batches > 0
-        return held and not self.backward_pass.reducer.spoiled
+        accumulating = self.bound is not None and self.held_micro_batches > 0
+        return accumulating and not self.backward_pass.reducer.spoiled
 
     @property
     def held_micro_batches(self) -> int:
@@ -251,8 +251,8 @@ class TrainingEngine(EngineParts):
                 flat.count_change()
         self.sharded_model.refresh(chosen, chosen)
         if flats is None:
-            for each in self.optimizer_step.extensions:
-                each.forget(self.scaler.scale)
+            for extension in self.optimizer_step.extensions:
+                extension.forget(self.scaler.scale)
 
     # ---- the parameters that train ----
 
@@ -364,8 +364,8 @@ class TrainingEngine(EngineParts):
             self._end_update(overflow, losses.update_scale(overflow))
             # a scheduler that takes a metric is stepped by the script
             scheduler = self.lr_scheduler
-            own = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
-            if own and not overflow:
+            per_step = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
+            if per_step and not overflow:
                 scheduler.step()
             self.techniques.end_step()
         if failure is not None:
@@ -392,8 +392,8 @@ class TrainingEngine(EngineParts):
         step that was skipped because of an ``overflow``.
         """
         optimizer_step = self.optimizer_step
-        for each in optimizer_step.extensions:
-            each.end_step(self.global_steps + 1, overflow, scaler.scale)
+        for extension in optimizer_step.extensions:
+            extension.end_step(self.global_steps + 1, overflow, scaler.scale)
         if self.optimizer is not None:
             self.optimizer.overflow = overflow
         if self.scaler.dynamic:

@@ -36,9 +36,9 @@ def transaction() -> Iterator[None]:
     outer = _stack.get()
     with _undone() as undo:
         yield
-        done = undo.pop_all()
+        steps = undo.pop_all()
     if outer is not None:
-        outer.push(done)
+        outer.push(steps)
 
 
 @contextmanager

@@ -87,7 +87,7 @@ class BackwardTracker:
         """Whether a forward since the last backward has left a graph, as far as known."""
         calls = (unit.forwards for unit in self._units)
         return bool(self._forwards or self._untracked) or any(
-            each.pending or each.read_by for each in calls
+            call.pending or call.read_by for call in calls
         )
 
     # ---- forwards ----
@@ -110,7 +110,7 @@ class BackwardTracker:
         """
         if not has_graph:
             self._end_reads({root})
-        elif not root.tracked and any(root in each.forwards.read_by for each in self._units):
+        elif not root.tracked and any(root in unit.forwards.read_by for unit in self._units):
             self._untracked.append(root)
             self._end_reads(set(self._untracked[:-FORWARDS_TOLD_APART]))
             del self._untracked[:-FORWARDS_TOLD_APART]
@@ -248,8 +248,8 @@ class BackwardTracker:
         task = graph_task()
         if task == -1 or (self.tasks and self.tasks[-1][0] == task):
             return
-        for known, _ in self.tasks:
-            if known == task:
+        for open_task, _ in self.tasks:
+            if open_task == task:
                 return
         if self.tasks and self.tasks[0][1]() is None:
             self._abandon()
@@ -297,10 +297,10 @@ class BackwardTracker:
         self._reducer.begin(key)
 
     def _end_task(self, task: int) -> None:
-        known = [number for number, _ in self.tasks]
-        if task not in known:
+        numbers = [number for number, _ in self.tasks]
+        if task not in numbers:
             return
-        del self.tasks[known.index(task) :]
+        del self.tasks[numbers.index(task) :]
         if self.tasks:
             return  # a backward inside a backward: reentrant checkpointing
         self._end()

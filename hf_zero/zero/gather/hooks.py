@@ -69,8 +69,8 @@ def _mark(
     """
     views, nodes = [], []
     with _disable_current_modes() if _modes() else spans.NOTHING:
-        for each in inputs:
-            view = each.view_as(each)
+        for tensor in inputs:
+            view = tensor.view_as(tensor)
             views.append(view)
             if view.grad_fn is not None:
                 nodes.append(view.grad_fn)
@@ -341,10 +341,10 @@ class Hooks:
         """Return a bit for each parameter held by ``modules`` only."""
         if not modules <= self._held.keys():
             places = {
-                id(parameter): (flat, 1 << place)
+                id(parameter): (flat, 1 << index)
                 for unit in self._units
                 for flat in unit.trainable
-                for place, parameter in enumerate(flat.members)
+                for index, parameter in enumerate(flat.members)
             }
             holders = Counter(
                 id(parameter)
@@ -352,15 +352,15 @@ class Hooks:
                 for parameter in module._parameters.values()
             )
             for module in modules - self._held.keys():
-                found = Counter(
+                counts = Counter(
                     id(parameter)
                     for part in module.modules()
                     for parameter in part._parameters.values()
                 )
                 self._held[module] = [
-                    places[held]
-                    for held, number in found.items()
-                    if held in places and number == holders[held]
+                    places[key]
+                    for key, number in counts.items()
+                    if key in places and number == holders[key]
                 ]
         idle: dict[FlatBuffer, int] = {}
         for module in modules:

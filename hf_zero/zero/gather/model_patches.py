@@ -214,10 +214,10 @@ class ModuleGuards:
         self._untrained: list[nn.Parameter] = []
         wraps = {module: unit for unit in units for module in unit.modules.values()}
         for module in model.modules():
-            own = {
+            owned = {
                 name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)
             }
-            touched = {owner_of(p).unit for p in own.values()} | (
+            touched = {owner_of(p).unit for p in owned.values()} | (
                 {wraps[module]} if module in wraps else set()
             )
             if not touched:
@@ -229,8 +229,8 @@ class ModuleGuards:
                 module.register_load_state_dict_pre_hook(Attached(self._before_load, pinned)),
                 module.register_load_state_dict_post_hook(Attached(self._after_load, pinned)),
             ]
-            if own:
-                self._own[module] = own
+            if owned:
+                self._own[module] = owned
                 module.__dict__["_apply"] = Override(partial(self._apply, module), module, "_apply")
                 self._patched.append(module)
 
@@ -247,26 +247,26 @@ class ModuleGuards:
         """
         # Runs in each step: as long as no module has changed since the last walk, this executes no
         # Python per module.
-        held = [*map(_parameters, self._walked), *map(_children, self._walked)]
-        unchanged = list(map(len, held)) == self._lengths and all(
-            map(is_, chain.from_iterable(map(dict.values, held)), self._held)
+        registries = [*map(_parameters, self._walked), *map(_children, self._walked)]
+        unchanged = list(map(len, registries)) == self._lengths and all(
+            map(is_, chain.from_iterable(map(dict.values, registries)), self._held)
         )
         if not unchanged or any(parameter.requires_grad for parameter in self._untrained):
             self._walk()
 
     def _walk(self) -> None:
         """Check every module and record its parameters and children."""
-        seen, left = {self._model: None}, [self._model]
+        seen, pending = {self._model: None}, [self._model]
         untrained = []
-        while left:
-            module = left.pop()
+        while pending:
+            module = pending.pop()
             for child in module._modules.values():
                 if child is not None and child not in seen:
                     seen[child] = None
-                    left.append(child)
-            own = self._own.get(module, {})
+                    pending.append(child)
+            owned = self._own.get(module, {})
             for name, parameter in module._parameters.items():
-                if name in own or parameter is None or isinstance(parameter, OwnedParameter):
+                if name in owned or parameter is None or isinstance(parameter, OwnedParameter):
                     continue
                 untrained.append(parameter)
                 if parameter.requires_grad:
@@ -276,7 +276,7 @@ class ModuleGuards:
                         "engine.replace(module or parameter) or optimizer.add_param_group, on all "
                         "ranks, or set requires_grad=False"
                     )
-            for name, parameter in own.items():
+            for name, parameter in owned.items():
                 if module._parameters.get(name) is not parameter:
                     raise PartitionError(
                         f"{name_of(parameter)} has been replaced by another parameter after "
@@ -285,10 +285,10 @@ class ModuleGuards:
                         "GatheredParameters"
                     )
         self._walked, self._untrained = list(seen), untrained
-        held = [*map(_parameters, self._walked), *map(_children, self._walked)]
+        registries = [*map(_parameters, self._walked), *map(_children, self._walked)]
         self._lengths, self._held = (
-            list(map(len, held)),
-            list(chain.from_iterable(map(dict.values, held))),
+            list(map(len, registries)),
+            list(chain.from_iterable(map(dict.values, registries))),
         )
 
     def _before_state_dict(
@@ -384,15 +384,15 @@ class ModuleGuards:
             self._schedule.pin(unit)
         for name, weight in weights_of_parts(module):
             if prefix + name in state:
-                given = state.pop(prefix + name)
+                whole = state.pop(prefix + name)
                 for part, path in names_of_parts(name, weight, prefix).items():
-                    state[path] = getattr(given, part)
-        own = self._own.get(module, {})
-        self._named[module] = {name for name in own if prefix + name in state}
-        for name, parameter in own.items():
-            given = state.get(prefix + name)
-            if sharding_of(parameter).axes and isinstance(given, torch.Tensor):
-                state[prefix + name] = own_part(sharding_of(parameter), given)
+                    state[path] = getattr(whole, part)
+        parameters = self._own.get(module, {})
+        self._named[module] = {name for name in parameters if prefix + name in state}
+        for name, parameter in parameters.items():
+            whole = state.get(prefix + name)
+            if sharding_of(parameter).axes and isinstance(whole, torch.Tensor):
+                state[prefix + name] = own_part(sharding_of(parameter), whole)
 
     @torch.no_grad()
     def _after_load(self, pinned: list[Unit], module: nn.Module, incompatible: Any) -> None:

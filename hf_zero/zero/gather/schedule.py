@@ -124,11 +124,11 @@ class Schedule:
         A rank that fetched a unit outside the plan may hold more; these must not be part of the
         key.
         """
-        found = []
+        resident = []
         for unit in self._sharded:
             if unit.pins or unit in self._kept:
-                found.append(unit.index)
-        return tuple(found)
+                resident.append(unit.index)
+        return tuple(resident)
 
     def begin(
         self,
@@ -239,21 +239,21 @@ class Schedule:
         """
         if not under_way.left_out:
             return []
-        held = under_way.left_out.union(under_way.record)
+        used = under_way.left_out.union(under_way.record)
         units = self._units[1:] if not under_way.backward else self._units[:0:-1]
-        return [unit for unit in units if unit in held and unit.sharded]
+        return [unit for unit in units if unit in used and unit.sharded]
 
     def release_skipped(self, through: int, awaits: Callable[[Unit], bool]) -> None:
         """Release units among the first ``through`` of the plan that were gathered only for other
         ranks, unless ``awaits(unit)``: this backward still needs them.
         """
-        kept = []
-        for place, unit in self.gathered_for_others:
-            if place >= through or awaits(unit):
-                kept.append((place, unit))
+        remaining = []
+        for position, unit in self.gathered_for_others:
+            if position >= through or awaits(unit):
+                remaining.append((position, unit))
             elif unit.state is State.GATHERING and not unit.in_use and unit not in self._kept:
                 unit.release()
-        self.gathered_for_others = kept
+        self.gathered_for_others = remaining
 
     @property
     def issued(self) -> int:
@@ -323,9 +323,9 @@ class Schedule:
     def pin(self, unit: Unit) -> None:
         """Keep ``unit`` whole until :meth:`unpin`. All ranks must pin together."""
         unit.pins += 1
-        here = unit.sharded and unit.state is not State.RELEASED
-        known = unit in self._kept and not unit.is_rounded
-        if self._pass is None and unit.pins == 1 and here and not known:
+        gathered = unit.sharded and unit.state is not State.RELEASED
+        current = unit in self._kept and not unit.is_rounded
+        if self._pass is None and unit.pins == 1 and gathered and not current:
             # It is gathered only on this rank (by a graph that is still alive, say): the other
             # ranks need this one to join their gather. Or its values are rounded.
             self._agree_on_gather(GATHER, unit)
@@ -400,11 +400,11 @@ class Schedule:
             reductions = self.reductions
             launched = reductions.launched if reductions is not None else 0
             if under_way is None and unit is not None:
-                found = consensus.gathers.agree_or_leave(self._where(), wish, self._say)
-                if found is None:
+                reply = consensus.gathers.agree_or_leave(self._where(), wish, self._say)
+                if reply is None:
                     self.shards.fetch(unit, outside_passes=True)
                     return True
-                agreed = found
+                agreed = reply
             else:
                 agreed = consensus.gathers.agree(self._where(), wish, self._say, launched)
             if reductions is not None:
@@ -465,9 +465,9 @@ class Schedule:
 
     def check_all_released(self) -> None:
         """Raise PartitionError if a unit is still gathered. For tests and for saving."""
-        held = [self._units[index].label for index in self.gathered]
-        if held:
+        labels = [self._units[index].label for index in self.gathered]
+        if labels:
             raise PartitionError(
-                f"units {held} are still gathered; leave the GatheredParameters "
+                f"units {labels} are still gathered; leave the GatheredParameters "
                 "blocks around this call"
             )

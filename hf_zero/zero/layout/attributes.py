@@ -50,9 +50,9 @@ def attached(parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (path, tensor) for the tensors among the attributes of a parameter with a class of its
     own that are no parameters themselves, in attribute order.
     """
-    for found in tensors_of(parameter):
-        if given_class(found.tensor) is not AttachedParameter:
-            yield found.path, found.tensor
+    for attribute in tensors_of(parameter):
+        if given_class(attribute.tensor) is not AttachedParameter:
+            yield attribute.path, attribute.tensor
 
 
 def register_attached(model: nn.Module, push_inverse: Callable[..., object] | None = None) -> None:
@@ -68,13 +68,13 @@ def register_attached(model: nn.Module, push_inverse: Callable[..., object] | No
     """
     undo = push_inverse if push_inverse is not None else lambda *_: None
     for module in model.modules():
-        own = module._parameters
-        former = {key for key, p in own.items() if p is not None and is_attached(p)}
+        registered = module._parameters
+        former = {key for key, p in registered.items() if p is not None and is_attached(p)}
         weights = dict(_weights(module))
         if not weights and not former:
             continue
         state = {id(value): key for key, value in written(module).items()}
-        made: dict[str, nn.Parameter] = {}
+        current: dict[str, nn.Parameter] = {}
         for name, weight in weights.items():
             parts = names_of_parts(name, weight)
             for attribute in (*tensors_of(weight), *_beside(module, weight)):
@@ -86,17 +86,17 @@ def register_attached(model: nn.Module, push_inverse: Callable[..., object] | No
                     if not is_attached(tensor):
                         undo(holder.__setitem__, key, tensor)
                         holder[key] = AttachedParameter(tensor.detach(), requires_grad=False)
-                    known = parts.get(path, f"{name}.{path}")
-                    made[state.get(id(tensor), known)] = holder[key]
+                    default = parts.get(path, f"{name}.{path}")
+                    current[state.get(id(tensor), default)] = holder[key]
             if parts:
                 largest = max((getattr(weight, part) for part in parts), key=torch.Tensor.numel)
                 largest.__dict__["_hf_zero_elements"] = weight.numel()
-                if own.pop(name, None) is not None:
+                if registered.pop(name, None) is not None:
                     undo(module.__dict__.pop, name, None)
                     module.__dict__[name] = weight
-        for key in former - made.keys():
-            del own[key]
-        own.update(made)
+        for key in former - current.keys():
+            del registered[key]
+        registered.update(current)
 
 
 def parts_of(weight: torch.Tensor) -> list[str]:
@@ -165,9 +165,9 @@ def _beside(module: nn.Module, weight: torch.Tensor) -> Iterator[Attribute]:
     8-bit layers of bitsandbytes have one after a forward.
     """
     for name, value in module.__dict__.items():
-        held = {} if isinstance(value, (torch.Tensor, nn.Module, type)) else _attributes(value)
-        if _refers(held, weight):
-            yield from _search(held, f"{name}.", {id(weight)})
+        values = {} if isinstance(value, (torch.Tensor, nn.Module, type)) else _attributes(value)
+        if _refers(values, weight):
+            yield from _search(values, f"{name}.", {id(weight)})
 
 
 def kept_in_attributes(model: nn.Module) -> str | None:
@@ -182,10 +182,10 @@ def kept_in_attributes(model: nn.Module) -> str | None:
     return None
 
 
-def _refers(held: dict[str, Any], weight: torch.Tensor) -> bool:
-    """Whether one of the attributes ``held`` is ``weight`` or its memory."""
-    tensors = [each for each in held.values() if isinstance(each, torch.Tensor)]
-    return any(each is weight or _has_the_memory_of(weight, each) for each in tensors)
+def _refers(attributes: dict[str, Any], weight: torch.Tensor) -> bool:
+    """Whether one of ``attributes`` is ``weight`` or its memory."""
+    tensors = [value for value in attributes.values() if isinstance(value, torch.Tensor)]
+    return any(tensor is weight or _has_the_memory_of(weight, tensor) for tensor in tensors)
 
 
 def _has_the_memory_of(weight: torch.Tensor, tensor: torch.Tensor) -> bool:
@@ -237,7 +237,7 @@ def describe(parameter: torch.Tensor) -> str:
     kind = given_class(parameter)
     if kind is nn.Parameter:
         return ""
-    tensors = [(path, tuple(held.shape), str(held.dtype)) for path, held in attached(parameter)]
+    tensors = [(path, tuple(t.shape), str(t.dtype)) for path, t in attached(parameter)]
     return f"{kind.__qualname__} with {tensors}"
 
 
@@ -284,9 +284,9 @@ def attached_later(shape: Sequence[int], source: Source) -> torch.Tensor:
     """
     if math.prod(shape) > LARGEST_TABLE:
         return pending(shape, source, AttachedParameter)
-    made = torch.zeros(tuple(shape), dtype=source.dtype)
-    made.__dict__["_hf_zero_source"] = source
-    return made
+    template = torch.zeros(tuple(shape), dtype=source.dtype)
+    template.__dict__["_hf_zero_source"] = source
+    return template
 
 
 @torch.no_grad()
@@ -326,8 +326,8 @@ def _combines(kind: Any) -> bool:
 
 
 def _attributes(holder: Any) -> dict[str, Any]:
-    found = getattr(holder, "__dict__", None)
-    return found if isinstance(found, dict) else {}
+    attributes = getattr(holder, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else {}
 
 
 def _search(values: Any, prefix: str, seen: set[int]) -> Iterator[Attribute]:

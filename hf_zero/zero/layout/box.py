@@ -120,8 +120,8 @@ class Box:
                 for dim, at in enumerate(_index(row, self.whole[:lead]))
             ]
             if None not in index:
-                own = _place([at for at in index if at is not None], shape)
-                yield from self._row(own, row, start, stop, of_whole=True)
+                at_row = _place([at for at in index if at is not None], shape)
+                yield from self._row(at_row, row, start, stop, of_whole=True)
 
     @cached_property
     def _lead(self) -> int:
@@ -133,15 +133,17 @@ class Box:
         by_dim = dict(self.cuts)
         return tuple(by_dim.get(dim, ((0, n),)) for dim, n in enumerate(self.whole))
 
-    def _row(self, own: int, row: int, start: int, stop: int, of_whole: bool) -> Iterator[BoxRun]:
-        """Yield the runs of row ``own`` of the part, which is ``row`` of the whole tensor, inside
-        ``[start, stop)`` of the whole (``of_whole``) or of the part.
+    def _row(
+        self, at_row: int, row: int, start: int, stop: int, of_whole: bool
+    ) -> Iterator[BoxRun]:
+        """Yield the runs of row ``at_row`` of the part, ``row`` of the whole tensor, inside ``[start,
+        stop)`` of the whole (``of_whole``) or of the part.
         """
         lead = self._lead
         inner = math.prod(self.whole[lead + 1 :])
-        at, place = own * math.prod(self.shape[lead:]), row * math.prod(self.whole[lead:])
+        at, begin = at_row * math.prod(self.shape[lead:]), row * math.prod(self.whole[lead:])
         for first, last in self._ranges[lead] if self.whole else ((0, 1),):
-            run = BoxRun(at, place + first * inner, (last - first) * inner)
+            run = BoxRun(at, begin + first * inner, (last - first) * inner)
             at += run.length
             base = run.place if of_whole else run.at
             skip, end = max(start - base, 0), min(stop - base, run.length)
@@ -182,18 +184,18 @@ def _rows(start: int, stop: int, numel: int) -> range:
 
 
 def _index(row: int, shape: Sequence[int]) -> list[int]:
-    found = []
+    indices = []
     for n in reversed(shape):
         row, at = divmod(row, n)
-        found.append(at)
-    return found[::-1]
+        indices.append(at)
+    return indices[::-1]
 
 
 def _place(index: Sequence[int], shape: Sequence[int]) -> int:
-    place = 0
+    position = 0
     for at, n in zip(index, shape):
-        place = place * n + at
-    return place
+        position = position * n + at
+    return position
 
 
 def _spread(ranges: Sequence[Cut], at: int) -> int:
@@ -205,11 +207,11 @@ def _spread(ranges: Sequence[Cut], at: int) -> int:
     raise IndexError(f"{at} beyond {ranges}; count from 0")
 
 
-def _joined_at(ranges: Sequence[Cut], place: int) -> int | None:
+def _joined_at(ranges: Sequence[Cut], index: int) -> int | None:
     """Inverse of :func:`_spread`; None for an index outside all ranges."""
     at = 0
     for start, stop in ranges:
-        if start <= place < stop:
-            return at + place - start
+        if start <= index < stop:
+            return at + index - start
         at += stop - start
     return None

@@ -76,7 +76,7 @@ def report(flats: Sequence[FlatBuffer], wire: torch.dtype | None) -> None:
     chosen = [flat for flat in flats if flat.spec.reduce_codec or flat.spec.gather_codec]
     if not chosen or chosen[0].engine_mesh.rank != 0:
         return
-    said = []
+    sentences = []
     trains = [flat for flat in flats if flat.trainable and flat.layout.shards > 1]
     up = [(flat.layout, wire or flat.dtype, flat.spec.reduce_codec) for flat in trains]
     down = [
@@ -84,17 +84,17 @@ def report(flats: Sequence[FlatBuffer], wire: torch.dtype | None) -> None:
         for flat in flats
         if flat.layout.shards > 1
     ]
-    for what, each in (("a reduction of all gradients", up), ("a gather of all weights", down)):
-        names = sorted({str(codec) for *_, codec in each if codec is not None})
+    for what, messages in (("a reduction of all gradients", up), ("a gather of all weights", down)):
+        names = sorted({str(codec) for *_, codec in messages if codec is not None})
         if names:
-            dense = sum(layout.padded * dtype.itemsize for layout, dtype, _ in each)
+            dense = sum(layout.padded * dtype.itemsize for layout, dtype, _ in messages)
             sent = sum(
                 layout.padded * dtype.itemsize
                 if codec is None
                 else layout.shards * codec.nbytes(layout.chunk)
-                for layout, dtype, codec in each
+                for layout, dtype, codec in messages
             )
-            said.append(f"{what} is {sent:,} bytes instead of {dense:,} ({', '.join(names)})")
+            sentences.append(f"{what} is {sent:,} bytes instead of {dense:,} ({', '.join(names)})")
     logger.info(
-        f"compressed communication in {len(chosen)} of {len(flats)} flats: " + "; ".join(said)
+        f"compressed communication in {len(chosen)} of {len(flats)} flats: " + "; ".join(sentences)
     )

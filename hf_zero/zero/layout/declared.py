@@ -13,12 +13,12 @@ def declared(model: nn.Module, attribute: str) -> dict[str, tuple[str, ...]]:
     """Return the names in class attribute ``attribute`` (a list, set or dict of strings) of each
     submodule that has any, by the submodule's name; "" for ``model`` itself.
     """
-    found = {}
+    declarations = {}
     for prefix, module in model.named_modules():
         names = getattr(module, attribute, None)
         if isinstance(names, (list, tuple, set, frozenset, dict)) and names:
-            found[prefix] = tuple(map(str, names))
-    return found
+            declarations[prefix] = tuple(map(str, names))
+    return declarations
 
 
 def config_of(model: nn.Module | None) -> Any:
@@ -27,8 +27,8 @@ def config_of(model: nn.Module | None) -> Any:
     """
     modules = () if model is None else model.modules()
     configs = (getattr(module, "config", None) for module in modules)
-    found = next((config for config in configs if hasattr(config, "model_type")), None)
-    return getattr(model, "config", None) if found is None else found
+    config = next((config for config in configs if hasattr(config, "model_type")), None)
+    return getattr(model, "config", None) if config is None else config
 
 
 def text_config_of(model: nn.Module) -> Any:

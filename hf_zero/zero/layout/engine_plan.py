@@ -110,10 +110,10 @@ class FlatPlan:
         if not self.spec.trainable:
             return Counter()
         size = self.gradient_dtype.itemsize
-        found = Counter({"device": size * self.device_gradient_numel})
+        nbytes = Counter({"device": size * self.device_gradient_numel})
         if self.sub_groups is not None:
-            found["ram"] = size * self.spec.owned_numel
-        return found
+            nbytes["ram"] = size * self.spec.owned_numel
+        return nbytes
 
 
 def shard_spec(spec: FlatSpec) -> ShardSpec:
@@ -218,8 +218,8 @@ class EnginePlan:
 
     def whole_numel(self, parameter: nn.Parameter) -> int:
         """Return the number of elements that all ranks together hold of ``parameter``."""
-        own = math.prod(shape_of(parameter, self.cuts))
-        return own * math.prod(map(self.dims.size, _sharding(parameter, self.cuts).axes))
+        numel = math.prod(shape_of(parameter, self.cuts))
+        return numel * math.prod(map(self.dims.size, _sharding(parameter, self.cuts).axes))
 
     @cached_property
     def rules(self) -> PlacementRules:
@@ -229,8 +229,8 @@ class EnginePlan:
     @property
     def buffer_dtype(self) -> torch.dtype | None:
         """The dtype to which floating-point buffers of the model are cast; None keeps theirs."""
-        wanted = self.settings.buffer_dtype
-        return COMPUTE[wanted] if wanted and not self.keeps_dtypes else None
+        name = self.settings.buffer_dtype
+        return COMPUTE[name] if name and not self.keeps_dtypes else None
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
@@ -261,12 +261,12 @@ class EnginePlan:
             numbers = fresh_state(self.optimizer, in_numbers(settings), like)
             # on the device, 8-bit moments are counted by optimizer_bytes
             blocks = settings.get("moments") in ("int8", "dynamic8")
-            there = numbers if blocks else fresh_state(self.optimizer, settings, like)
+            on_device = numbers if blocks else fresh_state(self.optimizer, settings, like)
             if bf16 := Bf16State.of(self.settings, self.optimizer):
-                numbers, there = (bf16.fresh(state, like) for state in (numbers, there))
+                numbers, on_device = (bf16.fresh(state, like) for state in (numbers, on_device))
             kinds = {torch.float64: "fp32", torch.bfloat16: "bf16"}
             self._kept_by_group[group, dtype] = {
-                name: (there[name].dtype, kinds.get(value.dtype, kind))
+                name: (on_device[name].dtype, kinds.get(value.dtype, kind))
                 for name, value in numbers.items()
                 if is_elementwise(name, value, (1,))
             }
@@ -282,11 +282,11 @@ class EnginePlan:
         """Return what the optimizer keeps for each element that this rank owns of ``flat``: by
         name, the dtype on the device and the format where it is offloaded.
         """
-        found: dict[str, tuple[torch.dtype, str]] = {}
+        moments: dict[str, tuple[torch.dtype, str]] = {}
         for run in group_runs(flat.spec.layout, flat.spec.owned, self.group_of):
             if run.group is not None:
-                found = self._kept(run.group, flat.spec.wide) | found
-        return found
+                moments = self._kept(run.group, flat.spec.wide) | moments
+        return moments
 
     def optimizer_bytes(self, flat: FlatPlan) -> Counter[str]:
         """Return the bytes of master weights and moments of ``flat``, by tier."""
@@ -295,8 +295,8 @@ class EnginePlan:
         if flat.sub_groups is None:
             numel = flat.spec.owned_numel
             needs_master = flat.spec.needs_master or flat.shard_tier != "device"
-            own = flat.spec.wide.itemsize if needs_master else 0
-            return Counter({"device": numel * own + self._moment_bytes(flat)})
+            master_size = flat.spec.wide.itemsize if needs_master else 0
+            return Counter({"device": numel * master_size + self._moment_bytes(flat)})
         in_files = self.settings.offload_optimizer.device == "nvme"
         return Counter({"disk" if in_files else "ram": sum(self.piece_bytes(flat))})
 
@@ -305,14 +305,14 @@ class EnginePlan:
         if not self.names_in_8_bits:
             moments = sum(dtype.itemsize for dtype, _ in self.moments_of(flat).values())
             return flat.spec.owned_numel * moments
-        found = 0
+        nbytes = 0
         for run in group_runs(flat.spec.layout, flat.spec.owned, self.formats):
             if run.group is not None:
                 (group, in_8_bits), numel = run.group, run.stop - run.start
                 for dtype, _ in self._kept(group, flat.spec.wide).values():
                     how = StorageFormat(dtype, blocks=in_8_bits and dtype == torch.float32)
-                    found += size_in_memory(how, numel)
-        return found
+                    nbytes += size_in_memory(how, numel)
+        return nbytes
 
     @cached_property
     def names_in_8_bits(self) -> frozenset[str]:
@@ -336,24 +336,24 @@ class EnginePlan:
     def _in_numbers(self, flat: FlatPlan) -> frozenset[int]:
         """Return the offloaded pieces of ``flat`` that are not of parameters in 8 bits."""
         layout, first = flat.spec.layout, flat.spec.owned[0]
-        found = set()
+        numbers = set()
         for number, (start, stop) in enumerate(flat.sub_groups or ()):
             names = {name for name, _ in layout.parameters_in(first + start, first + stop)}
             if self.names_in_8_bits and names.isdisjoint(self.names_in_8_bits):
-                found.add(number)
-        return frozenset(found)
+                numbers.add(number)
+        return frozenset(numbers)
 
     def file_bytes(self) -> Counter[tuple[str, ...]]:
         """Return the bytes in files, by the folders that share them."""
-        found: Counter[tuple[str, ...]] = Counter()
+        nbytes: Counter[tuple[str, ...]] = Counter()
         for flat in self.flats:
             shards = flat.parameter_bytes()["disk"]
             if shards:
-                found[self.settings.offload_param.nvme_path] += shards
+                nbytes[self.settings.offload_param.nvme_path] += shards
             states = self.optimizer_bytes(flat)["disk"]
             if states:
-                found[self.settings.offload_optimizer.nvme_path] += states
-        return found
+                nbytes[self.settings.offload_optimizer.nvme_path] += states
+        return nbytes
 
 
 def plan(
@@ -436,7 +436,7 @@ def plan(
     )
     laid = [(unit, *flat) for unit in units for flat in laying.flats_of(unit, held)]
     slots = {slot.name: slot for _, spec, _ in laid for slot in spec.layout.slots}
-    parameters = {name: each for _, _, named in laid for name, each in named.items()}
+    parameters = {name: parameter for _, _, named in laid for name, parameter in named.items()}
     coded = () if optimizer is None else names_in_8_bits(optimizer, parameters, slots, group_of)
     formats = {name: (group, name in coded) for name, group in group_of.items()}
     return EnginePlan(
@@ -462,7 +462,7 @@ def plan(
 
 def _axes(model: nn.Module, dims: ParallelDims, cuts: Cuts) -> frozenset[tuple[str, ...]]:
     """Return the axes that cut parameters and buffers of ``model`` besides ZeRO, for each kind."""
-    found: set[tuple[str, ...]] = {()}
+    combinations: set[tuple[str, ...]] = {()}
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise PartitionError(
@@ -470,14 +470,14 @@ def _axes(model: nn.Module, dims: ParallelDims, cuts: Cuts) -> frozenset[tuple[s
                 "hf_zero.initialize"
             )
         axes = _sharding(tensor, cuts).axes
-        found.add(axes)
+        combinations.add(axes)
         for axis in axes:
             if dims.size(axis) == 1:
                 raise PartitionError(
                     f"{name} is cut along the {axis!r} axis, which this job does not have; call "
                     f"init_parallel(ParallelDims.over(ranks, {axis}=...)) before the model is cut"
                 )
-    return frozenset(found)
+    return frozenset(combinations)
 
 
 def _sharding(tensor: torch.Tensor, cuts: Cuts) -> Sharding:
@@ -506,8 +506,8 @@ class _Places:
         """
         sharing = self.dims.ranks_sharing(self.rank, axes)
         shards = len(sharing) if axes and self.shards > 1 else self.shards
-        place = sharing.index(self.rank)
-        return shards, place % shards, place // shards
+        position = sharing.index(self.rank)
+        return shards, position % shards, position // shards
 
 
 @dataclass(frozen=True)
@@ -558,13 +558,13 @@ class _Laying:
                 if self.precision is None
                 else compute_dtype(name, parameter, self.precision, self.in_fp32)
             )
-            own = self.policy.of_persistent if name in self.persistent else self.policy
+            policy = self.policy.of_persistent if name in self.persistent else self.policy
             trains, raw = name in self.group_of, is_raw(parameter)
             compressed = not raw and self.codecs.takes(parameter, trains)
             differ = trains and len(set(self.moments)) > 1
-            kept = "+".join(self.moments[self.group_of[name]]) if differ else ""
+            moments = "+".join(self.moments[self.group_of[name]]) if differ else ""
             sharding = replace(_sharding(parameter, self.cuts), box=None, names=())
-            kind = FlatKind(trains, dtype, raw, own, compressed, kept, sharding)
+            kind = FlatKind(trains, dtype, raw, policy, compressed, moments, sharding)
             kinds.setdefault(kind, {})[name] = parameter
         for kind, named in kinds.items():
             yield self._flat(unit, kind, named), named
@@ -572,14 +572,14 @@ class _Laying:
     def _flat(
         self, unit: UnitSpec, kind: FlatKind, parameters: dict[str, nn.Parameter]
     ) -> FlatSpec:
-        trainable, dtype, own, sharding = kind.trainable, kind.dtype, kind.policy, kind.sharding
+        trainable, dtype, policy, sharding = kind.trainable, kind.dtype, kind.policy, kind.sharding
         if sharding.axes not in self._places_of:
             self._places_of[sharding.axes] = self.places.along(sharding.axes)
         shards, shard, replica = self._places_of[sharding.axes]
         # A frozen persistent flat buffer is unsharded, so every rank owns all of it, and shard 0 of
         # replica 0 saves it.
-        shards = shards if trainable else own.parameter_shards(shards)
-        stays = own != self.policy
+        shards = shards if trainable else policy.parameter_shards(shards)
+        stays = policy != self.policy
         layout = FlatLayout.build(
             [(name, shape_of(p, self.cuts)) for name, p in parameters.items()],
             shards,
@@ -593,7 +593,7 @@ class _Laying:
         key += f"|{kind.moments}" if kind.moments else ""
         key += f"|{sharding.key}" if sharding.key else ""
         codecs = (
-            self.codecs.codecs(layout, dtype, trainable, own.shards_parameters, stays)
+            self.codecs.codecs(layout, dtype, trainable, policy.shards_parameters, stays)
             if kind.compressed
             else (None, None)
         )
@@ -604,7 +604,7 @@ class _Laying:
             dtype=dtype,
             trainable=trainable,
             raw=kind.raw,
-            sharded=own.shards_parameters,
+            sharded=policy.shards_parameters,
             persistent=stays,
             writes=replica == 0 and (shards > 1 or shard == 0),
             owned=layout.rank_range(shard if shards > 1 else 0),
@@ -637,8 +637,8 @@ def _placed(
     """Return the flat buffers ``laid`` out, with numbers, tiers and dtypes of gradients."""
     rules, policy = PlacementRules(settings, dims.in_a_stage), POLICIES[settings.stage]
     specs = [shard_spec(spec) for _, spec, _ in laid]
-    away = rules.offloaded([own for own, (_, spec, _) in zip(specs, laid) if not spec.persistent])
-    tiers = rules.shard_tiers([own for own, (_, spec, _) in zip(specs, laid) if spec.sharded])
+    away = rules.offloaded([s for s, (_, spec, _) in zip(specs, laid) if not spec.persistent])
+    tiers = rules.shard_tiers([s for s, (_, spec, _) in zip(specs, laid) if spec.sharded])
     accumulate = settings.gradient_accumulation_dtype
     wire = settings.communication_data_type
     narrow = (
@@ -647,16 +647,16 @@ def _placed(
         and reads_16_bits(optimizer, settings.kernels, device)
     )
 
-    def gradient_dtype(own: ShardSpec) -> torch.dtype:
+    def gradient_dtype(shard: ShardSpec) -> torch.dtype:
         if accumulate:
             return COMPUTE[accumulate]
         # an update in host memory, or by a fused kernel, reads 16-bit gradients; torch's would copy
         # them to fp32 first
-        if own.key in away or narrow:
-            return rules.gradient_dtype(own, COMPUTE[wire] if wire else own.dtype)
-        return own.wide
+        if shard.key in away or narrow:
+            return rules.gradient_dtype(shard, COMPUTE[wire] if wire else shard.dtype)
+        return shard.wide
 
-    def casts_master(own: ShardSpec, spec: FlatSpec) -> bool:
+    def casts_master(shard: ShardSpec, spec: FlatSpec) -> bool:
         # messages in few bits are encoded from the shard, also where steps send differences
         plain = spec.gather_codec is None and spec.momentum_blocks is None
         return (
@@ -665,8 +665,8 @@ def _placed(
             and spec.dtype.itemsize < spec.wide.itemsize
             and plain
             and not spec.sends_differences
-            and own.key not in away
-            and tiers.get(own.key, "device") == "device"
+            and shard.key not in away
+            and tiers.get(shard.key, "device") == "device"
             and not settings.zero.keep_parameter_shards
         )
 
@@ -682,11 +682,11 @@ def _placed(
             replace(spec, number=number),
             unit,
             parameters,
-            tiers.get(own.key, "device"),
-            pieces(spec) if own.key in away else None,
-            gradient_dtype(own),
+            tiers.get(shard.key, "device"),
+            pieces(spec) if shard.key in away else None,
+            gradient_dtype(shard),
             not policy.shards_gradients,
-            casts_master(own, spec),
+            casts_master(shard, spec),
         )
-        for number, (own, (unit, spec, parameters)) in enumerate(zip(specs, laid))
+        for number, (shard, (unit, spec, parameters)) in enumerate(zip(specs, laid))
     )

@@ -130,8 +130,8 @@ class FlatBuffer:
         """
         # Own references: ``full``, ``_own``, the storage object of this call, for each parameter a
         # view and the parameter itself, and aliases.
-        own = 3 + 2 * len(self.members) + self.user_writes.aliases
-        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) - own
+        expected = 3 + 2 * len(self.members) + self.user_writes.aliases
+        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) - expected
 
     @property
     def changes(self) -> int:
@@ -182,17 +182,17 @@ class FlatBuffer:
         self.optimizer_shard.wait_for_update()
         return numbers(self._storage.acquire(0, overwrite=True)[SHARD])
 
-    def bring_shard(self, own: torch.Tensor | None = None) -> torch.Tensor:
-        """Return this rank's elements in ``own`` [owned], by default their place in ``full``. The
+    def bring_shard(self, target: torch.Tensor | None = None) -> torch.Tensor:
+        """Return this rank's elements in ``target`` [owned], by default their place in ``full``. The
         host does not wait for a copy from its memory: issue it on the stream of shards.
         """
         if self.optimizer_shard.finish_update is not None:
             self.optimizer_shard.finish_update()
-        own = self._own if own is None else own
-        crosses = span("copy_to_device", self.key, own.nbytes) if self.is_away else NOTHING
+        target = self._own if target is None else target
+        crosses = span("copy_to_device", self.key, target.nbytes) if self.is_away else NOTHING
         with crosses:
-            self._storage.fetch_into(SHARD, 0, own)
-        return own
+            self._storage.fetch_into(SHARD, 0, target)
+        return target
 
     def prefetch(self) -> None:
         """Start reading the parameter shard ahead of its use, unless an update is about to write
@@ -239,8 +239,8 @@ class FlatBuffer:
         """Return elements ``[start, stop)`` of ``owned`` as host memory to be written, None if the
         shard is not there. Call :meth:`end_host_writes` once all elements are written.
         """
-        own = numbers(self._storage.acquire(0, overwrite=True)[SHARD])[start:stop]
-        return own if own.device.type == "cpu" else None
+        part = numbers(self._storage.acquire(0, overwrite=True)[SHARD])[start:stop]
+        return part if part.device.type == "cpu" else None
 
     def end_host_writes(self) -> None:
         """Mark the end of the host's writes to all parts."""
@@ -271,8 +271,8 @@ class FlatBuffer:
         weights; the next part of ``grad`` is memory for the gradient, None if whole gradients are
         summed.
         """
-        own = master is not None or self.is_away
-        self.optimizer_shard.move_to_device(master, self.shard, own)
+        own_master = master is not None or self.is_away
+        self.optimizer_shard.move_to_device(master, self.shard, own_master)
         self.gradient.move_to_device(grad)
 
     def own_part(self, name: str) -> torch.Tensor:
@@ -377,9 +377,9 @@ class FlatBuffer:
         master = self.optimizer_shard.master if self.optimizer_shard.has_own_master else None
         if master is not None:
             before = master[start:stop]
-            given = values.to(before.device)
+            new = values.to(before.device)
             self.optimizer_shard.store_master(
-                torch.where(given == before.to(self.dtype), before, given.to(before.dtype)), start
+                torch.where(new == before.to(self.dtype), before, new.to(before.dtype)), start
             )
         self.store_part(start, values)
 

@@ -189,10 +189,10 @@ class FlatLayout:
         """Return (parameter, its first element in the flat buffer) of each parameter with elements
         in ``[start, stop)``, in order. A range of padding only belongs to the last parameter.
         """
-        found = [(piece.name, piece.offset) for piece in self.pieces(start, stop)]
-        if not found and start < stop and self.slots:
-            found = [(self.slots[-1].name, start)]
-        return found
+        parameters = [(piece.name, piece.offset) for piece in self.pieces(start, stop)]
+        if not parameters and start < stop and self.slots:
+            parameters = [(self.slots[-1].name, start)]
+        return parameters
 
     def to_json(self) -> dict[str, Any]:
         return {

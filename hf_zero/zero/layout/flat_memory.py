@@ -33,18 +33,18 @@ class FlatMemory:
         if placement.in_files:
             with raise_on_all_ranks("take the room on its disk that offloading needs"):
                 placement.reserve(plan.file_bytes())
-        training = [each for each in plan.flats if each.spec.trainable]
+        training = [flat for flat in plan.flats if flat.spec.trainable]
         self._full = _arena([(f.layout.padded, f.dtype) for f in flats if not f.sharded], device)
         self._shard_of = placement.shards(
             [shard_spec(f.spec) for f in plan.flats if f.spec.sharded and not f.casts_master],
-            {each.spec.key: each.shard_tier for each in plan.flats},
+            {flat.spec.key: flat.shard_tier for flat in plan.flats},
         )
         own_masters = [f for f in training if f.sub_groups is None and f.spec.needs_master]
         self._masters = _arena([(f.spec.owned_numel, torch.float32) for f in own_masters], device)
         sums = [(f.device_gradient_numel, f.gradient_dtype) for f in training]
         on_device = [f.sums_whole or f.sub_groups is None for f in training]
         self._gradients = gradient_memories(
-            [each for each, here in zip(sums, on_device) if here],
+            [numel for numel, on_device_too in zip(sums, on_device) if on_device_too],
             device,
             plan.settings.zero.keep_step_buffers,
         )
@@ -62,8 +62,8 @@ class FlatMemory:
         elif flat.sharded:
             flat.keep_shard_in(self._shard_of(shard_spec(flat.spec)))
 
-    def place_training_state(self, flat: FlatBuffer, own: torch.Tensor) -> None:
-        """Allocate the gradient and the master weights of a trainable ``flat``; ``own`` [owned] are
+    def place_training_state(self, flat: FlatBuffer, local_shard: torch.Tensor) -> None:
+        """Allocate the gradient and the master weights of a trainable ``flat``; ``local_shard`` [owned] are
         the values of the latter.
         """
         planned = self._plans[flat]
@@ -73,13 +73,13 @@ class FlatMemory:
         if pieces is not None:
             state = self._placement.optimizer_state(shard_spec(flat.spec), pieces)
             flat.optimizer_shard.keep_in(state, own_master=True)
-            flat.optimizer_shard.store_master(own)
+            flat.optimizer_shard.store_master(local_shard)
             host = self._placement.take_pinned(flat.spec.owned_numel, dtype)
         else:
             if flat.cast_master is not None:
-                master = flat.cast_master.copy_(own)
+                master = flat.cast_master.copy_(local_shard)
             else:  # an offloaded shard is copied by ``flat.shard``
-                master = next(self._masters).copy_(own) if needs else flat.shard
+                master = next(self._masters).copy_(local_shard) if needs else flat.shard
             flat.optimizer_shard.keep_in(DeviceStorage({MASTER: master}), needs or flat.is_away)
         # 16-bit gradients are upcast once something is added
         upcasts = self._upcasts and dtype.itemsize < flat.spec.wide.itemsize

@@ -82,8 +82,8 @@ def fill_whole(
     """Broadcast the values of the first rank that holds ``flat`` and write them into ``full``.
     Return them in their original precision, for the master weights: [padded].
     """
-    given = {parameter.dtype for parameter, _ in flat.items}
-    widest = flat.dtype if given <= {flat.dtype} else torch.float32
+    dtypes = {parameter.dtype for parameter, _ in flat.items}
+    widest = flat.dtype if dtypes <= {flat.dtype} else torch.float32
     values = (
         full
         if widest == flat.dtype
@@ -138,10 +138,10 @@ def read_own(flat: FlatBuffer, mesh: Mesh, former: FormerValues, staging: Stagin
     """Return this rank's elements: [owned], in their original precision. Each rank reads its own
     part of a sliceable source (collective for others).
     """
-    given = {parameter.dtype for parameter, _ in flat.items}
+    dtypes = {parameter.dtype for parameter, _ in flat.items}
     values = (
         flat.shard_to_fill()
-        if given <= {flat.dtype}
+        if dtypes <= {flat.dtype}
         else torch.zeros(flat.spec.owned_numel, dtype=torch.float32, device=flat.full.device)
     )
     clear_padding(flat.layout, values, flat.owned[0])
@@ -185,9 +185,9 @@ def place_buffers(
             if id(buffer) in moved:
                 module._buffers[name] = moved[id(buffer)]
                 continue
-            wanted = dtype if dtype and buffer.is_floating_point() else buffer.dtype
-            if buffer.device != device or buffer.dtype != wanted:
-                module._buffers[name] = moved[id(buffer)] = buffer.to(device, wanted)
+            target = dtype if dtype and buffer.is_floating_point() else buffer.dtype
+            if buffer.device != device or buffer.dtype != target:
+                module._buffers[name] = moved[id(buffer)] = buffer.to(device, target)
                 buffer = moved[id(buffer)]
             mesh.broadcast(without_repeats(buffer), mesh.of(sharding.axes))
 
@@ -224,12 +224,12 @@ def pending(
     """Return a parameter without memory; an engine reads its values from ``source``. Those of a
     ``kind`` of its own are frozen.
     """
-    made = kind(
+    template = kind(
         torch.zeros((), dtype=source.dtype).expand(tuple(shape)),
         requires_grad=source.dtype.is_floating_point and kind is nn.Parameter,
     )
-    made.__dict__["_hf_zero_source"] = source
-    return made
+    template.__dict__["_hf_zero_source"] = source
+    return template
 
 
 def source_of(parameter: torch.Tensor) -> Source | None:

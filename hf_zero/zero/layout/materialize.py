@@ -102,17 +102,17 @@ def _ranks_of_a_host(shards: int, key: str) -> int:
     (collective over all ranks of the job); ``key`` asks for it.
     """
     world = get_world_group()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
-    each = set(world.all_gather_object(here, "ranks of each host"))
-    if shards <= min(each):
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
+    sizes = set(world.all_gather_object(size, "ranks of each host"))
+    if shards <= min(sizes):
         return 1
-    if len(each) > 1 or shards % min(each):
+    if len(sizes) > 1 or shards % min(sizes):
         raise ConfigError(
             f"{key} needs the same number of ranks on each host, of which the {shards} that share "
-            f"one copy are a multiple; hosts have {', '.join(map(str, sorted(each)))}: choose "
+            f"one copy are a multiple; hosts have {', '.join(map(str, sorted(sizes)))}: choose "
             "another number of ranks for a copy, or remove the key"
         )
-    return min(each)
+    return min(sizes)
 
 
 def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit]:
@@ -125,8 +125,8 @@ def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit
     device, engine_flats = mesh.device, EngineFlats(mesh)
     flats_of: dict[int, list[FlatBuffer]] = {}
     for planned in plan.flats:
-        held = planned.spec.sharding
-        spec = replace(planned.spec, mesh=mesh.of(held.axes, held.partial, len(held.stages)))
+        cut = planned.spec.sharding
+        spec = replace(planned.spec, mesh=mesh.of(cut.axes, cut.partial, len(cut.stages)))
         flat = FlatBuffer(spec, planned.parameters, engine_flats)
         flats_of.setdefault(id(planned.unit), []).append(flat)
     flats = engine_flats.flats
@@ -167,13 +167,13 @@ def _fill(
     full = memory.full(flat)
     memory.place_shard(flat)
     if is_pending(flat):
-        own = read_own(flat, mesh, former, staging)
+        local_shard = read_own(flat, mesh, former, staging)
     else:
-        own = fill_whole(flat, full, mesh, former)[flat.owned[0] : flat.owned[1]]
+        local_shard = fill_whole(flat, full, mesh, former)[flat.owned[0] : flat.owned[1]]
     flat.use_full(full)
-    flat.store_shard(own)
+    flat.store_shard(local_shard)
     if flat.trainable:
-        memory.place_training_state(flat, own)
+        memory.place_training_state(flat, local_shard)
 
 
 def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
@@ -214,8 +214,8 @@ def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
                     f"parameter {name} belongs to another hf-zero engine already; destroy() that "
                     "engine first, or pass its module once"
                 )
-            there = parameter.device.type == device.type
-            if not there and not torch._has_compatible_shallow_copy_type(
+            on_device = parameter.device.type == device.type
+            if not on_device and not torch._has_compatible_shallow_copy_type(
                 parameter, torch.empty(0, device=device)
             ):
                 raise PartitionError(
@@ -235,14 +235,14 @@ def check_statistics(plan: EnginePlan, device: torch.device) -> None:
     for name, module in plan.model.named_modules() if kinds.is_host(device) else ():
         if type(module).forward not in (_BatchNorm.forward, _InstanceNorm.forward):
             continue
-        held, weight = module._buffers.get("running_mean"), f"{name}.weight".lstrip(".")
+        mean, weight = module._buffers.get("running_mean"), f"{name}.weight".lstrip(".")
         dtype = plan.dtypes.get(weight)
-        if held is None or dtype not in SIXTEEN_BITS or (plan.buffer_dtype or held.dtype) == dtype:
+        if mean is None or dtype not in SIXTEEN_BITS or (plan.buffer_dtype or mean.dtype) == dtype:
             continue
         short = "bf16" if dtype == torch.bfloat16 else "fp16"
         raise ConfigError(
             f"{type(module).__name__} {name or '(the model)'} computes in {short}, and its running "
-            f'statistics are {held.dtype}, which torch does not compute on CPUs; set "data_types": '
+            f'statistics are {mean.dtype}, which torch does not compute on CPUs; set "data_types": '
             f'{{"buffer_dtype": "{short}"}}, or "keep_in_fp32_modules": ["{name.split(".")[-1]}"]'
         )
 
@@ -271,22 +271,22 @@ def check_alike(plan: EnginePlan) -> None:
     for second, digest in enumerate(digests):
         first = second - second % dims.in_a_stage
         if digest != digests[first]:
-            each = world.all_gather_object(mine, "models")
+            infos = world.all_gather_object(mine, "models")
             raise RankMismatchError(
                 f"ranks {first} and {second} hold different models: "
-                f"{_difference(each[first], each[second], first, second)}; build the same model "
+                f"{_difference(infos[first], infos[second], first, second)}; build the same model "
                 "with the same configuration and optimizer groups on every rank"
             )
 
 
 def _difference(
-    left: dict[str, dict[str, str]], right: dict[str, dict[str, str]], first: int, second: int
+    one: dict[str, dict[str, str]], right: dict[str, dict[str, str]], first: int, second: int
 ) -> str:
     """Return the first difference between the parameters of ranks ``first`` and ``second``."""
-    for name in sorted({**left, **right}):
-        if name not in left or name not in right:
-            return f"rank {first if name in left else second} alone has {name}"
-        for kind, here in left[name].items():
-            if here != (there := right[name][kind]):
-                return f"{kind} of {name} is {here} on rank {first}, {there} on rank {second}"
+    for name in sorted({**one, **right}):
+        if name not in one or name not in right:
+            return f"rank {first if name in one else second} alone has {name}"
+        for kind, value in one[name].items():
+            if value != (other := right[name][kind]):
+                return f"{kind} of {name} is {value} on rank {first}, {other} on rank {second}"
     return "the order of their parameters"

@@ -63,22 +63,22 @@ def given_class(parameter: torch.Tensor) -> type[nn.Parameter]:
 
 
 @functools.cache
-def owned_class(kind: type[OwnedParameter], given: type[nn.Parameter]) -> type[OwnedParameter]:
-    """Return the subclass of ``kind`` and ``given``, for a parameter whose class was ``given``.
+def owned_class(kind: type[OwnedParameter], base: type[nn.Parameter]) -> type[OwnedParameter]:
+    """Return the subclass of ``kind`` and ``base``, for a parameter whose class was ``base``.
 
     Raises TypeError if the two classes cannot be combined.
     """
-    if given is nn.Parameter:
+    if base is nn.Parameter:
         return kind
     return type(
-        given.__name__,  # other libraries also check the name of such a class
-        (kind, given),
+        base.__name__,  # other libraries also check the name of such a class
+        (kind, base),
         {
-            "given": given,
-            "__module__": given.__module__,
-            "__qualname__": given.__qualname__,
+            "given": base,
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
             # its own methods create parameters that no engine owns
-            "__new__": lambda cls, *args, **kwargs: given(*args, **kwargs),
+            "__new__": lambda cls, *args, **kwargs: base(*args, **kwargs),
             "to": _to,
         },
     )
@@ -113,12 +113,12 @@ class OwnedParameter(nn.Parameter):
         """
         value = raw_grad(self)
         flat = self.__dict__.get("_hf_zero_flat")
-        held = (
+        reduced = (
             flat is not None and flat.gradient.holds_gradient and not torch.compiler.is_compiling()
         )
         # A gradient on the parameter between backwards was announced by no hook: it is only a part
         # of its gradient.
-        if held and (value is None or torch._C._current_graph_task_id() == -1):
+        if reduced and (value is None or torch._C._current_graph_task_id() == -1):
             raise PartitionError(
                 f"the gradient of {name_of(self)} has been taken in by the engine and is not on "
                 "the parameter; use engine.get_global_grad_norm(), "
@@ -197,20 +197,20 @@ class OwnedParameter(nn.Parameter):
     def _bare(self) -> nn.Parameter:
         """Return a copy of the values, with the class and attributes before the engine."""
         with torch._C.DisableTorchFunctionSubclass():
-            made = torch.Tensor._make_subclass(
+            bare = torch.Tensor._make_subclass(
                 self.given, self.detach().clone(), self.requires_grad
             )
         if self.given is not nn.Parameter:
-            made.__dict__.update(
-                (name, made.data if value is self else value)
+            bare.__dict__.update(
+                (name, bare.data if value is self else value)
                 for name, value in self.__dict__.items()
                 if not name.startswith("_hf_zero_")
             )
-        return made  # type: ignore[return-value]
+        return bare  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        made = self._bare()
-        memo[id(self)] = copied = made if self.given is nn.Parameter else copy.deepcopy(made, memo)
+        bare = self._bare()
+        memo[id(self)] = copied = bare if self.given is nn.Parameter else copy.deepcopy(bare, memo)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -336,10 +336,10 @@ class WatchedParameter(LiveParameter):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         answer = super().__torch_function__(func, types, args, kwargs or {})
-        made = list(tensors_in(answer))
+        results = list(tensors_in(answer))
         records = torch.is_grad_enabled() and not transformed()
-        nodes = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None] if records else []
-        if made:
+        nodes = [t.grad_fn for t in results if t.grad_fn is not None] if records else []
+        if results:
             for flat in {
                 p.__dict__["_hf_zero_flat"]
                 for p in tensors_in((args, kwargs))
@@ -349,7 +349,7 @@ class WatchedParameter(LiveParameter):
                     flat.engine().keep_for_backward(flat.unit, node)
                 if any(
                     tensor.untyped_storage()._cdata == flat.full.untyped_storage()._cdata
-                    for tensor in made
+                    for tensor in results
                     if type(tensor) is torch.Tensor
                 ):
                     flat.unit.share()
@@ -384,18 +384,18 @@ class ReleasedTensor(torch.Tensor):
         if name in CONVERSIONS and tensor is args[0]:
             engine = tensor._hf_zero_flat.engine()
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            made = func(probe, *args[1:], **(kwargs or {}))
-            if engine is not None and engine.shard_only and made.device == probe.device:
+            result = func(probe, *args[1:], **(kwargs or {}))
+            if engine is not None and engine.shard_only and result.device == probe.device:
                 with torch._C.DisableTorchFunctionSubclass():
-                    whole = placeholder(made.dtype, tensor.shape, made.device)
+                    whole = placeholder(result.dtype, tensor.shape, result.device)
                     return _without_values(whole, tensor._hf_zero_flat, tensor._hf_zero_name)
         raise _refuse(getattr(tensor, "_hf_zero_name", "a released parameter"), name)
 
 
 def _without_values(bare: torch.Tensor, flat: Any, name: str) -> ReleasedTensor:
-    made = bare.as_subclass(ReleasedTensor)
-    made._hf_zero_flat, made._hf_zero_name = flat, name
-    return made
+    released = bare.as_subclass(ReleasedTensor)
+    released._hf_zero_flat, released._hf_zero_name = flat, name
+    return released
 
 
 class ReleasedParameter(_Stage3Facts, OwnedParameter):

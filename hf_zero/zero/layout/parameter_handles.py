@@ -75,9 +75,9 @@ class ParameterHandles:
         # an empty parameter is in front of what begins at its place
         order = sorted(range(len(ranges)), key=lambda at: (*ranges[at][:2], at))
         self.templates = [any_value.expand(ranges[at][2]) for at in order]
-        place = {at: index for index, at in enumerate(order)}
-        self.members_at = [place[at] for at in range(len(layout.slots))]
-        self.padding_at = [place[at] for at in range(len(layout.slots), len(ranges))]
+        index_of = {at: index for index, at in enumerate(order)}
+        self.members_at = [index_of[at] for at in range(len(layout.slots))]
+        self.padding_at = [index_of[at] for at in range(len(layout.slots), len(ranges))]
 
     def lay(self, full: torch.Tensor) -> None:
         """Set ``views`` to views of ``full``."""
@@ -99,21 +99,21 @@ class ParameterHandles:
     def point_at_full(self, kind: type[OwnedParameter] = LiveParameter) -> None:
         """Set each parameter's data to its view of the gathered buffer, its class to ``kind``."""
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, made, view in zip(
+            for parameter, handle_class, view in zip(
                 self.members, self._classes_of(kind), self.views.values()
             ):
-                parameter.__class__ = made
+                parameter.__class__ = handle_class
                 _set_data(parameter, view)
 
     def point_at_nothing(self) -> None:
         """Set each parameter's data to its placeholder, and its class to ReleasedParameter."""
         with torch._C.DisableTorchFunctionSubclass():
             released = self._classes_of(ReleasedParameter)
-            for parameter, made, placeholder in zip(
+            for parameter, handle_class, placeholder in zip(
                 self.members, released, self._placeholders.values()
             ):
                 _set_data(parameter, placeholder)
-                parameter.__class__ = made
+                parameter.__class__ = handle_class
 
     def cast(self, name: str, dtype: torch.dtype) -> None:
         """Give the released parameter ``name`` another dtype for the engine after this one."""

@@ -51,10 +51,10 @@ def kept_in_fp32(model: nn.Module, precision: str, configured: Iterable[str]) ->
 
 
 def compute_dtype(
-    name: str, parameter: torch.Tensor, precision: str, kept: Container[str]
+    name: str, parameter: torch.Tensor, precision: str, in_fp32: Container[str]
 ) -> torch.dtype:
     """Return the dtype that ``parameter`` computes in: the configured one, fp32 for names in
-    ``kept``, the own one of raw (quantised) and of frozen fp64 parameters.
+    ``in_fp32``, the own one of raw (quantised) and of frozen fp64 parameters.
 
     Raises ConfigError for a 16-bit trainable parameter in fp32 training: its updates would vanish
     without a master copy.
@@ -72,4 +72,4 @@ def compute_dtype(
         return parameter.dtype
     if parameter.dtype == torch.float64 and not parameter.requires_grad:
         return parameter.dtype
-    return torch.float32 if name in kept else COMPUTE[precision]
+    return torch.float32 if name in in_fp32 else COMPUTE[precision]

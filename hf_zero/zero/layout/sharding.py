@@ -63,8 +63,8 @@ class Sharding:
 
         Raises ValueError if it cannot be cut evenly.
         """
-        held = self.box or Box(shape, ())
-        box = held.further(dim, rank, size, packed)
+        former = self.box or Box(shape, ())
+        box = former.further(dim, rank, size, packed)
         return replace(self, axes=tuple(sorted((*self.axes, axis))), box=box)
 
     @property
@@ -126,9 +126,9 @@ def join_parts(sharding: Sharding, part: torch.Tensor, name: str) -> torch.Tenso
                 f"never {size} ranks; cut the model in this job, or load it whole"
             )
         every = of_ranks(cut, axis, part, f"{name} (whole)")
-        parts = [each.chunk(len(ranges), dim) for each in every]
+        parts = [local.chunk(len(ranges), dim) for local in every]
         # with several matrices side by side, each has a part on every rank
-        part = torch.cat([each[place] for place in range(len(ranges)) for each in parts], dim)
+        part = torch.cat([chunks[index] for index in range(len(ranges)) for chunks in parts], dim)
     return part
 
 
@@ -140,14 +140,14 @@ def join_named(sharding: Sharding, part: torch.Tensor, name: str) -> list[torch.
     return list(of_ranks(groups, sharding.axes[0], whole, f"{name} of all ranks"))
 
 
-def of_ranks(groups: ParallelGroups, axis: str, own: torch.Tensor, key: str) -> torch.Tensor:
-    """All-gather ``own`` over the ranks along ``axis``: [ranks, *shape], on the device of ``own``
+def of_ranks(groups: ParallelGroups, axis: str, local: torch.Tensor, key: str) -> torch.Tensor:
+    """All-gather ``local`` over the ranks along ``axis``: [ranks, *shape], on the device of ``local``
     (collective over them). The message is sent from the device of ``groups``.
     """
-    ranks, sent = groups.along(axis), own.detach().to(groups.device).contiguous()
+    ranks, sent = groups.along(axis), local.detach().to(groups.device).contiguous()
     every = sent.new_empty(ranks.size * sent.numel())
     ranks.all_gather([(every, sent.view(-1))], key).wait()
-    return every.view(ranks.size, *own.shape).to(own.device)
+    return every.view(ranks.size, *local.shape).to(local.device)
 
 
 def _parts(box: Box, dim: int, ranges: Sequence[tuple[int, int]]) -> int:
@@ -159,7 +159,7 @@ def dims_of_parts(tensors: Iterable[torch.Tensor]) -> list[MeshDim]:
     """Return the mesh dimensions along which ``tensors`` are cut: a forward with them communicates
     there.
     """
-    found: dict[tuple[str, int], MeshDim] = {}
+    dims: dict[tuple[str, int], MeshDim] = {}
     for sharding in {sharding_of(tensor) for tensor in tensors}:
         named, box = sharding.axes[:1] if sharding.names else (), sharding.box
         cuts = zip(sharding.axes[len(named) :], box.cuts) if box is not None else ()
@@ -167,16 +167,16 @@ def dims_of_parts(tensors: Iterable[torch.Tensor]) -> list[MeshDim]:
         for axis in sharding.axes:
             groups = groups_along(axis, sizes[axis]) if axis in sizes else get_parallel()
             if groups is not None and groups.along(axis).size > 1:
-                found[axis, groups.along(axis).size] = groups.along(axis)
-    return [found[key] for key in sorted(found)]
+                dims[axis, groups.along(axis).size] = groups.along(axis)
+    return [dims[key] for key in sorted(dims)]
 
 
-def own_part(sharding: Sharding, given: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``given`` if that is the whole tensor, else ``given``."""
+def own_part(sharding: Sharding, whole: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``whole``, or ``whole`` itself if it has another shape than the whole."""
     box = sharding.box
-    if box is None or tuple(given.shape) != box.whole:
-        return given
-    return box.take(given)  # type: ignore[no-any-return]
+    if box is None or tuple(whole.shape) != box.whole:
+        return whole
+    return box.take(whole)  # type: ignore[no-any-return]
 
 
 # ---- names in the whole model, where ranks number their experts from 0 ----
@@ -186,9 +186,9 @@ class WholeNames:
     """Whole-model names of the parameters and buffers of ``module`` (``Sharding.names``)."""
 
     def __init__(self, module: nn.Module):
-        held = {sharding_of(parameter).names for parameter in module.parameters()} - {()}
-        self._modules = {names[0]: names for names in held}
-        groups = get_parallel() if held else None
+        stacked = {sharding_of(parameter).names for parameter in module.parameters()} - {()}
+        self._modules = {names[0]: names for names in stacked}
+        groups = get_parallel() if stacked else None
         self._rank = groups.coordinate("expert") if groups is not None else 0
 
     def __bool__(self) -> bool:
@@ -200,7 +200,7 @@ class WholeNames:
         module, dot, _ = name.rpartition(".")
         while dot and self._modules:
             if module in self._modules:
-                return tuple(each + name[len(module) :] for each in self._modules[module])
+                return tuple(path + name[len(module) :] for path in self._modules[module])
             module, dot, _ = module.rpartition(".")
         return (name,)
 
@@ -219,8 +219,8 @@ class WholeNames:
 
     def pairs(self, names: Mapping[str, str]) -> dict[str, str]:
         """Return the mapping ``names`` of this rank's names for all ranks, in whole-model names."""
-        found = (zip(self.every(one), self.every(other)) for one, other in names.items())
-        return dict(itertools.chain.from_iterable(found))
+        renamed = (zip(self.every(one), self.every(other)) for one, other in names.items())
+        return dict(itertools.chain.from_iterable(renamed))
 
     def wholes(self, parameter: torch.Tensor, value: torch.Tensor, name: str) -> Any:
         """Return (name, whole tensor) pairs for all parameters that ranks hold under ``name``;
@@ -247,7 +247,7 @@ def persistent_buffers(module: nn.Module, without: Collection[str] = ()) -> dict
 
     Tensors that accompany a parameter named in ``without`` are left out.
     """
-    held = {}
+    buffers = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
         for name, value in written(child).items():
             if (
@@ -255,8 +255,8 @@ def persistent_buffers(module: nn.Module, without: Collection[str] = ()) -> dict
                 and name != EXTRA_STATE
                 and isinstance(value, torch.Tensor)
             ):
-                held[f"{prefix}.{name}" if prefix else name] = value
-    return {name: value for name, value in held.items() if not belongs(name, without)}
+                buffers[f"{prefix}.{name}" if prefix else name] = value
+    return {name: value for name, value in buffers.items() if not belongs(name, without)}
 
 
 def belongs(name: str, parameters: Collection[str]) -> bool:

@@ -43,11 +43,11 @@ class _SharedView(NamedTuple):
         first = min(self.start, other.start) // self.tensor.element_size()
         last = max(self.end, other.end) // self.tensor.element_size()
         taken = torch.zeros(last - first, dtype=torch.bool)
-        own, others = (
-            taken.as_strided(each.shape, each.stride(), each.storage_offset() - first)
-            for each in (self.tensor, other.tensor)
+        memory, others = (
+            taken.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - first)
+            for tensor in (self.tensor, other.tensor)
         )
-        own.fill_(True)
+        memory.fill_(True)
         return bool(others.any())
 
 
@@ -63,8 +63,8 @@ def tie_shared_memory(model: nn.Module, logs: bool = True) -> Tied:
         if not (one.trains or other.trains):
             continue
         if one.trains and other.trains and one.is_same(other):
-            kept = tied.get(one.tensor, one.tensor)  # type: ignore[call-overload]
-            tied[other.tensor] = kept  # type: ignore[index]
+            first = tied.get(one.tensor, one.tensor)  # type: ignore[call-overload]
+            tied[other.tensor] = first  # type: ignore[index]
             if logs:
                 log_rank0(
                     f"{one.name} and {other.name} are the same memory: one parameter from now on"
@@ -86,24 +86,24 @@ def without_tied(
     Raises PartitionError if they are in different groups.
     """
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    for left, kept in tied.items():
-        if left not in group_of:
+    for alias, first in tied.items():
+        if alias not in group_of:
             continue
-        if group_of.get(kept, group_of[left]) is not group_of[left]:
+        if group_of.get(first, group_of[alias]) is not group_of[alias]:
             raise PartitionError(
-                f"parameters of shape {tuple(kept.shape)} that are one memory are in different "
+                f"parameters of shape {tuple(first.shape)} that are one memory are in different "
                 "groups of the optimizer; put them into one group"
             )
-        params, state = group_of[left]["params"], optimizer.state.pop(left, None)
-        at = next(place for place, each in enumerate(params) if each is left)
-        params[at : at + 1] = [] if kept in group_of else [kept]
-        group_of[kept] = group_of[left]
+        params, state = group_of[alias]["params"], optimizer.state.pop(alias, None)
+        at = next(index for index, parameter in enumerate(params) if parameter is alias)
+        params[at : at + 1] = [] if first in group_of else [first]
+        group_of[first] = group_of[alias]
         if state is not None:
-            optimizer.state.setdefault(kept, state)
+            optimizer.state.setdefault(first, state)
 
 
 def _refusal(one: _SharedView, other: _SharedView) -> str:
-    if not all(isinstance(each.tensor, nn.Parameter) for each in (one, other)):
+    if not all(isinstance(view.tensor, nn.Parameter) for view in (one, other)):
         how = "a buffer and a parameter"
     elif one.is_same(other):
         how = "a parameter that trains and one that is frozen"
@@ -124,16 +124,16 @@ def _overlapping(model: nn.Module) -> Iterator[tuple[_SharedView, _SharedView]]:
         size = tensor.element_size()
         start = int(tensor.storage_offset()) * size
         reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
-        held = _SharedView(name, tensor, start, start + (int(reach) + 1) * size)
-        place = (tensor.device, tensor.untyped_storage().data_ptr())
-        by_storage.setdefault(place, []).append(held)
+        view = _SharedView(name, tensor, start, start + (int(reach) + 1) * size)
+        storage = (tensor.device, tensor.untyped_storage().data_ptr())
+        by_storage.setdefault(storage, []).append(view)
     for held_there in by_storage.values():
         under_way: list[_SharedView] = []
-        for held in sorted(held_there, key=lambda each: each.start):
-            under_way = [each for each in under_way if each.end > held.start]
-            for each in under_way:
-                yield each, held
-            under_way.append(held)
+        for view in sorted(held_there, key=lambda view: view.start):
+            under_way = [earlier for earlier in under_way if earlier.end > view.start]
+            for earlier in under_way:
+                yield earlier, view
+            under_way.append(view)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

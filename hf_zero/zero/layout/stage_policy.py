@@ -75,9 +75,9 @@ class Policy:
         master = 0 if precision == "float32" else 4
         grad = ITEM_BYTES[gradient or "float32"]
         casts = self.shards_parameters and master > 0 and not keeps_shard
-        own = 0.0 if casts else float(ITEM_BYTES[precision])
+        nbytes = 0.0 if casts else float(ITEM_BYTES[precision])
         return {
-            "parameters": own / (cut if self.shards_parameters else 1.0),
+            "parameters": nbytes / (cut if self.shards_parameters else 1.0),
             "gradients": grad / (cut if self.shards_gradients else 1.0),
             "optimizer": (master + 4 * moments) / (cut if self.shards_optimizer else 1.0),
         }

@@ -246,11 +246,11 @@ class GradientBuffer:
         if self.pending_grad is not None:
             self.pending_grad[start:stop].zero_()
         elif self.has_reduced and self.shard is not None:
-            own = self.shard[start:stop]
+            part = self.shard[start:stop]
             if flattened is None or self.has_unreduced:
-                own.zero_()
+                part.zero_()
             else:
-                own.copy_(flattened[first : first + stop - start]).mul_(scale)
+                part.copy_(flattened[first : first + stop - start]).mul_(scale)
         if self.has_unreduced and self.accumulated_grad is not None:
             whole = self.accumulated_grad[slot.offset : slot.end]
             if flattened is None:
@@ -321,20 +321,20 @@ class GradientMemory:
         """Allocate the memory, uninitialized, for the current stream, or free it unless it is kept:
         none of the gradients is needed any more.
         """
-        here = streams.current_stream(self._whole.device) if self._on_streams else None
+        current = streams.current_stream(self._whole.device) if self._on_streams else None
         if allocated == self.is_allocated or self._keeps:
-            if allocated and here is not None and self._origin and here != self._origin[0]:
+            if allocated and current is not None and self._origin and current != self._origin[0]:
                 # torch's allocator may have reused memory that work on that stream still reads
-                here.wait_event(self._origin[1])
-                streams.record_use(self._whole, here)
+                current.wait_event(self._origin[1])
+                streams.record_use(self._whole, current)
             return
-        if here is not None and not allocated:
-            streams.record_use(self._whole, here)
+        if current is not None and not allocated:
+            streams.record_use(self._whole, current)
         with torch.inference_mode(False):
             self._whole.untyped_storage().resize_(self._whole.nbytes if allocated else 0)
         self.is_allocated = allocated
-        self.is_ready = allocated and here is None
-        self._origin = (here, streams.record_event(here)) if allocated and here else None
+        self.is_ready = allocated and current is None
+        self._origin = (current, streams.record_event(current)) if allocated and current else None
         if allocated and self._in_host_memory and self._whole.nbytes >= MAPPED_ALONE:
             advise_huge_pages(self._whole)
 
@@ -449,9 +449,9 @@ class OptimizerShard:
         """
         values = self.master
         assert values is not None
-        kept = shard if master is None else master.copy_(values)
+        target = shard if master is None else master.copy_(values)
         self.storage.close()
-        self.keep_in(DeviceStorage({MASTER: kept}), own_master)
+        self.keep_in(DeviceStorage({MASTER: target}), own_master)
 
     @property
     def master(self) -> torch.Tensor | None:

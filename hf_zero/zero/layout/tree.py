@@ -25,7 +25,8 @@ def transformed() -> bool:
     if not torch._C._are_functorch_transforms_active():
         return False
     vmap = torch._C._functorch.TransformType.Vmap
-    return any(each.key() != vmap for each in torch._C._functorch.get_interpreter_stack() or ())
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(interpreter.key() != vmap for interpreter in stack)
 
 
 def map_tensors(value: Any, visit: Visit, in_place: bool = False) -> Any:
@@ -92,16 +93,16 @@ def requiring_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, t
     """Return the tensors in a module's arguments that require grad, by id. Fast: runs in each call
     of each block.
     """
-    found = {}
+    tensors = {}
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
-                found[id(value)] = value
+                tensors[id(value)] = value
         elif type(value) not in _PLAIN:
-            found.update(
+            tensors.update(
                 (id(tensor), tensor) for tensor in tensors_in(value) if tensor.requires_grad
             )
-    return found
+    return tensors
 
 
 def with_replaced(

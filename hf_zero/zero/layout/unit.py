@@ -162,14 +162,14 @@ class ShardGather:
         """Return the requests of one gather; ``exact`` and ``backward`` as for
         :meth:`Unit.launch_gather`.
         """
-        found = []
+        requests = []
         for flats in self._together:
             pairs, codecs = [], []
             for flat in flats:
                 pairs.append((flat.full, flat.bring_shard()))
                 codecs.append(None if exact else flat.spec.gather_codec)
-            found.append(GatherRequest(flats[0].axis, self.unit.label, pairs, codecs))
-        return found
+            requests.append(GatherRequest(flats[0].axis, self.unit.label, pairs, codecs))
+        return requests
 
     def keep(self) -> None:
         """Keep gathered values for a later gather, before modules or scripts change them."""
@@ -221,7 +221,7 @@ class Unit:
 
     def name_of(self, module: nn.Module) -> str:
         """Return the path in the model of ``module``, one of this unit's."""
-        return next((name for name, own in self.modules.items() if own is module), self.label)
+        return next((name for name, unit in self.modules.items() if unit is module), self.label)
 
     @property
     def module(self) -> nn.Module:
@@ -254,10 +254,10 @@ class Unit:
         its backward, runs: it waits for the gather, and the values are not released under it.
         """
         assert self.device_of_streams is not None
-        here = streams.current_stream(self.device_of_streams)
-        self.streams.add(here)
-        if self._gathered_on is not None and here != self._gathered_on:
-            here.wait_stream(self._gathered_on)
+        current = streams.current_stream(self.device_of_streams)
+        self.streams.add(current)
+        if self._gathered_on is not None and current != self._gathered_on:
+            current.wait_stream(self._gathered_on)
 
     def gathered_here(self) -> None:
         """Record that the current stream has waited for the last gather: others wait for it."""
@@ -279,12 +279,12 @@ class Unit:
         Autograd accumulates on the stream of the forward, and orders it before the caller's stream
         only at the end of the backward.
         """
-        here = streams.current_stream(self.trainable[0].full.device)
-        if streams.wait_for(self.streams, here):
+        current = streams.current_stream(self.trainable[0].full.device)
+        if streams.wait_for(self.streams, current):
             # their memory is given back while the current stream reads it
             for grad in raw_grads(member for flat in self.trainable for member in flat.members):
                 if grad is not None and grad.device == self.device_of_streams:
-                    streams.record_use(grad, here)
+                    streams.record_use(grad, current)
 
     @property
     def in_use(self) -> bool:
@@ -433,10 +433,10 @@ class Unit:
             span("release", self.label, self.nbytes),
         ):
             for flat in self.sharded:
-                left = (keep_views or self._shared) and flat.references
+                references = (keep_views or self._shared) and flat.references
                 flat.user_writes.drop_aliases()
                 flat.handles.point_at_nothing()
-                if left:
+                if references:
                     flat.leave_storage()
                 elif self.device_of_streams is not None:
                     for stream in {*self.streams, streams.current_stream(self.device_of_streams)}:
@@ -470,8 +470,8 @@ class SharedShards:
         with consensus.fetches.writing():
             yield
             if not self._mesh.blocks:
-                here = streams.current_stream(self._mesh.device)
-                self._written[consensus.fetches.epoch + 1] = streams.record_event(here)
+                current = streams.current_stream(self._mesh.device)
+                self._written[consensus.fetches.epoch + 1] = streams.record_event(current)
                 self._written.pop(consensus.fetches.epoch + 1 - EVENTS, None)
 
     def serve(self) -> None:

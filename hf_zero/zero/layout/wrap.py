@@ -70,25 +70,25 @@ def _class_names(module: nn.Module) -> set[str]:
     return {cls.__name__ for cls in type(module).__mro__}
 
 
-def _outermost(model: nn.Module, wanted: set[int]) -> list[tuple[str, nn.Module]]:
+def _outermost(model: nn.Module, ids: set[int]) -> list[tuple[str, nn.Module]]:
     """Return the wanted modules that are not inside another wanted one, in definition order, each
     once.
     """
-    found: list[tuple[str, nn.Module]] = []
+    outermost: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
 
     def visit(name: str, module: nn.Module) -> None:
         if id(module) in seen:
             return
         seen.add(id(module))
-        if id(module) in wanted and module is not model:
-            found.append((name, module))
+        if id(module) in ids and module is not model:
+            outermost.append((name, module))
             return
         for child_name, child in module.named_children():
             visit(f"{name}.{child_name}" if name else child_name, child)
 
     visit("", model)
-    return found
+    return outermost
 
 
 def _with_parameters(modules: Iterable[nn.Module]) -> set[int]:
@@ -110,7 +110,7 @@ def repeated_blocks(model: nn.Module, sizes: Sizes = OWN) -> list[tuple[str, nn.
         _with_parameters(m for m in modules if "GradientCheckpointingLayer" in _class_names(m)),
     )
     if not blocks:
-        names = {each for own in declared(model, "_no_split_modules").values() for each in own}
+        names = set().union(*declared(model, "_no_split_modules").values())
         blocks = _outermost(
             model, _with_parameters(m for m in modules if type(m).__name__ in names)
         )
@@ -147,7 +147,7 @@ def _by_size(model: nn.Module, sizes: Sizes) -> list[tuple[str, nn.Module]]:
     if total < 2 * MIN_UNIT:
         return []
     target = max(total // PARTS, MIN_UNIT)
-    wanted: set[int] = set()
+    chosen: set[int] = set()
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
@@ -158,12 +158,12 @@ def _by_size(model: nn.Module, sizes: Sizes) -> list[tuple[str, nn.Module]]:
                 size <= target
                 or not any(_numel(part, sizes) >= target // 4 for part in child.children())
             ):
-                wanted.add(id(child))
+                chosen.add(id(child))
             else:
                 visit(child)
 
     visit(model)
-    return _outermost(model, wanted)
+    return _outermost(model, chosen)
 
 
 def find_units(
@@ -197,19 +197,19 @@ def find_units(
         if not parameters:
             continue
         block = UnitSpec((name,), (module,), _in_packs(parameters, packs))
-        own = sum(_size(parameter, sizes) for _, parameter in parameters)
+        added = sum(_size(parameter, sizes) for _, parameter in parameters)
         last = units[-1][-1] if units else None
         if (
             last is not None
-            and numel + own <= limit
+            and numel + added <= limit
             and not alone & {id(last.module), id(module)}
             and last.name.rpartition(".")[0] == name.rpartition(".")[0]
         ):
             units[-1].append(block)
-            numel += own
+            numel += added
         else:
             units.append([block])
-            numel = own
+            numel = added
     return [UnitSpec(("",), (model,), _in_packs(root, packs)), *map(_joined, units)], aliases
 
 
@@ -246,9 +246,9 @@ def _alone(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], sizes: Siz
     inside = {id(m) for _, block in blocks for m in block.modules()}
     users: dict[int, int] = {}
     for module in model.modules():
-        for own in module._parameters.values():
-            if own is not None:
-                users[id(own)] = users.get(id(own), 0) + 1
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users[id(parameter)] = users.get(id(parameter), 0) + 1
     largest = max((_numel(block, sizes) for _, block in blocks), default=0)
     leaves = {
         id(m)
@@ -312,12 +312,12 @@ def persistent_names(
     """
     limit = persistence(most)
     chosen: dict[int, str] = {}
-    left = in_all
+    budget = in_all
     for name, parameter in model.named_parameters():
         size = _size(parameter, sizes)
-        if 0 < size <= limit and (left is None or size <= left):
+        if 0 < size <= limit and (budget is None or size <= budget):
             chosen[id(parameter)] = name
-            left = None if left is None else left - size
+            budget = None if budget is None else budget - size
     for pack in _packs(model):
         if not chosen.keys() >= set(pack):
             for key in pack:
@@ -334,47 +334,47 @@ def packed_elements(granularity: int | None = None) -> int:
 
 def _packs(model: nn.Module) -> list[list[int]]:
     """Return the parameter ids of each pack that a module of ``model`` declares."""
-    found = []
+    packs = []
     for name, module in model.named_modules():
         for pack in getattr(module, PACKED, ()):
             try:
-                found.append([id(module.get_parameter(each)) for each in pack])
+                packs.append([id(module.get_parameter(parameter)) for parameter in pack])
             except AttributeError as error:
                 raise PartitionError(
                     f"{PACKED} of {name or 'the model'} ({type(module).__name__}) names a "
                     f"parameter that is not there: {error}; "
                     "name the parameters as module.named_parameters() does"
                 ) from None
-    return found
+    return packs
 
 
 def _in_packs(
     parameters: list[tuple[str, nn.Parameter]], packs: list[list[int]]
 ) -> tuple[tuple[str, nn.Parameter], ...]:
     """Return ``parameters`` in order, with those of a pack moved behind its first."""
-    order = {id(parameter): (place, 0) for place, (_, parameter) in enumerate(parameters)}
+    order = {id(parameter): (index, 0) for index, (_, parameter) in enumerate(parameters)}
     for pack in packs:
-        here = [key for key in pack if key in order]
-        if here:
-            first, _ = min(order[key] for key in here)
-            order.update((key, (first, place)) for place, key in enumerate(here))
+        members = [key for key in pack if key in order]
+        if members:
+            first, _ = min(order[key] for key in members)
+            order.update((key, (first, index)) for index, key in enumerate(members))
     return tuple(sorted(parameters, key=lambda item: order[id(item[1])]))
 
 
 def _reached_outside(model: nn.Module, wrapped: set[int]) -> set[int]:
-    found: set[int] = set()
+    reached: set[int] = set()
     seen: set[int] = set()
 
     def visit(module: nn.Module) -> None:
         if id(module) in seen or id(module) in wrapped:
             return
         seen.add(id(module))
-        found.update(id(p) for p in module._parameters.values() if p is not None)
+        reached.update(id(p) for p in module._parameters.values() if p is not None)
         for child in module.children():
             visit(child)
 
     visit(model)
-    return found
+    return reached
 
 
 # ---- marks on modules to be gathered as one unit, such as a mixture of experts ----
@@ -383,22 +383,22 @@ def _reached_outside(model: nn.Module, wrapped: set[int]) -> set[int]:
 def _mark(
     model: nn.Module, leaf_classes: Iterable[type | str], value: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
-    wanted = list(leaf_classes)
-    names = {item if isinstance(item, str) else item.__qualname__ for item in wanted}
-    types = tuple(item for item in wanted if isinstance(item, type))
-    found = [
+    classes = list(leaf_classes)
+    names = {item if isinstance(item, str) else item.__qualname__ for item in classes}
+    types = tuple(item for item in classes if isinstance(item, type))
+    marked = [
         module
         for module in model.modules()
         if isinstance(module, types) or names & _names_of(type(module))
     ]
-    if raise_if_not_found and not found:
+    if raise_if_not_found and not marked:
         raise ConfigError(
             f"no module of {type(model).__name__} is one of {sorted(names)}; name classes of "
             "modules inside the model"
         )
-    for module in found:
+    for module in marked:
         setattr(module, WHOLE, value)
-    return found
+    return marked
 
 
 def _names_of(kind: type) -> set[str]:
@@ -455,20 +455,20 @@ def set_z3_leaf_modules_by_suffix(
 
 def _by(
     model: nn.Module,
-    given: Sequence[str],
+    patterns: Sequence[str],
     flag: bool,
     raise_if_not_found: bool,
     matches: Callable[[str, str], bool],
 ) -> tuple[list[nn.Module], list[str]]:
     named = list(model.named_modules())
-    found = {each: [module for name, module in named if matches(name, each)] for each in given}
-    missing = [each for each, modules in found.items() if not modules]
+    matching = {key: [module for name, module in named if matches(name, key)] for key in patterns}
+    missing = [pattern for pattern, modules in matching.items() if not modules]
     if missing and raise_if_not_found:
         raise ConfigError(
             f"{type(model).__name__} has no module named {missing}; model.named_modules() lists "
             "what it has"
         )
-    modules = list(dict.fromkeys(module for each in found.values() for module in each))
+    modules = list(dict.fromkeys(module for matched in matching.values() for module in matched))
     for module in modules:
         setattr(module, WHOLE, flag)
     return modules, missing
@@ -485,16 +485,16 @@ def mark_configured(
     classes, names, suffixes = (
         section.get(key) or [] for key in ("classes", "names", "name_suffixes")
     )
-    found = _mark(model, classes, True, False)
+    marked = _mark(model, classes, True, False)
     by_name, no_names = set_z3_leaf_modules_by_name(model, names, True, False)
     by_suffix, no_suffixes = set_z3_leaf_modules_by_suffix(model, suffixes, True, False)
-    found = list(dict.fromkeys([*found, *by_name, *by_suffix]))
-    missing = [*no_names, *no_suffixes, *(() if found else classes)]
+    marked = list(dict.fromkeys([*marked, *by_name, *by_suffix]))
+    missing = [*no_names, *no_suffixes, *(() if marked else classes)]
     if missing and warns:
         log_rank0(
             f"zero_optimization.leaf_module names {missing}, which the model does not have", 30
         )
-    return found
+    return marked
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:

@@ -246,14 +246,14 @@ class Losses:
         self._overflow_reported = False
         self._rank = _ranks.setdefault(rank, _Rank())
         self._watch = watch
-        if any(each._scales for each in self._rank.engines):
+        if any(engine._scales for engine in self._rank.engines):
             # An engine that was dropped without ``destroy`` is collected at different times on
             # different ranks, and all ranks must watch, or none.
             gc.collect()
         self._rank.engines.add(self)
-        if any(each._scales for each in self._rank.engines):
-            for each in list(self._rank.engines):
-                each._watch()
+        if any(engine._scales for engine in self._rank.engines):
+            for engine in list(self._rank.engines):
+                engine._watch()
 
     def close(self) -> None:
         """Unregister the engine, which is destroyed."""
@@ -275,11 +275,11 @@ class Losses:
         """
         scale_owner = self
         if not self._scales:
-            for each in self._rank.engines:
-                if not each._scales or not each._awaits_backward():
+            for engine in self._rank.engines:
+                if not engine._scales or not engine._awaits_backward():
                     continue
-                if scale_owner is self or each.scaler.scale > scale_owner.scaler.scale:
-                    scale_owner = each
+                if scale_owner is self or engine.scaler.scale > scale_owner.scaler.scale:
+                    scale_owner = engine
         scale = scale_owner.scaler.scale
         if (
             dtype == torch.float16
@@ -338,7 +338,7 @@ class Losses:
         twice = rank.by_outputs
         if rank.scale_owner is not None and not twice:
             return 1.0
-        if twice or any(each._training and each._in_backward() for each in rank.engines):
+        if twice or any(engine._training and engine._in_backward() for engine in rank.engines):
             raise PartitionError(SCALED_ONCE)
         rank.put_at_outputs(self, self.scaler.scale)
         return self.scaler.scale

@@ -51,26 +51,26 @@ def squared_norm(
 
     ``kernels`` is the configuration's: whether one kernel may read all gradients of a device.
     """
-    gradients = [each for each in gradients if each.shard is not None]
+    gradients = [gradient for gradient in gradients if gradient.shard is not None]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     # One by one: the sum has the same bits wherever some of them are.
     sums: dict[GradientBuffer, torch.Tensor] = {}
     unknown, shards = list[GradientBuffer](), list[torch.Tensor]()
-    for each in gradients:
-        if each.grad_sq_norm is not None:
-            sums[each] = each.grad_sq_norm
-        elif each.shard is not None:
-            unknown.append(each)
-            shards.append(each.shard)
+    for gradient in gradients:
+        if gradient.grad_sq_norm is not None:
+            sums[gradient] = gradient.grad_sq_norm
+        elif gradient.shard is not None:
+            unknown.append(gradient)
+            shards.append(gradient.shard)
     sums.update(zip(unknown, sums_of_squares(shards, kernels)))
     # those in host memory are uploaded together, without a wait on the host
     elsewhere = list[GradientBuffer]()
-    for each in unknown:
-        if sums[each].device != device:
-            elsewhere.append(each)
+    for gradient in unknown:
+        if sums[gradient].device != device:
+            elsewhere.append(gradient)
     if elsewhere:
-        crossed = upload(torch.stack([sums[each] for each in elsewhere]), device)
+        crossed = upload(torch.stack([sums[gradient] for gradient in elsewhere]), device)
         sums.update(zip(elsewhere, crossed.unbind()))
     return torch.stack(list(map(sums.__getitem__, gradients))).sum()
 
@@ -146,9 +146,9 @@ class Usage:
     def _message(self, flats: Sequence[FlatBuffer], used: Sequence[int]) -> torch.Tensor:
         """Return [words] fp64: a digit for each parameter, 1 if its bit in ``used`` is set."""
         digits = [
-            bits >> place & 1
+            bits >> index & 1
             for flat, bits in zip(flats, used)
-            for place in range(len(flat.members))
+            for index in range(len(flat.members))
         ]
         length = len(self._powers)
         words = [
@@ -210,8 +210,8 @@ class Usage:
         """Begin :meth:`agree` for one unit, whose last gradients of the window are on the wire;
         :meth:`receive` completes it (collective).
         """
-        each, repeats, _ = self._mesh.sums
-        axis = each if each.size > 1 else repeats
+        shards, repeats, _ = self._mesh.sums
+        axis = shards if shards.size > 1 else repeats
         words = self._message(unit.trainable, [flat.gradient.used for flat in unit.trainable])
         if unit in self._units:
             self._units.pop(unit)[1].wait()
@@ -223,8 +223,8 @@ class Usage:
     def receive(self, unit: Unit) -> None:
         words, handle = self._units.pop(unit)
         handle.wait()
-        each, repeats, _ = self._mesh.sums
-        if each.size > 1 and repeats.size > 1:
+        shards, repeats, _ = self._mesh.sums
+        if shards.size > 1 and repeats.size > 1:
             repeats.all_reduce(words, f"used parameters of {unit.label}", ordered=True).wait()
         if _complete(unit.trainable):
             _mark_idle(unit.trainable)
@@ -241,8 +241,8 @@ class Usage:
             gradient = flat.gradient
             if gradient.unused and gradient.all_unused:
                 continue  # these counts are stale: ranks that know this send full words
-            lacking = sum(1 << place for place, count in enumerate(counts) if count == 0)
-            few = sum(1 << place for place, count in enumerate(counts) if count < self._mesh.world)
+            lacking = sum(1 << index for index, count in enumerate(counts) if count == 0)
+            few = sum(1 << index for index, count in enumerate(counts) if count < self._mesh.world)
             if refused := _names(flat, few & gradient.used & gradient.idle):
                 raise PartitionError(
                     f"{sorted(refused)} got a gradient on some ranks only (from weight "

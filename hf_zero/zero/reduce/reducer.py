@@ -258,9 +258,9 @@ class Reducer:
         """Record, at the end of a backward, the units that could have got gradients until now."""
         backward, outstanding = self._pass, self._outstanding
         if backward.under_way and outstanding is not None and self._pass.learns:
-            left = (unit for unit in backward.units[backward.next :] if unit not in backward.ready)
+            units = (unit for unit in backward.units[backward.next :] if unit not in backward.ready)
             backward.observed.unfinished = [
-                unit.index for unit in left if outstanding.awaits(unit, False)
+                unit.index for unit in units if outstanding.awaits(unit, False)
             ]
 
     def finish(self, learns: bool = False) -> None:
@@ -350,14 +350,14 @@ class Reducer:
         backward.observed.late = [unit.index for unit in late]
         backward.observed.brought |= bool(late)
         observed = self._mesh.all_gather_object(backward.observed, "observations of a backward")
-        again = {index for each in observed for index in each.late}
+        again = {index for record in observed for index in record.late}
         if again:
             self._reductions.finish()  # what is on the wire must not change
         for unit in self._order.units:
             if unit.index in again:
                 self.launch(unit)
         # If an older forward is pending, units are not complete before the end: nothing to learn.
-        if any(each.brought for each in observed) and not any(each.waits for each in observed):
+        if any(r.brought for r in observed) and not any(r.waits for r in observed):
             self._known.add(backward.key)
             schedule = self._schedule
             places, plan = (schedule.places, schedule.plan) if schedule is not None else ((0,), ())

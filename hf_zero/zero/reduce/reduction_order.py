@@ -45,16 +45,16 @@ def merged(orders: Sequence[Sequence[T]]) -> list[T]:
     its predecessor in that order.
     """
     result = list(orders[0])
-    held = set(result)
+    members = set(result)
     for order in orders[1:]:
-        place = 0  # after what precedes, or at the start
-        for each in order:
-            if each in held:
-                place = len(result) - result[::-1].index(each)
+        position = 0  # after what precedes, or at the start
+        for unit in order:
+            if unit in members:
+                position = len(result) - result[::-1].index(unit)
             else:
-                result.insert(place, each)
-                held.add(each)
-                place += 1
+                result.insert(position, unit)
+                members.add(unit)
+                position += 1
     return result
 
 
@@ -62,10 +62,10 @@ def places(record: Sequence[T], plan: Sequence[T]) -> list[int]:
     """Return the number of gathers of ``plan`` issued after the first 0, 1, 2... of ``record``,
     which is a subsequence of it.
     """
-    found = [0]
-    for each in record:
-        found.append(plan.index(each, found[-1]) + 1)
-    return found
+    positions = [0]
+    for index in record:
+        positions.append(plan.index(index, positions[-1]) + 1)
+    return positions
 
 
 class GatherProgress(Protocol):
@@ -153,22 +153,22 @@ class ReductionOrder:
         the gathers of the plan.
         """
         by_index = {unit.index: unit for unit in self.units}
-        late = {by_index[index] for each in observed for index in (*each.late, *each.parts)}
+        late = {by_index[index] for record in observed for index in (*record.late, *record.parts)}
         if not self._known:
             self._known = True
             indices = merged(
-                [*(each.complete for each in observed), [unit.index for unit in self.units]]
+                [*(record.complete for record in observed), [unit.index for unit in self.units]]
             )
-            unfinished = {index for each in observed for index in each.unfinished}
+            unfinished = {index for record in observed for index in record.unfinished}
             self.units = [
                 by_index[index] for index in sorted(indices, key=lambda index: index in unfinished)
             ]
         self.deferred |= late
         self.units.sort(key=lambda unit: unit in self.deferred)
-        depths: dict[int, int] = {index: place + 1 for place, index in enumerate(plan)}
-        for each in observed:
-            _raise_to(depths, {index: places[count] for index, count in each.depths.items()})
-            _raise_to(depths, dict.fromkeys(each.unfinished, len(plan)))
+        depths: dict[int, int] = {index: position + 1 for position, index in enumerate(plan)}
+        for record in observed:
+            _raise_to(depths, {index: places[count] for index, count in record.depths.items()})
+            _raise_to(depths, dict.fromkeys(record.unfinished, len(plan)))
         self._depths[key] = depths
 
 
@@ -215,10 +215,10 @@ class Outstanding:
             return ()
         self._reached = moment
         units = list[Unit]()
-        over, left = list[UnitForward](), list[UnitForward]()
+        over, unmarked = list[UnitForward](), list[UnitForward]()
         for call in self._unmarked:
-            (over if call.began >= moment else left).append(call)
-        self._unmarked = left
+            (over if call.began >= moment else unmarked).append(call)
+        self._unmarked = unmarked
         for call in over:
             if not self.awaits_calls(call.unit):
                 units.append(call.unit)
@@ -229,11 +229,11 @@ class Outstanding:
         # Several blocks may share a unit, and each of their calls asks: the call found last time
         # answers most of them.
         forwards, reached, recomputation = unit.forwards, self._reached, self.recomputation
-        found = forwards.awaited()
+        awaited = forwards.awaited()
         if (
-            found is not None
-            and (found.began < reached or found.outer is recomputation)
-            and (found in forwards.in_backward or found in forwards.pending)
+            awaited is not None
+            and (awaited.began < reached or awaited.outer is recomputation)
+            and (awaited in forwards.in_backward or awaited in forwards.pending)
         ):
             return True
         last: UnitForward | None = None  # a backward reaches it last

@@ -173,13 +173,13 @@ class Reductions:
         reductions, self.waiting = self.waiting, []
         self._pack.clear()
         if reductions and reductions[0].stream is not None:
-            filled_on = {each.stream for each in reductions if each.stream is not None}
+            filled_on = {item.stream for item in reductions if item.stream is not None}
             streams.wait_for(filled_on, streams.current_stream(reductions[0].wire.device))
         if len(reductions) == 1:
             one = reductions[0]
             self.send(one.flat, one.wire, one.acquired, one.scale)
         elif reductions:
-            wires, flat = [each.wire for each in reductions], reductions[0].flat
+            wires, flat = [reduction.wire for reduction in reductions], reductions[0].flat
             key = f"{flat.key}..{reductions[-1].flat.key}"
             if flat.layout.shards > 1:
                 handles = flat.mesh.shard.reduce_packed(wires, key)
@@ -243,8 +243,8 @@ class Reductions:
         flat, gradient = reduction.flat, reduction.flat.gradient
         if flat.optimizer_shard.finish_update is not None:
             flat.optimizer_shard.finish_update()
-        held = gradient.state
-        adds = held is not GradState.EMPTY and held is not GradState.UNREDUCED
+        state = gradient.state
+        adds = state is not GradState.EMPTY and state is not GradState.UNREDUCED
         adds = adds and gradient.adds_to_shard
         if adds:
             self._intake.upcast(flat)
@@ -377,9 +377,9 @@ def grad_versions(unit: Unit) -> list[Any]:
 def mark_present(flat: FlatBuffer) -> None:
     """Record the parameters of ``flat`` with a gradient that is not taken in yet."""
     bits = 0
-    for place, grad in enumerate(raw_grads(flat.members)):
+    for index, grad in enumerate(raw_grads(flat.members)):
         if grad is not None:
-            bits |= 1 << place
+            bits |= 1 << index
     flat.gradient.mark_used(bits)
 
 
@@ -390,20 +390,20 @@ def take_in(flat: FlatBuffer, target: torch.Tensor, accumulate: bool, factor: fl
     """
     grads, views = [], []
     # One call creates the views of all parameters, and one takes all gradients in.
-    given = raw_grads(flat.members)
+    gradients = raw_grads(flat.members)
     lacking = 0
     handles = flat.handles
     parts = torch._C._nn.unflatten_dense_tensors(target, handles.templates)
     views_of_members = map(parts.__getitem__, handles.members_at)
-    for place, (grad, view) in enumerate(zip(given, views_of_members)):
+    for index, (grad, view) in enumerate(zip(gradients, views_of_members)):
         if grad is None:
-            lacking |= 1 << place
+            lacking |= 1 << index
             if not accumulate:
                 view.zero_()
         elif view.numel():
-            grads.append(dense(flat, place, grad) if grad.is_sparse else grad)
+            grads.append(dense(flat, index, grad) if grad.is_sparse else grad)
             views.append(view)
-    del given
+    del gradients
     drop_raw_grads(flat.members)
     if grads and accumulate:
         torch._foreach_add_(views, grads, alpha=factor)
@@ -416,14 +416,14 @@ def take_in(flat: FlatBuffer, target: torch.Tensor, accumulate: bool, factor: fl
     return flat.gradient.all_used & ~lacking
 
 
-def dense(flat: FlatBuffer, place: int, grad: torch.Tensor) -> torch.Tensor:
-    """Return ``grad``, the sparse gradient of the parameter at ``place`` of ``flat``, as a dense
+def dense(flat: FlatBuffer, index: int, grad: torch.Tensor) -> torch.Tensor:
+    """Return ``grad``, the sparse gradient of the parameter at ``index`` of ``flat``, as a dense
     tensor; logs this once per engine.
     """
     if flat.engine_mesh not in _warned:
         _warned.add(flat.engine_mesh)
         log_rank0(
-            f"the gradient of {flat.layout.slots[place].name} is sparse and is made dense, because "
+            f"the gradient of {flat.layout.slots[index].name} is sparse and is made dense, because "
             "flat buffers travel whole; "
             "sparse=True saves nothing here and costs a copy",
             logging.WARNING,
@@ -467,12 +467,12 @@ def packs(flats: Iterable[FlatBuffer], limit: int) -> list[list[FlatBuffer]]:
     """Split ``flats``, in order, into messages of at most ``limit`` elements; a larger one is
     alone.
     """
-    found: list[list[FlatBuffer]] = []
+    packs: list[list[FlatBuffer]] = []
     pack = Pack(limit)
     for flat in flats:
-        if not found or not pack.has_room(flat.layout.padded, flat.dtype, flat.mesh):
-            found.append([])
+        if not packs or not pack.has_room(flat.layout.padded, flat.dtype, flat.mesh):
+            packs.append([])
             pack.clear()
-        found[-1].append(flat)
+        packs[-1].append(flat)
         pack.add(flat.layout.padded, flat.dtype, flat.mesh)
-    return found
+    return packs

@@ -146,7 +146,7 @@ def _return_parameters(
     """
     vars(optimizer).pop("segment_format", None)
     optimizer.state = defaultdict(dict)
-    for group, given in zip(optimizer.param_groups, parameters):
+    for group, members in zip(optimizer.param_groups, parameters):
         for segment in group["params"]:
             segment.data = segment.data.new_empty(0)
-        group["params"] = list(given)
+        group["params"] = list(members)

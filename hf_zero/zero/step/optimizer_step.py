@@ -96,10 +96,10 @@ class OptimizerStep:
         if not model.placement.in_files:
             return ""
         self.updater.finish()
-        own = model.placement.write_error()
-        if not model.schedule.agree("a look at what was written", int(own is not None)):
+        error = model.placement.write_error()
+        if not model.schedule.agree("a look at what was written", int(error is not None)):
             return ""
-        errors = model.mesh.all_gather_object("" if own is None else str(own), "writes that failed")
+        errors = model.mesh.all_gather_object(str(error or ""), "writes that failed")
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
 
     def update_early(self, unit: Unit, steps: int) -> None:
@@ -136,10 +136,10 @@ class OptimizerStep:
         squares = squared_norm(by_weight.pop(1.0), device, self.kernels)
         for weight, gradients in by_weight.items():
             squares = squares + weight * squared_norm(gradients, device, self.kernels)
-        for each in self.extensions:
-            own = each.squares(local)
-            if own is not None:
-                squares = squares + own
+        for extension in self.extensions:
+            added = extension.squares(local)
+            if added is not None:
+                squares = squares + added
         return squares
 
     def update(self, steps: int, may_overflow: bool) -> bool:
@@ -150,8 +150,8 @@ class OptimizerStep:
         assert self.bound is not None
         model, may_skip = self.model, may_overflow or self.refuses_infinite
         local = False
-        for each in self.extensions:
-            local |= each.begin_step(must_agree=may_skip)
+        for extension in self.extensions:
+            local |= extension.begin_step(must_agree=may_skip)
         total = self._squares(local)
         if not local:
             (total,) = self.usage.agree(total.view(1), steps)
@@ -169,14 +169,14 @@ class OptimizerStep:
         resting = set[FlatBuffer]()  # flat buffers that refresh must skip
         # fp32: the optimizer writes the shards that other ranks may be fetching
         with self.changing_state(), self.bound.scaled_rates(self.lr_scale):
-            for each in self.extensions:
-                each.before_update()
+            for extension in self.extensions:
+                extension.before_update()
             hooks = self.bound.optimizer._optimizer_step_post_hooks
             put_off = self.bound.without_post_hooks() if hooks else NOTHING
             with span("update", "parameters on the device"), put_off:
                 written = self.bound.step(divisor, shards=self._shards_to_write(), number=steps)
-            for each in self.extensions:
-                resting.update(each.update(divisor))
+            for extension in self.extensions:
+                resting.update(extension.update(divisor))
             if self.updater.units:
                 update = self.updater.early or self.bound.begin(
                     1.0 if divisor is None else float(divisor), steps
@@ -204,15 +204,15 @@ class OptimizerStep:
         """Make the weights of all ranks equal, before whole weights are read, if steps do not
         always send their changes (collective).
         """
-        for each in self.extensions:
-            each.synchronise()
+        for extension in self.extensions:
+            extension.synchronise()
 
     def complete_state(self) -> None:
         """Send unsent parts of the state to the ranks that own them, before state is saved
         (collective).
         """
-        for each in self.extensions:
-            each.complete_state()
+        for extension in self.extensions:
+            extension.complete_state()
 
     @contextmanager
     def counted_state(self) -> Iterator[bool]:
@@ -220,7 +220,7 @@ class OptimizerStep:
         for readers other than a save. Yields True if they change again at its exit.
         """
         with ExitStack() as counted:
-            contexts = [counted.enter_context(each.counted_state()) for each in self.extensions]
+            contexts = [counted.enter_context(part.counted_state()) for part in self.extensions]
             yield any(contexts)
 
     def forget_state(self) -> None:
@@ -251,7 +251,7 @@ class OptimizerStep:
         """
         if not self.bound.takes_shards():
             return {}
-        here = [
+        flats = [
             flat
             for flat in self.model.trainable
             if flat.optimizer_shard.has_own_master
@@ -261,7 +261,7 @@ class OptimizerStep:
             and not flat.optimizer_shard.offloaded
             and not flat.is_away
         ]
-        return {flat.key: flat.shard_to_fill() for flat in here}
+        return {flat.key: flat.shard_to_fill() for flat in flats}
 
     def bring_back_what_fits(self) -> None:
         """Move the state of the first units back to the device, as far as it has room after the
@@ -339,8 +339,8 @@ class StateChanges:
         try:
             yield
         except BaseException as error:
-            said = str(error).partition("\n")[0][:200]
-            cause = type(error).__name__ + (f" ({said})" if said else "")
+            reason = str(error).partition("\n")[0][:200]
+            cause = type(error).__name__ + (f" ({reason})" if reason else "")
             self.break_off(f"{what} was broken off by {cause}")
             raise
         finally:

@@ -66,21 +66,21 @@ class SavedSegments(StateSource):
         layout = layout_of(flat.optimizer_shard for flat in flats)
         former = packed[KEY].get("layout", layout)
         self._ranks = OneRank() if former == layout else bound.ranks
-        wanted = {
+        ranges = {
             self._own[slot.name]: StateEntry(flat, slot.name, "").range
             for flat in flats
             for slot in flat.layout.slots
             if slot.name in self._own
         }
-        every = self._ranks.gather_objects((self._read(packed, former), wanted))
+        every = self._ranks.gather_objects((self._read(packed, former), ranges))
         self._saved: list[_Saved] = [saved for saved, _ in every]
-        self._wanted: list[dict[str, tuple[int, int]]] = [each for _, each in every]
+        self._wanted: list[dict[str, tuple[int, int]]] = [ranges for _, ranges in every]
         for saved in self._saved:
             if saved.refusal:
                 raise UnsupportedOptimizerError(saved.refusal)
         groups = {self._own[name]: group for name, group in bound.group_of.items()}
-        for target, each in enumerate(self._wanted):
-            for name in each:
+        for target, ranges in enumerate(self._wanted):
+            for name in ranges:
                 for source, _ in self._runs(name, target):
                     self._check_group(name, self._saved[source].group_of[name], groups.get(name))
 
@@ -101,7 +101,7 @@ class SavedSegments(StateSource):
             numbers, kinds, factors = dict[str, float](), set[str](), dict[str, torch.Tensor]()
             for key, value in state.items():
                 if isinstance(value, Mapping):
-                    factors = {name: each.cpu().clone() for name, each in value.items()}
+                    factors = {name: tensor.cpu().clone() for name, tensor in value.items()}
                 elif is_elementwise(key, value, (numel or 1,)):
                     kinds.add(key)
                 elif is_scalar(key, value, (numel or 1,)):
@@ -144,7 +144,7 @@ class SavedSegments(StateSource):
                     "stage 0, or for another model. load_checkpoint takes what save_checkpoint "
                     "wrote on any ranks and at any stage."
                 )
-            rank, run = min(fitting, key=lambda each: each[0] != target)
+            rank, run = min(fitting, key=lambda candidate: candidate[0] != target)
             end = min(run.stop, stop)
             yield rank, _Run(at, end, run.entry, run.offset + at - run.start)
             at = end
@@ -154,13 +154,13 @@ class SavedSegments(StateSource):
     def held(self, flat: FlatBuffer) -> dict[str, set[str]]:
         kinds: dict[str, set[str]] = {}
         for name in flat.parameters:
-            own = self._own.get(name, name)
-            kinds[name] = set().union(*(saved.kinds.get(own, ()) for saved in self._saved))
+            own_name = self._own.get(name, name)
+            kinds[name] = set().union(*(saved.kinds.get(own_name, ()) for saved in self._saved))
         return names_by_kind(kinds)
 
     def read(self, entries: Sequence[StateEntry], out: torch.Tensor) -> None:
         kind, rank, size = entries[0].kind, self._ranks.rank, self._ranks.size
-        names = {self._own[each.name]: each for each in entries if each.name in self._own}
+        names = {self._own[entry.name]: entry for entry in entries if entry.name in self._own}
 
         def runs(target: int) -> Iterator[tuple[str, int, _Run]]:
             for name in names:
@@ -168,19 +168,19 @@ class SavedSegments(StateSource):
                     if kind in self._saved[source].kinds[name]:
                         yield name, source, run
 
-        given = [
+        outgoing = [
             [run for _, source, run in runs(target) if source == rank] for target in range(size)
         ]
         parts = [
             self._state[run.entry][kind][run.offset : run.offset + run.stop - run.start]
-            for of_target in given
+            for of_target in outgoing
             for run in of_target
         ]
         taken = list(runs(rank))
         counts = [0] * size
         for _, source, run in taken:
             counts[source] += run.stop - run.start
-        sizes = [sum(run.stop - run.start for run in of_target) for of_target in given]
+        sizes = [sum(run.stop - run.start for run in of_target) for of_target in outgoing]
         sent = torch.cat([part.to(out.dtype) for part in parts]) if parts else out[:0].cpu()
         received = [*self._ranks.exchange(sent, sizes, counts)]
         for name, source, run in taken:
@@ -195,14 +195,14 @@ class SavedSegments(StateSource):
             dict(sum(of_group, Counter[Any]()).most_common(1)[0][0]) if any(of_group) else None
             for of_group in zip(*(saved.shared for saved in self._saved))
         ]
-        known = {name: each for saved in self._saved for name, each in saved.numbers.items()}
+        scalars = {name: scalar for saved in self._saved for name, scalar in saved.numbers.items()}
         return {
-            name: known.get(self._own[name], shared[self._group_of[name]]) for name in parameters
+            name: scalars.get(self._own[name], shared[self._group_of[name]]) for name in parameters
         }
 
     def factors(self, parameters: Mapping[str, nn.Parameter]) -> Factors:
-        known = {name: each for saved in self._saved for name, each in saved.factors.items()}
-        return {name: known.get(self._own[name], {}) for name in parameters}
+        factors = {name: value for saved in self._saved for name, value in saved.factors.items()}
+        return {name: factors.get(self._own[name], {}) for name in parameters}
 
 
 def _runs_of(
