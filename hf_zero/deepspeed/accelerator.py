@@ -150,8 +150,8 @@ class DeepSpeedAccelerator:
         return callback()
 
     def get_op_builder(self, class_name: str) -> Any:
-        known = op_builders.BUILDERS
-        return known.get(class_name, known["NotImplementedBuilder"])
+        builders = op_builders.BUILDERS
+        return builders.get(class_name, builders["NotImplementedBuilder"])
 
     def create_op_builder(self, class_name: str) -> Any:
         return self.get_op_builder(class_name)()

@@ -108,7 +108,7 @@ def agreed_target(engine: Any, save_dir: str | os.PathLike[str], tag: Any) -> Ta
     if engine.world_size == 1:
         return target
     every: list[Target] = get_world_group().all_gather_object(target, "the target of a save")
-    others = [(rank, each) for rank, each in enumerate(every) if each != every[0]]
+    others = [(rank, target) for rank, target in enumerate(every) if target != every[0]]
     mode = str(_section(engine).get("tag_validation", "warn")).lower()
     if others and mode != "ignore":
         rank, other = others[0]
@@ -139,8 +139,8 @@ def tag_of(engine: Any, load_dir: str | os.PathLike[str], tag: Any) -> str | Non
     where there is no ``latest``.
     """
     named, latest = (as_path(load_dir) / name for name in (LATEST_UNIVERSAL, LATEST))
-    asked = tag is None and (_section(engine).get("load_universal") or not latest.is_file())
-    if asked and named.is_file():
+    universal = tag is None and (_section(engine).get("load_universal") or not latest.is_file())
+    if universal and named.is_file():
         return str(named.read_text()).strip()
     return None if tag is None else str(tag)
 

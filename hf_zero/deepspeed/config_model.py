@@ -62,7 +62,7 @@ class DeepSpeedConfigModel(BaseModel):
             raise ReplacedKeyError(
                 f"{name} and {path}, which has taken its place, are both given; remove {name}"
             )
-        value = extra.get("new_param_fn", lambda given: given)(getattr(self, name))
+        value = extra.get("new_param_fn", lambda value: value)(getattr(self, name))
         delattr(self, name)
         setattr(holder, new, value)
 

@@ -249,9 +249,9 @@ class DeepSpeedEngine(ReportingEngine):
         back. Does nothing if the device is the host. Raises ConfigError for a device other than
         the CPU.
         """
-        wanted = checked(include, device)
+        kinds = checked(include, device)
         if not kinds.is_host(self.device):
-            self._states_away.send(self, wanted, pin_memory, non_blocking)
+            self._states_away.send(self, kinds, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move the state of :meth:`offload_states` back to the device."""
@@ -355,7 +355,7 @@ class DeepSpeedEngine(ReportingEngine):
 
 # ---- Training state that is away in host memory ----
 
-KINDS = tuple(each.value for each in OffloadStateTypeEnum)
+KINDS = tuple(kind.value for kind in OffloadStateTypeEnum)
 
 
 class StatesAway:
@@ -434,7 +434,7 @@ def checked(include: Any, device: Any) -> tuple[str, ...]:
     where = getattr(device, "value", device)
     if where not in (OffloadDeviceEnum.cpu.value, OffloadDeviceEnum.none.value):
         raise ConfigError(f"offload_states: device is {where!r}; states go to the host: pass 'cpu'")
-    wanted = KINDS if include is None else tuple(getattr(each, "value", each) for each in include)
-    if unknown := sorted(set(wanted) - set(KINDS)):
+    kinds = KINDS if include is None else tuple(getattr(kind, "value", kind) for kind in include)
+    if unknown := sorted(set(kinds) - set(KINDS)):
         raise ConfigError(f"offload_states: {unknown} is not a state; choose among {list(KINDS)}")
-    return () if where == OffloadDeviceEnum.none.value else wanted
+    return () if where == OffloadDeviceEnum.none.value else kinds

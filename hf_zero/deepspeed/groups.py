@@ -115,7 +115,9 @@ class GatherReplacedLayerParams:
 
     def __init__(self, params: Any, module: nn.Module, enabled: bool = True) -> None:
         parameters = [params] if isinstance(params, torch.Tensor) else list(params)
-        self.enabled = enabled and any("tensor" in sharding_of(each).axes for each in parameters)
+        self.enabled = enabled and any(
+            "tensor" in sharding_of(parameter).axes for parameter in parameters
+        )
         self.module = module
 
     def __enter__(self) -> None:
@@ -160,14 +162,14 @@ def create(expert_parallel_size_: int, mp_size: int | None = None, **_: Any) -> 
 
 def _size(group_name: str) -> int:
     """Return the size in ``group_name``, which must be 1 or the job's. Raises ConfigError."""
-    parallel, asked = get_parallel(), group_name.removeprefix(NAME)
+    parallel, suffix = get_parallel(), group_name.removeprefix(NAME)
     size = 1 if parallel is None else parallel.dims.expert
-    if not asked.isdigit() or int(asked) not in (1, size):
+    if not suffix.isdigit() or int(suffix) not in (1, size):
         raise ConfigError(
             f"expert group {group_name!r} is not there: the experts of this job are spread over "
             f"{size} ranks; name {NAME}{size}"
         )
-    return int(asked)
+    return int(suffix)
 
 
 def get_expert_parallel_world_size(group_name: str) -> int:

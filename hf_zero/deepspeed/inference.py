@@ -98,8 +98,8 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
         name = str(value).removeprefix("torch.")
         matching = [dtype for dtype, names in DTYPES.items() if name in names]
         if not matching:
-            known = ", ".join(name for names in DTYPES.values() for name in names)
-            raise ValueError(f"dtype is {value!r}; known are {known}")
+            choices = ", ".join(name for names in DTYPES.values() for name in names)
+            raise ValueError(f"dtype is {value!r}; known are {choices}")
         return matching[0]
 
     @field_validator("moe")

@@ -68,8 +68,8 @@ def _as_deepspeed(arguments: dict[str, Any]) -> None:
     config = configuration(
         arguments["args"], arguments["config"], arguments["config_params"], foreign=True
     )
-    own = any(isinstance(arguments[name], ZeroConfig) for name in ("config", "config_params"))
-    clips = takes_default_clipping(config, own)
+    native = any(isinstance(arguments[name], ZeroConfig) for name in ("config", "config_params"))
+    clips = takes_default_clipping(config, native)
     config = without_autos(config)
     for section, name in (("optimizer", "optimizer"), ("scheduler", "lr_scheduler")):
         argument, written = arguments[name], getattr(config, section)
@@ -90,7 +90,7 @@ def _as_deepspeed(arguments: dict[str, Any]) -> None:
                 logging.WARNING,
             )
         config = clipped
-    if not own:
+    if not native:
         config = _in_precision_of(arguments["model"], config)
     arguments.update(args=None, config=config, config_params=None)
 

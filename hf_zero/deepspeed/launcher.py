@@ -110,7 +110,7 @@ def _ssh(launcher: str) -> str | None:
 
 def _run_by(
     runner_class: type[MultiNodeRunner],
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     hostfile: Path | None,
     files: Sequence[Path],
 ) -> None:
@@ -119,21 +119,22 @@ def _run_by(
     """
     if hostfile is None:
         raise LaunchError(
-            f"--launcher {given.launcher} starts ranks on the hosts of a hostfile; pass --hostfile"
+            f"--launcher {options.launcher} starts ranks on the hosts of a hostfile; "
+            "pass --hostfile"
         )
-    given.hostfile = os.fspath(hostfile)
+    options.hostfile = os.fspath(hostfile)
     pool = fetch_hostfile(hostfile)
     if pool is None:
         raise LaunchError(f"--hostfile {hostfile}: there is no such file; pass another one")
-    chosen = parse_inclusion_exclusion(pool, given.include, given.exclude)
+    chosen = parse_inclusion_exclusion(pool, options.include, options.exclude)
     runner_class.validate_active_resources(chosen)
-    given.master_addr = given.master_addr or next(iter(chosen))
-    given.master_port = given.master_port or DEFAULT_PORT
-    runner = runner_class(given, encode_world_info(chosen), pool)
+    options.master_addr = options.master_addr or next(iter(chosen))
+    options.master_port = options.master_port or DEFAULT_PORT
+    runner = runner_class(options, encode_world_info(chosen), pool)
     if not runner.backend_exists():
         raise LaunchError(
-            f"--launcher {given.launcher}: its program is not installed here; load its module, or "
-            "leave --launcher out to reach the hosts over ssh"
+            f"--launcher {options.launcher}: its program is not installed here; load its module, "
+            "or leave --launcher out to reach the hosts over ssh"
         )
     for name, value in exported(os.environ, files=files).items():
         runner.add_export(name, value)

@@ -186,8 +186,10 @@ class SynchronizedWallClockTimer:
         ranks: Sequence[int] | None = None,
     ) -> None:
         """Print milliseconds of ``names``, divided by ``normalizer``, on rank 0 or ``ranks``."""
-        known = [name for name in names if name in self.timers]
-        times = [f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in known]
+        recorded = [name for name in names if name in self.timers]
+        times = [
+            f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in recorded
+        ]
         more = [self.memory_usage()] if memory_breakdown else []
         print_dist(" | ".join(["time (ms)", *times, *more]), ranks or [0])
 

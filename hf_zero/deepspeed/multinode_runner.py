@@ -67,11 +67,11 @@ class MultiNodeRunner(ABC):
         options = vars(self.args)
         filters = () if self.takes_filters else ("include", "exclude")
         numbers = () if self.takes_numbers else ("num_nodes", "num_gpus")
-        asked = [name for name in filters if options.get(name)]
-        asked += [name for name in numbers if options.get(name, -1) != -1]
-        if asked:
+        refused = [name for name in filters if options.get(name)]
+        refused += [name for name in numbers if options.get(name, -1) != -1]
+        if refused:
             raise ConfigError(
-                f"{self.name} does not take --{' and --'.join(asked)}; write a hostfile of the "
+                f"{self.name} does not take --{' and --'.join(refused)}; write a hostfile of the "
                 "hosts and slots that take part"
             )
 
@@ -187,11 +187,11 @@ class _HydraRunner(_MPIRunner):
     own_exports: Mapping[str, str] = {}
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Any) -> list[str]:
-        each = _equal(self.resource_pool, self.name)
-        ranks = each * len(self.resource_pool)
+        per_host = _equal(self.resource_pool, self.name)
+        ranks = per_host * len(self.resource_pool)
         exports = {**self._meeting(), **self.own_exports, **self._exported()}
         return [
-            *("mpirun", "-n", str(ranks), "-ppn", str(each)),
+            *("mpirun", "-n", str(ranks), "-ppn", str(per_host)),
             *("-hosts", ",".join(self.resource_pool), *self._launcher_args()),
             *(word for name, value in exports.items() for word in ("-genv", name, value)),
             *self._script(),

@@ -150,10 +150,10 @@ class InferenceSchedule(PipeSchedule):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for step in range(self.micro_batches + self.stages - 1):
             micro_batch = step - self.stage_id
-            done: list[PipeInstruction] = []
+            instructions: list[PipeInstruction] = []
             if self._there(micro_batch - 1) and not self.is_last_stage:
-                done.append(SendActivation(self._buffer(micro_batch - 1)))
-            yield done + (self._forward(micro_batch) if self._there(micro_batch) else [])
+                instructions.append(SendActivation(self._buffer(micro_batch - 1)))
+            yield instructions + (self._forward(micro_batch) if self._there(micro_batch) else [])
 
     def num_pipe_buffers(self) -> int:
         """Return two: one is computed while another is sent."""

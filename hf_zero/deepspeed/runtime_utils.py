@@ -89,9 +89,9 @@ class CheckOverflow:
         return _on_any_rank(overflow) if together else overflow
 
 
-def _on_any_rank(found: bool) -> bool:
-    """Return whether ``found`` is true on any rank (collective)."""
-    flag = torch.tensor(float(found), device=process_group.default_device())
+def _on_any_rank(local: bool) -> bool:
+    """Return whether ``local`` is true on any rank (collective)."""
+    flag = torch.tensor(float(local), device=process_group.default_device())
     all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)
 
@@ -122,8 +122,8 @@ def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
     ``criterion_func`` only those for which it is true.
     """
     if isinstance(item, torch.Tensor):
-        wanted = criterion_func is None or criterion_func(item)
-        return item.to(device) if wanted else item
+        moves = criterion_func is None or criterion_func(item)
+        return item.to(device) if moves else item
     if isinstance(item, dict):
         return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
     if isinstance(item, (list, tuple)):
@@ -248,9 +248,9 @@ def reduce_scatter_coalesced(
         flat = tensor.reshape(-1) / ranks
         for to, part in enumerate(flat.split(stop - start)):
             sent[to, start : start + part.numel()] = part
-    own = sent.new_empty(sum(sizes))
-    comm.reduce_scatter_tensor(own, sent.view(-1), group=group)
-    parts = own.split(sizes)
+    received = sent.new_empty(sum(sizes))
+    comm.reduce_scatter_tensor(received, sent.view(-1), group=group)
+    parts = received.split(sizes)
     lengths = [max(0, min(t.numel() - rank * size, size)) for t, size in zip(tensors, sizes)]
     return [part[:numel] for part, numel in zip(parts, lengths)]
 

@@ -36,7 +36,7 @@ def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") 
 
 def _clone(item: Any, device: torch.device, copies: dict[tuple[Any, ...], torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
-        place = (
+        memory = (
             item.untyped_storage().data_ptr(),
             item.storage_offset(),
             item.shape,
@@ -44,9 +44,9 @@ def _clone(item: Any, device: torch.device, copies: dict[tuple[Any, ...], torch.
             item.dtype,
             item.device,
         )
-        if place not in copies or not item.numel():
-            copies[place] = item.detach().to(device, copy=True)
-        return copies[place]
+        if memory not in copies or not item.numel():
+            copies[memory] = item.detach().to(device, copy=True)
+        return copies[memory]
     if isinstance(item, Mapping):
         kind: Any = type(item)
         return kind((key, _clone(value, device, copies)) for key, value in item.items())

@@ -123,13 +123,13 @@ class _LeafModules(_Section):
     """The section ``leaf_module``: lists, even if a single name was written."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        given = {key: [item] if isinstance(item, str) else item for key, item in values.items()}
+        options = {key: [item] if isinstance(item, str) else item for key, item in values.items()}
         defaults = {
             "classes": list(DEFAULT_LEAF_MODULE_CLASSES),
             "names": list(DEFAULT_LEAF_MODULE_NAMES),
             "name_suffixes": list(DEFAULT_LEAF_MODULE_NAME_SUFFIXES),
         }
-        super().__init__({**defaults, **given})
+        super().__init__({**defaults, **options})
 
 
 class DeepSpeedZeroConfig(_Section):
@@ -145,11 +145,11 @@ class DeepSpeedZeroConfig(_Section):
         section = config.to_dict()[ZERO]
         offload: dict[str, Any] = {"offload_param": None, "offload_optimizer": None}
         if "offload_param" in section or values.get("offload_param") is not None:
-            given = section.pop("offload_param", {})
-            offload["offload_param"] = DeepSpeedZeroOffloadParamConfig(**given)
+            options = section.pop("offload_param", {})
+            offload["offload_param"] = DeepSpeedZeroOffloadParamConfig(**options)
         if "offload_optimizer" in section or values.get("offload_optimizer") is not None:
-            given = section.pop("offload_optimizer", {})
-            offload["offload_optimizer"] = DeepSpeedZeroOffloadOptimizerConfig(**given)
+            options = section.pop("offload_optimizer", {})
+            offload["offload_optimizer"] = DeepSpeedZeroOffloadOptimizerConfig(**options)
         leaves = {"leaf_module": _LeafModules(values.get("leaf_module") or {})}
         whole = {**DEFAULTS, "overlap_comm": config.stage == 3, **section, **offload, **leaves}
         super().__init__({**whole, "stage": ZeroStageEnum(config.stage)})
@@ -172,8 +172,8 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Section):
 
 
 def _offload(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    given = {ZERO: {"stage": 3, name: _plain(values)}}
-    config = ZeroConfig.from_dict(given, allow_auto=True, foreign=True).to_dict("default")
+    document = {ZERO: {"stage": 3, name: _plain(values)}}
+    config = ZeroConfig.from_dict(document, allow_auto=True, foreign=True).to_dict("default")
     section: dict[str, Any] = config[ZERO].get(name, {})
     return {**section, "device": OffloadDeviceEnum(section.get("device") or "none")}
 
@@ -183,7 +183,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, _Section):
         value = value.model_dump()
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     return value.value if isinstance(value, Enum) else value
 
 
@@ -197,10 +197,10 @@ class DeepSpeedConfig:
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         ranks = process_group.get_world_size()
         read = ZeroConfig.coerce(config, allow_auto=True, foreign=True)
-        given = without_autos(read)
-        if takes_default_clipping(read, own=isinstance(config, ZeroConfig)):
-            given = clipped_by_default(given)
-        self.zero_config_native = given.resolve(ranks)
+        resolvable = without_autos(read)
+        if takes_default_clipping(read, native=isinstance(config, ZeroConfig)):
+            resolvable = clipped_by_default(resolvable)
+        self.zero_config_native = resolvable.resolve(ranks)
         values = self.zero_config_native.to_dict("default")
         self.world_size = ranks
         self._values: dict[str, Any] = dict(values)
@@ -250,11 +250,11 @@ def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
     return float(param_dict.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT) or 0.0)
 
 
-def takes_default_clipping(config: ZeroConfig, own: bool) -> bool:
+def takes_default_clipping(config: ZeroConfig, native: bool) -> bool:
     """Return whether gradient_clipping takes DeepSpeed's default if ``config`` has no value for it.
-    A ZeroConfig of the script's ``own`` without the key does not clip, as in hf-zero.
+    A ``native`` one, a ZeroConfig of the script, does not clip without the key, as in hf-zero.
     """
-    return not own or GRADIENT_CLIPPING in config.autos
+    return not native or GRADIENT_CLIPPING in config.autos
 
 
 def clipped_by_default(config: ZeroConfig) -> ZeroConfig:
@@ -270,10 +270,10 @@ def without_autos(config: ZeroConfig) -> ZeroConfig:
     library has filled the key in. Batch sizes and the parameters of optimizers and schedulers stay
     "auto": they have no default in DeepSpeed either.
     """
-    left = [path for path in sorted(config.autos) if not path.startswith(WITHOUT_DEFAULT)]
-    for path in left:
+    unset = [path for path in sorted(config.autos) if not path.startswith(WITHOUT_DEFAULT)]
+    for path in unset:
         config = config.without(path)
-    switches = [path for path in left if path in PRECISIONS]
+    switches = [path for path in unset if path in PRECISIONS]
     if config.precision == "fp32" and switches:
         log_rank0(
             f'"auto" for {" and ".join(switches)}, which only the Trainer and Accelerate fill in, '
@@ -281,12 +281,12 @@ def without_autos(config: ZeroConfig) -> ZeroConfig:
             '"bf16": {"enabled": true}, or fp16',
             logging.WARNING,
         )
-        left = [path for path in left if path not in PRECISIONS]
+        unset = [path for path in unset if path not in PRECISIONS]
     # gradient_clipping has DeepSpeed's own default, of which its reader tells
-    inert = [path for path in left if KEYS[path].status is Status.INERT]
+    inert = [path for path in unset if KEYS[path].status is Status.INERT]
     taken = [
         f"{path} = {shown(KEYS[path].default, FILES[0])}"
-        for path in left
+        for path in unset
         if path not in (*inert, GRADIENT_CLIPPING)
     ]
     if inert:

@@ -108,11 +108,11 @@ class Init:
         self._stack = ExitStack()
         self._building: Building | None = None
         if enabled:
-            given = config_dict_or_path if config_dict_or_path is not None else config
+            source = config_dict_or_path if config_dict_or_path is not None else config
             alive = active_config() if "transformers" in sys.modules else None
             self._config = (
-                ZeroConfig.coerce(given, allow_auto=True, foreign=True)
-                if given is not None
+                ZeroConfig.coerce(source, allow_auto=True, foreign=True)
+                if source is not None
                 else alive or ZeroConfig(stage=3)
             )
             if module is not None and self._shards():

@@ -25,11 +25,11 @@ _ORDERS = (
 )
 
 
-def check_size(size: object, asked: str) -> None:
-    """Raise ConfigError unless ``size``, which ``asked`` names, is a number of ranks."""
+def check_size(size: object, name: str) -> None:
+    """Raise ConfigError unless ``size``, which ``name`` names, is a number of ranks."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ConfigError(
-            f"{asked} = {size!r} is not a number of ranks; write an integer of at least 1"
+            f"{name} = {size!r} is not a number of ranks; write an integer of at least 1"
         )
 
 

@@ -34,16 +34,16 @@ _hosts: list[str] = []
 
 
 def choose_interface(
-    master_addr: str | None, several_hosts: bool, asked: str | None = None
+    master_addr: str | None, several_hosts: bool, interface: str | None = None
 ) -> None:
-    """Set GLOO_SOCKET_IFNAME to ``asked`` (then NCCL's as well), or, if it is not set, to the
+    """Set GLOO_SOCKET_IFNAME to ``interface`` (then NCCL's as well), or, if it is not set, to the
     interface that leads to ``master_addr``.
 
-    Raises LaunchError if this host has no interface of the name given by ``asked`` or the variable.
+    Raises LaunchError if this host has no interface of that name.
     """
-    if asked is not None:
-        _check(asked, "interface")
-        os.environ.update(dict.fromkeys(VARIABLES, asked))
+    if interface is not None:
+        _check(interface, "interface")
+        os.environ.update(dict.fromkeys(VARIABLES, interface))
         return
     if os.environ.get(VARIABLES[0]):
         _check(os.environ[VARIABLES[0]], VARIABLES[0])

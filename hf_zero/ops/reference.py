@@ -218,16 +218,16 @@ def random_bits(key: int, first: int, numel: int, device: torch.device | str = "
     and the index of each.
     """
     upper = first >> 32
-    here = min(numel, ((upper + 1) << 32) - first)  # elements with the same words of the key
+    run = min(numel, ((upper + 1) << 32) - first)  # elements with the same words of the key
     a, b = key_words(key, upper)
     low = first & _LOW32
-    x = torch.arange(low, low + here, dtype=torch.int64, device=device) ^ a
+    x = torch.arange(low, low + run, dtype=torch.int64, device=device) ^ a
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _LOW32
     x = ((x ^ (x >> 13) ^ b) * 0xC2B2AE35) & _LOW32
     x = x ^ (x >> 16)
-    if here == numel:
+    if run == numel:
         return x
-    return torch.cat([x, random_bits(key, first + here, numel - here, device)])
+    return torch.cat([x, random_bits(key, first + run, numel - run, device)])
 
 
 def key_words(key: int, upper: int) -> tuple[int, int]:

@@ -310,9 +310,7 @@ def check_optimizer(plan: EnginePlan) -> None:
 
 
 def _refuse_unknown_params(optimizer: torch.optim.Optimizer, ids: set[int]) -> None:
-    """Raise PartitionError if ``optimizer`` holds parameters with ids outside ``ids``, the
-    model's.
-    """
+    """Raise PartitionError if ``optimizer`` holds parameters outside ``ids``, the model's."""
     unknown_params = [
         tuple(p.shape)
         for group in optimizer.param_groups

@@ -167,7 +167,7 @@ def test_ranks_that_meet_on_loopback_talk_on_loopback(
         monkeypatch.setenv(VARIABLES[0], "")
         choose_interface(address, several_hosts=True)
         assert chosen() == ["", ""]
-    choose_interface("10.1.2.3", several_hosts=True, asked="lo")  # for gloo and NCCL
+    choose_interface("10.1.2.3", several_hosts=True, interface="lo")  # for gloo and NCCL
     assert chosen() == ["lo", "lo"]
     assert interface_of("192.0.2.1") is None and interface_of("127.0.0.1") == "lo"
 
@@ -177,7 +177,7 @@ def test_an_interface_that_is_not_there_is_named(
 ) -> None:
     said = r"interface=eth99: this host has no network interface eth99; it has .*lo"
     with pytest.raises(LaunchError, match=said):
-        choose_interface("127.0.0.1", several_hosts=False, asked="eth99")
+        choose_interface("127.0.0.1", several_hosts=False, interface="eth99")
     monkeypatch.setenv(VARIABLES[0], "lo,lo")
     choose_interface("127.0.0.1", several_hosts=False)
     assert chosen() == ["lo,lo", ""], "what the user set stays"

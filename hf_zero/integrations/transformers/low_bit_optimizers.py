@@ -33,8 +33,8 @@ def build_without_bitsandbytes(original: Callable[..., Any]) -> Callable[..., An
 
         args = self.args
         name = str(getattr(args.optim, "value", args.optim))
-        given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        if name not in NAMES or given or is_bitsandbytes_available() or not under_zero(self):
+        chosen = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        if name not in NAMES or chosen or is_bitsandbytes_available() or not under_zero(self):
             return original(self, model)
         cls, bits = NAMES[name]
         settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}

@@ -97,8 +97,8 @@ def _as_quantized(model: Any, config: PreTrainedConfig, runs: bool) -> nn.Module
             "those of the model that is not quantized"
         )
         return model
-    left = values.get("llm_int8_skip_modules") or values.get("modules_to_not_convert")
-    skipped = HfQuantizer.get_modules_to_not_convert(model, left, model._keep_in_fp32_modules)
+    configured = values.get("llm_int8_skip_modules") or values.get("modules_to_not_convert")
+    skipped = HfQuantizer.get_modules_to_not_convert(model, configured, model._keep_in_fp32_modules)
     nested = bool(values.get("bnb_4bit_use_double_quant"))
     for name, module in model.named_modules():
         if type(module) in (nn.Linear, Conv1D) and should_convert_module(name, skipped):

@@ -69,19 +69,19 @@ def quantize_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        made: dict[str, Any] = {}
+        converted: dict[str, Any] = {}
         for name, value in input_dict.items():
             weight = _only(value)
             if not isinstance(weight, LazyTensor):
-                made |= original(self, {name: value}, full_layer_name, model, **kwargs)
+                converted |= original(self, {name: value}, full_layer_name, model, **kwargs)
                 continue
             block = model.get_parameter_or_buffer(name).blocksize
             sample = torch.zeros(1, block, dtype=weight.dtype)
             result = original(self, {name: sample}, full_layer_name, model, **kwargs)
             # GPT-2's Conv1D has its weight transposed
             turned = result[name].quant_state.shape[0] == block
-            made[name] = _quantised(result[name], weight.T if turned else weight)  # type: ignore[arg-type]
-        return made
+            converted[name] = _quantised(result[name], weight.T if turned else weight)  # type: ignore[arg-type]
+        return converted
 
     return convert
 
@@ -96,11 +96,11 @@ def quantize_rows_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
         full_layer_name: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        made: dict[str, Any] = {}
+        converted: dict[str, Any] = {}
         for name, value in input_dict.items():
             weight = _only(value)
             if not isinstance(weight, LazyTensor):
-                made |= original(self, {name: value}, model, full_layer_name, **kwargs)
+                converted |= original(self, {name: value}, model, full_layer_name, **kwargs)
                 continue
             sample = torch.zeros(1, 2, dtype=weight.dtype)
             result = original(self, {name: sample}, model, full_layer_name, **kwargs)[name]
@@ -109,8 +109,8 @@ def quantize_rows_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
             parts = _in_rows(rows, _in_8_bits, _in_8_bits(torch.zeros(2, rows.shape[1])))
             result.CB, result.SCB = result, LazyTensor(parts["scales"])
             _set_source(result, parts["codes"])
-            made[name] = result
-        return made
+            converted[name] = result
+        return converted
 
     return convert
 
@@ -154,9 +154,11 @@ def quantize_parts_in_shards(original: Callable[..., Any]) -> Callable[..., Any]
         width = weight.shape[-1]
         rows = torch.linspace(-1, 3, 2 * width).view(2, width).to(weight.dtype)
         listening = Listening(self.hf_quantizer)
-        found = original(listening, {name: rows}, model, full_layer_name, missing_keys, **kwargs)
+        converted = original(
+            listening, {name: rows}, model, full_layer_name, missing_keys, **kwargs
+        )
         if not chosen:
-            return dict.fromkeys(found, weight)
+            return dict.fromkeys(converted, weight)
         ((args, more),) = chosen
         sample, empty = module._parameters[key], copy.copy(module)  # an engine changes the module
 
@@ -164,8 +166,8 @@ def quantize_parts_in_shards(original: Callable[..., Any]) -> Callable[..., Any]
             shell = copy.copy(empty)
             shell._parameters = {key: nn.Parameter(part, requires_grad=False), "bias": None}
             importlib.import_module("torchao.quantization").quantize_(shell, *args, **more)
-            made = shell._parameters[key]
-            return {part: getattr(made, part) for part in parts_of(made)}
+            built = shell._parameters[key]
+            return {part: getattr(built, part) for part in parts_of(built)}
 
         both, alone = quantised(rows), [quantised(row[None]) for row in rows]
         if not _is_by_rows(both, alone):
@@ -176,10 +178,10 @@ def quantize_parts_in_shards(original: Callable[..., Any]) -> Callable[..., Any]
                 "BitsAndBytesConfig(load_in_4bit=True)"
             )
         parts = {part: LazyTensor(of) for part, of in _in_rows(weight, quantised, both).items()}
-        made = of_parts(sample, parts, weight.shape)
-        made.__dict__["_is_hf_initialized"] = True
-        module._parameters[key] = made
-        return dict.fromkeys(found, weight)
+        quantized = of_parts(sample, parts, weight.shape)
+        quantized.__dict__["_is_hf_initialized"] = True
+        module._parameters[key] = quantized
+        return dict.fromkeys(converted, weight)
 
     return convert
 
@@ -262,8 +264,8 @@ def _quantised(weight: Any, source: LazyTensor) -> Any:
             quant_storage=storage,
         )
 
-    def in_blocks(part: Callable[[torch.Tensor], Any], made: int, shape: Any, dtype: Any) -> Any:
-        return InBlocks(base, part, state.blocksize, made, shape, dtype)
+    def in_blocks(part: Callable[[torch.Tensor], Any], numel: int, shape: Any, dtype: Any) -> Any:
+        return InBlocks(base, part, state.blocksize, numel, shape, dtype)
 
     state.shape = torch.Size(source.shape)
     numel = -(-base.numel // 2) // storage.itemsize
@@ -276,8 +278,8 @@ def _quantised(weight: Any, source: LazyTensor) -> Any:
         def compress() -> dict[str, torch.Tensor]:
             values = scales.whole().to(device)
             offset = values.mean()
-            held, nested = functional.quantize_blockwise(values - offset, blocksize=again)
-            return {"absmax": held, "nested": nested.absmax, "offset": offset}
+            codes, nested = functional.quantize_blockwise(values - offset, blocksize=again)
+            return {"absmax": codes, "nested": nested.absmax, "offset": offset}
 
         together = Together(compress)
         state.absmax = LazyTensor(OneOf(together, "absmax", (blocks,), torch.uint8))

@@ -250,9 +250,9 @@ def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
     logits = ones[0] if ones else None
     if logits is None:
         return NotImplemented
-    inputs, samples, tensors, given = [], [], [], args
+    inputs, samples, tensors, pending = [], [], [], args
     args = []
-    for item in given:
+    for item in pending:
         if not isinstance(item, torch.Tensor):
             args.append(item)
             inputs.append(item)

@@ -275,8 +275,8 @@ def run(
                     tensors = tuple(node_of.to(call.autocast.dtype) for node_of in tensors)
                 return enter(at + 1, [*rows, hidden], [*shared, *tensors])
 
-            given = rows_of(calls[at].rows)
-            return call.run(given.reshape(-1, given.shape[-1]), inside)
+            hidden = rows_of(calls[at].rows)
+            return call.run(hidden.reshape(-1, hidden.shape[-1]), inside)
         rows = rows + [node_of.rows.reshape(-1, node_of.rows.shape[-1]) for node_of in operands]
         return body(function, rows, shared + [node_of.tensor for node_of in vectors])
 

@@ -136,8 +136,8 @@ class Box:
     def _row(
         self, at_row: int, row: int, start: int, stop: int, of_whole: bool
     ) -> Iterator[BoxRun]:
-        """Yield the runs of row ``at_row`` of the part, ``row`` of the whole tensor, inside ``[start,
-        stop)`` of the whole (``of_whole``) or of the part.
+        """Yield the runs of row ``at_row`` of the part, ``row`` of the whole tensor, inside
+        ``[start, stop)`` of the whole (``of_whole``) or of the part.
         """
         lead = self._lead
         inner = math.prod(self.whole[lead + 1 :])

@@ -183,8 +183,8 @@ class FlatBuffer:
         return numbers(self._storage.acquire(0, overwrite=True)[SHARD])
 
     def bring_shard(self, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Return this rank's elements in ``target`` [owned], by default their place in ``full``. The
-        host does not wait for a copy from its memory: issue it on the stream of shards.
+        """Return this rank's elements in ``target`` [owned], by default their part of ``full``.
+        The host does not wait for a copy from its memory: issue it on the stream of shards.
         """
         if self.optimizer_shard.finish_update is not None:
             self.optimizer_shard.finish_update()

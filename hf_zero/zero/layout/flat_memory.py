@@ -63,8 +63,8 @@ class FlatMemory:
             flat.keep_shard_in(self._shard_of(shard_spec(flat.spec)))
 
     def place_training_state(self, flat: FlatBuffer, local_shard: torch.Tensor) -> None:
-        """Allocate the gradient and the master weights of a trainable ``flat``; ``local_shard`` [owned] are
-        the values of the latter.
+        """Allocate the gradient and the master weights of a trainable ``flat``, the latter with the
+        values ``local_shard`` [owned].
         """
         planned = self._plans[flat]
         pieces, needs, dtype = planned.sub_groups, flat.spec.needs_master, planned.gradient_dtype

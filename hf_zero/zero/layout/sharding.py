@@ -141,8 +141,8 @@ def join_named(sharding: Sharding, part: torch.Tensor, name: str) -> list[torch.
 
 
 def of_ranks(groups: ParallelGroups, axis: str, local: torch.Tensor, key: str) -> torch.Tensor:
-    """All-gather ``local`` over the ranks along ``axis``: [ranks, *shape], on the device of ``local``
-    (collective over them). The message is sent from the device of ``groups``.
+    """All-gather ``local`` over the ranks along ``axis`` (collective over them): [ranks, *shape],
+    on the device of ``local``. The message is sent from the device of ``groups``.
     """
     ranks, sent = groups.along(axis), local.detach().to(groups.device).contiguous()
     every = sent.new_empty(ranks.size * sent.numel())
@@ -172,7 +172,7 @@ def dims_of_parts(tensors: Iterable[torch.Tensor]) -> list[MeshDim]:
 
 
 def own_part(sharding: Sharding, whole: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``whole``, or ``whole`` itself if it has another shape than the whole."""
+    """Return this rank's part of ``whole``, or the argument itself if its shape is another."""
     box = sharding.box
     if box is None or tuple(whole.shape) != box.whole:
         return whole

@@ -71,9 +71,7 @@ def _class_names(module: nn.Module) -> set[str]:
 
 
 def _outermost(model: nn.Module, ids: set[int]) -> list[tuple[str, nn.Module]]:
-    """Return the wanted modules that are not inside another wanted one, in definition order, each
-    once.
-    """
+    """Return the modules with these ``ids`` that are not inside another, in definition order."""
     outermost: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
 
