@@ -249,9 +249,9 @@ class DeepSpeedEngine(ReportingEngine):
         back. Does nothing if the device is the host. Raises ConfigError for a device other than
         the CPU.
         """
-        kinds = checked(include, device)
+        chosen = checked(include, device)
         if not kinds.is_host(self.device):
-            self._states_away.send(self, kinds, pin_memory, non_blocking)
+            self._states_away.send(self, chosen, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move the state of :meth:`offload_states` back to the device."""
