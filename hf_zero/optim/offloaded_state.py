@@ -273,14 +273,10 @@ class OffloadedState:
         """
         flat.wait_for_update()
         storage = flat.storage
-        names = storage.names() if self._holds_states(self.segments(flat)) else [MASTER]
+        # a momentum that the first step will set holds no values yet
+        begins = self._base in BEGIN_WITH_GRADIENT and self._fresh.issuperset(self.segments(flat))
+        names = [MASTER] if begins else storage.names()
         return FetchedArrays({name: storage.dtype(name) for name in names}, storage.fetch)
-
-    def _holds_states(self, segments: Iterable[Segment]) -> bool:
-        """Whether states of ``segments`` hold values: a momentum that the first step will set holds
-        none yet.
-        """
-        return not (self._base in BEGIN_WITH_GRADIENT and self._fresh.issuperset(segments))
 
     def load_tensor(self, flat: Flat, name: str, tensor: Tensor, first: int) -> None:
         """Copy ``tensor`` (1-D) into an array of ``flat``, from element ``first`` on."""
@@ -306,7 +302,8 @@ class OffloadedState:
     def packed(self, packed: Mapping[str, Any], segments: Iterable[Segment]) -> dict[str, Any]:
         """Return the optimizer's own state dict ``packed`` over ``segments``, in the order of its
         groups, with copies of arrays in place of their placeholders: a load overwrites the arrays,
-        where torch's leaves those of a state dict unchanged.
+        where torch's leaves those of a state dict unchanged. Segments that were never stepped have
+        no entry, as in torch.
         """
         places = {segment: index for index, segment in enumerate(segments)}
         entries = dict(packed["state"])
@@ -319,15 +316,14 @@ class OffloadedState:
                     storage.fetch_into(name, 0, arrays[name])
             for segment in region.segments:
                 index = places[segment]
-                entry = entries.get(index, {})
-                numbers = {
-                    name: value for name, value in entry.items() if name not in storage.names()
+                entry = entries.pop(index, {})
+                if segment in self._fresh or not entry:
+                    continue
+                entries[index] = {
+                    name: arrays[name][segment.start : segment.stop] if name in arrays else value
+                    for name, value in entry.items()
                 }
-                names = entry.keys() & arrays.keys() if self._holds_states([segment]) else ()
-                entries[index] = numbers | {
-                    name: arrays[name][segment.start : segment.stop] for name in names
-                }
-        return {**packed, "state": {index: entry for index, entry in entries.items() if entry}}
+        return {**packed, "state": entries}
 
 
 def _usual(group: Mapping[str, Any]) -> bool:
