@@ -151,7 +151,10 @@ FEATURES = {
 }
 
 
-@in_one_item([each for each in FEATURES if each != "compiled blocks"], long=["compiled blocks"])
+LONG = ("compiled blocks", "all kernels, no logits")
+
+
+@in_one_item([each for each in FEATURES if each not in LONG], long=LONG)
 def test_features_as_in_one_process(name):
     make, batch, config = FEATURES[name]
     check(SequenceJob(make, batch), HEADS if "kernels" in name else CP2, 3, **config)

@@ -1,5 +1,6 @@
 """The oracle for losses of deferred logits: at every stage, inside the model's forward and after
-it, with adapters, recomputation, offload and units for which the head is one of its own.
+it, with adapters, recomputation, offload and units for which the head is one of its own, beside
+other features, and where ranks share sequences.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 
+from hf_zero.activations import policy
 from hf_zero.errors import KernelError
 from hf_zero.ops.deferred import heads, tensor
 from hf_zero.ops.deferred.tensor import DeferredOutput
-from tests.helpers import oracle
+from tests.helpers import oracle, sequences
+from tests.helpers.capabilities import SMALL
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
+from tests.helpers.late_transfers import Late
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.ranks import run_ranks
+from tests.helpers.sequences import Ranks
 from tests.helpers.training import At, Driver, Plan, Way, own_loss, plain_sgd
 
 LLAMA = ARCHITECTURES["llama"]
@@ -139,6 +144,68 @@ def test_losses_as_in_one_process(cell: tuple[str, int]) -> None:
 @in_one_item(["own loss", "loss of the script", "bert"])
 def test_with_offloaded_weights(name: str) -> None:
     check(name, 3, zero_optimization=OFFLOAD)
+
+
+OPTIMIZER = ("on the device", "on the host")
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "recomputed": {"activation_checkpointing": {"blocks": True}},
+    "on the host": {"activation_offload": SMALL},
+}
+
+
+def adapted_llama() -> nn.Module:
+    config = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "lm_head"])
+    return get_peft_model(sequences.llama(), config)  # type: ignore[arg-type,return-value]
+
+
+MODELS = {"trained whole": sequences.llama, "LoRA on the head": adapted_llama}
+RANKS = {
+    "data parallel": None,
+    "sequence parallel": Ranks(2),
+    "context parallel": Ranks(1, context=2),
+}
+# each value of each feature at some stage, and pairs of features
+FEW = [
+    (0, "on the device", "on the host", "LoRA on the head", "sequence parallel"),
+    (3, "on the host", "recomputed", "trained whole", "context parallel"),
+    (2, "on the host", "on the host", "LoRA on the head", "data parallel"),
+]
+ALL = [*product(range(4), OPTIMIZER, ACTIVATIONS, MODELS, RANKS)]
+
+
+@in_one_item(FEW, long=[cell for cell in ALL if cell not in FEW])
+def test_beside_features(cell: tuple[int, str, str, str, str]) -> None:
+    stage, optimizer, activations, model, kind = cell
+    keys: dict[str, Any] = {"kernels": ["loss"], **ACTIVATIONS[activations]}
+    if optimizer == "on the host":
+        keys["zero_optimization"] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    job, ranks = sequences.SequenceJob(MODELS[model]), RANKS[kind]
+    job.name = f"deferred beside features: {model}"
+    plan = Plan(ranks=1 if ranks else 2, steps=2, accumulation=2)
+    calls: list[Any] = []
+    computed: list[Any] = []
+    moved: list[Late] = []
+    of_call, materialize = DeferredOutput.of_call, DeferredOutput.materialize
+
+    def late(device: Any) -> Late:
+        moved.append(Late())
+        return moved[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "transfers_of", late)  # on a CPU they would have nowhere to go
+        patch.setattr(DeferredOutput, "of_call", lambda *a: calls.append(a) or of_call(*a))
+        patch.setattr(
+            DeferredOutput, "materialize", lambda one: computed.append(one) or materialize(one)
+        )
+        if ranks:
+            found, _ = sequences.train_on_threads(job, plan, ranks, stage, **keys)
+        else:
+            found = train_on_threads(job, plan, engine_opener(stage, **keys))
+    oracle.compare(found, oracle.kept(job, plan))
+    assert calls and not computed
+    if activations == "on the host":
+        assert moved and all(transfers.sent_bytes for transfers in moved)
 
 
 def test_what_one_rank_shows_or_stores_starts_no_collective() -> None:
