@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -26,6 +26,10 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import LiveParameter, OwnedParameter, name_of, owner_of
 from hf_zero.zero.layout.sharding import join_parts, own_part, sharding_of
 from hf_zero.zero.layout.unit import Unit
+
+if TYPE_CHECKING:
+    from hf_zero.zero.engine_parts import EngineParts
+
 
 _parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
 
@@ -125,7 +129,7 @@ class Techniques(Protocol):
         """Raise ConfigError for what the engine of ``plan``, an EnginePlan, does not support."""
         ...
 
-    def install(self, engine: Any) -> None:
+    def install(self, engine: EngineParts) -> None:
         """Install everything on the model of ``engine``, after its own hooks. Step-dependent
         techniques read ``engine.global_steps`` and ``engine.micro_steps``, which a load restores.
         """
