@@ -212,10 +212,10 @@ class BoundOptimizer:
             segments = table.stepped
             if left_out:
                 segments = [segment for segment in segments if segment not in left_out]
+            table.begin(segments)
             if self._bf16 is None:
                 stepped = self._own.update(segments, grad_scale, found_inf)
             else:
-                table.begin_rounded()
                 stepped = self._own.update_rounded(segments, grad_scale, found_inf, number)
             if not stepped:
                 optimizer._opt_called = True
@@ -229,6 +229,7 @@ class BoundOptimizer:
         optimizer._opt_called = True
         # without a gradient scale on the device, unlike the other segments
         if table.stand_ins_apart and (found_inf is None or not bool(found_inf.ne(0))):
+            table.begin(table.stand_ins_apart)
             self._own.stand_ins(table.stand_ins_apart)
         return written
 

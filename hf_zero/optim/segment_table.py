@@ -178,13 +178,15 @@ class SegmentTable:
         self.replace({segment: [piece for _, piece in parts] for segment, parts in divided.items()})
         return divided
 
-    def begin_rounded(self) -> None:
-        """Create the state of segments that are stepped for the first time where it begins with
-        other numbers than zero and is kept in bf16: offloaded state begins rounded, too.
+    def begin(self, segments: Iterable[Segment]) -> None:
+        """Create the state of ``segments`` that are stepped for the first time where the step does
+        not begin it as here: where it begins with other numbers than zero and is kept in bf16
+        (offloaded state begins rounded, too), or where only the optimizer's constructor makes it.
         """
-        if not (self._widens and self.device.begins_rounded):
+        rounded = self._widens and self.device.begins_rounded
+        if not (rounded or isinstance(self._optimizer, state.MADE_BY_CONSTRUCTORS)):
             return
-        for segment in self.stepped:
+        for segment in segments:
             if self.is_unstepped(segment):
                 self.device.create(segment)
 

@@ -33,6 +33,8 @@ from hf_zero.zero.layout.flat_layout import Slot
 
 # Numbers that torch.optim keeps beside the tensors, with their values before the first step.
 _SCALARS: dict[str, float] = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": 0.0}
+# Classes whose state, up to torch 2.12, only the constructor makes, for the parameters it is given.
+MADE_BY_CONSTRUCTORS = (torch.optim.Adagrad,)
 
 
 def is_scalar(name: str, value: Any, shape: Sequence[int]) -> bool:
@@ -138,7 +140,7 @@ def _stepped_twin(
     if kinds.is_host(like.device) and settings.get("capturable"):
         settings["capturable"] = False  # counters on the device: torch refuses others
     twin.param_groups = [{**settings, "params": [probe]}]
-    if isinstance(twin, torch.optim.Adagrad):  # up to torch 2.12 only its constructor makes state
+    if isinstance(twin, MADE_BY_CONSTRUCTORS):
         begun = float(settings["initial_accumulator_value"])
         twin.state = torch.optim.Adagrad(twin.param_groups, initial_accumulator_value=begun).state
     twin.step()
