@@ -222,9 +222,10 @@ class _TorchStates:
                 state[strip_wrappers(alias)] = {
                     key: torch.tensor(float(value)) for key, value in numbers.items()
                 }
+        existing = self._state.existing(self.whole.own_of(bound.group_of))
         for flat, _ in groupby(self.trained(), itemgetter(0)):
             arrays = dict(self._state.arrays(flat))
-            for entry in self._state.optimizer_entries(flat, arrays):
+            for entry in self._state.optimizer_entries(flat, arrays, existing):
                 for fqn, tensor in read(entry, self._state.read(entry, arrays)):
                     result = tensor.new_empty(0) if dropped else tensor
                     state[fqn][entry.kind] = result.cpu() if self._on_host else result
@@ -252,9 +253,10 @@ class _TorchStates:
             )
         numbers, source = self.numbers(), _LoadedStates()
         missing, unexpected = list[str](), list[str]()
+        existing = self._state.existing(self.whole.own_of(self.engine.bound.group_of))
         for flat, slots in groupby(self.trained(), itemgetter(0)):
             entries: dict[str, list[StateEntry]] = {}
-            for entry in self._state.optimizer_entries(flat, self._state.arrays(flat)):
+            for entry in self._state.optimizer_entries(flat, self._state.arrays(flat), existing):
                 entries.setdefault(entry.name, []).append(entry)
             for _, name, fqn in slots:
                 shards, values = entries.get(name, ()), content["state"].get(fqn, {})

@@ -316,6 +316,16 @@ class BoundOptimizer:
         """Return all :meth:`arrays` of ``flat``."""
         return dict(self.arrays(flat))
 
+    def existing(self) -> dict[str, set[str]]:
+        """Return by parameter the names of the per-element states that exist on this rank."""
+        names: dict[str, set[str]] = {}
+        for segment in self._table.segments:
+            kinds = self._entries.elementwise(segment).keys() | self._entries.blocks(segment).keys()
+            for name in segment.names if segment.parts and kinds else ():
+                if name in self.group_of:
+                    names.setdefault(name, set()).update(kinds)
+        return names
+
     def memory(self, flat: Flat) -> list[Tensor]:
         """Return the tensors on the device that hold the per-element states of ``flat``."""
         return self._table.device.memory(flat)

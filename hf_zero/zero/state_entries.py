@@ -174,16 +174,32 @@ class EngineState:
         return self.begin([entry], None) if values is None else values
 
     def optimizer_entries(
-        self, flat: FlatBuffer, arrays: Mapping[str, torch.Tensor]
+        self,
+        flat: FlatBuffer,
+        arrays: Mapping[str, torch.Tensor],
+        existing: Mapping[str, Collection[str]] | None = None,
     ) -> Iterator[StateEntry]:
         """Yield the entries of the optimizer in ``flat``, with those that exist only from the first
-        step on.
+        step on, and with those in ``existing``, by parameter, that its group does not keep with its
+        present settings; None: those in the ``arrays`` of this rank.
         """
         first = {slot.name: self.fresh_elements(flat, slot.name) for slot in flat.layout.slots}
         fresh_kinds = {MASTER}.union(*first.values())
         others = [kind for kind in arrays if kind not in fresh_kinds]
         for name, kinds in first.items():
-            yield from (StateEntry(flat, name, kind) for kind in (*kinds, *others))
+            more = others if existing is None else sorted({*existing.get(name, ())} - kinds.keys())
+            yield from (StateEntry(flat, name, kind) for kind in (*kinds, *more))
+
+    def existing(self, names: Mapping[str, str]) -> dict[str, set[str]]:
+        """Return by parameter the kinds of optimizer state that exist on any rank; ``names`` maps
+        this rank's names to those of the whole model. Collective.
+        """
+        here = {names[name]: kinds for name, kinds in self.bound.existing().items()}
+        everywhere = dict[str, set[str]]()
+        for of_rank in self._mesh.all_gather_object(here, "kinds of optimizer state"):
+            for name, kinds in of_rank.items():
+                everywhere.setdefault(name, set()).update(kinds)
+        return {name: everywhere.get(whole, set()) for name, whole in names.items()}
 
     def numbers(self, names: Mapping[str, str]) -> dict[str, ParameterNumbers]:
         """Return the numbers of each parameter of a group, as far as known on any rank; ``names``

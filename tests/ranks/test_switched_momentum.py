@@ -96,3 +96,23 @@ def test_a_momentum_that_is_switched_off_stays_over_a_load(
     for found in on_ranks(2, train, build=lambda: (stack(), stack())):
         for name, value in want.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_state_dicts_of_torch_have_the_same_entries_on_all_ranks(stage: int) -> None:
+    """Some ranks have no element whose group had a momentum."""
+
+    def train(rank, model):
+        engine = start(model, sgd(model), config_of(stage))
+        for step, momentum in enumerate((0.9, 0.9, 0.0)):
+            engine.optimizer.param_groups[0]["momentum"] = momentum
+            engine.backward(squared(engine, At(step, 0, 0)))
+            engine.step()
+        _, content = get_state_dict(model, engine.optimizer)
+        engine.destroy()
+        return {name: sorted(state) for name, state in content["state"].items()}
+
+    first, *others = on_ranks(4, train)
+    with_momentum = [*dict(stack().named_parameters())][::2]
+    assert {name for name, kinds in first.items() if kinds} == set(with_momentum)
+    assert all(each == first for each in others)
