@@ -148,9 +148,10 @@ def _stepped_twin(
 
 
 def kept_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str]:
-    """Return the names of the states that ``group`` keeps, or would with a momentum."""
+    """Return the names of the per-element states that ``group`` keeps, or would with a momentum."""
     settings = {**in_numbers(group), "momentum": group.get("momentum") or 0.5}
-    return set(fresh_state(optimizer, settings, torch.zeros(1)))
+    state = fresh_state(optimizer, settings, torch.zeros(1))
+    return {name for name, value in state.items() if is_elementwise(name, value, (1,))}
 
 
 def in_numbers(group: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -116,3 +116,17 @@ def test_state_dicts_of_torch_have_the_same_entries_on_all_ranks(stage: int) -> 
     with_momentum = [*dict(stack().named_parameters())][::2]
     assert {name for name, kinds in first.items() if kinds} == set(with_momentum)
     assert all(each == first for each in others)
+
+
+def test_counts_of_steps_are_no_states_of_a_momentum() -> None:
+    def train(rank, model):
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+        engine = start(model, optimizer, config_of(2))
+        engine.backward(squared(engine, At(0, 0, 0)))
+        engine.step()
+        weights, state = copy.deepcopy(get_state_dict(model, optimizer))
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        assert engine.bound.scalars() == [{"step": 1.0}]
+        engine.destroy()
+
+    on_ranks(2, train)
