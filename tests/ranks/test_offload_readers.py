@@ -11,6 +11,7 @@ import pickle
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import hf_zero
 from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.errors import CheckpointError, PartitionError, RankMismatchError
 from hf_zero.zero import sharded_model
+from hf_zero.zero.access import full, local
 from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter, owner_of
 from tests.helpers import offloads
 from tests.helpers.cells import in_turn
@@ -364,6 +366,12 @@ def clipped(engine):
     engine.step()
 
 
+def written_back(of: str, names: tuple[str, ...], engine: Any, folder: Path) -> None:
+    access = full if of.startswith("full") else local
+    value = getattr(access, f"safe_get_{of}")(weight(engine), *names)
+    getattr(access, f"safe_set_{of}")(weight(engine), value, *names)
+
+
 AFTER: dict[str, Callable[[Any, Path], None]] = {
     "another backward": lambda engine, folder: backward(engine, 3),
     "zero_grad()": lambda engine, folder: engine.zero_grad(),
@@ -371,6 +379,15 @@ AFTER: dict[str, Callable[[Any, Path], None]] = {
     "gradient clipping": lambda engine, folder: clipped(engine),
     "optimizer.state.clear()": lambda engine, folder: engine.optimizer.state.clear(),
     "save_checkpoint()": lambda engine, folder: engine.save_checkpoint(str(folder)),
+    **{
+        f"safe_set_{of}": partial(written_back, of, names)
+        for form in ("full", "local")
+        for of, names in (
+            (f"{form}_grad", ()),
+            (f"{form}_fp32_param", ()),
+            (f"{form}_optimizer_state", ("exp_avg",)),
+        )
+    },
 }
 
 

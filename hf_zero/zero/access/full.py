@@ -21,6 +21,7 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import LEFT_SHARDED, OwnedParameter, name_of, owner_of
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.state_entries import EngineState, StateEntry
+from hf_zero.zero.step.optimizer_step import refuse_half_done
 
 
 def _engine_of(flat: FlatBuffer) -> Any:
@@ -211,6 +212,16 @@ def _trains(parameter: torch.Tensor, what: str) -> FlatBuffer:
     return flat
 
 
+def _writes(parameter: torch.Tensor, what: str) -> FlatBuffer:
+    """Return the flat buffer of ``parameter``, for a write by ``what``.
+
+    Raises PartitionError for a frozen one, and where a backward has updated a part of the model.
+    """
+    flat = _trains(parameter, what)
+    refuse_half_done(_engine_of(flat).updater, what)
+    return flat
+
+
 def _reads(parameter: torch.Tensor, what: str) -> FlatBuffer | None:
     """Return the flat buffer of ``parameter``; None for a frozen one, which has nothing to read."""
     flat = _owned(parameter, what)
@@ -310,7 +321,7 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
     if owner_of(parameter) is None:
         parameter.copy_(value)
         return
-    flat = _trains(parameter, "safe_set_full_fp32_param")
+    flat = _writes(parameter, "safe_set_full_fp32_param")
     flat.unit.take_user_writes()
     engine, master = _engine_of(flat), flat.optimizer_shard.master
     assert master is not None
@@ -340,7 +351,7 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 @torch.no_grad()
 def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Replace the gradient for the next step; every rank passes the whole tensor."""
-    flat = _trains(parameter, "safe_set_full_grad")
+    flat = _writes(parameter, "safe_set_full_grad")
     engine, _ = _gradient_to_replace(flat, parameter, "safe_set_full_grad")
     _check_shape(parameter, value, "safe_set_full_grad")
     first, start, stop = flat.spec.own_range(name_of(parameter))
@@ -380,7 +391,7 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, name: str) -> torch.T
 @torch.no_grad()
 def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, name: str) -> None:
     """Overwrite optimizer state ``name`` of ``parameter``; every rank passes the whole tensor."""
-    flat = _trains(parameter, "safe_set_full_optimizer_state")
+    flat = _writes(parameter, "safe_set_full_optimizer_state")
     held = _state(flat, parameter, name, "safe_set_full_optimizer_state")
     _write(flat, parameter, held, value, "safe_set_full_optimizer_state")
     _, start, stop = flat.spec.own_range(name_of(parameter))

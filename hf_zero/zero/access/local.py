@@ -20,6 +20,7 @@ from hf_zero.zero.access.full import (
     _reduced_gradient,
     _state,
     _trains,
+    _writes,
     safe_get_full_grad,
     safe_set_full_grad,
 )
@@ -66,7 +67,7 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
     """Set this rank's master weights of ``parameter``, and the working weights from them
     (collective).
     """
-    flat = _trains(parameter, "safe_set_local_fp32_param")
+    flat = _writes(parameter, "safe_set_local_fp32_param")
     flat.unit.take_user_writes()
     engine, master = _engine_of(flat), flat.optimizer_shard.master
     assert master is not None
@@ -94,7 +95,7 @@ def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 @torch.no_grad()
 def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Replace this rank's part of the gradient for the next step (collective)."""
-    flat = _trains(parameter, "safe_set_local_grad")
+    flat = _writes(parameter, "safe_set_local_grad")
     engine, own = _gradient_to_replace(flat, parameter, "safe_set_local_grad")
     _check_numel(parameter, own, value, "safe_set_local_grad")
     flat.gradient.write_own(name_of(parameter), value.reshape(-1) * engine.scaler.scale)
@@ -116,7 +117,7 @@ def safe_get_local_optimizer_state(parameter: torch.Tensor, name: str) -> torch.
 @torch.no_grad()
 def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, name: str) -> None:
     """Overwrite this rank's part of the optimizer state ``name`` of ``parameter``."""
-    flat = _trains(parameter, "safe_set_local_optimizer_state")
+    flat = _writes(parameter, "safe_set_local_optimizer_state")
     held = _state(flat, parameter, name, "safe_set_local_optimizer_state")
     _put(parameter, held, value, "safe_set_local_optimizer_state")
     _, start, stop = flat.spec.own_range(name_of(parameter))
