@@ -6,8 +6,8 @@ backward consumes: slabs that are filled in order and reused once they are empty
 All copies of a :class:`Streams` run on one stream, in the order of their calls, so a reused host
 region cannot be overwritten before an earlier copy has read it. Before each copy the side stream
 waits for the compute stream (which has launched the kernels that produce the values, or that used
-the memory before). The compute stream waits for a copy, on the device, only before its result is
-used or its source is released. The host never waits.
+the memory before). A compute stream waits for a copy, on the device, only before it uses the result
+or may reuse the source, which is memory of the stream that saved it. The host never waits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Transfers(Protocol):
         ...
 
     def leave(self, sent: Any) -> None:
-        """Let the current stream reuse the source of the copy ``sent`` from now on."""
+        """Let the stream that was current at the copy ``sent`` reuse its source from now on,
+        whichever is current now: a model may have branches on several.
+        """
         ...
 
     def bring(self, source: torch.Tensor) -> Brought:
@@ -66,15 +68,19 @@ class Streams:
         self._device = device
         self._stream = streams.side_stream(device, streams.Use.ACTIVATIONS)
 
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> streams.Event:
-        self._stream.wait_stream(streams.current_stream(self._device))
+    def send(
+        self, source: torch.Tensor, target: torch.Tensor
+    ) -> tuple[streams.Event, streams.Stream]:
+        current = streams.current_stream(self._device)
+        self._stream.wait_stream(current)
         with streams.on_stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return streams.record_event(self._stream)
+            return streams.record_event(self._stream), current
 
-    def leave(self, sent: streams.Event) -> None:
-        if not sent.query():
-            streams.current_stream(self._device).wait_event(sent)
+    def leave(self, sent: tuple[streams.Event, streams.Stream]) -> None:
+        copied, home = sent
+        if not copied.query():
+            home.wait_event(copied)
 
     def bring(self, source: torch.Tensor) -> _OnStream:
         current = streams.current_stream(self._device)

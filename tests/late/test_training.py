@@ -20,6 +20,7 @@ FAST = (
     "interleaved_1f1b",
     "stage 2, branches on two streams that share messages",
     "stage 3, branches on two streams in a unit",
+    "stage 3, activations on the host, branches on two streams",
     "stage 3, all on the host, built again between steps",
 )
 # Again where streams are handed out twice: what has collectives in several threads or on several

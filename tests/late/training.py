@@ -69,7 +69,9 @@ JOBS: Jobs = {
     "stage 3, all on the host": (3, BOTH, {}),
     "stage 3, all on the host, one micro-batch": (3, BOTH, UNCLIPPED),
     "stage 3, all on the host, updated in the backward": (3, {**BOTH, **AT_ONCE}, UNCLIPPED),
+    "stage 3, optimizer on the host": (3, OPTIMIZER, {}),
     "stage 3, activations on the host": (3, {}, ACTIVATIONS),
+    "stage 3, activations on the host, some without a use": (3, {}, {**ACTIVATIONS, "aside": True}),
     "stage 2, half of the optimizer on the host, SGD": (2, HALF, MOMENTUM),
     "stage 3, gathers of the backward in the node": (3, {"zero_hpz_partition_size": 2}, {}),
     "stage 2, Adafactor, optimizer on the host": (2, OPTIMIZER, ADAFACTOR),
@@ -93,6 +95,12 @@ OVER_HOSTS: Jobs = {
     "stage 3, gathers in two hops": (3, HOPS, {}),
     "stage 3, gathers in two hops, all on the host": (3, {**BOTH, **HOPS}, {}),
     "stage 3, weights in 8 bits, gathers in two hops": (3, {**HOPS, **QUANTIZED}, SGD),
+    # which parameters are used, a rank learns from a message to all ranks about each unit
+    "stage 3, replicas, updated in the backward, parts of a block": (
+        3,
+        {**AT_ONCE, "mics_shard_size": 2},
+        {**UNCLIPPED, "part": True},
+    ),
 }
 
 
@@ -110,17 +118,36 @@ def reads_shards(engine: Any) -> None:
             flat.store_shard(before)
 
 
+def reads_alone(engine: Any) -> None:
+    """One rank reads whole parameters, which a thread of the other ranks serves."""
+    if engine.mesh.shard.rank == 0:
+        with hf_zero.GatheredParameters([*engine.module.blocks[1].parameters()]):
+            pass
+    world_group.barrier()
+
+
 def builds_again(engine: Any) -> None:
     """The engine is rebuilt, as after a change of what trains."""
     rebuild(engine, "a rebuild", lambda: None)
 
 
+def evaluates(engine: Any, values: torch.Tensor) -> None:
+    """A script looks at the loss between a backward and its step."""
+    with torch.no_grad():
+        engine(values)
+
+
 COLLECTIVE, SHARDS = {"between": broadcasts}, {"between": reads_shards}
-AGAIN = {"between": builds_again}
-# What a job does after each step.
+ALONE, AGAIN = {"between": reads_alone}, {"between": builds_again}
+EVALUATED = {"before": evaluates, **UNCLIPPED}
+# What a job does after each step, or between each backward and its step.
 BETWEEN_STEPS: Jobs = {
     "stage 2, optimizer on the host, a collective between steps": (2, OPTIMIZER, COLLECTIVE),
     "stage 3, all on the host, shards read between steps": (3, BOTH, SHARDS),
+    "stage 2, optimizer on the host, evaluated before steps": (2, OPTIMIZER, EVALUATED),
+    "stage 3, all on the host, evaluated before steps": (3, BOTH, EVALUATED),
+    "stage 3, read by one rank between steps": (3, {}, ALONE),
+    "stage 3, optimizer on the host, read by one rank between steps": (3, OPTIMIZER, ALONE),
     "stage 3, built again between steps": (3, {}, AGAIN),
     "stage 2, Adafactor, built again between steps": (2, {}, ADAFACTOR | AGAIN),
     "stage 3, all on the host, built again between steps": (3, BOTH, AGAIN),
@@ -156,9 +183,11 @@ LEFT_OUT: Jobs = {
 # Two branches of the model, each on a stream of its own.
 TWO = {"branches": True, **ONCE}
 JOINED = {"stage3_module_granularity_threshold": 40_000}  # four blocks
+PAIRS = {"stage3_module_granularity_threshold": 18_912}  # two; four of these units share a message
 BRANCHES: Jobs = {
     "stage 2, branches on two streams": (2, {}, TWO),
     "stage 2, branches on two streams that share messages": (2, SHARED, TWO),
+    "stage 2, branches on two streams in a unit": (2, PAIRS, TWO),
     "stage 2, optimizer on the host, branches on two streams in a unit": (
         2,
         {**JOINED, **OPTIMIZER},
@@ -166,6 +195,7 @@ BRANCHES: Jobs = {
     ),
     "stage 3, branches on two streams": (3, {}, TWO),
     "stage 3, branches on two streams in a unit": (3, JOINED, TWO),
+    "stage 3, activations on the host, branches on two streams": (3, {}, {**TWO, **ACTIVATIONS}),
 }
 EVERY = JOBS | IN_FEW_BITS | BY_MATRICES | OVER_HOSTS | BETWEEN_STEPS | IN_MEMORY | CAPTURABLE
 EVERY |= LEFT_OUT | BRANCHES
@@ -177,6 +207,8 @@ def steps_of(job: str) -> int:
 
 
 class Block(nn.Module):
+    part = False  # alone its norm is used
+
     def __init__(self, width: int):
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -184,19 +216,25 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
-        return result
+        result: torch.Tensor = self.norm(x)
+        if not self.part:
+            result = self.down(torch.relu(self.up(result)))
+        return x + result
 
 
 class Tower(nn.Module):
     left_out = -1  # a block that the next forward does not use
+    aside = False  # the first activation of a forward is of a graph without a backward
 
     def __init__(self, width: int = WIDTH, blocks: int = BLOCKS):
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, 1)
+        self.unused = torch.zeros(())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.aside:
+            self.unused = (2 * x.detach().requires_grad_()).square()
         for place, block in enumerate(self.blocks):
             x = x if place == self.left_out else block(x)
         loss: torch.Tensor = self.head(x).square().mean()
@@ -235,9 +273,17 @@ class Branches(Tower):
         return loss
 
 
-def tower(blocks: int = BLOCKS, branches: bool = False) -> Tower:
+KINDS = ("branches", "aside", "part")  # of a tower
+
+
+def tower(
+    blocks: int = BLOCKS, branches: bool = False, aside: bool = False, part: bool = False
+) -> Tower:
     torch.manual_seed(0)
-    return Branches() if branches else Tower(blocks=blocks)
+    model = Branches() if branches else Tower(blocks=blocks)
+    model.aside = aside
+    model.blocks[1].part = part
+    return model
 
 
 def config(job: str) -> dict[str, Any]:
@@ -262,7 +308,7 @@ def batches(count: int, rank: int, world: int) -> Iterator[torch.Tensor]:
 def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
     """The losses of ``rank`` in a plain loop over the global batch, on the CPU."""
     chosen = config(job)
-    model = tower(branches=chosen.pop("branches", False))
+    model = tower(**{kind: chosen.pop(kind, False) for kind in KINDS})
     micros, clip = chosen["gradient_accumulation_steps"], chosen["gradient_clipping"]
     left_out = chosen.get("left_out", ((-1,) * steps,) * world)
     kind, settings = chosen["optimizer"]["type"], chosen["optimizer"]["params"]
@@ -293,8 +339,9 @@ def train(job: str, steps: int = 3, rank: int = 0, world: int = 1) -> list[float
     from tests.late import device  # who reads the jobs alone is on no device
 
     chosen = config(job)
-    model = tower(branches=chosen.pop("branches", False))
-    between, micros = chosen.pop("between", None), chosen["gradient_accumulation_steps"]
+    model = tower(**{kind: chosen.pop(kind, False) for kind in KINDS})
+    before, between = chosen.pop("before", None), chosen.pop("between", None)
+    micros = chosen["gradient_accumulation_steps"]
     left_out = chosen.pop("left_out", None)
     engine, *_ = hf_zero.initialize(model=model, config=chosen)
     kept = []
@@ -302,8 +349,11 @@ def train(job: str, steps: int = 3, rank: int = 0, world: int = 1) -> list[float
         for number, values in enumerate(batches(steps * micros, rank, world), 1):
             if left_out is not None:
                 model.left_out = left_out[rank][number - 1]
-            loss = engine(values.pin_memory().to(engine.device, non_blocking=True))
+            values = values.pin_memory().to(engine.device, non_blocking=True)
+            loss = engine(values)
             engine.backward(loss)
+            if before is not None:
+                before(engine, values)
             engine.step()
             kept.append(loss.detach())
             if between is not None and number % micros == 0:
