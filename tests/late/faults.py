@@ -9,23 +9,32 @@ JSON says what was found.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.late import device, training, ways_out
+from tests.late import checkpoints, device, training, ways_out
 
 import torch  # isort: skip
+import torch.distributed as dist  # isort: skip
+import hf_zero  # isort: skip
 from hf_zero.activations import host_copies as transfers  # isort: skip
 from torch.distributed.pipelining import schedules  # isort: skip
 from hf_zero.zero.gather import schedule  # isort: skip
 from hf_zero.zero.layout import unit  # isort: skip
+from hf_zero.checkpoint import file_writer  # isort: skip
 from hf_zero.checkpoint.memory import saving  # isort: skip
-from hf_zero.offload import update, update_gathers  # isort: skip
+from hf_zero.distributed import collectives, world_group  # isort: skip
+from hf_zero.offload import gradient_offload, update, update_gathers  # isort: skip
+from hf_zero.zero.access import wholes  # isort: skip
 from hf_zero.device import streams  # isort: skip
 
 Putting = Callable[[], AbstractContextManager[Callable[[], int]]]
@@ -74,6 +83,31 @@ def replaced(owner: Any, name: str, fault: Callable[..., Any]) -> Putting:
     return put
 
 
+def unrecorded(function: str) -> Putting:
+    """Events that ``function`` ("unit.py finish_gather") records are over at once."""
+    file, _, name = function.partition(" ")
+
+    def record(plain: Any, stream: streams.Stream) -> streams.Event:
+        frame: Any = sys._getframe()
+        while frame is not None:
+            code, frame = frame.f_code, frame.f_back
+            if code.co_name == name and Path(code.co_filename).name == file:
+                struck[0] += 1
+                return streams._new_event(stream.device.type)
+        event: streams.Event = plain(stream)
+        return event
+
+    struck = [0]
+
+    @contextlib.contextmanager
+    def put() -> Iterator[Callable[[], int]]:
+        struck[0] = 0
+        with replaced(streams, "record_event", record)():
+            yield lambda: struck[0]
+
+    return put
+
+
 def _nothing(plain: Any, *args: Any) -> None:
     """It is not called."""
 
@@ -117,6 +151,32 @@ def _on_the_computing_stream(
     plain(self, gather)
 
 
+def _without_values(plain: Any, gradient: Any, values: torch.Tensor, *args: Any) -> Any:
+    """A copy to the host keeps the form of its source alone, not its memory."""
+    return plain(gradient, values.to("meta"), *args)
+
+
+def _leaves_here(plain: Any, self: transfers.Streams, sent: Any) -> None:
+    """The current stream waits for a copy, whichever stream has the memory of its source."""
+    streams.current_stream(self._device).wait_event(sent[0])
+
+
+def _finished_at_once(plain: Any, self: collectives.Handle, finish: Callable[[], None]) -> None:
+    """What follows a collective runs as soon as it is issued."""
+    finish()
+
+
+def _in_the_background(plain: Any, place: Any, values: Any, wait: bool = True) -> None:
+    """No copy to a block of a file is awaited."""
+    plain(place, values, wait=False)
+
+
+def _ended_loop(plain: Any, gathering: Any) -> None:
+    """The end of a loop over weights does not wait for the gathers under way."""
+    if sys._getframe(2).f_code.co_name != "whole_groups":
+        plain(gathering)
+
+
 @contextlib.contextmanager
 def _updates_with_the_others() -> Iterator[Callable[[], int]]:
     """What was updated is gathered where the training thread issues its reductions."""
@@ -139,6 +199,7 @@ def _updates_with_the_others() -> Iterator[Callable[[], int]]:
 
 
 COPIES = frozenset({"race", "reuse", "host"})
+ENDED = frozenset({"unregistered"})
 ORDER, THREADS = frozenset({"order"}), frozenset({"threads"})
 INTERLEAVED = frozenset({"interleaved"})
 HOST = "stage 2, optimizer on the host"
@@ -149,6 +210,9 @@ ALL_ONCE = "stage 3, all on the host, one micro-batch"
 ACTIVATIONS = "stage 3, activations on the host"
 BETWEEN, READ, *_ = training.BETWEEN_STEPS
 TWO_STREAMS = "stage 2, branches on two streams"
+IN_A_UNIT = "stage 3, branches on two streams in a unit"
+TWO_STREAMS_AWAY = "stage 3, activations on the host, branches on two streams"
+ALONE = "stage 3, read by one rank between steps"
 IN_MEMORY, *_ = training.IN_MEMORY
 # The job, what puts the fault, and the kinds of which one must be reported.
 FAULTS: dict[str, Fault] = {
@@ -222,6 +286,74 @@ FAULTS: dict[str, Fault] = {
         "a gradient of another stream is given back while it is read": (
             "stage 3, branches on two streams in a unit",
             replaced(unit, "raw_grads", _none), COPIES),
+        "gradients of another stream are reduced before they are complete": (
+            IN_A_UNIT, left_out("wait", "unit.py await_gradients"), COPIES),
+        "the second stream of a unit does not wait for parameters of other ranks": (
+            "stage 2, branches on two streams in a unit",
+            replaced(unit.Unit, "gathered_here", _nothing), COPIES),
+        "the copy of a gradient is over before it begins": (
+            HOST_ONCE, unrecorded("gradient_offload.py send"), COPIES),
+        "a gradient is given back under its copy": (
+            HOST, replaced(gradient_offload, "GradientCopy", _without_values), COPIES),
+        "the copies of an update are over before they begin": (
+            HOST, unrecorded("update.py record"), COPIES),
+        "an update does not wait for a forward before its step": (
+            "stage 2, optimizer on the host, evaluated before steps",
+            unrecorded("update.py _submit"), COPIES),
+        "an update writes shards that a forward before its step copies": (
+            "stage 3, all on the host, evaluated before steps",
+            unrecorded("update.py _submit"), COPIES),
+        "a gather does not wait for the update of its shard": (
+            "stage 3, optimizer on the host", left_out("wait", "update.py finish"), COPIES),
+        "an engine ends under the copies of its update": (
+            "an engine ends", left_out("synchronize", "optimizer_step.py close"), ENDED),
+        "an activation has left before its copy begins": (
+            ACTIVATIONS, unrecorded("host_copies.py send"), COPIES),
+        "an activation is back before its copy begins": (
+            ACTIVATIONS, unrecorded("host_copies.py bring"), COPIES),
+        "an activation without a use is given back under its copy": (
+            "stage 3, activations on the host, some without a use",
+            replaced(transfers._OnStream, "__del__", _nothing), COPIES),
+        "an activation is given back under another stream": (
+            TWO_STREAMS_AWAY, left_out("record_stream", "host_copies.py use"), COPIES),
+        "another stream than its own waits for the copy of an activation": (
+            TWO_STREAMS_AWAY, replaced(transfers.Streams, "leave", _leaves_here), COPIES),
+        "an engine ends under the copies of activations": (
+            "an engine with activations on the host ends",
+            left_out("synchronize", "host_copies.py close"), ENDED),
+        "shards are served before they are written": (
+            ALONE, left_out("wait", "unit.py read"), COPIES),
+        "the write of shards is over before it begins": (
+            ALONE, unrecorded("unit.py writing"), COPIES),
+        "shards are served under the copy of their update": (
+            "stage 3, optimizer on the host, read by one rank between steps",
+            left_out("synchronize", "training_state.py synchronize_update"), COPIES),
+        "the gradient norm is read before it is summed": (
+            "stage 2", left_out("wait", "norm.py agree"), COPIES),
+        "parts of matrices are used before they come": (
+            "stage 3, Muon", left_out("wait", "sharded_model.py exchange"), COPIES),
+        "sums over whole tensors are used before they are complete": (
+            "stage 2, Adafactor, built again between steps",
+            left_out("wait", "sharded_model.py add_up"), COPIES),
+        "momenta in 1 bit are added before they come": (
+            "stage 1, momenta in 1 bit after a step",
+            left_out("wait", "one_bit_steps.py _update"), COPIES),
+        "steps in 1 bit begin before denominators come": (
+            "stage 1, momenta in 1 bit after a step",
+            left_out("wait", "one_bit_steps.py _gather_all"), COPIES),
+        "a packed message is unpacked before it comes": (
+            "stage 2, units that share messages",
+            replaced(collectives.Handle, "finish_with", _finished_at_once), COPIES),
+        "a message in few bits is decoded before it comes": (
+            "stage 3, in few bits, errors fed back",
+            replaced(collectives.Handle, "finish_with", _finished_at_once), COPIES),
+        "weights are gathered into memory that is still read": (
+            "weights are sent", left_out("wait", "wholes.py _launch"), COPIES),
+        "a loop over weights ends under its gathers": (
+            "weights are sent", replaced(wholes, "_wait", _ended_loop), COPIES),
+        "a block of a file is hashed under its copy": (
+            "a checkpoint is saved", replaced(file_writer, "copy_bytes", _in_the_background),
+            COPIES),
     }.items()
 }  # fmt: skip
 TWO_HOPS = "stage 3, gathers in two hops"
@@ -236,19 +368,72 @@ OVER_HOSTS: dict[str, Fault] = {
         ("what is gathered is freed under the first hop",
          "stage 3, weights in 8 bits, gathers in two hops",
          left_out("record_stream", "two_hops.py gather")),
+        ("parameters that other ranks use are read before their number comes",
+         "stage 3, replicas, updated in the backward, parts of a block",
+         left_out("wait", "norm.py receive")),
     )
 }  # fmt: skip
+# On one rank, where no collective orders streams.
+ON_ONE_RANK: dict[str, Fault] = {
+    name: Fault(job, put, COPIES)
+    for name, job, put in (
+        ("shards are on the device before their copy begins",
+         ALL, unrecorded("unit.py launch_gather")),
+        ("a forward does not wait for the copies of an update",
+         HOST, left_out("wait", "update.py finish")),
+        ("the gradient norm is reported under its copy",
+         "stage 2, in the most adverse order", left_out("query", "step_reports.py _look")),
+    )
+}  # fmt: skip
+
+
+def _ends(job: str, micros: int, again: bool, rank: int) -> None:
+    """Destroy an engine whose last step, and a forward after it if ``again``, are yet to run."""
+    config = training.config(job)
+    engine, *_ = hf_zero.initialize(model=training.tower(), config=config)
+    for values in training.batches(micros, rank, 2):
+        loss = engine(values.pin_memory().to(engine.device, non_blocking=True))
+        engine.backward(loss)
+        engine.step()
+    if again:
+        loss = engine(values.to(engine.device))
+    engine.destroy()
+    del engine, loss
+    gc.collect()
+    device.synchronize_all()
+
+
+def _runs_late(rank: int) -> None:
+    """Train while nothing runs that nobody waits for."""
+    device.configure("lazy")
+    try:
+        training.train("stage 2", 3, rank, 1)
+    finally:
+        device.configure("eager")
+
+
+def _saves(rank: int) -> None:
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        checkpoints.sums_are_loaded(rank, Path(folder[0]))
+        world_group.barrier()
+
 
 RUNS: dict[str, Callable[[int], Any]] = {
     "pipeline": lambda rank: training.train_pipeline("1f1b"),
     "weights are sent": lambda rank: ways_out.sends_weights(ways_out.Job(ALL, rank)),
+    "an engine ends": partial(_ends, HOST, 2, False),
+    "an engine with activations on the host ends": partial(_ends, ACTIVATIONS, 2, True),
+    "stage 2, in the most adverse order": _runs_late,
+    "a checkpoint is saved": _saves,
     "a state dict is put": lambda rank: ways_out.is_under_way(ways_out.Job(ALL, rank)),
 }
 
 
 def run(name: str, rank: int, world: int) -> dict[str, Any]:
     """Train with a fault: what was reported, and how often the fault has struck."""
-    fault, error = (FAULTS | OVER_HOSTS)[name], ""
+    fault, error = (FAULTS | OVER_HOSTS | ON_ONE_RANK)[name], ""
     device.forget()
     with fault.put() as struck:
         try:
