@@ -21,7 +21,7 @@ MODES = ["inline", "eager", "lazy", "random:1"]
 def test_each_program_is_judged_rightly(as_cuda: bool) -> None:
     launch.needs_the_device()
     env = launch.environment(as_cuda, LATE_DEVICES="2")
-    rows = launch.rows(launch.run("tests.late.programs", *MODES, env=env))
+    rows = launch.rows(launch.run("tests.late.parts", *MODES, env=env))
     by_mode: dict[tuple[str, str], Any] = {(row["mode"], row["name"]): row for row in rows}
     programs = {name for _, name in by_mode}
     assert len(by_mode) == len(programs) * len(MODES) and len(programs) >= 20
