@@ -47,7 +47,7 @@ def is_kept(operator: str) -> bool:
     return name in PRODUCTS or "attention" in name or "attn" in name or "packed_linear" in name
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(context: object, operator: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
     return (
         CheckpointPolicy.MUST_SAVE
         if is_kept(operator.__name__)
@@ -110,12 +110,12 @@ def _call(
 
 
 def _checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     timing: Timing | None,
     selective: bool,
     args: Any,
     kwargs: dict[str, Any],
-) -> Any:
+) -> object:
     values = (*args, *kwargs.values())
     # torch.compile recognizes a context_fn only in the call itself.
     if selective:
@@ -134,10 +134,10 @@ def _checkpoint(
 
 
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     timing: Timing | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> Any:
     """Run a script's own checkpoint: return ``function(*args, **kwargs)``, recomputed in the
     backward.
@@ -145,7 +145,7 @@ def checkpoint(
     Blocks inside it are not checkpointed again.
     """
 
-    def alone(*args: Any, **kwargs: Any) -> Any:
+    def alone(*args: object, **kwargs: object) -> Any:
         _inside.depth = getattr(_inside, "depth", 0) + 1
         try:
             return function(*args, **kwargs)
@@ -155,7 +155,7 @@ def checkpoint(
     return _checkpoint(alone, timing, False, args, kwargs)
 
 
-def _is_cache(value: Any) -> bool:
+def _is_cache(value: object) -> bool:
     """Return whether ``value`` is a key-value cache, which a forward appends to: recomputation
     would append again.
     """

@@ -20,7 +20,6 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -54,7 +53,7 @@ class _Record:
         source: torch.Tensor,
         nbytes: int,
         region: HostRegion,
-        sent: Any,
+        sent: object,
     ):
         self.run = run
         self.position = position

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.compiler import config as compiler
 from torch.nn.attention import SDPBackend
+from torch.utils.hooks import RemovableHandle
 
 from hf_zero.activations.checkpointing import Checkpoints, blocks_to_checkpoint
 from hf_zero.activations.compile import CompiledBlocks, check_compilation
@@ -131,7 +132,7 @@ class Activations:
             config.activation_checkpointing.cpu_checkpointing,
         )
         self._tells = tells
-        self._removable: list[Any] = []
+        self._removable: list[RemovableHandle] = []
         self.checkpoints = Checkpoints(
             model, blocks, config.activation_checkpointing, device, tells
         )

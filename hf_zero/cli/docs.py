@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -310,5 +310,5 @@ def _parameter(parameter: inspect.Parameter) -> str:
     return text if parameter.default is parameter.empty else f"{text} = {parameter.default!r}"
 
 
-def _annotation(annotation: Any) -> str:
+def _annotation(annotation: object) -> str:
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)

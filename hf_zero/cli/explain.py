@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -100,7 +100,7 @@ def _compare(
         print(f"{file} and {other} mean the same")
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "-" if value is None else shown(value)
 
 

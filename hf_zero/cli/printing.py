@@ -73,7 +73,7 @@ class PrintableTable(table.Table):
         super().add_row(*shown, **options)
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print one JSON document on stdout. Values of types unknown to JSON become strings."""
     print(json.dumps(value, indent=2, default=str))
 

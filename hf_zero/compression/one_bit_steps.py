@@ -472,7 +472,7 @@ class OneBitSteps(StepExtension):
 class RankNorm:
     """The sum of squares of this rank's own gradients, if taken in this step."""
 
-    def __init__(self, mesh: Mesh, bound: Any, kernels: Any) -> None:
+    def __init__(self, mesh: Mesh, bound: Any, kernels: str | tuple[str, ...]) -> None:
         self._mesh, self._bound, self._kernels = mesh, bound, kernels
         self._squares: Tensor | None = None
         self.scale = 1.0  # factor that makes the gradients summands of a mean

@@ -108,7 +108,7 @@ def init_distributed(
         get_world_group().log.timeout = seconds
 
 
-def _connect(rendezvous: Place, seconds: float) -> Any:
+def _connect(rendezvous: Place, seconds: float) -> dist.Store:
     """Return a client of the store of torchrun's agent, or of the one that rank 0 hosts without an
     agent. Raises LaunchError if none answers within ``seconds``.
     """

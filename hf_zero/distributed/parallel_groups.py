@@ -106,7 +106,7 @@ class ParallelGroups:
 
 
 # by job, the current groups last
-_groups: weakref.WeakKeyDictionary[Any, list[ParallelGroups]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[object, list[ParallelGroups]] = weakref.WeakKeyDictionary()
 
 
 def init_parallel(

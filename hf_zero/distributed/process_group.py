@@ -30,7 +30,7 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def get_rank(group: Any = None) -> int:
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_rank(group) if is_initialized() else 0
 
 

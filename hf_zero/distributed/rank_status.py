@@ -100,7 +100,7 @@ class RankStatus:
         self._opened = False
         self.heartbeats: HostHeartbeats | None = None  # between hosts, if there are several
         self.statements = 0  # of ranks that go on after an exception (recovery.py)
-        self._diagnosed: tuple[Any, HangDiagnosis | None] = (None, None)
+        self._diagnosed: tuple[object, HangDiagnosis | None] = (None, None)
         self._gone = False  # the store is gone: torch prints a stack for every failing call
         self._lock, self._posting = threading.RLock(), threading.RLock()
         self._process = os.getpid()
@@ -151,7 +151,7 @@ class RankStatus:
         self._ask("set", key, value)
         self._ask("add", "version", 1)
 
-    def _ask(self, call: str, *args: object) -> Any:
+    def _ask(self, call: str, *args: object) -> object:
         """Return the answer of the store to ``call``; None once it is gone."""
         try:
             return None if self._gone else getattr(self._store, call)(*args)

@@ -143,7 +143,7 @@ class PassTracker:
         role = next(role for role, tracked in self._logs.items() if tracked is log)
         self._resume("", [role, log.sequence_number, what], what)
 
-    def _resume(self, kind: str, first: Sequence[Any] | None, what: str) -> None:
+    def _resume(self, kind: str, first: Sequence[object] | None, what: str) -> None:
         board, broken = self._board, self._broken
         assert board is not None and broken is not None
         for log in self._logs.values():
@@ -197,7 +197,7 @@ class PassTracker:
                 raise RankMismatchError(text)
             self._watchdog.sleep(next_pause(waited, len(peers)))
 
-    def _described(self, one: _Pass) -> list[Any]:
+    def _described(self, one: _Pass) -> list[object]:
         return [str(one), list(one.began), list(one.ended or ())]
 
     def numbers(self) -> Numbers:
@@ -255,8 +255,8 @@ class RecoveryBoard:
         self._store, self._rank = store, rank
         self._passes: weakref.WeakValueDictionary[str, PassTracker] = weakref.WeakValueDictionary()
         self._seen = 0
-        self._unanswered: list[tuple[str, int, dict[str, Any]]] = []  # engine, rank, statement
-        self.stated: dict[str, dict[str, Any]] = {}  # by engine, this rank's last statement
+        self._unanswered: list[tuple[str, int, dict[str, object]]] = []  # engine, rank, statement
+        self.stated: dict[str, dict[str, object]] = {}  # by engine, this rank's last statement
 
     def add(self, passes: PassTracker) -> None:
         self._passes[passes.name] = passes

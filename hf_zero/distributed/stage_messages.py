@@ -234,12 +234,12 @@ class StageMessages:
 
     def _send(
         self, what: str, tensors: Sequence[torch.Tensor], peer: int, tag: int, key: str
-    ) -> list[Any]:
+    ) -> list[object]:
         if size := sum(tensor.numel() * tensor.element_size() for tensor in tensors):
             self._dim.stats.record(what, f"{key} (pipeline)", size)
         return self._operation(dist.isend, _packed(tensors), peer, tag)
 
-    def _operation(self, operation: Any, buffer: torch.Tensor, peer: int, tag: int) -> list[Any]:
+    def _operation(self, operation: Any, buffer: torch.Tensor, peer: int, tag: int) -> list[object]:
         if not buffer.numel():
             return []
         return [dist.P2POp(operation, buffer, group=self._group, tag=tag, group_peer=peer)]

@@ -127,10 +127,10 @@ class TimeoutStore:
 
 
 class _Call:
-    def __init__(self, name: str, args: tuple[Any, ...]):
+    def __init__(self, name: str, args: tuple[object, ...]):
         self.name, self.args = name, args
         self.done = threading.Event()
-        self.answer: Any = None
+        self.answer: object = None
         self.error: RuntimeError | None = None
 
 

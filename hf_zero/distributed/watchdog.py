@@ -94,7 +94,7 @@ class Watchdog:
         self._script_waits = 0  # looks that found the script in its own collective
         # records of runs, whose ``note`` gets the states of all ranks in long waits
         self.records = weakref.WeakSet[Any]()
-        self._noted: list[dict[str, Any]] = []
+        self._noted: list[dict[str, object]] = []
         self.failed = False  # whether a look has failed, which is logged once
         if rank_status is not None:
             _watches.add(self)

@@ -406,7 +406,7 @@ def get_world_group() -> WorldGroup:
     return _world_groups[store]
 
 
-def barrier(group: Any = None) -> None:
+def barrier(group: dist.ProcessGroup | None = None) -> None:
     if not is_initialized() or dist.get_world_size(group) == 1:
         return
     if group is None or group is dist.group.WORLD:

@@ -118,7 +118,7 @@ def kind_for_auto(device: torch.device | str) -> str:
     )
 
 
-def wanted(name: str, kernels: Any, device: torch.device) -> bool:
+def wanted(name: str, kernels: str | tuple[str, ...], device: torch.device) -> bool:
     """Whether the configuration's ``kernels`` asks for the kernels ``name`` and they run on
     ``device``; "auto" asks for them on a GPU.
     """

@@ -70,7 +70,7 @@ def measure_(
     settings: LambSettings,
     *,
     divisor: float = 1.0,
-    kernels: Any = "auto",
+    kernels: str | tuple[str, ...] = "auto",
 ) -> Tensor:
     """Run the first pass, in place; return the sums of squares [tensors, 2] of the weights and of
     the update, in fp64 on their device.
@@ -99,7 +99,7 @@ def apply_(
     step_sizes: Tensor,
     settings: LambSettings,
     *,
-    kernels: Any = "auto",
+    kernels: str | tuple[str, ...] = "auto",
 ) -> None:
     """Run the second pass: subtract from each of ``weights`` its update times its number of
     ``step_sizes`` [tensors].

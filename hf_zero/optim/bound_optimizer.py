@@ -83,7 +83,7 @@ class BoundOptimizer:
         flats: Sequence[Flat],
         group_of: Mapping[str, int],
         parameters: Mapping[str, Tensor],
-        kernels: Any = "auto",
+        kernels: str | tuple[str, ...] = "auto",
         moments: str = "fp32",
         ranks: ShardRanks | None = None,
         bf16: Bf16State | None = None,

@@ -61,7 +61,7 @@ class FusedStep:
         optimizer: torch.optim.Optimizer,
         base: type | None,
         step: Callable[..., Any],
-        kernels: Any,
+        kernels: str | tuple[str, ...],
         bf16: Bf16State | None = None,
     ):
         self._optimizer = optimizer
@@ -413,7 +413,9 @@ KERNELS: dict[type, Any] = {
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def reads_16_bits(optimizer: torch.optim.Optimizer, kernels: Any, device: torch.device) -> bool:
+def reads_16_bits(
+    optimizer: torch.optim.Optimizer, kernels: str | tuple[str, ...], device: torch.device
+) -> bool:
     """Whether the update of ``optimizer`` on ``device`` is a launch that reads 16-bit gradients
     directly. torch's own update first casts all of them to fp32, so it needs more memory at its
     peak than fp32 gradients take.

@@ -72,7 +72,7 @@ class ShardedTensors(Tensors):
         group_of: Mapping[str, int],
         segments: Callable[[], Iterable[Segment]],
         ranks: ShardRanks,
-        kernels: Any,
+        kernels: str | tuple[str, ...],
     ) -> None:
         self.kernels = kernels
         self.optimizer = optimizer

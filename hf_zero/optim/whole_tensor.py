@@ -56,7 +56,7 @@ class Parts:
     factors: Sequence[dict[str, Tensor]] = ()
     places: Sequence[TensorPlace] = ()
     divisor: float = 1.0
-    kernels: Any = "auto"
+    kernels: str | tuple[str, ...] = "auto"
 
     def __post_init__(self) -> None:
         self.results: list[Any] = []
@@ -84,7 +84,7 @@ class Tensors:
     kernels: the configuration's ``kernels``.
     """
 
-    kernels: Any = "auto"
+    kernels: str | tuple[str, ...] = "auto"
 
     def places(self, parts: Sequence[Sequence[Tensor]]) -> list[list[TensorPlace]]:
         """Return the places of the parts of each group in their tensors."""

@@ -188,7 +188,7 @@ def copy_on_meta(
     """Return a copy of the model on the meta device, in the dtypes in which it computes, with other
     modules ``instead`` of some.
     """
-    memo: dict[int, Any] = {id(module): other for module, other in instead.items()}
+    memo: dict[int, object] = {id(module): other for module, other in instead.items()}
     for name, parameter in model.named_parameters():
         dtype = dtypes.get(name, parameter.dtype)
         empty = torch.empty(parameter.shape, dtype=dtype, device=META)

@@ -614,7 +614,7 @@ def _row(planned: EnginePlan) -> StageEstimate:
     )
 
 
-def _written(config: object, job: Asked, fitting: Fit) -> dict[str, Any] | None:
+def _written(config: object, job: Asked, fitting: Fit) -> dict[str, object] | None:
     """Return the given configuration, or one made of the arguments, with the settings that fit."""
     if fitting.chosen is None:
         return None

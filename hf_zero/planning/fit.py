@@ -124,7 +124,7 @@ class ActivationWay:
     """
 
     name: str = ""
-    keys: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, object] = field(default_factory=dict)
     kept: int = 0
     most: int = 0
 
@@ -152,7 +152,7 @@ class Trial:
         keys that reduce activations.
         """
         settings = self.plan.settings
-        zero: dict[str, Any] = {"stage": settings.stage}
+        zero: dict[str, object] = {"stage": settings.stage}
         for name, section, default in (
             ("offload_optimizer", settings.offload_optimizer, OffloadOptimizer()),
             ("offload_param", settings.offload_param, OffloadParam()),

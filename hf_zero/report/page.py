@@ -30,7 +30,7 @@ class PageContent:
 
     title: str
     body: str
-    specs: Mapping[str, Any]
+    specs: Mapping[str, object]
 
 
 def write_report(

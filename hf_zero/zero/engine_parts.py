@@ -115,7 +115,7 @@ class EngineParts(AroundModel):
         """Build the parts of ``plan``, in the constructor and in a rebuild (collective)."""
         # the form in which weights were last sent to another program, and the changes of each flat
         # buffer then
-        self.sent_changes: tuple[tuple[Any, ...], Mapping[FlatBuffer, int]] | None = None
+        self.sent_changes: tuple[tuple[object, ...], Mapping[FlatBuffer, int]] | None = None
         mesh = make_mesh(plan)
         try:
             with transaction(), ExitStack() as installed:

@@ -107,7 +107,7 @@ class EngineState:
 
     def __init__(self, engine: EngineParts):
         self.bound, self._mesh = engine.bound, engine.mesh
-        self._fresh: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
+        self._fresh: dict[tuple[int, torch.dtype], dict[str, object]] = {}
 
     def arrays(self, flat: FlatBuffer, optimizer: bool = True) -> Mapping[str, torch.Tensor]:
         """Return by kind the numbers [owned] of ``flat`` that exist, weights only unless

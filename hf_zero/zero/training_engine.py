@@ -64,7 +64,7 @@ class TrainingEngine(EngineParts):
                 self.backward_pass.hooks.reset()
                 raise
 
-    def batch_of(self, args: Any, kwargs: Any) -> Any:
+    def batch_of(self, args: object, kwargs: object) -> Any:
         """Return the batch among the arguments of a forward; None if it computes no first layer."""
         return args, kwargs
 
@@ -90,7 +90,7 @@ class TrainingEngine(EngineParts):
                 f"{self.config.precision} ({error})"
             ) from error
 
-    def prepare_batch(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: object) -> Any:
         """Return ``batch``, a mapping, as training techniques change it for the current step: with
         sequences of this step's length. For loops that count labels or compute the loss themselves;
         a forward does it by itself.

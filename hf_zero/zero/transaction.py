@@ -59,14 +59,14 @@ def _undone() -> Iterator[ExitStack]:
             _stack.reset(token)
 
 
-def on_rollback(function: Callable[..., Any], *args: Any) -> None:
+def on_rollback(function: Callable[..., object], *args: object) -> None:
     """Push the inverse of a change on the stack of the transaction under way, if there is one."""
     undo = _stack.get()
     if undo is not None:
         undo.callback(function, *args)
 
 
-def restore_on_rollback(*owners: Any) -> None:
+def restore_on_rollback(*owners: object) -> None:
     """Restore classes, attributes, hooks, parameters, children and configurations of the modules of
     models, groups and state of optimizers, dictionaries, and attributes of other objects, if the
     transaction is undone. Their tensors are not: see :func:`restore_parameters_on_rollback` and
@@ -108,7 +108,7 @@ def restore_buffers_on_rollback(model: nn.Module) -> None:
         on_rollback(module._buffers.update, dict(module._buffers))
 
 
-def _config_of(module: nn.Module) -> Any:
+def _config_of(module: nn.Module) -> object:
     """Return the configuration of a model of transformers."""
     config = vars(module).get("config")
     return config if hasattr(config, "to_dict") else None
@@ -119,7 +119,7 @@ class _Attributes:
     parameters, children and hooks.
     """
 
-    def __init__(self, owner: Any):
+    def __init__(self, owner: object):
         self._owner, self._class, self._values = owner, type(owner), dict(vars(owner))
         self._tables = [
             (table, table.copy())

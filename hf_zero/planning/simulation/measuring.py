@@ -88,7 +88,7 @@ class Measured:
         others = sum(work.nbytes for work in works) / self.memory
         others += 0.0 if self.asynchronous else sum(w.operations for w in works) * self.operation
         remaining = max(self.block_seconds - others, 0.1 * self.block_seconds)
-        rates: dict[str, Any] = {
+        rates: dict[str, object] = {
             "flops": flops / remaining,
             "memory": self.memory,
             "operation": self.operation,
@@ -132,7 +132,7 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
         with _Operations() as counted:
             step()
         term, right, out = (torch.ones(PASSED, device=device, dtype=dtype) for _ in range(3))
-        calls: dict[str, Callable[[], Any]] = {
+        calls: dict[str, Callable[[], object]] = {
             "block": run, "step": step, "pass": lambda: torch.add(term, right, out=out),
         }  # fmt: skip
         size = 0
@@ -217,7 +217,7 @@ def _middle(times: Sequence[float]) -> float:
 
 def _messages(
     dim: MeshDim, size: int, device: torch.device, run: Callable[[], None]
-) -> dict[str, Callable[[], Any]]:
+) -> dict[str, Callable[[], object]]:
     """Return the calls that time messages: a small one, one of ``size`` bytes, :data:`BESIDE` of
     these beside ``run``, and one into memory that was released before.
     """
@@ -259,13 +259,13 @@ def _messages(
 class _Inputs(Exception):
     """Carries the arguments of a block out of a forward."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, args: tuple[object, ...], kwargs: dict[str, object]):
         self.args_of_block, self.kwargs_of_block = args, kwargs
 
 
 def _with_inputs(
     model: nn.Module, name: str, rows: int, length: int
-) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+) -> tuple[nn.Module, tuple[object, ...], dict[str, object]]:
     """Return the block ``name`` of a copy of ``model`` on the meta device, and the arguments of its
     call in a forward.
     """
@@ -309,7 +309,7 @@ def _real(block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Modu
 
 def _inputs(
     args: tuple[object, ...], kwargs: dict[str, object], device: torch.device, dtype: torch.dtype
-) -> tuple[Any, Any]:
+) -> tuple[object, object]:
     def real(value: object) -> Any:
         if not isinstance(value, torch.Tensor):
             return value

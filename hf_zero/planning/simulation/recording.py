@@ -227,7 +227,7 @@ class Recorder(TorchDispatchMode):
     # ---- computation ----
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         inputs = [*tensors_of(args)]
@@ -355,7 +355,7 @@ def _as_if_read(engine: Any) -> Iterator[None]:
         del usage.counts
 
 
-def _read(func: Any, args: Any, kwargs: Any) -> Any:
+def _read(func: Any, args: Any, kwargs: Any) -> object:
     """Run an operation that may read values of a tensor that has none: they are 0."""
     if func is aten._local_scalar_dense.default and args[0].is_meta:
         return torch.zeros((), dtype=args[0].dtype).item()
@@ -368,7 +368,9 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _grouped_on_meta(rows: torch.Tensor, others: torch.Tensor, *more: Any, **kwargs: Any) -> Any:
+def _grouped_on_meta(
+    rows: torch.Tensor, others: torch.Tensor, *more: object, **kwargs: object
+) -> object:
     """Run a product of groups, of which torch has shapes in bf16 alone."""
     narrow = (tensor.to(torch.bfloat16) for tensor in (rows, others))
     return aten._grouped_mm.default(*narrow, *more, **kwargs).to(rows.dtype)

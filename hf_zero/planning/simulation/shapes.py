@@ -16,7 +16,7 @@ _VALUES = (
 )  # fmt: skip
 
 
-def tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_of(values: Iterable[object]) -> Iterator[torch.Tensor]:
     """Yield the tensors among the arguments or results of an operation, and in lists of them."""
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -29,9 +29,9 @@ class ShapeCache:
     """Calls operations, those of torch that make new tensors only once for the same shapes."""
 
     def __init__(self) -> None:
-        self._makes_new: dict[Any, bool] = {}
+        self._makes_new: dict[object, bool] = {}
         # by operation and arguments: the new tensors, one or several; None: not only new tensors
-        self._made: dict[Any, _Made | list[_Made] | None] = {}
+        self._made: dict[object, _Made | list[_Made] | None] = {}
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func not in self._makes_new:
@@ -63,7 +63,7 @@ def _makes_new(func: Any) -> bool:
     return func.namespace == "aten" and all(argument.alias_info is None for argument in named)
 
 
-def _key(values: Iterable[Any]) -> tuple[Any, ...] | None:
+def _key(values: Iterable[object]) -> tuple[object, ...] | None:
     """Return an identifier of the shapes of tensors and of other values; None if there is none."""
     parts: list[Any] = []
     for value in values:

@@ -12,7 +12,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -61,7 +60,7 @@ class BackwardTracker:
         self._on_begin, self._on_part = on_begin, on_part
         self.outstanding = Outstanding()
         # graph tasks under way, outermost first, and their callbacks
-        self.tasks: list[tuple[int, weakref.ref[Any]]] = []
+        self.tasks: list[tuple[int, weakref.ref[object]]] = []
         # forwards since the last backward, by kind; None: those that may have run on one rank only
         self._forwards: Counter[Hashable] = Counter()
         self._first = False  # no call has been reached by the backward under way
@@ -118,7 +117,7 @@ class BackwardTracker:
     # ---- the backward of a call ----
 
     def pre_backward(
-        self, call: UnitForward, module: nn.Module, marks: Sequence[Node], grads: Any
+        self, call: UnitForward, module: nn.Module, marks: Sequence[Node], grads: object
     ) -> None:
         """Begin the backward of ``call``: the hook on its outputs, which ``module`` has returned.
 
@@ -162,7 +161,7 @@ class BackwardTracker:
         call.unit.forwards.in_backward.add(call)
         self.outstanding.starts(call)
 
-    def post_backward(self, call: UnitForward, *_: Any) -> None:
+    def post_backward(self, call: UnitForward, *_: object) -> None:
         """End the backward of ``call``: the hook on its inputs."""
         self.enter()
         unit, outstanding = call.unit, self.outstanding
@@ -179,7 +178,7 @@ class BackwardTracker:
             self._reducer.mark_complete(unit)
         self._advance_to(call, call.began)
 
-    def reach(self, root: RootForward, grads: Any = None) -> None:
+    def reach(self, root: RootForward, grads: object = None) -> None:
         """Gather the units that the backward of ``root`` reads, also for a second backward over its
         graph. Also a prehook of an autograd node, hence ``grads``.
         """

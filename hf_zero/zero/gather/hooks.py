@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from hf_zero.device import spans
 from hf_zero.errors import PartitionError
@@ -79,7 +80,7 @@ def _mark(
         return views
     call.marks = nodes
 
-    def passed(*_: Any) -> None:
+    def passed(*_: object) -> None:
         # Below zero if a backward has begun inside the forward, not at its outputs, whose hooks set
         # the number.
         call.marks_left -= 1
@@ -125,7 +126,7 @@ class Hooks:
         self.draws: list[Callable[[RootForward], Collection[nn.Module]]] = []
         # by module: parameters that no other module holds, as bits in flat buffers
         self._held: dict[nn.Module, list[tuple[FlatBuffer, int]]] = {}
-        self._removable: list[Any] = []
+        self._removable: list[RemovableHandle] = []
         self._watches = False
         self._training = [
             parameter for unit in units for flat in unit.trainable for parameter in flat.members
@@ -382,7 +383,7 @@ class Hooks:
         node.register_prehook(partial(self._tracker.reach, outer))
 
     def _post_forward(
-        self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any, output: Any
+        self, unit: Unit | None, module: nn.Module, args: object, kwargs: object, output: object
     ) -> None:
         # post-forward hook: release ``unit`` later, and watch the outputs for its backward
         if _transforms() and transformed():
@@ -415,7 +416,7 @@ class Hooks:
         self,
         call: UnitForward,
         module: nn.Module,
-        output: Any,
+        output: object,
         raised: BaseException | None,
     ) -> None:
         # Hooks on the outputs of ``call`` begin its backward; a unit that a backward reads at a

@@ -18,6 +18,7 @@ from torch._C._dynamo.eval_frame import (
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
+from torch.utils.hooks import RemovableHandle
 
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.schedule import Schedule
@@ -29,6 +30,7 @@ from hf_zero.zero.layout.unit import Unit
 
 if TYPE_CHECKING:
     from hf_zero.zero.engine_parts import EngineParts
+    from hf_zero.zero.layout.engine_plan import EnginePlan
 
 
 _parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
@@ -125,8 +127,8 @@ class Techniques(Protocol):
     weights in fewer bits. An interface, like :class:`Patches`.
     """
 
-    def check(self, plan: Any) -> None:
-        """Raise ConfigError for what the engine of ``plan``, an EnginePlan, does not support."""
+    def check(self, plan: EnginePlan) -> None:
+        """Raise ConfigError for what the engine of ``plan`` does not support."""
         ...
 
     def install(self, engine: EngineParts) -> None:
@@ -203,7 +205,7 @@ class ModuleGuards:
         # units that stay pinned until a module of another unit, or the end: several blocks may
         # share one, which would be gathered for each of them
         self._kept: list[Unit] = []
-        self._removable: list[Any] = []
+        self._removable: list[RemovableHandle] = []
         self._patched: list[nn.Module] = []
         self._model = model
         self._part = False  # the state_dict call under way is for a part of the model
@@ -214,7 +216,7 @@ class ModuleGuards:
         # objects, and parameters that the engine does not train.
         self._walked: list[nn.Module] = [model]
         self._lengths: list[int] = []
-        self._held: list[Any] = []
+        self._held: list[object] = []
         self._untrained: list[nn.Parameter] = []
         wraps = {module: unit for unit in units for module in unit.modules.values()}
         for module in model.modules():

@@ -182,7 +182,7 @@ def kept_in_attributes(model: nn.Module) -> str | None:
     return None
 
 
-def _refers(attributes: dict[str, Any], weight: torch.Tensor) -> bool:
+def _refers(attributes: dict[str, object], weight: torch.Tensor) -> bool:
     """Whether one of ``attributes`` is ``weight`` or its memory."""
     tensors = [value for value in attributes.values() if isinstance(value, torch.Tensor)]
     return any(tensor is weight or _has_the_memory_of(weight, tensor) for tensor in tensors)
@@ -325,7 +325,7 @@ def _combines(kind: Any) -> bool:
     return True
 
 
-def _attributes(holder: Any) -> dict[str, Any]:
+def _attributes(holder: object) -> dict[str, object]:
     attributes = getattr(holder, "__dict__", None)
     return attributes if isinstance(attributes, dict) else {}
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ class FormerValues:
         self._whole = torch.empty(0)
         self._error: Exception | None = None
 
-    def attempt(self, read: Callable[..., T], *args: Any) -> T | None:
+    def attempt(self, read: Callable[..., T], *args: object) -> T | None:
         """Call ``read``, which may fail on this rank alone. An exception is kept until all ranks
         have finished reading, so that none waits for this one; see :meth:`raise_error`.
         """

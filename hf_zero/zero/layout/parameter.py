@@ -88,7 +88,7 @@ def owned_class(kind: type[OwnedParameter], base: type[nn.Parameter]) -> type[Ow
     )
 
 
-def _to(parameter: Any, *args: Any, **kwargs: Any) -> Any:
+def _to(parameter: Any, *args: Any, **kwargs: Any) -> object:
     """Return ``parameter`` itself if it is there already, as torch does: libraries that make a new
     parameter then put that in its place. A copy is a plain tensor, as of the memory of a weight.
     """
@@ -212,12 +212,12 @@ class OwnedParameter(nn.Parameter):
             )
         return bare  # type: ignore[return-value]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
         bare = self._bare()
         memo[id(self)] = copied = bare if self.given is nn.Parameter else copy.deepcopy(bare, memo)
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self._bare().__reduce_ex__(protocol)
 
 
@@ -226,7 +226,7 @@ class UpdatingParameter(OwnedParameter):
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         if not (_called(func) in METADATA and func.__name__ != "__set__"):
             for parameter in tensors_in((args, kwargs)):
@@ -323,7 +323,7 @@ def _refuse(parameter_name: str, operation: str, flat: Any = None) -> ReleasedPa
     )
 
 
-def _called(func: Callable[..., Any]) -> str:
+def _called(func: Callable[..., object]) -> str:
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", func.__name__)
     return func.__name__
@@ -337,7 +337,7 @@ class WatchedParameter(LiveParameter):
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: object, types: object, args: object = (), kwargs: object = None
     ) -> Any:
         answer = super().__torch_function__(func, types, args, kwargs or {})
         results = list(tensors_in(answer))
@@ -409,7 +409,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         name = _called(func)
@@ -455,10 +455,10 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
             raise _refuse("a released parameter", name)
         raise _refuse(name_of(released), name, released.__dict__["_hf_zero_flat"])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"ReleasedParameter({name_of(self)}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
         flat = self.__dict__["_hf_zero_flat"]
         engine = flat.engine()
         if engine is None or not engine.shard_only:
@@ -470,7 +470,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
             copied.data = copied.data.to(dtype)
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         raise _refuse(name_of(self), "pickling", self.__dict__["_hf_zero_flat"])
 
 

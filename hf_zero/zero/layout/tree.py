@@ -29,7 +29,7 @@ def transformed() -> bool:
     return any(interpreter.key() != vmap for interpreter in stack)
 
 
-def map_tensors(value: Any, visit: Visit, in_place: bool = False) -> Any:
+def map_tensors(value: object, visit: Visit, in_place: bool = False) -> Any:
     """Return ``value`` with every tensor replaced by ``visit(tensor)``; containers without a change
     are returned as they are.
 
@@ -80,7 +80,7 @@ def map_tensors(value: Any, visit: Visit, in_place: bool = False) -> Any:
     return value
 
 
-def is_cache(value: Any) -> bool:
+def is_cache(value: object) -> bool:
     """Return whether ``value`` is state that a decoder continues from: a cache of keys and values,
     or of recurrent states, which can be reset, or a tuple of the keys and values of each layer.
     """
@@ -89,7 +89,7 @@ def is_cache(value: Any) -> bool:
     return callable(getattr(value, "reset", None))
 
 
-def requiring_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
+def requiring_grad(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[int, torch.Tensor]:
     """Return the tensors in a module's arguments that require grad, by id. Fast: runs in each call
     of each block.
     """
@@ -106,7 +106,7 @@ def requiring_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, t
 
 
 def with_replaced(
-    args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Mapping[int, torch.Tensor]
+    args: tuple[object, ...], kwargs: dict[str, object], replaced: Mapping[int, torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with tensors replaced by id from ``replaced``; lists and plain dicts in
     them are modified in place.
@@ -126,7 +126,7 @@ def with_replaced(
 
 
 def tensors_in(
-    value: Any, unknown: list[Any] | None = None, depth: int = 0
+    value: object, unknown: list[object] | None = None, depth: int = 0
 ) -> Iterator[torch.Tensor]:
     """Yield every tensor in ``value``.
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.config import ZeroConfig
 from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.tree import map_tensors, tensors_in, transformed
@@ -106,7 +107,7 @@ class Fp16LossScaler:
         self._since = -1  # good steps that count; -1: the next one does not
 
     @classmethod
-    def from_config(cls, config: Any) -> Fp16LossScaler:
+    def from_config(cls, config: ZeroConfig) -> Fp16LossScaler:
         if config.precision != "fp16":
             return cls()
         fp16 = config.fp16
@@ -183,7 +184,7 @@ class _Rank:
         self.scale = 1.0
         self.weight: float | None = None  # of the micro-batch, if given by the caller
         # end callback of the backward that was scaled at outputs; an exception drops it
-        self._task: weakref.ref[Any] | None = None
+        self._task: weakref.ref[object] | None = None
 
     def put(self, scale_owner: Losses, scale: float, weight: float | None) -> None:
         """Set the factors at the root of the next backward's loss."""
@@ -320,7 +321,7 @@ class Losses:
         )
         return (weight * unscale, 1.0) if self._scales else (weight, unscale)
 
-    def scale_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def scale_outputs(self, module: nn.Module, args: object, output: object) -> Any:
         """Scale an otherwise unscaled loss where its backward reaches these outputs: a forward hook
         of the model.
         """

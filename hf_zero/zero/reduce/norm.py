@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter, mul
-from typing import Any
 
 import torch
 
@@ -44,7 +43,9 @@ RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
 
 
 def squared_norm(
-    gradients: Sequence[GradientBuffer], device: torch.device, kernels: Any = "off"
+    gradients: Sequence[GradientBuffer],
+    device: torch.device,
+    kernels: str | tuple[str, ...] = "off",
 ) -> torch.Tensor:
     """Return the sum of squares of this rank's part of ``gradients`` (0-dim, float64); not finite
     on overflow.
@@ -75,7 +76,9 @@ def squared_norm(
     return torch.stack(list(map(sums.__getitem__, gradients))).sum()
 
 
-def sums_of_squares(grads: Sequence[torch.Tensor], kernels: Any = "off") -> list[torch.Tensor]:
+def sums_of_squares(
+    grads: Sequence[torch.Tensor], kernels: str | tuple[str, ...] = "off"
+) -> list[torch.Tensor]:
     """Return the sum of squares of each of ``grads`` (0-dim, float64, on its device); not finite if
     an element is not.
     """

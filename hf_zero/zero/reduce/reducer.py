@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -55,7 +54,7 @@ class ReductionOptions:
 
     scaling: Scaling
     wire_dtype: torch.dtype | None = None
-    kernels: Any = "off"
+    kernels: str | tuple[str, ...] = "off"
     packed: int = 0
     keeps_buffers: bool = False
 
@@ -80,7 +79,7 @@ class BackwardProgress:
     # reduction
     depth: int = 0
     # units that became complete, with the versions of their gradients then, if this pass learns
-    ready: dict[Unit, list[Any] | None] = field(default_factory=dict)
+    ready: dict[Unit, list[object] | None] = field(default_factory=dict)
     reduced: set[FlatBuffer] = field(default_factory=set)
     observed: BackwardObservations = field(default_factory=partial(BackwardObservations, False))
     # whether it is the first of its kind, or its gathers are recorded anew

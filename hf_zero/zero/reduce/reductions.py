@@ -83,7 +83,7 @@ class Reductions:
         intake: GradientIntake,
         buffers: TensorPool,
         offload: GradientOffload | None,
-        kernels: Any,
+        kernels: str | tuple[str, ...],
         packed: int,
         before_wait: Callable[[], None] = _nothing,
     ):

@@ -23,7 +23,7 @@ _SUPPORTS_AMP = "_step_supports_amp_scaling"
 _MISSING = object()
 
 
-def _refuse_parameter(key: Any) -> None:
+def _refuse_parameter(key: object) -> None:
     """Raise PartitionError if ``key`` of ``optimizer.state`` is a parameter of the model."""
     if isinstance(key, torch.Tensor) and owner_of(key) is not None:
         raise PartitionError(
@@ -132,7 +132,7 @@ def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
         setattr(optimizer, name, value)
 
 
-def _set_attribute(optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:
+def _set_attribute(optimizer: torch.optim.Optimizer, name: str, value: object) -> None:
     vars(optimizer).pop(name, None)
     if value is not _MISSING:
         setattr(optimizer, name, value)

@@ -160,13 +160,13 @@ class StepMeasures:
 
     def backward(
         self, engine: EngineParts, loss: torch.Tensor, weighed: bool
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         """Return a context for the backward of ``loss``, which is ``weighed`` if it has its weight
         in the accumulation window already.
         """
         return spans.NOTHING
 
-    def step(self, engine: EngineParts) -> AbstractContextManager[Any]:
+    def step(self, engine: EngineParts) -> AbstractContextManager[object]:
         """Return a context for a ``step()`` call. May be collective."""
         return spans.NOTHING
 
