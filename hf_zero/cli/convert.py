@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -116,7 +117,7 @@ def convert_checkpoint(
     Example: hf-zero convert-checkpoint runs/bert-mlm/step_600 my-model --dtype bfloat16
     """
     from hf_zero import convert_checkpoint as convert
-    from hf_zero.checkpoint.convert.files import new_folder, refuse_target
+    from hf_zero.checkpoint.convert.files import refuse_target
     from hf_zero.checkpoint.find import find_checkpoint
 
     if quantize is None and group_size is not None:
@@ -145,24 +146,38 @@ def convert_checkpoint(
     if quantize is None:
         copy = converted(dst)
     else:
-        from hf_zero.integrations.transformers.quantized_folder import quantize_folder
-
-        target = Path(dst)
-        refuse_target(target, find_checkpoint(src, tag))
-        with tempfile.TemporaryDirectory(prefix="hf-zero-") as whole, new_folder(target) as folder:
-            copy = converted(whole)
-            quantize_folder(whole, folder, quantize, group_size or 32)
-        files = sorted(target.glob("*.safetensors"))
-        copy = dataclasses.replace(
-            copy,
-            folder=target,
-            files=tuple(path.name for path in files),
-            nbytes=sum(path.stat().st_size for path in files),
-            dtypes=(quantize,),
-        )
+        refuse_target(Path(dst), find_checkpoint(src, tag))
+        copy = _quantized(converted, Path(dst), quantize, group_size or 32)
     if as_json:
         print_json(dataclasses.asdict(copy))
         return
+    print_table(_table(copy, to))
+    if to == UNIVERSAL:
+        print("DeepSpeed loads it below stage 3, with checkpoint.load_universal")
+
+
+def _quantized(
+    converted: Callable[[str], Conversion], target: Path, quantize: str, group_size: int
+) -> Conversion:
+    """Write what ``converted`` writes to the new folder ``target``, quantized."""
+    from hf_zero.checkpoint.convert.files import new_folder
+    from hf_zero.integrations.transformers.quantized_folder import quantize_folder
+
+    with tempfile.TemporaryDirectory(prefix="hf-zero-") as whole, new_folder(target) as folder:
+        copy = converted(whole)
+        quantize_folder(whole, folder, quantize, group_size)
+    files = sorted(target.glob("*.safetensors"))
+    return dataclasses.replace(
+        copy,
+        folder=target,
+        files=tuple(path.name for path in files),
+        nbytes=sum(path.stat().st_size for path in files),
+        dtypes=(quantize,),
+    )
+
+
+def _table(copy: Conversion, to: str) -> PrintableTable:
+    """Return the table of what was written in the format ``to``."""
     table = PrintableTable(title=f"{copy.source} -> {copy.folder}", show_header=False)
     names = ", ".join(copy.files[:FILES]) + (
         f" and {len(copy.files) - FILES} more files" if len(copy.files) > FILES else ""
@@ -182,6 +197,4 @@ def convert_checkpoint(
         table.add_row(
             "kept", f"{in_units(copy.kept)} had been written by a conversion that was interrupted"
         )
-    print_table(table)
-    if to == UNIVERSAL:
-        print("DeepSpeed loads it below stage 3, with checkpoint.load_universal")
+    return table

@@ -130,9 +130,8 @@ def estimate(
     from hf_zero.device import kinds
     from hf_zero.distributed.fake_world import ranks_of_a_host
     from hf_zero.planning.estimate import estimate as compute
-    from hf_zero.planning.estimate import propose
 
-    model, options = _model(job), job.options()
+    model = _model(job)
     per_host = ranks_per_host or min(ranks, kinds.device_count() or ranks)
     described = {"--device-memory": free.device_memory, "--ram": free.ram, "--disk": free.disk}
     if not seq:
@@ -147,18 +146,7 @@ def estimate(
         refuse(placed, "--fit chooses it; leave it out, or put it into --config")
         if out is not None:
             refuse_existing(out)
-        nbytes = free.on_rank(per_host)
-        if seq and len(seq) > 1:
-            raise ConfigError(
-                f"--seq {seq}: --fit is for sequences of one length; name the longest"
-            )
-        length, precision = seq[0] if seq else None, cast("Any", job.precision)
-        with ranks_of_a_host(per_host):
-            proposal = propose(
-                model, ranks, nbytes, precision, job.optimizer, stage,
-                sequence_length=length, **options,
-            )  # fmt: skip
-        _print_proposal(proposal, as_json, out)
+        _print_proposal(_propose(model, ranks, per_host, job, free, stage, seq), as_json, out)
         return
     refuse({"--out": out and str(out)}, "it is for what --fit proposes; add --fit")
     refuse(described, "it describes a machine for --fit; add --fit")
@@ -168,7 +156,7 @@ def estimate(
     if config is None or not config.memory_checkpoints.every:
         why = "it describes a machine for --fit, or for checkpoint.memory; leave it out"
         refuse({"--ranks-per-host": ranks_per_host}, why)
-    options["config"] = config
+    options = job.options() | {"config": config}
     with ranks_of_a_host(per_host):
         result = compute(
             model,
@@ -186,14 +174,44 @@ def estimate(
         print_json(result.to_dict() | ({"link": link_json(rates)} if link else {}))
         return
     marked = (config.stage, str(job.config)) if config is not None and stage is None else None
+    _print_estimate(result, per_host, marked)
+    if link:
+        print_table(link_table(rates, ranks, link))
+
+
+def _propose(
+    model: Any,
+    ranks: int,
+    per_host: int,
+    job: Job,
+    free: FreeMemory,
+    stage: int | None,
+    seq: Sequence[int] | None,
+) -> Proposal:
+    """Return the configuration that fits the memory ``free``. Raises ConfigError for sequences of
+    several lengths.
+    """
+    from hf_zero.distributed.fake_world import ranks_of_a_host
+    from hf_zero.planning.estimate import propose
+
+    nbytes = free.on_rank(per_host)
+    if seq and len(seq) > 1:
+        raise ConfigError(f"--seq {seq}: --fit is for sequences of one length; name the longest")
+    length, precision = seq[0] if seq else None, cast("Any", job.precision)
+    with ranks_of_a_host(per_host):
+        return propose(
+            model, ranks, nbytes, precision, job.optimizer, stage,
+            sequence_length=length, **job.options(),
+        )  # fmt: skip
+
+
+def _print_estimate(result: MemoryEstimate, per_host: int, marked: Own) -> None:
     if result.offload_optimizer.on or result.offload_param.on:
         print_table(_tiers(result, marked))
     print_table(_table(result, per_host, marked))
     if result.lengths:
         first = result.lengths[0]
         print_table(lengths_table(result.lengths, first.length // first.tokens))
-    if link:
-        print_table(link_table(rates, ranks, link))
 
 
 def _model(job: Job) -> Any:

@@ -403,24 +403,10 @@ def plan(
     persistent = persistent_names(
         model, zero.param_persistence_threshold, zero.model_persistence_threshold, sizes
     )
-    in_root: frozenset[int] = frozenset()
-    if dims.tensor > 1 and policy.shards_parameters:
-        # Vectors that all tensor-parallel ranks hold whole join the root: among the cut matrices of
-        # another unit they would add a message to each gather.
-        in_root = frozenset(
-            id(p)
-            for name, p in model.named_parameters()
-            if p.dim() < 2 and name not in persistent and not _sharding(p, cuts).axes
-        )
+    cuts_units = dims.tensor > 1 and policy.shards_parameters
+    in_root = _uncut_vectors(model, persistent, cuts) if cuts_units else ()
     units, aliases = find_units(model, zero.module_granularity_threshold, in_root, sizes)
-    groups = [] if optimizer is None else optimizer.param_groups
-    group_by_id = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-    group_of = {
-        name: group_by_id[id(p)]
-        for unit in units
-        for name, p in unit.parameters
-        if id(p) in group_by_id and p.requires_grad
-    }
+    group_of = _group_of(units, optimizer)
     bf16 = Bf16State.of(settings, optimizer)
     laying = _Laying(
         None if keeps_dtypes else settings.precision,
@@ -458,6 +444,26 @@ def plan(
         extensions=extensions,
         extensions_of=extensions_of,
     )
+
+
+def _uncut_vectors(model: nn.Module, persistent: Collection[str], cuts: Cuts) -> frozenset[int]:
+    """Return the ids of vectors that all tensor-parallel ranks hold whole, except ``persistent``
+    ones. They join the root: among the cut matrices of another unit they would add a message to
+    each gather.
+    """
+    return frozenset(
+        id(p)
+        for name, p in model.named_parameters()
+        if p.dim() < 2 and name not in persistent and not _sharding(p, cuts).axes
+    )
+
+
+def _group_of(units: Sequence[UnitSpec], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Return the optimizer group of each trainable parameter, by name."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    index_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+    parameters = (item for unit in units for item in unit.parameters)
+    return {n: index_of[id(p)] for n, p in parameters if id(p) in index_of and p.requires_grad}
 
 
 def _axes(model: nn.Module, dims: ParallelDims, cuts: Cuts) -> frozenset[tuple[str, ...]]:
