@@ -255,9 +255,9 @@ class Engine(TrainingEngine):
             PartitionError: the engine was destroyed.
         """
         kinds = {"names": (names, ("hf", "model")), "adapters": (adapters, ("merged", "apart"))}
-        for key, (given, known) in kinds.items():
-            if given not in known:
-                raise ConfigError(f"iter_weights({key}={given!r}): pass one of {listed(known)}")
+        for key, (value, choices) in kinds.items():
+            if value not in choices:
+                raise ConfigError(f"iter_weights({key}={value!r}): pass one of {listed(choices)}")
         if isinstance(dtype, str):
             if dtype not in COMPUTE:
                 raise ConfigError(f"iter_weights(dtype={dtype!r}): pass one of {listed(COMPUTE)}")
@@ -390,8 +390,8 @@ class Engine(TrainingEngine):
         with torch.device("cpu"), self.mesh.watchdog.during("load"):
             in_memory = False
             if self.memory is not None:
-                found = locate(self, load_dir, tag, load_module_strict)
-                load_dir, tag, in_memory = found.directory, found.tag, found.in_memory
+                target = locate(self, load_dir, tag, load_module_strict)
+                load_dir, tag, in_memory = target.directory, target.tag, target.in_memory
                 if in_memory and str(load_dir) == run:
                     run = None  # chosen before: of which run, it does not say
             self.measures.finish(self)

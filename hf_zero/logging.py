@@ -123,10 +123,10 @@ def in_units(nbytes: float) -> str:
 def parse_rate(text: str) -> float:
     """Parse ``100Mbit``, ``1Gbit/s`` or ``25Gbps`` to bits a second. Raises ConfigError."""
     # no capital B, which would mean bytes
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGTmgt]?)b(?:it)?(?:/s|ps)?\s*", text)
-    if found is None or float(found[1]) == 0:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGTmgt]?)b(?:it)?(?:/s|ps)?\s*", text)
+    if match is None or float(match[1]) == 0:
         raise ConfigError(f"{text!r} is no speed of a link; write 100Mbit or 1Gbit, for instance")
-    return float(found[1]) * 1000.0 ** " KMGT".index(found[2].upper() or " ")
+    return float(match[1]) * 1000.0 ** " KMGT".index(match[2].upper() or " ")
 
 
 def rate_in_units(bits: float) -> str:
@@ -140,13 +140,13 @@ def rate_in_units(bits: float) -> str:
 
 def parse_size(text: str) -> int:
     """Parse ``80GB`` (decimal) or ``128GiB`` (binary) to bytes. Raises ConfigError."""
-    found = re.fullmatch(SIZE_PATTERN, text)
-    if found is None:
+    match = re.fullmatch(SIZE_PATTERN, text)
+    if match is None:
         raise ConfigError(
             f"{text!r} is not a number of bytes; write 80GB (decimal) or 128GiB (binary), for "
             "instance"
         )
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 # what HF_ZERO_LOG_LEVEL has asked for

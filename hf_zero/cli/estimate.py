@@ -246,7 +246,7 @@ def _mark(stage: int, configured: Own) -> str:
     return f"*{stage}" if configured is not None and configured[0] == stage else str(stage)
 
 
-def _table(result: MemoryEstimate, here: int, own: Own) -> PrintableTable:
+def _table(result: MemoryEstimate, per_host: int, configured: Own) -> PrintableTable:
     frozen = result.total_parameters - result.trainable_parameters
     count = f"{result.total_parameters:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
     over = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}" + (
@@ -269,12 +269,12 @@ def _table(result: MemoryEstimate, here: int, own: Own) -> PrintableTable:
     )
     in_memory = any(row.memory_checkpoints for row in result.stages)
     if in_memory:
-        hosts = counted(-(-result.ranks // here), "host")
+        hosts = counted(-(-result.ranks // per_host), "host")
         caption += (
             " Checkpoints in memory: two generations with their copies, in RAM, on "
-            f"{hosts} of {counted(here, 'rank')}."
+            f"{hosts} of {counted(per_host, 'rank')}."
         )
-    caption += _footnote(own)
+    caption += _footnote(configured)
     table = PrintableTable(
         title=f"{result.model}: {count}, {over}, {result.precision}, {result.optimizer}{without}",
         caption=caption,
@@ -295,7 +295,7 @@ def _table(result: MemoryEstimate, here: int, own: Own) -> PrintableTable:
     for row in result.stages:
         sizes = (row.parameters, row.gradients, row.optimizer, row.state, row.gradient_buffers)
         table.add_row(
-            _mark(row.stage, own),
+            _mark(row.stage, configured),
             *map(in_units, sizes),
             f"{in_units(row.largest_unit)}: {row.largest_unit_name}"
             if row.largest_unit
@@ -307,18 +307,18 @@ def _table(result: MemoryEstimate, here: int, own: Own) -> PrintableTable:
     return table
 
 
-def _tiers(result: MemoryEstimate, own: Own) -> PrintableTable:
+def _tiers(result: MemoryEstimate, configured: Own) -> PrintableTable:
     table = PrintableTable(
         title=f"{result.model}: with offload: {', '.join(_places(result))}",
         caption="Per rank, without activations. Pinned is part of RAM. Parameters are "
-        f"offloaded at stage 3 alone.{_footnote(own)}",
+        f"offloaded at stage 3 alone.{_footnote(configured)}",
     )
     for name in ("stage", "device", "RAM", "pinned", "disk"):
         table.add_column(name, justify="right")
     for row in result.stages:
         tiers = row.tiers
         table.add_row(
-            _mark(row.stage, own),
+            _mark(row.stage, configured),
             *map(in_units, (tiers.device, tiers.ram, tiers.pinned, tiers.disk)),
         )
     return table
@@ -363,10 +363,10 @@ def _print_proposal(proposal: Proposal, as_json: bool, out: Path | None) -> None
 
 
 def _margin(proposal: Proposal) -> str:
-    left = f"{proposal.fit.margin:.0%} of the device is left"
+    margin = f"{proposal.fit.margin:.0%} of the device is left"
     if any(trial.activations.most for trial in proposal.fit.trials):
-        return f"Activations are counted; {left} to what is not."
-    return f"Activations are not known: {left} to them."
+        return f"Activations are counted; {margin} to what is not."
+    return f"Activations are not known: {margin} to them."
 
 
 def _tried(plan: Proposal) -> PrintableTable:

@@ -57,12 +57,12 @@ def top(
     if not sys.stdout.isatty():
         print_table(_table(reader.read(), steps))
         return
-    found = reader.read()
-    with suppress(KeyboardInterrupt), Live(_table(found, steps), screen=False) as live:
-        while found.ended is None:
+    recorded = reader.read()
+    with suppress(KeyboardInterrupt), Live(_table(recorded, steps), screen=False) as live:
+        while recorded.ended is None:
             time.sleep(interval)
-            found = reader.read()
-            live.update(_table(found, steps))
+            recorded = reader.read()
+            live.update(_table(recorded, steps))
 
 
 def figures_of(run: RecordedRun, steps: int | None) -> dict[str, Any]:

@@ -173,12 +173,14 @@ class TrainSchedule(PipeSchedule):
                 if forward
                 else (step + 1 + self.stage_id) // 2 - self.stages
             )
-            done = self._sent(before, was_forward) if self._there(before) else []
+            instructions = self._sent(before, was_forward) if self._there(before) else []
             if self._there(micro_batch):
-                done += self._forward(micro_batch) if forward else self._backward(micro_batch)
+                instructions += (
+                    self._forward(micro_batch) if forward else self._backward(micro_batch)
+                )
             if step == count - 1:
-                done += [ReduceTiedGrads(), ReduceGrads(), WeightUpdate()]
-            yield done
+                instructions += [ReduceTiedGrads(), ReduceGrads(), WeightUpdate()]
+            yield instructions
             before, was_forward = micro_batch, forward
 
     def num_pipe_buffers(self) -> int:

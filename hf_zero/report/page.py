@@ -136,10 +136,10 @@ def _named(runs: Sequence[RecordedRun], run: RecordedRun, body: str) -> str:
     return body if len(runs) == 1 or not body else f"<h3>{escape(run.name)}</h3>{body}"
 
 
-def _charts(found: Iterable[Chart], drawn: list[Chart]) -> str:
+def _charts(charts: Iterable[Chart], drawn: list[Chart]) -> str:
     """Return the places of charts, and add them to ``drawn``."""
     places = []
-    for chart in found:
+    for chart in charts:
         drawn.append(chart)
         places.append(
             f'<figure class="{"wide" if chart.wide else ""}"><figcaption>{escape(chart.title)}'

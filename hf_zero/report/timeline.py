@@ -201,7 +201,7 @@ def innermost(bars: Sequence[Bar]) -> Iterator[Bar]:
 def without(bar: Bar, others: Iterable[Bar]) -> Iterator[Bar]:
     """Yield the parts of ``bar`` outside ``others``."""
     at = bar.begin
-    for other in sorted(others, key=lambda each: each.begin):
+    for other in sorted(others, key=lambda bar: bar.begin):
         if other.end <= at or other.begin >= bar.end:
             continue
         if other.begin > at:

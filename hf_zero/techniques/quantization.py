@@ -75,12 +75,12 @@ class WeightsInBits:
         """Raise ConfigError if no weight of ``plan`` is to be rounded, or one cannot be."""
         if plan.keeps_dtypes:  # an engine that only holds parameters
             return
-        falls_of, found = self._falls_of(plan.model), False
+        falls_of, falling = self._falls_of(plan.model), False
         for flat in plan.trainable:
             falls = _rounded(flat, falls_of)
             self._check_groups(flat.spec, falls)
-            found |= bool(falls)
-        if not found:
+            falling |= bool(falls)
+        if not falling:
             raise ConfigError(self._nothing_found)
         if self._stretched is not None:
             self._stretched.check(plan)

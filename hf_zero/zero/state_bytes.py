@@ -27,13 +27,13 @@ def state_bytes(engine: EngineParts) -> dict[str, int]:
 
 
 def bytes_by_tier(
-    engine: EngineParts, held: Counter[tuple[str, str]] | None = None
+    engine: EngineParts, counts: Counter[tuple[str, str]] | None = None
 ) -> dict[str, int]:
     """Return the same bytes by tier: ``device``, ``ram`` (offloaded state, and the buffers between
-    it and files) and ``disk``. ``held``: the result of :func:`held_bytes`, if known.
+    it and files) and ``disk``. ``counts``: the result of :func:`held_bytes`, if known.
     """
-    held = held_bytes(engine) if held is None else held
-    tiers = {tier: sum(held[kind, tier] for kind in KINDS) for tier in TIERS}
+    counts = held_bytes(engine) if counts is None else counts
+    tiers = {tier: sum(counts[kind, tier] for kind in KINDS) for tier in TIERS}
     tiers["ram"] += sum(engine.sharded_model.placement.held().values())
     return tiers
 
