@@ -17,7 +17,9 @@ from tests.late import device, training
 
 import hf_zero  # isort: skip
 from hf_zero.offload import update, update_gathers  # isort: skip
+from hf_zero.activations import offload  # isort: skip
 from hf_zero.offload import sub_group_update  # isort: skip
+from hf_zero.zero.reduce import reductions  # isort: skip
 
 HOST = device.C.HOST
 
@@ -196,12 +198,29 @@ def computed(ran: list[Ran], forward: bool | None = None) -> list[Ran]:
     return [task for task in own if forward is None or (" forward" in task.site) == forward]
 
 
-def gathers(job: str, prefetch: int, rank: int, world: int) -> dict[str, Any]:
-    """The part of the gathers' time during which the computation waits."""
+def exposed(job: str, prefetch: int, rank: int, world: int) -> dict[str, Any]:
+    """The parts of the time of gathers, reductions and copies to the device during which the
+    computation waits.
+    """
     ran = train(job, {"stage3_prefetch_bucket_size": prefetch}, rank, world)[-1]
-    found = [task for task in ran if task.what == "all_gather"]
-    exposed = total(found) - beside(found, computed(ran))
-    return {"gathers": len(found), "seconds": total(found), "exposed": exposed}
+    own, shares = computed(ran), dict[str, Any]()
+    for what in ("all_gather", "reduce_scatter", "copy from host, not waited for"):
+        found = [task for task in ran if task.what == what and task not in own]
+        if found:
+            share = 1.0 - beside(found, own) / total(found)
+            shares |= {what: share, f"{what}, tasks": len(found)}
+    return shares
+
+
+def with_fault(owner: Any, name: str, fault: Any, *of: Any) -> dict[str, Any]:
+    """:func:`exposed` with ``fault`` in the place of ``owner.name``."""
+    with mock.patch.object(owner, name, fault):
+        return exposed(*of)
+
+
+def _brings_nothing(run: offload._OffloadedPass, position: int, missing: bool = False) -> None:
+    """No activation is brought back before its use."""
+    run.end()
 
 
 def updates(job: str, waits: bool, rank: int, world: int) -> dict[str, Any]:
@@ -217,14 +236,21 @@ def updates(job: str, waits: bool, rank: int, world: int) -> dict[str, Any]:
     }
 
 
-GATHERED = "stage 3, one micro-batch"
+GATHERED, ACTIVATIONS = "stage 3, one micro-batch", "stage 3, activations on the host"
 CLIPPED = "stage 2, optimizer on the host"
 AT_ONCE = "stage 3, all on the host, updated in the backward"
 # of a rank and the number of ranks
 CASES: dict[str, Callable[[int, int], dict[str, Any]]] = {
-    "gathers, prefetched": lambda *of: gathers(GATHERED, 40_000, *of),
-    "gathers, not prefetched": lambda *of: gathers(GATHERED, 0, *of),
-    "gathers of updated parameters": lambda *of: gathers("stage 2", 0, *of),
+    "gathers, prefetched": lambda *of: exposed(GATHERED, 40_000, *of),
+    "gathers, not prefetched": lambda *of: exposed(GATHERED, 0, *of),
+    "reductions, each awaited at once": lambda *of: with_fault(
+        reductions, "IN_FLIGHT", 0, GATHERED, 40_000, *of
+    ),
+    "gathers of updated parameters": lambda *of: exposed("stage 2", 0, *of),
+    "activations, prefetched": lambda *of: exposed(ACTIVATIONS, 40_000, *of),
+    "activations, not prefetched": lambda *of: with_fault(
+        offload._OffloadedPass, "bring_before", _brings_nothing, ACTIVATIONS, 40_000, *of
+    ),
     "updates beside the next forward": lambda *of: updates(CLIPPED, False, *of),
     "updates beside the backward": lambda *of: updates(AT_ONCE, False, *of),
     "updates that a step waits for": lambda *of: updates(CLIPPED, True, *of),

@@ -192,18 +192,24 @@ def test_a_step_waits_for_the_device_as_often_as_the_table_says(names: str) -> N
         assert row["found"] == expected, row
 
 
-def test_gathers_and_updates_run_beside_the_computation() -> None:
-    """In simulated time: counted by rates, not measured."""
+def test_gathers_reductions_copies_and_updates_run_beside_the_computation() -> None:
+    """In simulated time: counted by rates, not measured. Of each pair of cases the second has a
+    fault, in which the measure sees all of the time exposed.
+    """
     launch.needs_the_device()
     rows = launch.run_ranks("tests.late.overlap")
     found = {row["case"]: row for row in rows if row["rank"] == 1}
-    prefetched, plain = found["gathers, prefetched"], found["gathers, not prefetched"]
-    assert prefetched["gathers"] == plain["gathers"] >= 12
-    assert plain["exposed"] > 0.9 * plain["seconds"], "the measure sees exposed gathers"
-    assert prefetched["exposed"] < 0.01 * prefetched["seconds"]
+    brought = "copy from host, not waited for"
+    for what, right, wrong, least in (
+        ("all_gather", "gathers, prefetched", "gathers, not prefetched", 12),
+        ("reduce_scatter", "gathers, prefetched", "reductions, each awaited at once", 7),
+        (brought, "activations, prefetched", "activations, not prefetched", 40),
+    ):
+        assert found[right][f"{what}, tasks"] == found[wrong][f"{what}, tasks"] >= least
+        assert found[right][what] < 0.01 and found[wrong][what] > 0.9
     # of the parameters that a step has updated: that of the first block alone
     updated = found["gathers of updated parameters"]
-    assert updated["gathers"] == 7 and updated["exposed"] < 0.2 * updated["seconds"]
+    assert updated["all_gather, tasks"] == 7 and updated["all_gather"] < 0.2
     waited = found["updates that a step waits for"]
     assert waited["seconds"] > 0 and waited["beside forward"] == waited["beside backward"] == 0, (
         "the measure sees none"
