@@ -31,7 +31,7 @@ def compressed(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> d
     return _few_bits(config) if settings is None else _one_bit(settings)
 
 
-def _few_bits(config: ZeroConfig) -> dict[str, Any]:
+def _few_bits(config: ZeroConfig) -> dict[str, object]:
     """Gradients, weights and updates in 4 or 8 bits (ZeRO++'s qgZ and qwZ), and the errors of
     gradients fed back (LoCo).
     """
@@ -62,7 +62,7 @@ def _few_bits(config: ZeroConfig) -> dict[str, Any]:
     return {"codecs": codecs, "steps": steps, "needs_one_mesh": _in_use(keys)}
 
 
-def _one_bit(settings: OneBit) -> dict[str, Any]:
+def _one_bit(settings: OneBit) -> dict[str, object]:
     """Momenta in one bit an element (1-bit Adam, 1-bit LAMB, 0/1 Adam)."""
     codecs = Codecs(momentum=SignBlocks(settings.block), block=settings.block)
     return {

@@ -90,7 +90,7 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context manager that makes ``device`` this thread's current one."""
     if is_host(device):
         return nullcontext()
-    inside: AbstractContextManager[Any] = module_of(device).device(device)
+    inside: AbstractContextManager[object] = module_of(device).device(device)
     return inside
 
 

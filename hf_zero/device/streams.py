@@ -83,7 +83,7 @@ def on_stream(stream: Stream | None) -> AbstractContextManager[Any]:
     """Return a context manager that launches on ``stream``; None changes nothing."""
     if stream is None:
         return nullcontext()
-    inside: AbstractContextManager[Any] = kinds.module_of(stream.device).stream(stream)
+    inside: AbstractContextManager[object] = kinds.module_of(stream.device).stream(stream)
     return inside
 
 
@@ -115,7 +115,7 @@ def _new_event(kind: str) -> Event:
 
 
 @functools.cache
-def _options(kind: str) -> dict[str, Any]:
+def _options(kind: str) -> dict[str, object]:
     """Return options for events that sleep in ``synchronize``: CUDA's spin by default; not every
     kind has the option.
     """

@@ -169,7 +169,7 @@ def _parts(training: TrainingFile) -> dict[str, str]:
         parts["eval_dataset"] = "held_out"
     parts["processing_class"] = "tokenizer"
     if training.adapters != "none":
-        options: Mapping[str, Any] = {
+        options: Mapping[str, object] = {
             "r": training.lora_r,
             "lora_alpha": training.lora_alpha,
             "lora_dropout": training.lora_dropout,

@@ -225,7 +225,7 @@ class Filled(Expression):
         self.initialised = base is not None  # whether every element has a value
         self._base = base
         self._seed = int(torch.randint(1 << 62, (), device="cpu"))
-        self._writes: list[Callable[[torch.Tensor], Any]] = []
+        self._writes: list[Callable[[torch.Tensor], object]] = []
 
     def write(
         self,

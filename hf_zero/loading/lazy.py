@@ -85,7 +85,7 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is aten.clone.default:
@@ -185,7 +185,7 @@ def _meta(expression: Expression) -> tuple[Expression, torch.Tensor]:
     return expression, torch.empty(expression.shape, dtype=expression.dtype, device="meta")
 
 
-def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
+def _viewed(func: Any, args: Any, kwargs: Any) -> object:
     expression = args[0].expression
     alone = expression, torch.empty(expression.shape, dtype=expression.dtype, device="meta")
     # A lazy tensor reports the strides of a contiguous tensor, and the caller's arguments of
@@ -210,7 +210,7 @@ def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _converted(
-    tensor: LazyTensor, dtype: torch.dtype | None = None, device: Any = None, **unused: Any
+    tensor: LazyTensor, dtype: torch.dtype | None = None, device: Any = None, **unused: object
 ) -> LazyTensor:
     if device is not None and torch.device(device).type not in ("cpu", "meta"):
         return tensor.read_whole().to(device, dtype)  # type: ignore[return-value]
@@ -261,7 +261,7 @@ def _joined(tensors: Any, dim: int = 0) -> LazyTensor:
     )
 
 
-def _stacked(tensors: Any, dim: int = 0) -> Any:
+def _stacked(tensors: Any, dim: int = 0) -> object:
     return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim % (tensors[0].dim() + 1))
 
 
@@ -272,7 +272,7 @@ def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return first is second or torch.equal(first.whole(), second.whole())
 
 
-def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+def _computed(func: Any, args: Any, kwargs: Any) -> object:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _computed_now(func, args, kwargs)  # each read would draw other numbers
     if any(map(is_filled, tree_flatten((args, kwargs))[0])):
@@ -296,7 +296,7 @@ def _computed_now(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*tree_map(_real, args), **tree_map(_real, kwargs))
 
 
-def _real(value: object) -> Any:
+def _real(value: object) -> object:
     return value.read_whole() if isinstance(value, LazyTensor) else value
 
 

@@ -46,7 +46,7 @@ def tracked(figures: Mapping[str, object]) -> Figures:
     return {name: value for name, value in figures.items() if name not in NOT_DRAWN}
 
 
-def main_input(engine: Any, inputs: Any) -> torch.Tensor | None:
+def main_input(engine: Any, inputs: object) -> torch.Tensor | None:
     """Return the tensor with one row a sample among the arguments of a forward: the model's main
     input if it is named, otherwise the first one.
     """

@@ -58,7 +58,7 @@ def read_rows(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         yield from _rows(path.read_bytes())
 
 
-def _rows(content: bytes) -> Iterator[dict[str, Any]]:
+def _rows(content: bytes) -> Iterator[dict[str, object]]:
     for line in content.decode("utf-8", "replace").splitlines():
         if (row := _parsed(line)) is not None:
             yield row
@@ -70,7 +70,7 @@ class _ReadFile:
 
     end: int = 0
     tail: bytes = b""
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, object]] = field(default_factory=list)
 
 
 class MetricsReader:
@@ -80,7 +80,7 @@ class MetricsReader:
     ``check``: called with each new row.
     """
 
-    def __init__(self, folder: Path, check: Callable[[Mapping[str, Any]], None] | None = None):
+    def __init__(self, folder: Path, check: Callable[[Mapping[str, object]], None] | None = None):
         self.folder = folder
         self._check = check
         self._files: dict[int, _ReadFile] = {}  # by inode: a rotation renames a file
@@ -89,13 +89,13 @@ class MetricsReader:
     def rows(self) -> list[dict[str, Any]]:
         """Return the figures and the other records of the run so far, as :func:`read_rows`."""
         former, self._files = self._files, {}
-        records: list[dict[str, Any]] = []
+        records: list[dict[str, object]] = []
         for path in files_of(self.folder):
             with suppress(FileNotFoundError):  # renamed by a rotation: the next call reads it
                 records += self._read(path, former)
         return records
 
-    def _read(self, path: Path, files: Mapping[int, _ReadFile]) -> list[dict[str, Any]]:
+    def _read(self, path: Path, files: Mapping[int, _ReadFile]) -> list[dict[str, object]]:
         with open(path, "rb") as opened:
             status = os.fstat(opened.fileno())
             file = files.get(status.st_ino, _ReadFile())
@@ -111,7 +111,7 @@ class MetricsReader:
         self._files[status.st_ino], self.updated = file, max(self.updated, status.st_mtime)
         return [*file.rows, *self._checked(content[len(whole) :])]
 
-    def _checked(self, content: bytes) -> list[dict[str, Any]]:
+    def _checked(self, content: bytes) -> list[dict[str, object]]:
         rows = list(_rows(content))
         if self._check is not None:
             for row in rows:
@@ -119,7 +119,7 @@ class MetricsReader:
         return rows
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+def _parsed(line: str) -> dict[str, object] | None:
     try:
         row = parse_json(line)
     except ValueError:
@@ -139,7 +139,7 @@ class MetricsFile:
     must not end a training of all.
     """
 
-    def __init__(self, rotate_bytes: int, header: Mapping[str, Any] | None = None):
+    def __init__(self, rotate_bytes: int, header: Mapping[str, object] | None = None):
         self.folder: Path | None = None
         self.waiting: list[dict[str, Any]] = []  # lines without a file yet
         self._header = header
@@ -285,5 +285,5 @@ def _replace(path: Path, lines: Sequence[str]) -> None:
     draft.replace(path)
 
 
-def _finite(value: object) -> Any:
+def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value

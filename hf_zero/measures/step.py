@@ -334,7 +334,7 @@ def _taken() -> set[Path]:
     return {file.folder.resolve() for file in _files if file.folder is not None}
 
 
-def _events(figures: Figures) -> list[tuple[str, Any, int]]:
+def _events(figures: Figures) -> list[tuple[str, object, int]]:
     """Return the figures of a step as events of monitors, under our names and DeepSpeed's."""
     drawn = tracked(figures)
     for ours, theirs in FORMER.items():

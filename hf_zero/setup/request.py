@@ -45,13 +45,13 @@ class SetupRequest(Generic[E]):
     model: nn.Module
     config: ZeroConfig
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None
-    model_parameters: tuple[Any, ...] | None = None
-    training_data: Any = None
-    lr_scheduler: Any = None
+    model_parameters: tuple[object, ...] | None = None
+    training_data: object = None
+    lr_scheduler: object = None
     distributed_port: int | None = None
-    mpu: Any = None
+    mpu: object = None
     dist_init_required: bool | None = None
-    collate_fn: Callable[[Any], Any] | None = None
+    collate_fn: Callable[[object], object] | None = None
     resume: str | os.PathLike[str] | None = None
     takes_over: Callable[[nn.Module], None] | None = None
 
@@ -60,10 +60,10 @@ class SetupRequest(Generic[E]):
         cls,
         engine_class: type[E],
         *,
-        args: Any,
+        args: object,
         model: Any,
-        config: Any,
-        config_params: Any,
+        config: object,
+        config_params: object,
         model_parameters: Iterable[Any] | None,
         **others: Any,
     ) -> SetupRequest[E]:
@@ -158,7 +158,9 @@ class SetupRequest(Generic[E]):
         return build_optimizer(config, parameters, model)
 
 
-def configuration(args: Any, config: Any, config_params: Any, foreign: bool = False) -> ZeroConfig:
+def configuration(
+    args: object, config: object, config_params: object, foreign: bool = False
+) -> ZeroConfig:
     """Return the configuration that one of these arguments of :func:`initialize` holds; ``foreign``
     as for :meth:`ZeroConfig.from_dict`. Raises ConfigError for none, and for several that differ.
     """
@@ -212,7 +214,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
                 )
 
 
-def _second(second: object, config: object) -> Any:
+def _second(second: object, config: object) -> object:
     """Return the configuration of ``initialize(model, second, config=config)``."""
     if second is not None and config is not None:
         if isinstance(second, torch.optim.Optimizer):

@@ -199,7 +199,7 @@ class ReturnedBefore:
     """
 
     def __init__(self) -> None:
-        self._tuples: dict[str, Any] = {}
+        self._tuples: dict[str, object] = {}
 
     def take(self, layer: Layer) -> Any:
         """Return and forget the output of the block before ``layer`` if it was a tuple, else
@@ -279,7 +279,7 @@ class DrawsForBlocks(ABC):
 
     def _call(
         self, block: nn.Module, run: Call, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    ) -> object:
         forward = self._engine.backward_pass.hooks.forward_at_work
         drawn: Any = None if forward is None else forward.drawn.get(self)
         if drawn is None or not block.training:
@@ -312,7 +312,7 @@ class DrawsForBlocks(ABC):
         run: Call,
         args: tuple[object, ...],
         kwargs: dict[str, object],
-    ) -> Any:
+    ) -> object:
         """Return the result of ``block`` for these arguments and the draws of the forward;
         ``run(*args, **kwargs)`` executes the block.
         """

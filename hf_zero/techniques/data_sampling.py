@@ -194,7 +194,7 @@ class _Training:
 
     order: SampleOrder | None = None
     steps_done: Callable[[], int] = int
-    finish: Callable[[Any], Any] | None = None
+    finish: Callable[[object], object] | None = None
 
 
 class CurriculumSampler(Sampler[int]):
@@ -306,7 +306,7 @@ class DifficultySampling:
     :class:`hf_zero.techniques.registry.Technique`.
     """
 
-    def __init__(self, metrics: Mapping[str, Mapping[str, Any]], seed: int):
+    def __init__(self, metrics: Mapping[str, Mapping[str, object]], seed: int):
         self.schedules: dict[str, DifficultySchedule] = {}
         self._criteria: list[Criterion] = []
         self._difficulties: dict[str, Callable[[int], Number]] = {}

@@ -74,7 +74,7 @@ class RankedSamples(ABC):
         return min(self.rows, max(0, math.floor(self.rows * percentile / top)))
 
     @abstractmethod
-    def check(self, dataset: Any) -> None:
+    def check(self, dataset: object) -> None:
         """Raise DifficultyIndexError if ``dataset`` is not the analyzed one."""
 
 

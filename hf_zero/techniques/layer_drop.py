@@ -174,9 +174,9 @@ class LayerDrop(DrawsForBlocks):
         drawn: Any,
         block: nn.Module,
         run: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         hidden = hidden_state(block, args, kwargs)
         p, layer = drawn[block], self._of[block]
         before = self._before.take(layer)
@@ -199,7 +199,7 @@ class LayerDrop(DrawsForBlocks):
         self._layers, self._of = [], {}
 
 
-def _passed(block: nn.Module, args: object, kwargs: object, output: object) -> Any:
+def _passed(block: nn.Module, args: object, kwargs: object, output: object) -> object:
     """Run the forward hooks of others on the ``output`` of a skipped block, and return it:
     transformers records hidden states by such hooks.
     """

@@ -143,7 +143,7 @@ class TrainingTechniques:
             technique.remove()
 
 
-def check_samples(techniques: TrainingTechniques, data: Any) -> None:
+def check_samples(techniques: TrainingTechniques, data: object) -> None:
     """Raise DifficultyIndexError if ``data`` is a dataset whose samples are chosen by difficulty,
     and another one was analyzed.
     """

@@ -220,7 +220,7 @@ class DifficultySchedule:
             self._reached = difficulty
         return difficulty
 
-    def _read(self, settings: Mapping[str, Any]) -> StepSchedule[Number] | None:
+    def _read(self, settings: Mapping[str, object]) -> StepSchedule[Number] | None:
         section = "schedule_config."
         if self.schedule_type == "custom":
             return None

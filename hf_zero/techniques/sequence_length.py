@@ -86,7 +86,7 @@ class SequenceLength:
             return batch
         return self._cut(batch, length)
 
-    def _before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> object:
         if not (model.training and torch.is_grad_enabled()):
             return None
         length = self._length()
@@ -108,7 +108,7 @@ class SequenceLength:
             named = {at: cut[names.get(at, at)] for at in named}
         return tuple(named[at] for at in range(len(args))), {name: named[name] for name in kwargs}
 
-    def _cut_container(self, batch: Any, length: int) -> Any:
+    def _cut_container(self, batch: Any, length: int) -> object:
         if isinstance(batch, Mapping):
             return self._cut(batch, length)
         cut = self._cut(dict(enumerate(batch)), length)
@@ -129,7 +129,7 @@ class SequenceLength:
         decoder = {name for name in batch if two_sided and _is_decoders(name)}
         sides = [{name: value for name, value in batch.items() if name not in decoder}]
         sides += [{name: batch[name] for name in decoder}] if decoder else []
-        changed: dict[Any, Any] = {}
+        changed: dict[object, object] = {}
         for side, name_of_tokens in zip(sides, (TOKENS, DECODER_TOKENS)):
             tokens = self._tokens(side, name_of_tokens)
             if tokens.shape[1] > length:
@@ -137,7 +137,7 @@ class SequenceLength:
                 changed |= self._cut_side(side, tokens.shape[0], tokens.shape[1], length)
         return {**batch, **changed} if changed else batch
 
-    def _cut_side(self, side: Batch, rows: int, whole: int, length: int) -> dict[Any, Any]:
+    def _cut_side(self, side: Batch, rows: int, whole: int, length: int) -> dict[object, object]:
         changed = {}
         for name, value in side.items():
             dimensions = _sequence_dimensions(name, value, rows, whole)
@@ -209,7 +209,7 @@ class SequenceLength:
                     f"row say that {_PACKED_ADVICE}"
                 )
         for name in MASKS:
-            mask: Any = side.get(name)
+            mask: object = side.get(name)
             if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
                 continue
             if bool((mask > 1).any()):
@@ -229,7 +229,7 @@ class SequenceLength:
         name: Any = next(labelled, None)
         if name is None:
             return 1.0
-        model: Any = self._model() if self._model is not None else None
+        model: object = self._model() if self._model is not None else None
         shifts = name == "labels" and getattr(model, "loss_type", None) == "ForCausalLM"
         first = 1 if shifts else 0
         remaining, whole = (
@@ -279,7 +279,7 @@ class CurriculumLearning:
     a :class:`hf_zero.techniques.registry.Technique`.
     """
 
-    def __init__(self, settings: Mapping[str, Any], section: str, reshape: bool = False):
+    def __init__(self, settings: Mapping[str, object], section: str, reshape: bool = False):
         self.schedule = DifficultySchedule(settings, section)
         self.sequences = SequenceLength(self.length, section, reshape)
         self._section = section

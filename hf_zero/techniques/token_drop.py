@@ -241,9 +241,9 @@ class TokenDrop(DrawsForBlocks):
         drawn: Any,
         block: nn.Module,
         run: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         number, layer = self._layers[block]
         before = self._before.take(layer)
         if block not in self._chosen:

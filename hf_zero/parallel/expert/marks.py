@@ -60,7 +60,7 @@ def split_groups(
     """
     listed = [groups] if isinstance(groups, dict) else list(groups)
     shared: list[dict[str, Any]] = []
-    experts: list[dict[str, Any]] = []
+    experts: list[dict[str, object]] = []
     for group in listed:
         common, expert_parameters = split(group["params"])
         shared.append({**group, "params": common})

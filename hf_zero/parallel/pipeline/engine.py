@@ -79,9 +79,9 @@ class PipelineTraining(TrainingEngine):
         self.pipeline_run = PipelineRun(
             self.config.pipeline.schedule_for(len(stages)), stages, messages
         )
-        self._batches: Iterator[Any] | None = None
-        self._batch_function: Callable[[Any], Any] | None = None
-        self._window: list[tuple[Any, Any]] = []  # inputs and labels of the micro-batches
+        self._batches: Iterator[object] | None = None
+        self._batch_function: Callable[[object], object] | None = None
+        self._window: list[tuple[object, object]] = []  # inputs and labels of the micro-batches
         self._calls = Calls()
 
     # ---- training and evaluation ----
@@ -188,7 +188,7 @@ class PipelineTraining(TrainingEngine):
         finally:
             self._window = []
 
-    def _load(self, micro_batches: int) -> Iterator[tuple[Any, Any]]:
+    def _load(self, micro_batches: int) -> Iterator[tuple[object, object]]:
         """Yield the inputs and labels of the next micro-batches, on the ranks that use them."""
         if not (self.is_first_stage() or self.is_last_stage()):
             return
@@ -241,7 +241,7 @@ class PipelineTraining(TrainingEngine):
                 "one seed)"
             )
 
-    def _run_forward(self, stage: int, number: int, inputs: object) -> Any:
+    def _run_forward(self, stage: int, number: int, inputs: object) -> object:
         return super().forward(self._window[number][0] if inputs is None else inputs, stage=stage)
 
     def batch_of(self, args: Any, kwargs: Any) -> Any:
@@ -366,7 +366,7 @@ def _refuse_whole(name: str) -> NoReturn:
     )
 
 
-def _repeated(loader: Iterable[object]) -> Iterator[Any]:
+def _repeated(loader: Iterable[object]) -> Iterator[object]:
     """Yield the batches of ``loader``, epoch after epoch."""
     sampler: Any = getattr(loader, "data_sampler", None) or getattr(loader, "sampler", None)
     epoch = getattr(loader, "epoch", 0)  # of a resumed run

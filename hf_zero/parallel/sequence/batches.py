@@ -110,7 +110,7 @@ def cut(batch: Any, rank: int, division: Division) -> dict[str, Any]:
     return _marked(cuts, documents, rows * length if mask is None else mask.sum(), counted)
 
 
-def is_part(inputs: Mapping[str, Any]) -> bool:
+def is_part(inputs: Mapping[str, object]) -> bool:
     """Whether the ``inputs`` of a forward are a part made by :func:`cut`: recognised by their
     position_ids, or by ``shift_labels`` if a script has copied those.
     """
@@ -283,7 +283,7 @@ def on_cpu(batch: Any) -> Any:
     return batch
 
 
-def _gather_objects(dim: MeshDim, value: Any) -> list[Any]:
+def _gather_objects(dim: MeshDim, value: Any) -> list[object]:
     """All-gather ``value``, pickled, from each rank; between hosts if their process group has a
     backend for it.
     """

@@ -45,11 +45,11 @@ def kernels_on(device: torch.device) -> Kernels:
     return KERNELS[device.type]
 
 
-def _on_cpu(*tensors: torch.Tensor, causal: bool, scale: float) -> Any:
+def _on_cpu(*tensors: torch.Tensor, causal: bool, scale: float) -> object:
     return aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal, scale=scale)
 
 
-def _on_cpu_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> Any:
+def _on_cpu_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> object:
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *tensors, 0.0, causal, scale=scale
     )
@@ -57,7 +57,7 @@ def _on_cpu_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> Any:
 
 def _on_gpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-) -> Any:
+) -> object:
     if query.dtype != torch.float32:
         return aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, scale=scale
@@ -68,7 +68,7 @@ def _on_gpu(
     return out, sums[..., : query.shape[2]]
 
 
-def _on_gpu_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> Any:
+def _on_gpu_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> object:
     grad, query, key, value, out, sums = tensors
     if query.dtype != torch.float32:
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout of 0

@@ -349,7 +349,7 @@ def of_one_unit(
     return WeightGradients(weights) if weights else None
 
 
-def _unit(parameter: nn.Parameter) -> Any:
+def _unit(parameter: nn.Parameter) -> object:
     flat = owner_of(parameter)
     return None if flat is None else flat.unit
 

@@ -69,7 +69,7 @@ class Target:
             ),
             0,
         )
-        module: Any = self.module
+        module: object = self.module
         outputs = int(getattr(module, "out_features", 0) or getattr(module, "nf", 0))
         outputs //= self.style.packed
         if not width or outputs % width or outputs // width % size == 0:
