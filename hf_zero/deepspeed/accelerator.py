@@ -267,7 +267,7 @@ def instrument_w_nvtx(func: F) -> F:
     """Wrap ``func`` in a range of its name in a profile of the device."""
 
     @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         get_accelerator().range_push(func.__qualname__)
         try:
             return func(*args, **kwargs)

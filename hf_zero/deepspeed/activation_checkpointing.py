@@ -37,8 +37,8 @@ _settings = _Settings()
 
 
 def configure(
-    mpu_: Any = None,
-    deepspeed_config: Any = None,
+    mpu_: object = None,
+    deepspeed_config: object = None,
     partition_activations: bool | None = None,
     contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None,
@@ -93,7 +93,7 @@ def set_num_layers(nlayers: int) -> None:
     """
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpoint(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
     """Run ``function(*args, **kwargs)`` and recompute it in backward."""
     if _settings.in_cpu and _settings.offload is None:
         _settings.offload = offload_of(

@@ -32,17 +32,17 @@ class CheckpointCommitInfo:
 class CheckpointEngine(ABC):
     """Base class of file writers: ``create`` begins a checkpoint, ``commit`` ends it."""
 
-    def __init__(self, config_params: Any = None) -> None:
+    def __init__(self, config_params: object = None) -> None:
         self.name: str | None = None
 
     @abstractmethod
     def create(self, info: CheckpointCommitInfo) -> None: ...
 
     @abstractmethod
-    def save(self, state_dict: Any, path: str) -> None: ...
+    def save(self, state_dict: object, path: str) -> None: ...
 
     @abstractmethod
-    def load(self, path: str, map_location: Any = None) -> Any: ...
+    def load(self, path: str, map_location: object = None) -> Any: ...
 
     @abstractmethod
     def commit(self, info: CheckpointCommitInfo) -> bool: ...
@@ -74,14 +74,14 @@ class CheckpointEngine(ABC):
 class TorchCheckpointEngine(CheckpointEngine):
     """Read and write files of ``torch.save``."""
 
-    def __init__(self, config_params: Any = None) -> None:
+    def __init__(self, config_params: object = None) -> None:
         super().__init__(config_params)
         self.name = "TorchCheckpointEngine"
 
     def create(self, info: CheckpointCommitInfo) -> None:
         pass
 
-    def save(self, state_dict: Any, path: str) -> None:
+    def save(self, state_dict: object, path: str) -> None:
         torch.save(state_dict, path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -96,7 +96,7 @@ class TorchCheckpointEngine(CheckpointEngine):
 Target = tuple[str, str | None]
 
 
-def agreed_target(engine: Any, save_dir: str | os.PathLike[str], tag: Any) -> Target:
+def agreed_target(engine: Any, save_dir: str | os.PathLike[str], tag: object) -> Target:
     """Return rank 0's folder and tag (collective). If another rank's differ, warn according to
     ``checkpoint.tag_validation``; "ignore" does not warn.
 
@@ -123,7 +123,7 @@ def agreed_target(engine: Any, save_dir: str | os.PathLike[str], tag: Any) -> Ta
     return every[0]
 
 
-def _section(engine: Any) -> dict[str, Any]:
+def _section(engine: Any) -> dict[str, object]:
     """Return the written keys of the section ``checkpoint``."""
     section: dict[str, Any] = engine.config.to_dict().get("checkpoint", {})
     return section
@@ -134,7 +134,7 @@ def _shown(target: Target) -> str:
     return folder if tag is None else os.path.join(folder, tag)
 
 
-def tag_of(engine: Any, load_dir: str | os.PathLike[str], tag: Any) -> str | None:
+def tag_of(engine: object, load_dir: str | os.PathLike[str], tag: object) -> str | None:
     """Return ``tag``; for None that in ``latest_universal``, under ``checkpoint.load_universal`` or
     where there is no ``latest``.
     """
@@ -145,7 +145,7 @@ def tag_of(engine: Any, load_dir: str | os.PathLike[str], tag: Any) -> str | Non
     return None if tag is None else str(tag)
 
 
-def nothing_to_load(engine: Any, load_dir: str | os.PathLike[str], tag: Any) -> bool:
+def nothing_to_load(engine: Any, load_dir: str | os.PathLike[str], tag: object) -> bool:
     """Whether ``load_dir`` has no ``latest`` and no checkpoint, so that a script without a tag
     starts from scratch; logs a warning. Rank 0 looks (collective).
     """

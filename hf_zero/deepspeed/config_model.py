@@ -36,7 +36,7 @@ class DeepSpeedConfigModel(BaseModel):
         protected_namespaces=(),
     )
 
-    def __init__(self, strict: bool = False, **data: Any) -> None:
+    def __init__(self, strict: bool = False, **data: object) -> None:
         if not strict:
             data = {key: value for key, value in data.items() if value != "auto"}
         super().__init__(**data)
@@ -95,7 +95,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
 
     @field_validator("loss_scale", "loss_scale_window", "min_loss_scale", mode="before")
     @classmethod
-    def _is_number(cls, value: Any) -> Any:
+    def _is_number(cls, value: object) -> object:
         """Reject values that pydantic would convert to a number."""
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise ValueError(f"must be a number, not {value!r}")

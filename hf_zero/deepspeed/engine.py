@@ -39,11 +39,11 @@ class _ScaledLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(ctx: object, loss: torch.Tensor, scale: float) -> torch.Tensor:
         return loss * scale
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: object, *grads: object) -> Any:
         return grads[0], None
 
 
@@ -94,7 +94,7 @@ class DeepSpeedEngine(ReportingEngine):
 
     # ---- forward, backward, step ----
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         self._states_away.refuse("a forward")
         if self.training and "tput_timer" in self.__dict__:
             self.tput_timer.start()
@@ -111,7 +111,7 @@ class DeepSpeedEngine(ReportingEngine):
         steps = self.gradient_accumulation_steps()
         return loss / steps if scale_wrt_gas and steps != 1 else loss
 
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+    def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         """Run :meth:`hf_zero.Engine.step`. ``lr_kwargs`` are passed to the scheduler's step."""
         self._states_away.refuse("a step")
         ends = self.is_gradient_accumulation_boundary()
@@ -121,7 +121,7 @@ class DeepSpeedEngine(ReportingEngine):
         if "tput_timer" in self.__dict__:
             self.tput_timer.stop(global_step=ends)
 
-    def _step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
+    def _step(self, lr_kwargs: Mapping[str, object] | None) -> None:
         scheduler = self.lr_scheduler
         if not lr_kwargs or scheduler is None:
             super().step()
@@ -220,8 +220,8 @@ class DeepSpeedEngine(ReportingEngine):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """Return the whole model's state dict (collective at stage 3)."""
-        options: dict[str, Any] = {} if destination is None else {"destination": destination}
-        state: dict[str, Any] = self.module.state_dict(
+        options: dict[str, object] = {} if destination is None else {"destination": destination}
+        state: dict[str, object] = self.module.state_dict(
             prefix=prefix, keep_vars=keep_vars, **options
         )
         if exclude_frozen_parameters:
@@ -236,8 +236,8 @@ class DeepSpeedEngine(ReportingEngine):
 
     def offload_states(
         self,
-        include: Iterable[Any] | None = None,
-        device: Any = "cpu",
+        include: Iterable[object] | None = None,
+        device: object = "cpu",
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
@@ -258,7 +258,7 @@ class DeepSpeedEngine(ReportingEngine):
         self._states_away.bring(self.device, non_blocking)
 
     def save_checkpoint(  # type: ignore[override]
-        self, save_dir: str | os.PathLike[str], tag: Any = None, *args: Any, **kwargs: Any
+        self, save_dir: str | os.PathLike[str], tag: object = None, *args: Any, **kwargs: Any
     ) -> bool:
         """Run :meth:`hf_zero.Engine.save_checkpoint` with rank 0's folder and tag."""
         self._states_away.refuse("a save")
@@ -268,12 +268,12 @@ class DeepSpeedEngine(ReportingEngine):
     def load_checkpoint(  # type: ignore[override]
         self,
         load_dir: str | os.PathLike[str],
-        tag: Any = None,
+        tag: object = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: Any = None,
+        custom_load_fn: object = None,
         **more: Any,
     ) -> tuple[str | None, dict[str, Any]]:
         """Run :meth:`hf_zero.Engine.load_checkpoint`; return (None, {}), with a warning, if no tag
@@ -332,9 +332,9 @@ class DeepSpeedEngine(ReportingEngine):
         self,
         backend: str = "inductor",
         compile_kwargs: dict[str, Any] | None = None,
-        schedule: Any = None,
+        schedule: object = None,
         compiled_autograd_enabled: bool = False,
-        **options: Any,
+        **options: object,
     ) -> None:
         """Run :meth:`hf_zero.Engine.compile`. Raises NotBuiltError for a schedule of DeepCompile's
         passes, and for compiled autograd.
@@ -345,7 +345,7 @@ class DeepSpeedEngine(ReportingEngine):
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, object] | None:
         """Return the whole model's state dict on rank 0, None elsewhere (collective)."""
         return whole_state_dict(self, everywhere=False, exclude_frozen=exclude_frozen_parameters)
 
@@ -427,7 +427,7 @@ def _state_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
                     yield kind, tensor
 
 
-def checked(include: Any, device: Any) -> tuple[str, ...]:
+def checked(include: Any, device: object) -> tuple[str, ...]:
     """Return the kinds to move, all if ``include`` is None. Raises ConfigError for unknown kinds
     and devices.
     """

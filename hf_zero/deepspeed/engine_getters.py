@@ -32,7 +32,7 @@ from hf_zero.techniques.layer_drop import LayerDrop
 from hf_zero.techniques.registry import TrainingTechniques
 from hf_zero.zero.layout.precision import COMPUTE
 
-GETTERS: dict[str, tuple[str, Any]] = {
+GETTERS: dict[str, tuple[str, object]] = {
     "autotp_size": ("tensor_parallel.autotp_size", 0),
     "curriculum_learning_enabled": (f"{CURRICULUM}.enabled", False),
     "managed_gradient_accumulation": ("managed_gradient_accumulation", True),
@@ -48,11 +48,11 @@ class ReportingEngine(Engine):
 
     # arguments of ``deepspeed.initialize``
     collate_fn: Any = None
-    mpu: Any = None
+    mpu: object = None
     # set while a Trainer writes one of its checkpoints
     saving_in_checkpoint = False
     loaded_checkpoint_tag: str | None = None  # of the last load
-    losses: Any = None  # DeepSpeed's sum for its monitors; not kept here
+    losses: object = None  # DeepSpeed's sum for its monitors; not kept here
 
     @cached_property
     def timers(self) -> SynchronizedWallClockTimer:

@@ -38,7 +38,7 @@ def get_data_parallel_world_size() -> int:
     return readers()[0]
 
 
-def initialize(ep_size: int = 1, mpu: Any = None) -> None:
+def initialize(ep_size: int = 1, mpu: object = None) -> None:
     """Make the expert axis of ``ep_size`` ranks (collective); an ``mpu`` must split no model."""
     expert_axis(ep_size, "ep_size")
     if mpu is not None:
@@ -71,7 +71,7 @@ def first_rank() -> int:
 
 
 def tp_model_init(
-    model: nn.Module, tp_size: int, dtype: Any = None, config: Any = None, **kwargs: Any
+    model: nn.Module, tp_size: int, dtype: object = None, config: object = None, **kwargs: object
 ) -> nn.Module:
     """Run :func:`hf_zero.tensor_parallel`. ``dtype`` and ``config`` are ignored: ``initialize``
     gets those of the training; ``kwargs`` may name a group made by the caller, but hf-zero makes
@@ -124,7 +124,7 @@ class GatherReplacedLayerParams:
         if self.enabled:
             refuse("GatherReplacedLayerParams", "take them from model.state_dict(), on all ranks")
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         pass
 
 
@@ -155,7 +155,7 @@ def get_sequence_parallel_rank() -> int:
 NAME = "ep_size_"
 
 
-def create(expert_parallel_size_: int, mp_size: int | None = None, **_: Any) -> None:
+def create(expert_parallel_size_: int, mp_size: int | None = None, **_: object) -> None:
     """Make the expert axis (collective over all ranks)."""
     expert_axis(expert_parallel_size_, "expert_parallel_size_")
 

@@ -32,7 +32,7 @@ _SIGNATURE = inspect.signature(_initialize)
 
 
 @wraps(_initialize)
-def initialize(*args: Any, **kwargs: Any) -> Any:
+def initialize(*args: object, **kwargs: object) -> Any:
     """Run :func:`hf_zero.initialize`; the engine is a :class:`DeepSpeedEngine`."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -59,7 +59,7 @@ def _take_over(model: torch.nn.Module) -> None:
             engine.destroy()
 
 
-def _as_deepspeed(arguments: dict[str, Any]) -> None:
+def _as_deepspeed(arguments: dict[str, object]) -> None:
     """Read the configuration in ``arguments`` as DeepSpeed does; the log reports the consequences.
 
     A key that is "auto" gets its default. An optimizer or scheduler that is passed replaces the
@@ -95,7 +95,7 @@ def _as_deepspeed(arguments: dict[str, Any]) -> None:
     arguments.update(args=None, config=config, config_params=None)
 
 
-def _in_precision_of(model: Any, config: ZeroConfig) -> ZeroConfig:
+def _in_precision_of(model: object, config: ZeroConfig) -> ZeroConfig:
     """Return ``config`` with bf16 or fp16 if neither is enabled and all trainable parameters have
     that dtype: like DeepSpeed's ZeRO, the engine then keeps fp32 master weights.
     """
@@ -112,7 +112,7 @@ def _in_precision_of(model: Any, config: ZeroConfig) -> ZeroConfig:
         f'{name}": {{"enabled": true}}',
         logging.WARNING,
     )
-    section: dict[str, Any] = {"enabled": True}
+    section: dict[str, object] = {"enabled": True}
     if name == "fp16":
         section["loss_scale"] = 1.0
     return config.override({name: section}, "computed: the model's dtype")

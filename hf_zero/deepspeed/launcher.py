@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from hf_zero.config.variables import warn_once
 from hf_zero.deepspeed.multinode_runner import PDSH_OPTIONS, RUNNERS, MultiNodeRunner
@@ -267,7 +266,7 @@ def parse_inclusion_exclusion(
     return parse_resource_filter(slots, inclusion, exclusion)
 
 
-def encode_world_info(world_info: Mapping[str, Any]) -> str:
+def encode_world_info(world_info: Mapping[str, object]) -> str:
     """Return ``world_info`` as JSON in URL-safe base64, as launchers pass it on."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 

@@ -31,7 +31,7 @@ class MultiNodeRunner(ABC):
     takes_numbers = False
 
     def __init__(
-        self, args: Any, world_info_base64: str, resource_pool: Mapping[str, Any] | None = None
+        self, args: Any, world_info_base64: str, resource_pool: Mapping[str, object] | None = None
     ) -> None:
         self.args = args
         self.world_info_base64 = world_info_base64
@@ -109,7 +109,7 @@ def _counts(pool: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _equal(pool: Mapping[str, Any], launcher: str) -> int:
+def _equal(pool: Mapping[str, object], launcher: str) -> int:
     """Return the ranks of every host. Raises ConfigError if hosts differ."""
     counts = _counts(pool)
     if len(set(counts.values())) != 1:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
 
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.parallel.pipeline.engine import pipelined
@@ -30,7 +29,7 @@ class PipeInstruction:
     def __init_subclass__(cls, name: str = "") -> None:
         cls.name = name or cls.__name__
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: object) -> None:
         self.kwargs = kwargs
         self.__dict__.update(kwargs)
 
@@ -54,7 +53,7 @@ class ReduceTiedGrads(PipeInstruction):
 class BufferOpInstruction(PipeInstruction):
     """An instruction on the micro-batch in a buffer of the stage."""
 
-    def __init__(self, buffer_id: int, **kwargs: Any) -> None:
+    def __init__(self, buffer_id: int, **kwargs: object) -> None:
         super().__init__(buffer_id=buffer_id, **kwargs)
 
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def clip_grad_norm_(
-    parameters: Any, max_norm: float, norm_type: float = 2.0, mpu: Any = None
+    parameters: Any, max_norm: float, norm_type: float = 2.0, mpu: object = None
 ) -> torch.Tensor:
     """Clip gradients of parameters that no engine owns, like torch's function; the engine clips by
     ``gradient_clipping``.
@@ -61,7 +61,7 @@ class CheckOverflow:
     def __init__(
         self,
         param_groups: Iterable[Iterable[nn.Parameter]] | None = None,
-        mpu: Any = None,
+        mpu: object = None,
         zero_reduce_scatter: bool = False,
         deepspeed: Any = None,
     ) -> None:
@@ -102,7 +102,7 @@ def get_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) ->
     return _finite(torch.nn.utils.get_total_norm(gradients, norm_type))
 
 
-def get_weight_norm(parameters: Any, norm_type: float = 2.0, mpu: Any = None) -> float:
+def get_weight_norm(parameters: Any, norm_type: float = 2.0, mpu: object = None) -> float:
     """Return the norm of the values; -1 if it is not finite."""
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     return _finite(torch.nn.utils.get_total_norm([p.detach().float() for p in tensors], norm_type))
@@ -139,18 +139,18 @@ def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
     return sums
 
 
-def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+def call_to_str(base: str, *args: object, **kwargs: object) -> str:
     """Return ``base(args, key=value)`` as text."""
     parts = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
     return f"{base}({', '.join(parts)})"
 
 
-def recursive_getattr(model: Any, module_name: str) -> Any:
+def recursive_getattr(model: object, module_name: str) -> Any:
     """Return the attribute of ``model`` at a dotted name."""
     return attrgetter(module_name)(model)
 
 
-def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+def recursive_setattr(model: object, module_name: str, module: object) -> None:
     """Set the attribute of ``model`` at a dotted name."""
     owner, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, owner) if owner else model, name, module)
@@ -184,7 +184,7 @@ class PartitionedTensor:
     1-D copy. Parts differ by one element at most.
     """
 
-    def __init__(self, tensor: torch.Tensor, group: Any, partition_meta: Any = None) -> None:
+    def __init__(self, tensor: torch.Tensor, group: Any, partition_meta: object = None) -> None:
         self._hold(list(tensor.shape), group, tensor.device)
         flat = tensor.detach().reshape(-1)
         self.local_data = flat[self.partition[self.rank] : self.partition[self.rank + 1]].clone()

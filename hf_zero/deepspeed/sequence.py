@@ -34,7 +34,7 @@ class UlyssesSPAttentionHF:
     @classmethod
     def register_with_transformers(
         cls,
-        model_name_or_path: Any,
+        model_name_or_path: object,
         core_attn_implementation: str | None = None,
         sequence_parallel_size: int = 1,
         micro_batch_size: int | None = None,
@@ -74,11 +74,11 @@ class UlyssesSPDataLoaderAdapter(SequenceBatches):
 
     def __init__(
         self,
-        dl: Any,
+        dl: object,
         sp_rank: int | None = None,
-        sp_group: Any = None,
+        sp_group: object = None,
         sp_world_size: int | None = None,
-        device: Any = None,
+        device: object = None,
     ):
         self._sequence = sequence_parallel()
         super().__init__(dl, self._sequence.dim, self._sequence.division, device)
@@ -98,7 +98,7 @@ class UlyssesSPDataLoaderAdapter(SequenceBatches):
             return super().__iter__()
         return (self._placed(self._sequence.shard(on_cpu(batch))) for batch in self.loader)
 
-    def _placed(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _placed(self, batch: dict[str, object]) -> dict[str, object]:
         batch.pop("labels", None)
         return super()._placed(batch)
 
@@ -116,7 +116,7 @@ def _gather_losses() -> None:
         return
 
     @functools.wraps(original)
-    def all_gather(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def all_gather(tensor: torch.Tensor, *args: object, **kwargs: object) -> Any:
         group = kwargs.get("group", args[0] if args else None)
         groups = get_parallel()
         if group is None or groups is None or group is not groups.group(TOKENS):
@@ -139,7 +139,7 @@ def sequence_tiled_compute(
     seqlen: int,
     shards: int,
     kwargs_to_shard: Mapping[str, torch.Tensor],
-    kwargs_to_pass: Mapping[str, Any],
+    kwargs_to_pass: Mapping[str, object],
     grad_requiring_tensor_key: str,
     compute_params: Weights = None,
     output_unshard_dimension: int = 1,
@@ -195,7 +195,7 @@ class TiledMLP:
 
     @staticmethod
     def apply(
-        fn: Compute, module: Any, x: torch.Tensor, shards: int, compute_params: Weights = None
+        fn: Compute, module: object, x: torch.Tensor, shards: int, compute_params: Weights = None
     ) -> torch.Tensor:
         """Compute ``fn(module, x)`` for ``x`` [..., seqlen, hidden] in ``shards`` tiles."""
         parts = [_recomputed(fn, module, part) for part in x.chunk(shards, dim=-2)]
@@ -208,7 +208,7 @@ class TiledFusedLogitsLoss:
     @staticmethod
     def apply(
         fn: Compute,
-        module: Any,
+        module: object,
         x: torch.Tensor,
         y: torch.Tensor,
         mask: torch.Tensor | None,

@@ -90,7 +90,7 @@ def _files(folder: str | os.PathLike[str], ending: str) -> list[str]:
     return sorted(map(str, files), key=lambda name: [*map(int, re.findall(r"\d+", name))])
 
 
-def _in_memory(content: dict[str, Any]) -> BinaryIO:
+def _in_memory(content: dict[str, object]) -> BinaryIO:
     file = io.BytesIO()
     torch.save(content, file)
     file.seek(0)

@@ -28,7 +28,7 @@ WITHOUT_DEFAULT = (
     "scheduler.",
 )
 PRECISIONS = ("bf16.enabled", "fp16.enabled")
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, object] = {
     **dict.fromkeys(
         (
             "allgather_partitions",
@@ -143,7 +143,7 @@ class DeepSpeedZeroConfig(_Section):
             {ZERO: {"stage": 0, **_plain(values)}}, allow_auto=True, foreign=True
         )
         section = config.to_dict()[ZERO]
-        offload: dict[str, Any] = {"offload_param": None, "offload_optimizer": None}
+        offload: dict[str, object] = {"offload_param": None, "offload_optimizer": None}
         if "offload_param" in section or values.get("offload_param") is not None:
             options = section.pop("offload_param", {})
             offload["offload_param"] = DeepSpeedZeroOffloadParamConfig(**options)
@@ -171,14 +171,14 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Section):
         super().__init__({**section, "pipeline": pipelined})
 
 
-def _offload(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _offload(name: str, values: Mapping[str, Any]) -> dict[str, object]:
     document = {ZERO: {"stage": 3, name: _plain(values)}}
     config = ZeroConfig.from_dict(document, allow_auto=True, foreign=True).to_dict("default")
-    section: dict[str, Any] = config[ZERO].get(name, {})
+    section: dict[str, object] = config[ZERO].get(name, {})
     return {**section, "device": OffloadDeviceEnum(section.get("device") or "none")}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return ``value`` with sections as dicts and enums as their values."""
     if isinstance(value, _Section):
         value = value.model_dump()
@@ -194,7 +194,7 @@ class DeepSpeedConfig:
     Raises ConfigError for invalid keys and values.
     """
 
-    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+    def __init__(self, config: object, mpu: object = None, mesh_device: object = None) -> None:
         ranks = process_group.get_world_size()
         read = ZeroConfig.coerce(config, allow_auto=True, foreign=True)
         resolvable = without_autos(read)
@@ -203,7 +203,7 @@ class DeepSpeedConfig:
         self.zero_config_native = resolvable.resolve(ranks)
         values = self.zero_config_native.to_dict("default")
         self.world_size = ranks
-        self._values: dict[str, Any] = dict(values)
+        self._values: dict[str, object] = dict(values)
         self._named = {
             "monitor_config": DeepSpeedMonitorConfig.from_config(self.zero_config_native),
             "zero_config": DeepSpeedZeroConfig(**values.get(ZERO, {})),
@@ -241,7 +241,7 @@ def _type(section: Any) -> str | None:
     return None if section is None else str(section.type).lower()
 
 
-def _params(section: Any) -> dict[str, Any] | None:
+def _params(section: Any) -> dict[str, object] | None:
     return None if section is None else dict(section.params)
 
 

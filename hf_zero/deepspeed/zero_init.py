@@ -38,7 +38,7 @@ WHOLE_BYTES = 256 << 20
 _numbers = count()
 
 
-def give_facts(parameters: Iterable[Any]) -> None:
+def give_facts(parameters: Iterable[object]) -> None:
     """Give parameters that are whole on their one rank the attributes of sharded ones: ``ds_id``,
     ``ds_status``, ``ds_shape``, ``ds_numel`` and ``ds_persist``.
     """
@@ -62,7 +62,7 @@ def hold_roots(roots: Iterable[nn.Module], config: ZeroConfig) -> None:
         hold(root, config)
 
 
-def _is_new(parameter: Any) -> bool:
+def _is_new(parameter: object) -> bool:
     """Whether no engine has shards of ``parameter``."""
     return isinstance(parameter, nn.Parameter) and owner_of(parameter) is None
 
@@ -89,20 +89,20 @@ class Init:
     def __init__(
         self,
         module: nn.Module | None = None,
-        data_parallel_group: Any = None,
+        data_parallel_group: object = None,
         mem_efficient_linear: bool = True,
         remote_device: str | None = None,
         pin_memory: bool = False,
-        config_dict_or_path: Any = None,
-        config: Any = None,
+        config_dict_or_path: object = None,
+        config: object = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
-        mpu: Any = None,
-        zero_param_parallel_group: Any = None,
+        mpu: object = None,
+        zero_param_parallel_group: object = None,
         zero_quantized_weights: bool = False,
         zero_quantized_nontrainable_weights: bool = False,
-        sequence_data_parallel_group: Any = None,
-        param_swapper: Any = None,
+        sequence_data_parallel_group: object = None,
+        param_swapper: object = None,
     ) -> None:
         self.enabled = enabled
         self._stack = ExitStack()
@@ -155,7 +155,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def zero_wrapper_for_fp_tensor_constructor(
-    function: Callable[..., Any], *args: Any, **kwargs: Any
+    function: Callable[..., object], *args: object, **kwargs: object
 ) -> Callable[..., Any]:
     """Return ``function`` itself: DeepSpeed wraps tensor constructors, hf-zero does not."""
     return function
