@@ -26,9 +26,7 @@ SMALL_BYTES = 1 << 20  # smaller tensors are made in memory: they are many and t
 
 # Factory operation -> function from its arguments to the in-place operation that sets the values of
 # the new tensor, or to None.
-_FACTORIES: dict[
-    object, Callable[[tuple[object, ...]], Callable[[torch.Tensor], object] | None]
-] = {
+_FACTORIES: dict[Any, Callable[[tuple[Any, ...]], Callable[[torch.Tensor], Any] | None]] = {
     aten.empty.memory_format: lambda args: None,
     aten.zeros.default: lambda args: torch.Tensor.zero_,
     aten.ones.default: lambda args: lambda view: view.fill_(1),
@@ -40,7 +38,7 @@ _FACTORIES: dict[
 _RULES = ("reset_parameters", "_reset_parameters")
 
 
-def _default_dtype(func: object, args: tuple[object, ...]) -> torch.dtype:
+def _default_dtype(func: Any, args: tuple[Any, ...]) -> torch.dtype:
     """Return the dtype of a tensor made without one: ``full`` takes that of its value."""
     if func is aten.full.default and not isinstance(args[1], float):
         return torch.tensor(args[1]).dtype

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,10 +37,6 @@ from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.wrap import packed_elements
 from hf_zero.zero.reduce.reductions import packs
-
-if TYPE_CHECKING:
-    from hf_zero.zero.engine_parts import EngineParts
-
 
 _unit = attrgetter("unit")
 # Whether steps on the host, too, return before the gathers of updated parameters are done: gloo's
@@ -96,7 +92,7 @@ class ShardedModel:
             self.schedule.on_use = Unit.wait_for_update
         self.guards = ModuleGuards(plan.model, self.units, self.schedule)
 
-    def attach(self, engine: Callable[[], EngineParts | None]) -> None:
+    def attach(self, engine: Callable[[], Any | None]) -> None:
         """Set ``engine``, a weak reference, as the engine of these parameters."""
         for flat in self.flats[:1]:
             flat.engine_flats.attach(engine)

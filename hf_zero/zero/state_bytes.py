@@ -6,19 +6,15 @@ The functions are methods of :class:`hf_zero.Engine`, under their names.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from hf_zero.zero.engine_parts import EngineParts
-
 
 KINDS = ("parameters", "gradients", "optimizer")
 TIERS = ("device", "ram", "disk")
 
 
-def state_bytes(engine: EngineParts) -> dict[str, int]:
+def state_bytes(engine: Any) -> dict[str, int]:
     """Return the current bytes of state on this rank, in all tiers: parameters (gathered ones
     excluded at stage 3), gradients (between a backward and its step), optimizer.
     """
@@ -26,9 +22,7 @@ def state_bytes(engine: EngineParts) -> dict[str, int]:
     return {kind: sum(nbytes[kind, tier] for tier in TIERS) for kind in KINDS}
 
 
-def bytes_by_tier(
-    engine: EngineParts, counts: Counter[tuple[str, str]] | None = None
-) -> dict[str, int]:
+def bytes_by_tier(engine: Any, counts: Counter[tuple[str, str]] | None = None) -> dict[str, int]:
     """Return the same bytes by tier: ``device``, ``ram`` (offloaded state, and the buffers between
     it and files) and ``disk``. ``counts``: the result of :func:`held_bytes`, if known.
     """
@@ -38,7 +32,7 @@ def bytes_by_tier(
     return tiers
 
 
-def held_bytes(engine: EngineParts) -> Counter[tuple[str, str]]:
+def held_bytes(engine: Any) -> Counter[tuple[str, str]]:
     """Return the bytes by kind and tier."""
     bound = engine.bound
     counts: Counter[tuple[str, str]] = Counter()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,9 +26,6 @@ from hf_zero.optim.segment_table import Factors
 from hf_zero.optim.segments import FetchedArrays
 from hf_zero.optim.state import is_elementwise, step_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-
-if TYPE_CHECKING:
-    from hf_zero.zero.engine_parts import EngineParts
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +102,7 @@ def names_by_kind(kinds: Mapping[str, Collection[str]]) -> dict[str, set[str]]:
 class EngineState:
     """The entries of ``engine``. Updates of offloaded state are waited for."""
 
-    def __init__(self, engine: EngineParts):
+    def __init__(self, engine: Any):
         self.bound, self._mesh = engine.bound, engine.mesh
         self._fresh: dict[tuple[int, torch.dtype], dict[str, object]] = {}
 
@@ -213,7 +210,7 @@ class EngineState:
 @torch.no_grad()
 def transfer(
     source: StateSource,
-    engine: EngineParts,
+    engine: Any,
     weights: bool = True,
     optimizer: bool = True,
     keeps: bool = False,

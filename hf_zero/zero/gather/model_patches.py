@@ -29,7 +29,6 @@ from hf_zero.zero.layout.sharding import join_parts, own_part, sharding_of
 from hf_zero.zero.layout.unit import Unit
 
 if TYPE_CHECKING:
-    from hf_zero.zero.engine_parts import EngineParts
     from hf_zero.zero.layout.engine_plan import EnginePlan
 
 
@@ -131,7 +130,7 @@ class Techniques(Protocol):
         """Raise ConfigError for what the engine of ``plan`` does not support."""
         ...
 
-    def install(self, engine: EngineParts) -> None:
+    def install(self, engine: Any) -> None:
         """Install everything on the model of ``engine``, after its own hooks. Step-dependent
         techniques read ``engine.global_steps`` and ``engine.micro_steps``, which a load restores.
         """

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,10 +47,6 @@ from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
 from hf_zero.zero.layout.parameter_handles import ParameterHandles
 from hf_zero.zero.layout.training_state import GradientBuffer, GradientMemory, OptimizerShard
 
-if TYPE_CHECKING:
-    from hf_zero.zero.engine_parts import EngineParts
-
-
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -61,7 +57,7 @@ class EngineFlats:
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.flats: list[FlatBuffer] = []
-        self.engine: Callable[[], EngineParts | None] = lambda: None  # a weak reference
+        self.engine: Callable[[], Any | None] = lambda: None  # a weak reference
         # whether requires_grad of a frozen parameter has been switched since the engine looked
         self.switched = False
 
@@ -69,7 +65,7 @@ class EngineFlats:
         """Add ``flat``."""
         self.flats.append(flat)
 
-    def attach(self, engine: Callable[[], EngineParts | None]) -> None:
+    def attach(self, engine: Callable[[], Any | None]) -> None:
         """Set ``engine``, a weak reference, as the engine of the flat buffers."""
         self.engine = engine
 
@@ -94,7 +90,7 @@ class FlatBuffer:
     mesh: FlatMesh = reading("spec.mesh")
     axis: MeshDim = reading("spec.mesh.shard")
     engine_mesh: Mesh = reading("engine_flats.mesh")
-    engine: Callable[[], EngineParts | None] = reading("engine_flats.engine")
+    engine: Callable[[], Any | None] = reading("engine_flats.engine")
     # whether the parameter shard is offloaded from the compute device
     is_away: bool = reading("_storage.offloaded")
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import repeat
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,10 +30,6 @@ from torch import nn
 from hf_zero.device import kinds
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from hf_zero.zero.layout.tree import tensors_in, transformed
-
-if TYPE_CHECKING:
-    from hf_zero.zero.layout.flat_buffer import FlatBuffer
-
 
 _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
@@ -396,7 +392,7 @@ class ReleasedTensor(torch.Tensor):
         raise _refuse(getattr(tensor, "_hf_zero_name", "a released parameter"), name)
 
 
-def _without_values(bare: torch.Tensor, flat: FlatBuffer, name: str) -> ReleasedTensor:
+def _without_values(bare: torch.Tensor, flat: Any, name: str) -> ReleasedTensor:
     released = bare.as_subclass(ReleasedTensor)
     released._hf_zero_flat, released._hf_zero_name = flat, name
     return released

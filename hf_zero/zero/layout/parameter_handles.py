@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,10 +22,6 @@ from hf_zero.zero.layout.parameter import (
     owned_class,
     placeholder,
 )
-
-if TYPE_CHECKING:
-    from hf_zero.zero.layout.flat_buffer import FlatBuffer
-
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -52,7 +48,7 @@ class ParameterHandles:
         # the view of the flat buffer.
         self._no_swaps = [weakref.ref(parameter) for parameter in parameters.values()]
 
-    def take(self, flat: FlatBuffer, full: torch.Tensor) -> None:
+    def take(self, flat: Any, full: torch.Tensor) -> None:
         """Make the parameters views of ``full`` [padded], the buffer of ``flat``, which must hold
         their values.
         """

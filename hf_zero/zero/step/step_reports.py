@@ -15,16 +15,12 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hf_zero.device import kinds, pinned, spans, streams
 from hf_zero.logging import logger
-
-if TYPE_CHECKING:
-    from hf_zero.zero.engine_parts import EngineParts
-
 
 # number of backwards: a step of one micro-batch may well add up the gradients of several losses
 FORGOTTEN = 8
@@ -154,19 +150,19 @@ class StepMeasures:
 
     counts_samples = False
 
-    def forward(self, engine: EngineParts, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
+    def forward(self, engine: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
         """Return a context for a forward with these arguments."""
         return spans.NOTHING
 
     def backward(
-        self, engine: EngineParts, loss: torch.Tensor, weighed: bool
+        self, engine: Any, loss: torch.Tensor, weighed: bool
     ) -> AbstractContextManager[object]:
         """Return a context for the backward of ``loss``, which is ``weighed`` if it has its weight
         in the accumulation window already.
         """
         return spans.NOTHING
 
-    def step(self, engine: EngineParts) -> AbstractContextManager[object]:
+    def step(self, engine: Any) -> AbstractContextManager[object]:
         """Return a context for a ``step()`` call. May be collective."""
         return spans.NOTHING
 
@@ -195,7 +191,7 @@ class StepMeasures:
     def shown_elsewhere(self) -> None:
         """Log no line of a step unless a key asks for it: a trainer shows its own."""
 
-    def finish(self, engine: EngineParts) -> None:
+    def finish(self, engine: Any) -> None:
         """Read the figures of all steps; waits for the device."""
 
     def keep_in(self, folder: str) -> None:
@@ -204,13 +200,13 @@ class StepMeasures:
     def plan_steps(self, steps: int) -> None:
         """Record the number of steps after which the run will end."""
 
-    def saving(self, engine: EngineParts, folder: str) -> None:
+    def saving(self, engine: Any, folder: str) -> None:
         """Write out all figures: a checkpoint is about to be saved in ``folder``."""
 
-    def loaded(self, engine: EngineParts, continues: bool, folder: str | None) -> None:
+    def loaded(self, engine: Any, continues: bool, folder: str | None) -> None:
         """Continue from the step of a checkpoint that was loaded, unless it was weights alone.
         ``folder``: that of its run, None if it is not known.
         """
 
-    def close(self, engine: EngineParts) -> None:
+    def close(self, engine: Any) -> None:
         """End all measures."""
