@@ -212,7 +212,8 @@ class BoundOptimizer:
             segments = table.stepped
             if left_out:
                 segments = [segment for segment in segments if segment not in left_out]
-            table.begin(segments)
+            if self._bf16 is not None or table.by_constructor:
+                table.begin(segments)
             if self._bf16 is None:
                 stepped = self._own.update(segments, grad_scale, found_inf)
             else:

@@ -44,6 +44,7 @@ class SegmentTable:
         self._base = base
         self._fused = fused
         self._widens = entries.bf16 is not None
+        self.by_constructor = isinstance(entries.optimizer, state.MADE_BY_CONSTRUCTORS)
         # A step sums over the ranks, so no segment can be stepped apart from the others.
         self._adds_up = isinstance(entries.optimizer, WholeTensorOptimizer)
         self.device = DeviceState(entries)
@@ -184,9 +185,7 @@ class SegmentTable:
         (offloaded state begins rounded, too), or where only the optimizer's constructor makes it.
         """
         rounded = self._widens and self.device.begins_rounded
-        if not (rounded or isinstance(self._optimizer, state.MADE_BY_CONSTRUCTORS)):
-            return
-        for segment in segments:
+        for segment in segments if rounded or self.by_constructor else ():
             if self.is_unstepped(segment):
                 self.device.create(segment)
 
