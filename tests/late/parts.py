@@ -7,6 +7,7 @@ Each is right, and broken without one of its waits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 from tests.late import device, programs
 from tests.late.programs import BROKEN, NAME, N, Program, current, ones, right, side_stream, total
@@ -114,6 +115,35 @@ def gradients_of_two_streams_share_memory() -> float:
     ones()
     current().wait_stream(side)
     return float(read.item()) + total(found)
+
+
+def upcast_on(side: streams.Stream) -> GradientMemory:
+    """Gradients in 16 bits, of the current stream, cast to fp32 on ``side``."""
+    memory, held = GradientMemory([N], torch.bfloat16, HERE), mock.Mock(holds_gradient=True)
+    memory.take(held).fill_(1)
+    side.wait_stream(current())
+    with streams.on_stream(side):
+        memory.upcast()
+    held.reset_mock()  # it has views of the memory
+    return memory
+
+
+@without("record_stream", "training_state.py upcast", "reuse")
+@right
+def gradients_in_16_bits_are_freed_under_their_cast() -> float:
+    side = streams.side_stream(HERE, streams.Use.COUNTS)
+    memory = upcast_on(side)
+    torch.zeros(N, dtype=torch.bfloat16, device=HERE)
+    current().wait_stream(side)
+    return total(memory._whole)
+
+
+@without("wait", "training_state.py set_allocated", "race")
+@right
+def gradients_are_added_after_their_cast() -> float:
+    memory = upcast_on(streams.side_stream(HERE, streams.Use.COUNTS))
+    memory.set_allocated(True)
+    return total(memory._whole.add_(1))
 
 
 @without("record_stream", "masked_rows.py __init__", "reuse")

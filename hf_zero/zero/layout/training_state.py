@@ -302,7 +302,7 @@ class GradientMemory:
         self._taken = 0  # elements
         self.is_allocated = True  # views are made of allocated memory only
         self.is_ready = True  # allocated, and no stream has to wait for that
-        # the stream on which memory was allocated, and the end of its work before
+        # the stream on which memory was allocated, and the end of its work until then
         self._origin: tuple[streams.Stream, streams.Event] | None = None
 
     def take(self, buffer: GradientBuffer) -> torch.Tensor:
@@ -341,13 +341,17 @@ class GradientMemory:
     def upcast(self) -> None:
         """Keep the gradients in fp32 from now on. The 16-bit memory is free on return, and before
         the new one is allocated if it holds no gradients. A reduction under way keeps its own
-        reference and is cast when it lands.
+        reference and is cast when it lands. Other streams wait for the cast before they use the new
+        memory.
         """
         narrow: torch.Tensor | None = self._whole
         assert narrow is not None
         device = narrow.device
+        here = streams.current_stream(device) if self._on_streams else None
         if not any(buffer.holds_gradient for buffer in self._buffers):
             narrow = None
+        elif here is not None:
+            streams.record_use(narrow, here)
         self._whole = self._whole.new_empty(0)
         for buffer in self._buffers:
             buffer.move(self._whole)
@@ -358,6 +362,8 @@ class GradientMemory:
         )
         for buffer, view in zip(self._buffers, self._whole.split(self._sizes)):
             buffer.move(view)
+        self.is_ready = here is None
+        self._origin = (here, streams.record_event(here)) if here is not None else None
         allocated, self.is_allocated = self.is_allocated, True
         self.set_allocated(allocated)
 
