@@ -194,6 +194,12 @@ BRANCHES: Jobs = {
         TWO,
     ),
     "stage 3, branches on two streams": (3, {}, TWO),
+    # a unit is prefetched on the stream of one branch and used on that of the other
+    "stage 3, branches on two streams, a unit prefetched": (
+        3,
+        {"stage3_prefetch_bucket_size": 10_000},
+        {"branches": True},
+    ),
     "stage 3, branches on two streams in a unit": (3, JOINED, TWO),
     "stage 3, activations on the host, branches on two streams": (3, {}, {**TWO, **ACTIVATIONS}),
 }

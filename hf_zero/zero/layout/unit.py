@@ -209,8 +209,8 @@ class Unit:
         self.streams: set[streams.Stream] = set()
         self._gathered_on: streams.Stream | None = None  # that has waited for the last gather
         self._shared = False  # views of the values may be alive
-        # the gathers under way, and the event after which the shards that they read are on the
-        # device
+        # the gathers under way, and the event after which what no collective writes or reads is on
+        # the device: shards that come from the host, and whole flat buffers of one rank
         self._coming: tuple[list[Handle], streams.Event | None] | None = None
         self.source = ShardGather(self)
         for flat in self.flats:
@@ -237,6 +237,13 @@ class Unit:
     def needs_no_peer(self) -> bool:
         """Whether a gather sends nothing: this rank has all elements of the unit."""
         return all(flat.axis.size == 1 for flat in self.sharded)
+
+    @cached_property
+    def copies_alone(self) -> bool:
+        """Whether a gather copies a flat buffer on a stream without a collective, for which the
+        streams that use it would wait.
+        """
+        return self.device_of_streams is not None and any(f.axis.size == 1 for f in self.sharded)
 
     @property
     def offloaded(self) -> list[FlatBuffer]:
@@ -337,7 +344,8 @@ class Unit:
                 for request in self.source.requests(exact, backward):
                     axis, key, pairs, codecs = request
                     handles.append(axis.all_gather(pairs, key, codecs))
-                brought = streams.record_event(beside) if beside is not None else None
+                here = beside or (streams.current_stream(device) if self.copies_alone else None)
+                brought = streams.record_event(here) if here is not None else None
             self._coming = handles, brought
         if self.state is State.RELEASED:
             self.state = State.GATHERING
