@@ -379,6 +379,9 @@ ON_ONE_RANK: dict[str, Fault] = {
     for name, job, put in (
         ("shards are on the device before their copy begins",
          ALL, unrecorded("unit.py launch_gather")),
+        ("a branch does not wait for a unit that the other one prefetches",
+         "stage 3, branches on two streams, a unit prefetched",
+         unrecorded("unit.py launch_gather")),
         ("a forward does not wait for the copies of an update",
          HOST, left_out("wait", "update.py finish")),
         ("the gradient norm is reported under its copy",

@@ -47,6 +47,7 @@ OVER_HOSTS = (
 )
 ON_ONE_RANK = (
     "shards are on the device before their copy begins",
+    "a branch does not wait for a unit that the other one prefetches",
     "a forward does not wait for the copies of an update",
     "the gradient norm is reported under its copy",
 )
