@@ -355,10 +355,10 @@ class _Load(StateSource):
 
     @cached_property
     def _never_stepped(self) -> set[str]:
-        """The parameters without a step: saved state of theirs is as before the first one."""
+        """The parameters here that had made no step at the save."""
         saved = self.manifest.optimizer
         groups = () if saved is None else saved.groups
-        never = {n for group in groups for n, numbers in group.apart.items() if not numbers}
+        never = frozenset[str]().union(*(group.never_stepped for group in groups))
         return {name for name, held in self.match.held.items() if held in never}
 
     def _names(self, flat: FlatBuffer, run: CopyRange) -> set[str]:

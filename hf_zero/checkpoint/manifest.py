@@ -143,6 +143,11 @@ class GroupEntry:
     parameters: tuple[str, ...]
     apart: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    @property
+    def never_stepped(self) -> frozenset[str]:
+        """The parameters without a step: saved state of theirs is as before the first one."""
+        return frozenset(name for name, numbers in self.apart.items() if not numbers)
+
     def to_json(self) -> dict[str, Any]:
         entry = {
             "hyperparameters": self.hyperparameters,

@@ -114,9 +114,13 @@ class OffloadedState:
     # ---- first steps ----
 
     def take_fresh(self, segment: Segment) -> bool:
-        """Whether ``segment`` is stepped for the first time now. Clears its mark."""
+        """Whether ``segment`` is stepped for the first time now. Clears its mark, unless this step
+        leaves a momentum that is switched off: the step after it is switched on sets it.
+        """
         fresh = segment in self._fresh
-        self._fresh.discard(segment)
+        off = not self._entries.groups[segment.group].get("momentum")
+        if not (off and self._base in BEGIN_WITH_GRADIENT and self._entries.of(segment)):
+            self._fresh.discard(segment)
         return fresh
 
     def is_fresh(self, segment: Segment) -> bool:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from hf_zero.checkpoint import convert_checkpoint
 from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.models import features, seeded
 from tests.helpers.offloads import offload
 from tests.helpers.stacks import on_ranks, squared, stack
 from tests.helpers.training import At
@@ -96,6 +98,97 @@ def test_a_momentum_that_is_switched_off_stays_over_a_load(
     for found in on_ranks(2, train, build=lambda: (stack(), stack())):
         for name, value in want.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("way", ["none", "checkpoint", "universal"])
+@pytest.mark.parametrize("tier", ["device", "optimizer on cpu", "optimizer in files"])
+def test_the_step_that_switches_a_momentum_on_sets_it(tier: str, way: str, tmp_path: Path) -> None:
+    """As in torch, dampening does not scale the first gradient of a momentum, where steps without a
+    momentum came before it.
+    """
+    (tmp_path / "files").mkdir()
+    section = offload(tier, 1, tmp_path / "files")
+    momenta = (0.0, 0.0, 0.9, 0.9)
+
+    def made(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+
+    def make_steps(opened, optimizer, numbers):
+        for step in numbers:
+            optimizer.param_groups[0]["momentum"] = momenta[step]
+            squared(opened, At(step, 0, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def train(rank, models):
+        engine = start(models[0], made(models[0]), config_of(1, zero_optimization=section))
+        make_steps(engine, engine.optimizer, range(2))
+        if way != "none":
+            engine.save_checkpoint(tmp_path / "run")
+            engine.destroy()
+            engine = start(models[1], made(models[1]), config_of(1, zero_optimization=section))
+            if way == "universal" and rank == 0:
+                convert_checkpoint(tmp_path / "run", tmp_path / "other", to="universal")
+            torch.distributed.barrier()
+            engine.load_checkpoint(tmp_path / ("run" if way == "checkpoint" else "other"))
+        make_steps(engine, engine.optimizer, range(2, 4))
+        found = full_weights(engine)
+        engine.destroy()
+        return found
+
+    model = stack()
+    make_steps(model, made(model), range(4))
+    for found in on_ranks(2, train, build=lambda: (stack(), stack())):
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(found[name], value.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+class Later(nn.Module):
+    """Two weights in one flat buffer, of which the second one is used from step 2 on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(7))
+
+    def forward(self, rows, step):
+        rows = rows * self.first
+        return (rows if step < 2 else rows + self.second).pow(2).mean()
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "universal"])
+@pytest.mark.parametrize("tier", ["device", "optimizer on cpu"])
+def test_what_was_never_stepped_has_no_momentum_after_a_load(
+    tier: str, way: str, tmp_path: Path
+) -> None:
+    config = config_of(2, zero_optimization=offload(tier, 2, tmp_path))
+
+    def made(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+
+    def make_steps(opened, optimizer, numbers):
+        for step in numbers:
+            opened(features(step, 0, 0), step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def train(rank, models):
+        engine = start(models[0], made(models[0]), config)
+        make_steps(engine, engine.optimizer, range(2))
+        engine.save_checkpoint(tmp_path / "run")
+        engine.destroy()
+        engine = start(models[1], made(models[1]), config)
+        convert_checkpoint(tmp_path / "run", tmp_path / "other", to="universal")
+        engine.load_checkpoint(tmp_path / ("run" if way == "checkpoint" else "other"))
+        make_steps(engine, engine.optimizer, range(2, 4))
+        found = full_weights(engine)
+        engine.destroy()
+        return found
+
+    model = seeded(Later)
+    make_steps(model, made(model), range(4))
+    for found in on_ranks(1, train, build=lambda: (seeded(Later), seeded(Later))):
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(found[name], value.detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -103,7 +103,7 @@ class _State:
                 )
 
     def _states(self, source: str, name: str, group: GroupEntry) -> dict[str, torch.Tensor]:
-        if group.apart.get(source) == {}:  # never stepped: torch's optimizer has no state of it
+        if source in group.never_stepped:  # torch's optimizer has no state of it
             return {}
         checkpoint = self._checkpoint
         flat, slot = checkpoint.manifest.slots[source]

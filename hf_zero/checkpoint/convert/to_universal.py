@@ -76,11 +76,10 @@ def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
     """Write each parameter's fp32 weights and optimizer state, and the settings of groups."""
     manifest = checkpoint.manifest
     groups = manifest.optimizer.groups if manifest.optimizer else ()
-    steps = {
-        name: group.apart.get(name, group.scalars).get(STEP)
-        for group in groups
-        for name in group.parameters
+    numbers = {
+        name: group.apart.get(name, group.scalars) for group in groups for name in group.parameters
     }
+    never_stepped = frozenset[str]().union(*(group.never_stepped for group in groups))
     for name, (flat, _) in manifest.slots.items():
         if flat.raw:
             continue  # bytes that only their module reads: saved with the model
@@ -93,10 +92,10 @@ def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
         target.mkdir()
         weights = {"param": _whole(checkpoint, name, MASTER)}
         torch_save(weights | ({"cat_dim": 0} if flat.trainable else {}), target / f"{WEIGHTS}.pt")
-        for state in flat.states:
+        for state in flat.states if name not in never_stepped else ():
             if (tensor := _whole(checkpoint, name, state)) is not None:
                 torch_save({"cat_dim": 0, "param": tensor}, target / f"{state}.pt")
-        if (step := steps.get(name)) is not None:
+        if (step := numbers.get(name, {}).get(STEP)) is not None:
             torch_save(torch.tensor(float(step)), target / f"{STEP}.pt")
     settings = [{**group.hyperparameters, "params": []} for group in groups]
     content = {"param_groups": settings, "zero_stage": 1, "ds_version": WRITTEN_AS}
