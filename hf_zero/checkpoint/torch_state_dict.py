@@ -44,12 +44,14 @@ States = dict[str, Any]
 
 
 class _TorchStates:
-    """The elements of an engine's parameters on this rank, under their names in the model.
-    ``on_host``: tensors are given in host memory, each copied there by itself.
+    """The elements of an engine's parameters on this rank, under their names in the model; those
+    unfrozen since the last step are trained. ``on_host``: tensors are given in host memory, each
+    copied there by itself. ``loads``: a load follows.
     """
 
-    def __init__(self, engine: Any, on_host: bool = False):
+    def __init__(self, engine: Any, on_host: bool = False, loads: bool = False):
         self.engine, self._on_host = engine, on_host
+        engine.train_unfrozen(loads)
         version_of(engine)  # updates are complete, and a script's writes are in the shards
         self._state = EngineState(engine)
         self.whole = whole = WholeNames(engine.module)
@@ -386,7 +388,7 @@ def engine_of(model: nn.Module) -> Any:
 
 
 def _states_of(
-    model: nn.Module, info: Any, optimizers: Sequence[Any] | None = None
+    model: nn.Module, info: Any, optimizers: Sequence[Any] | None = None, loads: bool = False
 ) -> _TorchStates | None:
     """Return the state of the engine of ``model``; None if torch's own way is to be taken: without
     an engine, for submodules, and for a model that is a part of an engine's or has one as a part.
@@ -396,7 +398,7 @@ def _states_of(
         return None
     whole = {*map(id, model.parameters())} == {*map(id, engine.module.parameters())}
     if optimizers is None:
-        return _TorchStates(engine, info.cpu_offload) if whole else None
+        return _TorchStates(engine, info.cpu_offload, loads) if whole else None
     if not whole:
         raise CheckpointError(
             "the state of an optimizer was asked for with a model that is a part of the engine's, "
@@ -407,7 +409,7 @@ def _states_of(
         raise CheckpointError(
             "the optimizer is not that of the engine that has the model; pass engine.optimizer"
         )
-    return _TorchStates(engine, info.cpu_offload)
+    return _TorchStates(engine, info.cpu_offload, loads)
 
 
 def _replacements(torch_module: Any) -> dict[str, Callable[..., Any]]:
@@ -428,7 +430,7 @@ def _replacements(torch_module: Any) -> dict[str, Callable[..., Any]]:
     def _load_model_state_dict(model: Any, state_dict: Any, info: Any) -> Any:
         # with set_state_dict only rank 0 knows whether there are weights
         takes_part = info.broadcast_from_rank0 or (info.handle_model and state_dict)
-        states = _states_of(model, info) if takes_part else None
+        states = _states_of(model, info, loads=True) if takes_part else None
         if states is None:
             return put(model, state_dict, info)
         if info.broadcast_from_rank0 and not (state_dict := states.from_rank0(state_dict)):
@@ -448,7 +450,7 @@ def _replacements(torch_module: Any) -> dict[str, Callable[..., Any]]:
     @wraps(put_optim)
     def _load_optim_state_dict(model: Any, optimizers: Any, state_dict: Any, info: Any) -> None:
         takes_part = info.broadcast_from_rank0 or info.handle_optim
-        states = _states_of(model, info, optimizers) if takes_part else None
+        states = _states_of(model, info, optimizers, True) if takes_part else None
         if states is None:
             return put_optim(model, optimizers, state_dict, info)
         if info.broadcast_from_rank0:

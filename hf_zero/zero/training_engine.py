@@ -260,6 +260,8 @@ class TrainingEngine(EngineParts):
         """Rebuild the engine if parameters that its optimizer has were unfrozen (collective);
         ``loads``: a load follows, which may replace a half changed state.
         """
+        if not (self.flats and self.flats[0].engine_flats.switched):
+            return
         self.flats[0].engine_flats.switched = False
         if self.bound is not None and (names := unfrozen(self)):
             what = f"unfreezing {listed(names, 3)}"

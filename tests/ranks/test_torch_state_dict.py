@@ -4,6 +4,7 @@ process: optimizers, options, groups, and state dicts that do not fit.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from tests.helpers.models import Stack, seeded
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.parts import whole
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, stack
 from tests.helpers.training import adamw
 
 RANKS, SAVED_AFTER, STEPS = 2, 2, 4
@@ -338,3 +339,44 @@ def test_a_parameter_without_a_step_begins_after_a_load(stage: int) -> None:
 
     for got in run_ranks(RANKS, run):
         compare_tensors("weights", got, dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("way", ["parts", "whole", "optimizer.load_state_dict"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_load_takes_the_state_of_what_was_unfrozen_before_it(stage: int, way: str) -> None:
+    def made(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train(rank, models):
+        engine = start(models[0], made(models[0]), config_of(stage))
+        run_steps(engine, rank, range(2))
+        options = StateDictOptions(full_state_dict=way == "whole")
+        weights, states = copy.deepcopy(
+            get_state_dict(models[0], engine.optimizer, options=options)
+        )
+        packed = copy.deepcopy(engine.optimizer.state_dict())
+        run_steps(engine, rank, range(2, 4))
+        want = full_weights(engine)
+        engine.destroy()
+
+        for name, parameter in models[1].named_parameters():
+            parameter.requires_grad_("bias" not in name)
+        engine = start(models[1], made(models[1]), config_of(stage))
+        models[1].requires_grad_(True)
+        put = {"model_state_dict": weights, "optim_state_dict": states}
+        if way == "parts":  # as torch.distributed.checkpoint does, which loads the entries there
+            asked = get_state_dict(models[1], engine.optimizer)[1]["state"]
+            assert {n: {*of} for n, of in asked.items()} == {
+                n: {*of} for n, of in states["state"].items()
+            }
+        if way == "optimizer.load_state_dict":
+            set_model_state_dict(models[1], weights)
+            engine.optimizer.load_state_dict(packed)
+        else:
+            set_state_dict(models[1], engine.optimizer, **put, options=options)
+        run_steps(engine, rank, range(2, 4))
+        for name, value in full_weights(engine).items():
+            torch.testing.assert_close(value, want[name], msg=name)
+        engine.destroy()
+
+    on_ranks(2, train, build=lambda: (stack(), stack()))

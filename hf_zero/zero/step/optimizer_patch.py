@@ -92,6 +92,7 @@ def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
             watch_state()
             return
         alive.updater.finish()
+        alive.train_unfrozen(loads=True)
         state_dict = alive.bound.with_positions(state_dict)
         source = SavedSegments(state_dict, alive)
         type(optimizer).load_state_dict(optimizer, alive.bound.settings_of(state_dict))
