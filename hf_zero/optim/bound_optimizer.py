@@ -383,13 +383,15 @@ class BoundOptimizer:
         for (segment, part), held in zip(touched, kept):
             start = max(part.start, first)
             values, at = tensor[start - first : part.stop - first], part.offset + start - part.start
-            if held is None and not self._entries.is_switched_off(segment.group, name):
+            group = segment.group
+            keeps = held is not None or name in self._entries.fresh(group, masters(flat))
+            if not (keeps or self._entries.is_switched_off(group, name)):
                 continue
             if isinstance(held, Blocks):
                 held.put(at, values)
             elif held is not None and not flat.offloaded:
                 _copy(held[at : at + values.numel()], values)
-            elif held is not None or bool(values.any()):
+            elif keeps or bool(values.any()):
                 self._table.state_of(segment).put(segment, name, at, values)
 
     def create_offloaded(self, flat: Flat) -> bool:
