@@ -256,10 +256,11 @@ def count_tokens_once(original: Callable[[object, object], None]) -> Callable[[A
 
 def _keep_given_optimizer(trainer: Any) -> None:
     import torch
+    from accelerate.optimizer import AcceleratedOptimizer
 
     # An optimizer wrapped by Accelerate is not the user's, but that of an earlier train().
-    if isinstance(trainer.optimizer, torch.optim.Optimizer) and not hasattr(
-        trainer.optimizer, "step_was_skipped"
+    if isinstance(trainer.optimizer, torch.optim.Optimizer) and not isinstance(
+        trainer.optimizer, AcceleratedOptimizer
     ):
         setattr(trainer, GIVEN, (trainer.optimizer, trainer.lr_scheduler))
 
