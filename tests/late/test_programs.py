@@ -45,6 +45,7 @@ OVER_HOSTS = (
     "what is gathered is freed under the first hop",
     "parameters that other ranks use are read before their number comes",
 )
+IN_LAZY = ("an engine ends under the copies of activations",)
 ON_ONE_RANK = (
     "shards are on the device before their copy begins",
     "a branch does not wait for a unit that the other one prefetches",
@@ -60,7 +61,8 @@ ON_ONE_RANK = (
         (mode, *chosen)
         for mode in ("eager", "random:1")
         for chosen in (((), 2), (OVER_HOSTS, 4), (ON_ONE_RANK, 1))
-    ],
+    ]
+    + [("lazy", IN_LAZY, 2)],
 )
 def test_no_fault_survives(mode: str, names: tuple[str, ...], ranks: int) -> None:
     launch.needs_the_device()
