@@ -376,9 +376,7 @@ class _Load(StateSource):
 
     def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterNumbers]:
         saved = {
-            name: group.apart.get(name, group.scalars)
-            for group in self._groups()
-            for name in group.parameters
+            name: group.numbers_of(name) for group in self._groups() for name in group.parameters
         }
         # one that is not held was frozen or missing at the save
         held = {name: self.match.held[name] for name in parameters if name in self.match.held}

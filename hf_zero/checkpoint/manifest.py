@@ -143,7 +143,11 @@ class GroupEntry:
     parameters: tuple[str, ...]
     apart: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    @property
+    def numbers_of(self, name: str) -> dict[str, Any]:
+        """Return the scalars of parameter ``name`` of the group."""
+        return self.apart.get(name, self.scalars)
+
+    @cached_property
     def never_stepped(self) -> frozenset[str]:
         """The parameters without a step: saved state of theirs is as before the first one."""
         return frozenset(name for name, numbers in self.apart.items() if not numbers)

@@ -522,7 +522,7 @@ class DeviceState:
             dtypes = {MASTER: arrays[MASTER].dtype} | self._dtypes(flat)
 
             def read(name: str) -> Tensor:
-                return arrays[name] if name in arrays else self._decoded(flat, name)
+                return arrays[name] if name in arrays else self._decoded(flat, name, dtypes[name])
 
             return FetchedArrays(dtypes, read)
         numel = flat.owned[1] - flat.owned[0]
@@ -552,10 +552,10 @@ class DeviceState:
             if self._is_kept(segment, name, value)
         }
 
-    def _decoded(self, flat: Flat, name: str) -> Tensor:
-        """Return the state ``name`` of ``flat`` in numbers."""
+    def _decoded(self, flat: Flat, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the state ``name`` of ``flat`` in numbers of ``dtype``."""
         numel, device = flat.owned[1] - flat.owned[0], masters(flat).device
-        home = torch.zeros(numel, dtype=self._dtypes(flat)[name], device=device)
+        home = torch.zeros(numel, dtype=dtype, device=device)
         begin: dict[int, Any] = {}  # of segments that were not stepped yet, by group
         for segment, part in self._parts(flat):
             value, target = self._entries.of(segment).get(name), home[part.start : part.stop]

@@ -110,7 +110,7 @@ class _State:
         runs = list(
             parameter_ranges(checkpoint.manifest, source, 0, torch.Size(slot.whole).numel())
         )
-        scalars = group.apart.get(source, group.scalars)
+        scalars = group.numbers_of(source)
         states = {key: torch.tensor(float(value)) for key, value in scalars.items()}
         for state in flat.states:
             if not all(checkpoint.holds(run, state) for run in runs):

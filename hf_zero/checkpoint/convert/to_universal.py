@@ -76,9 +76,7 @@ def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
     """Write each parameter's fp32 weights and optimizer state, and the settings of groups."""
     manifest = checkpoint.manifest
     groups = manifest.optimizer.groups if manifest.optimizer else ()
-    numbers = {
-        name: group.apart.get(name, group.scalars) for group in groups for name in group.parameters
-    }
+    numbers = {name: group.numbers_of(name) for group in groups for name in group.parameters}
     never_stepped = frozenset[str]().union(*(group.never_stepped for group in groups))
     for name, (flat, _) in manifest.slots.items():
         if flat.raw:
