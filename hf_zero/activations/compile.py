@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -157,7 +158,26 @@ class CompiledForward(Override):
             return self._fn(*args, **kwargs)
         if self._first is None:
             self._first = shapes
-        return (self._of_first if shapes == self._first else self._of_others)(*args, **kwargs)
+            return self._compile(args, kwargs)
+        with _traces_checkpoints():
+            compiled = self._of_first if shapes == self._first else self._of_others
+            return compiled(*args, **kwargs)
+
+    def _compile(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call the block for the first time; warn if torch.compile made several graphs of it."""
+        from torch._dynamo.utils import counters  # imported late: the import takes a second
+
+        breaks = counters["graph_break"]
+        before = breaks.copy()
+        with _traces_checkpoints():
+            out = self._of_first(*args, **kwargs)
+        for reason in breaks - before:
+            self._warn(
+                f"compiles in parts, which run between uncompiled code (torch.compile: "
+                f"{reason.strip().splitlines()[0]})",
+                "TORCH_LOGS=graph_breaks shows where",
+            )
+        return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._own is not None:
@@ -177,21 +197,36 @@ class CompiledForward(Override):
 
     def _tell(self, foreign: Any) -> None:
         if foreign is not None:
-            why = (
+            self._warn(
                 f"is given a {type(foreign).__name__}, which torch.compile would "
-                "compile again for each block",
+                "compile again for each block, so its forward runs uncompiled",
                 "for a cache of keys and values, train with use_cache=False",
             )
         else:
-            why = (
-                "has hooks on modules inside it, which a compiled graph would not call",
+            self._warn(
+                "has hooks on modules inside it, which a compiled graph would not call, so its "
+                "forward runs uncompiled",
                 "remove them to have it compiled",
             )
-        if why[0] not in self._warned:
-            self._warned.add(why[0])
-            logger.warning(
-                "%s %s, so its forward runs uncompiled; %s", type(self._module).__name__, *why
-            )
+
+    def _warn(self, problem: str, remedy: str) -> None:
+        if problem not in self._warned:
+            self._warned.add(problem)
+            logger.warning("%s %s; %s", type(self._module).__name__, problem, remedy)
+
+
+def _traces_checkpoints() -> AbstractContextManager[object]:
+    """Let torch.compile trace checkpoints whose code writes attributes, such as the outputs that
+    fused projections keep for one another: without it, such a block silently runs uncompiled.
+
+    The recomputation in the backward does not write them again.
+    """
+    import torch._dynamo.config as tracing  # imported late: the import takes a second
+
+    patched: AbstractContextManager[object] = tracing.patch(
+        skip_fwd_side_effects_in_bwd_under_checkpoint=True
+    )
+    return patched
 
 
 def _has_hooks(module: nn.Module) -> bool:

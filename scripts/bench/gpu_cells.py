@@ -235,6 +235,7 @@ CELLS = (
     train(LLAMA, "fsdp2-compile", 45),
     train(LLAMA, "hfz1+all+8bit", 40),
     train(LLAMA, "hfz1+all+16bit", 40),
+    train(LLAMA, "hfz1+all+selective", 40),
     train(LLAMA, "hfz3+all+selective", 40),
     train(LLAMA, "hf-compile", 90),
     train(BERT, "hf", 30),
