@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_zero.config import ZeroConfig
+from hf_zero.ops import dispatch
 from hf_zero.ops.files import ALIGNMENT as SECTOR
 from hf_zero.optim.adam_lion import Lion
 from hf_zero.planning import Needs, needs
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.stage_policy import POLICIES
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.plans import APART, Blocks, planned
 
 NAMES = {False: "bfloat16", True: "float32"}
@@ -243,3 +244,22 @@ def test_nothing_of_a_model_without_parameters() -> None:
     where = to("nvme", nvme_path="/a")
     config = {"zero_optimization": {"stage": 3, "offload_optimizer": where, "offload_param": where}}
     assert needs(planned(nn.Module(), config, 4, None)) == Needs((), (), (), 0, ())
+
+
+@in_turn("stage", [2, 3])
+def test_gradients_of_a_fused_update_stay_in_16_bits_where_ranks_sum_them_so(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "runs_on", lambda device: True)
+
+    def dtypes(ranks: int, **more: Any) -> set[torch.dtype]:
+        config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+        config |= {"kernels": ["optimizer"], "train_micro_batch_size_per_gpu": 1}
+        gpu = more.pop("gpu", True)
+        plan = planned(Blocks([(4096, True, False)]), config | more, ranks, gpu=gpu)
+        return {flat.gradient_dtype for flat in plan.flats}
+
+    assert dtypes(2) == dtypes(1) == dtypes(1, gpu=False) == {torch.bfloat16}
+    assert dtypes(2, gpu=False) == {torch.float32}, "gloo sums in the dtype of the shard"
+    assert dtypes(2, gradient_accumulation_steps=2) == {torch.float32}
+    assert dtypes(2, kernels="off") == {torch.float32}

@@ -99,25 +99,25 @@ def storages_of(tensors):
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
-def windows(micros, announced=False, **keys):
+def windows(micros, announced=False, stage=1, **keys):
     """Of each of two steps: dtypes after a backward, bytes, storages, launches; and the weights."""
 
     def run(rank, model):
         plan = Plan(precision="bf16", clip=1.0)
-        engine, found = start(model, adamw(model), config_of(1, plan, **keys)), []
+        engine, found = start(model, adamw(model), config_of(stage, plan, **keys)), []
+        kept = "accumulated_grad" if stage < 2 else "shard"
         whole = [flat.gradient for flat in engine.flats]
         for step in range(2):
             for micro in range(micros):
                 with engine.no_sync() if announced and not micro else nullcontext():
                     engine.backward(squared(engine, At(step, micro, rank), plan.dtype))
                 if micro == 0:
-                    dtypes = {each.accumulated_grad.dtype for each in whole}
+                    dtypes = {getattr(each, kept).dtype for each in whole}
             engine.step()
             storages = [
-                len(storages_of(getattr(each, name) for each in whole))
-                for name in ("accumulated_grad", "shard")
+                len(storages_of(getattr(each, name) for each in whole)) for name in (kept, "shard")
             ]
-            nbytes = sum(each.accumulated_grad.nbytes for each in whole)
+            nbytes = sum(getattr(each, kept).nbytes for each in whole)
             found.append((dtypes, nbytes, *storages, len(engine.bound._fused._launches)))
         weights = full_weights(engine)
         engine.destroy()
@@ -129,21 +129,24 @@ def windows(micros, announced=False, **keys):
 WIDE = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
-def test_16_bit_gradients_of_one_backward_are_kept_in_16_bits():
+@in_turn("stage", [1, 2, 3])
+def test_16_bit_gradients_of_one_backward_are_kept_in_16_bits(stage):
     """Nothing is added to them: the same bits in half the memory."""
-    for (found, weights), (wide, expected) in zip(windows(1), windows(1, **WIDE)):
+    for (found, weights), (wide, expected) in zip(
+        windows(1, stage=stage), windows(1, stage=stage, **WIDE)
+    ):
         for (dtypes, nbytes, *_), (before, twice, *_) in zip(found, wide):
             assert dtypes == {torch.bfloat16} and before == {torch.float32} and twice == 2 * nbytes
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
-    [(found, _)] = windows(1, gradient_accumulation_steps=2)
+    [(found, _)] = windows(1, stage=stage, gradient_accumulation_steps=2)
     assert found[0][0] == {torch.float32}, "what is added up is wide"
 
 
-@in_turn("announced", [False, True])
-def test_sums_that_the_config_does_not_announce_are_widened_in_one_allocation(announced):
+@in_turn("stage, announced", [(1, False), (1, True), (2, False), (3, False)])
+def test_sums_that_the_config_does_not_announce_are_widened_in_one_allocation(stage, announced):
     """One launch for all, and the bits of gradients that were wide from the start."""
-    wide = windows(2, announced, **WIDE)
-    for (found, weights), (_, expected) in zip(windows(2, announced), wide):
+    wide = windows(2, announced, stage, **WIDE)
+    for (found, weights), (_, expected) in zip(windows(2, announced, stage), wide):
         # ``no_sync`` tells before there is anything to copy
         first = torch.float32 if announced else torch.bfloat16
         assert [each[0] for each in found] == [{first}, {torch.float32}]

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hf_zero.config import ZeroConfig
+from hf_zero.device.kinds import is_host
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.offload.nvme import paged, size_in_file
@@ -647,9 +648,11 @@ def _placed(
     tiers = rules.shard_tiers([s for s, (_, spec, _) in zip(specs, laid) if spec.sharded])
     accumulate = settings.gradient_accumulation_dtype
     wire = settings.communication_data_type
+    # gloo sums what ranks send in 16 bits in the dtype of a sharded gradient
+    sums_wide = policy.shards_gradients and is_host(device) and dims.in_a_stage > 1
     narrow = (
         optimizer is not None
-        and not policy.shards_gradients
+        and not sums_wide
         and reads_16_bits(optimizer, settings.kernels, device)
     )
 

@@ -271,13 +271,20 @@ class GradientBuffer:
 
     # ---- 16 bits, then 32 ----
 
+    def _on_device(self) -> torch.Tensor:
+        """Return the gradient in ``memory``."""
+        whole = self.accumulated_grad
+        if whole is not None:
+            return whole
+        assert self.shard is not None
+        return self.shard
+
     def upcast(self) -> None:
         """Keep gradients in 32 bits from now on: sums in 16 bits would lose small terms. No update
         may be reading them.
         """
         self.upcast_on_accumulate = False
-        if self.accumulated_grad is not None and self.accumulated_grad.itemsize == 2:
-            assert self.memory is not None
+        if self.memory is not None and self._on_device().itemsize == 2:
             self.memory.upcast()
         if self.shard is not None and self.offloaded:
             self.shard = self.shard.float()
