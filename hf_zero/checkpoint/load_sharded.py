@@ -17,21 +17,10 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint import find, loader_state
-from hf_zero.checkpoint.engine_state import (
-    class_name,
-    model_order,
-    refuse_destroyed,
-    set_rng_state,
-)
+from hf_zero.checkpoint.engine_state import class_name, refuse_destroyed, set_rng_state
 from hf_zero.checkpoint.find import whole_tags_beside
 from hf_zero.checkpoint.manifest import MASTER, RNG, GroupEntry, Manifest
-from hf_zero.checkpoint.match import (
-    LiveModel,
-    check_optimizer,
-    match_names,
-    reorder_schedule,
-    scheduler_to_load,
-)
+from hf_zero.checkpoint.match import LoadTarget, match, match_names, tell_of_lost_schedule
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
 from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_bar
 from hf_zero.checkpoint.tensorfile import TensorFile
@@ -97,7 +86,7 @@ def load(
     def open_and_check() -> _Load:
         folder = find.locate(directory, tag)
         hashes = not partial if verify is None else verify
-        checkpoint = _open(folder, engine, hashes, sizes=not partial)
+        checkpoint = _open(folder, LoadTarget.of(engine), hashes, sizes=not partial)
         opened.callback(checkpoint.close)
         return _Load(
             engine,
@@ -173,19 +162,18 @@ def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) 
         )
 
 
-def _grouped(engine: TrainingEngine) -> list[list[str]]:
-    """Return the parameter names in each optimizer group, in the model's order; [] without an
-    optimizer.
+def check(target: LoadTarget, directory: str, tag: str, partial: bool = False) -> None:
+    """Raise CheckpointError if a load of ``<directory>/<tag>`` into an engine of ``target`` would
+    refuse it; only headers and pickles are read. ``partial`` as in :func:`load`.
     """
-    names: list[list[str]] = [[] for _ in engine.bound.groups] if engine.bound is not None else []
-    for name in model_order(engine.module, engine.aliases, engine.bound.group_of) if names else ():
-        names[engine.bound.group_of[name]].append(name)
-    return names
+    folder = find.locate(directory, tag)
+    with _open(folder, target, hashes=False, sizes=not partial) as checkpoint:
+        match(target, checkpoint, strict=True, optimizer=True, schedule=True)
 
 
-def _open(folder: AnyPath, engine: TrainingEngine, hashes: bool, sizes: bool) -> Checkpoint:
+def _open(folder: AnyPath, target: LoadTarget, hashes: bool, sizes: bool) -> Checkpoint:
     return _suggest_other_tags(
-        folder, lambda: open_checkpoint(folder, lambda: _grouped(engine), hashes, sizes)
+        folder, lambda: open_checkpoint(folder, target.grouped, hashes, sizes)
     )
 
 
@@ -216,7 +204,7 @@ def files_needed(engine: TrainingEngine, manifest: Manifest, strict: bool) -> se
     """Return the indices of the rank files of ``manifest`` that a load of everything into this
     rank's ``engine`` reads. Raises CheckpointError if it is of another model.
     """
-    match = match_names(LiveModel.of(engine), manifest, f"checkpoint {manifest.tag}", strict)
+    match = match_names(LoadTarget.of(engine), manifest, f"checkpoint {manifest.tag}", strict)
     needed = {
         run.flat.chunks[run.chunk].file
         for flat in engine.flats
@@ -252,18 +240,11 @@ class _Load(StateSource):
             checkpoint.manifest,
             optimizer,
         )
-        where = str(checkpoint.folder)
-        self.match = match_names(LiveModel.of(engine), self.manifest, where, strict)
-        self.groups = (
-            check_optimizer(
-                engine.optimizer, engine.bound.group_of, self.manifest, self.match.held, where
-            )
-            if optimizer
-            else []
-        )
-        self.scheduler = scheduler_to_load(engine, checkpoint, where) if scheduler else None
-        if self.scheduler is not None and self.groups:
-            self.scheduler = reorder_schedule(self.scheduler, self.groups)
+        fitting = match(LoadTarget.of(engine), checkpoint, strict, optimizer, scheduler)
+        self.match, self.groups, self.scheduler = fitting.names, fitting.groups, fitting.schedule
+        if scheduler:
+            where = str(checkpoint.folder)
+            tell_of_lost_schedule(engine.lr_scheduler, self.manifest, where)
         self.client_state = checkpoint.client_state()
         # for each flat buffer the runs of its weights, and those of each optimizer state, by kind
         self.runs: dict[FlatBuffer, dict[str, list[CopyRange]]] = {}

@@ -1,5 +1,5 @@
-"""Match between a checkpoint and an engine: parameters by name and shape, buffers, the optimizer's
-class and groups, the schedule.
+"""Match between a checkpoint and an engine, or one that is planned: parameters by name and shape,
+buffers, the optimizer's class and groups, the schedule.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_zero.checkpoint.engine_state import class_name
+from hf_zero.checkpoint.engine_state import class_name, model_order
 from hf_zero.checkpoint.manifest import GroupEntry, Manifest, pair_names, strip_wrappers
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, log_rank0
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_zero.checkpoint.reader import Checkpoint
+    from hf_zero.zero.layout.engine_plan import EnginePlan
     from hf_zero.zero.layout.flat_spec import FlatSpec
     from hf_zero.zero.training_engine import TrainingEngine
 
@@ -41,25 +43,79 @@ class NameMatch:
 
 
 @dataclass(frozen=True, eq=False)
-class LiveModel:
+class LoadTarget:
     """What a checkpoint must fit of an engine, or of one that is planned: its module, the
-    properties of its flat buffers, other names of tied parameters, and names ``elsewhere`` in a
-    pipeline.
+    properties of its flat buffers, other names of tied parameters, names ``elsewhere`` in a
+    pipeline; the optimizer with the group of each parameter that it trains, and the scheduler.
     """
 
     module: nn.Module
     specs: Sequence[FlatSpec]
     aliases: Mapping[str, str]
-    elsewhere: Collection[str] = ()
+    elsewhere: Collection[str]
+    optimizer: torch.optim.Optimizer | None
+    group_of: Mapping[str, int]
+    scheduler: Any
 
     @classmethod
-    def of(cls, engine: TrainingEngine) -> LiveModel:
+    def of(cls, engine: TrainingEngine) -> LoadTarget:
         """Return that of ``engine``."""
-        specs = [flat.spec for flat in engine.flats]
-        return cls(engine.module, specs, engine.aliases, engine.elsewhere)
+        group_of = MappingProxyType({}) if engine.bound is None else engine.bound.group_of
+        return cls(
+            engine.module,
+            [flat.spec for flat in engine.flats],
+            engine.aliases,
+            engine.elsewhere,
+            engine.optimizer,
+            group_of,
+            engine.lr_scheduler,
+        )
+
+    @classmethod
+    def planned(cls, plan: EnginePlan, scheduler: object) -> LoadTarget:
+        """Return that of the engine of ``plan``, which is of whole tensors."""
+        specs = [flat.spec for flat in plan.flats]
+        elsewhere = getattr(plan.model, "elsewhere", ())
+        optimizer, group_of = plan.optimizer, plan.group_of
+        return cls(plan.model, specs, plan.aliases, elsewhere, optimizer, group_of, scheduler)
+
+    def grouped(self) -> list[list[str]]:
+        """Return the parameter names in each optimizer group, in the model's order; [] without an
+        optimizer.
+        """
+        groups = () if self.optimizer is None else self.optimizer.param_groups
+        names: list[list[str]] = [[] for _ in groups]
+        for name in model_order(self.module, self.aliases, self.group_of) if names else ():
+            names[self.group_of[name]].append(name)
+        return names
 
 
-def match_names(live: LiveModel, manifest: Manifest, where: str, strict: bool) -> NameMatch:
+@dataclass(frozen=True, eq=False)
+class Match:
+    """The parts of a checkpoint that a target loads: ``names``, the saved group of each group of
+    the optimizer ([]: none), and the state of the schedule, in the target's order of groups.
+    """
+
+    names: NameMatch
+    groups: list[int]
+    schedule: dict[str, Any] | None
+
+
+def match(
+    target: LoadTarget, checkpoint: Checkpoint, strict: bool, optimizer: bool, schedule: bool
+) -> Match:
+    """Match ``checkpoint`` with ``target``, with the state of its ``optimizer`` and ``schedule``;
+    ``strict`` as for :func:`match_names`. Raises CheckpointError for what does not fit.
+    """
+    manifest, where = checkpoint.manifest, str(checkpoint.folder)
+    names, groups = match_names(target, manifest, where, strict), list[int]()
+    if optimizer and target.optimizer is not None:
+        groups = check_optimizer(target.optimizer, target.group_of, manifest, names.held, where)
+    state = scheduler_to_load(target.scheduler, checkpoint, where) if schedule else None
+    return Match(names, groups, reorder_schedule(state, groups) if groups else state)
+
+
+def match_names(live: LoadTarget, manifest: Manifest, where: str, strict: bool) -> NameMatch:
     """Pair the names of the model with the checkpoint's.
 
     Raises CheckpointError for shapes that differ, for weights quantised in another way and, if
@@ -269,35 +325,40 @@ def _kind(class_name: str) -> str:
 RETIRED = {"verbose"}
 
 
-def scheduler_to_load(engine: Any, checkpoint: Checkpoint, where: str) -> dict[str, Any] | None:
-    """Return the state of ``checkpoint``'s scheduler, or None if there is nothing to load. Warn if
-    only one of the two has a scheduler, and the checkpoint the state of an optimizer.
+def tell_of_lost_schedule(scheduler: object, manifest: Manifest, where: str) -> None:
+    """Warn if only one of the checkpoint and the engine has a scheduler, and the checkpoint the
+    state of an optimizer.
+    """
+    saved = manifest.lr_scheduler
+    if manifest.optimizer is None or (saved is None) == (scheduler is None):
+        return
+    if saved is not None:
+        text = (
+            f"{where} holds the state of {_short(saved['class']) or 'an lr scheduler'}, and this "
+            "engine has no lr scheduler: the learning rates do not change any more; pass "
+            "lr_scheduler= to initialize, or configure a scheduler, to continue the schedule"
+        )
+    elif hasattr(scheduler, "load_state_dict"):
+        text = (
+            f"{where} holds no state of an lr scheduler: {type(scheduler).__name__} of this engine "
+            "starts from its first step"
+        )
+    else:
+        return
+    log_rank0(text, logging.WARNING)
+
+
+def scheduler_to_load(scheduler: Any, checkpoint: Checkpoint, where: str) -> dict[str, Any] | None:
+    """Return the state of ``checkpoint`` for ``scheduler``, or None if there is nothing to load.
 
     Raises CheckpointError if another class saved it; keys are compared if no class is named.
     """
     saved = checkpoint.manifest.lr_scheduler
-    if engine.lr_scheduler is None and saved is not None and checkpoint.manifest.optimizer:
-        held = _short(saved["class"]) or "an lr scheduler"
-        log_rank0(
-            f"{where} holds the state of {held}, and this engine has no lr scheduler: the learning "
-            "rates do not change any more; pass lr_scheduler= to initialize, or configure a "
-            "scheduler, to continue the schedule",
-            logging.WARNING,
-        )
-    if not hasattr(engine.lr_scheduler, "load_state_dict"):
+    if saved is None or not hasattr(scheduler, "load_state_dict"):
         return None
-    live = class_name(engine.lr_scheduler)
-    if saved is None:
-        if checkpoint.manifest.optimizer is not None:
-            log_rank0(
-                f"{where} holds no state of an lr scheduler: {_short(live)} of this engine starts "
-                "from its first step",
-                logging.WARNING,
-            )
-        return None
-    state = checkpoint.scheduler_state()
+    live, state = class_name(scheduler), checkpoint.scheduler_state()
     if not saved["class"]:
-        own = engine.lr_scheduler.state_dict()
+        own = scheduler.state_dict()
         state = _with_keys_of(own, state)
         known = own.keys() | RETIRED
         unknown = [str(key) for key in state if str(key)[:1] != "_" and key not in known]

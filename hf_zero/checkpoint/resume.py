@@ -7,11 +7,13 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hf_zero.checkpoint.engine_state import parallel_sizes
 from hf_zero.checkpoint.find import MODEL, locate, newest_whole
+from hf_zero.checkpoint.load_sharded import check
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.match import LiveModel, check_optimizer, match_names
+from hf_zero.checkpoint.match import LoadTarget
 from hf_zero.checkpoint.memory.resume import newest_in_memory
 from hf_zero.checkpoint.reader import recognise
 from hf_zero.checkpoint.save_job import decide_on_rank_0
@@ -22,7 +24,6 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import ConfigError
 from hf_zero.logging import counted, log_rank0
-from hf_zero.zero.layout.engine_plan import EnginePlan
 
 LATEST = "latest"  # value of ``resume``: the newest one in ``checkpoint.folder``
 
@@ -53,23 +54,12 @@ class Resumed:
                 "any"
             )
 
-    def check_model(self, plan: EnginePlan) -> None:
-        """Raise CheckpointError on all ranks if the checkpoint is of another model or optimizer
-        than those of ``plan``, which is of whole tensors. Those of other programs are compared when
-        they are read. Collective.
+    def check(self, target: LoadTarget) -> None:
+        """Raise CheckpointError on all ranks if the checkpoint does not fit ``target``.
+        Collective.
         """
-
-        def check() -> None:
-            folder = locate(self.directory, self.tag)
-            if not (folder / MANIFEST_NAME).is_file():
-                return
-            manifest, where = Manifest.read(folder / MANIFEST_NAME), str(folder)
-            live = LiveModel(plan.model, [flat.spec for flat in plan.flats], plan.aliases)
-            held = match_names(live, manifest, where, strict=True).held
-            if plan.optimizer is not None:
-                check_optimizer(plan.optimizer, plan.group_of, manifest, held, where)
-
-        collective_try(get_world_group(), check, self.directory, "Nothing was loaded.")
+        read = partial(check, target, self.directory, self.tag, self.in_memory)
+        collective_try(get_world_group(), read, self.directory, "Nothing was loaded.")
 
     def keep_batch(self, config: ZeroConfig, readers: int) -> ZeroConfig:
         """Return ``config`` with a number of micro-batches that leaves a step the samples of the

@@ -29,6 +29,7 @@ from hf_zero.optim.muon import Muon, muon_groups
 from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
 from hf_zero.optim.one_bit_lamb import OneBitLamb
 from hf_zero.optim.schedules import SCHEDULES
+from hf_zero.optim.segment_table import current_settings
 from hf_zero.optim.trust_ratio import LARS, Lamb
 
 if TYPE_CHECKING:
@@ -348,16 +349,17 @@ def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRS
         ) from error
 
 
-def check_scheduler(cfg: SchedulerConfig, optimizer: torch.optim.Optimizer) -> None:
-    """Raise as :func:`build_scheduler`, whose schedule sets values in the groups of ``optimizer``;
-    here it sets them in those of a throw-away twin.
+def twin_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Return a throw-away twin of ``optimizer``, over one parameter a group: a scheduler sets
+    values in its groups, some of them in place.
     """
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(vars(optimizer))
     twin.__dict__.pop("step", None)
     probe = torch.nn.Parameter(torch.zeros(1))
-    twin.param_groups = [{**group, "params": [probe]} for group in optimizer.param_groups]
-    build_scheduler(cfg, twin)
+    groups = map(current_settings, optimizer.param_groups)
+    twin.param_groups = [{**group, "params": [probe]} for group in groups]
+    return twin
 
 
 # ---- both, before a run ----

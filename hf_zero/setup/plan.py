@@ -11,6 +11,7 @@ from typing import Any, Generic
 import torch
 
 from hf_zero.activations.policy import ActivationPatches
+from hf_zero.checkpoint.match import LoadTarget
 from hf_zero.checkpoint.resume import Resumed
 from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig
@@ -22,7 +23,7 @@ from hf_zero.engine import Engine
 from hf_zero.loading.shard_only import engines_of
 from hf_zero.logging import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
-from hf_zero.optim.build import check_scheduler
+from hf_zero.optim.build import twin_of
 from hf_zero.optim.elementwise import adopt, check
 from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.parallel.expert.model import dims_with_experts
@@ -96,11 +97,16 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
         with raise_on_all_ranks("plan its engine"):
             resolved = resolve(request, checkpoint)
             check_features(resolved)
+            scheduler = _trial_scheduler(resolved)
         # apart: the plan of a model in stages is collective, which a refusal before must not meet
         with raise_on_all_ranks("plan its engine"):
             engine_plan, is_final, ending = _plan_engine(resolved)
         check_alike(engine_plan)
-        _check_resumed(resolved, engine_plan)
+        if checkpoint is not None:
+            whole = engine_plan  # without the cuts that are still to be made
+            if engine_plan.cuts:
+                whole = plan_of_engine(resolved, resolved.optimizer)
+            checkpoint.check(LoadTarget.planned(whole, scheduler))
         report = check_on_all_ranks(engine_plan, _freed(ending))
     return Planned(resolved, report, is_final)
 
@@ -151,9 +157,9 @@ def resolve(request: SetupRequest[E], checkpoint: Resumed | None) -> Resolved[E]
 def check_features(resolved: Resolved[Any]) -> None:
     """Raise for features that the model, the data or the optimizer do not support."""
     request, settings = resolved.request, resolved.settings
-    model, optimizer = request.model, resolved.optimizer
+    model = request.model
     if isinstance(model, StagedModule):
-        one_bit = one_bit_of(settings, optimizer) is not None
+        one_bit = one_bit_of(settings, resolved.optimizer) is not None
         check_pipeline(settings, model, resolved.techniques.by_key, one_bit)
     division = sequence_parallel.division_of(settings)
     sequence_parallel.check_model(model, division, resolved.dims)
@@ -172,8 +178,6 @@ def check_features(resolved: Resolved[Any]) -> None:
         moved_norms(model, calls_of_model(model))
     check_data(request.training_data, settings)
     check_samples(resolved.techniques, request.training_data)
-    if settings.scheduler is not None and optimizer is not None:
-        check_scheduler(settings.scheduler, optimizer)
     resolved.patches.check(model, not POLICIES[settings.stage].shards_parameters)
 
 
@@ -214,17 +218,14 @@ def _plan_engine(resolved: Resolved[Any]) -> tuple[EnginePlan, bool, list[Engine
     return engine_plan, not cuts and not without_values, ending
 
 
-def _check_resumed(resolved: Resolved[Any], engine_plan: EnginePlan) -> None:
-    """Raise CheckpointError on all ranks if the checkpoint to resume from is of another model. That
-    of a model in stages, of which a rank plans one, is compared as it is loaded. Collective.
+def _trial_scheduler(resolved: Resolved[Any]) -> Any:
+    """Return the scheduler as :meth:`SetupRequest.make_scheduler` makes it, of a twin of the
+    optimizer. The script's callable is called only for a checkpoint, which may be of another class.
     """
-    model = resolved.request.model
-    if resolved.checkpoint is None or isinstance(model, StagedModule):
-        return
-    if engine_plan.cuts:
-        settings, optimizer = resolved.settings, resolved.optimizer
-        engine_plan = resolved.engine_class.plan(model, settings, optimizer, extensions_of)
-    resolved.checkpoint.check_model(engine_plan)
+    request, optimizer = resolved.request, resolved.optimizer
+    if optimizer is None or (request.lr_scheduler is not None and resolved.checkpoint is None):
+        return None
+    return request.make_scheduler(resolved.settings, twin_of(optimizer))
 
 
 def _freed(ending: list[Engine]) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from hf_zero.distributed.rendezvous import announce
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
-from hf_zero.optim.build import build_optimizer, refused
+from hf_zero.optim.build import build_optimizer, build_scheduler, refused
 from hf_zero.parallel.pipeline.staged import StagedModule
 
 E = TypeVar("E", bound=Engine)
@@ -156,6 +156,17 @@ class SetupRequest(Generic[E]):
                 "unfreeze some, or remove the optimizer"
             )
         return build_optimizer(config, parameters, model)
+
+    def make_scheduler(self, settings: ZeroConfig, optimizer: Any) -> Any:
+        """Return the script's scheduler, or a new one over ``optimizer`` of its callable or of
+        ``settings``; None without any of them.
+        """
+        scheduler = self.lr_scheduler
+        if callable(scheduler) and not hasattr(scheduler, "step"):
+            return scheduler(optimizer)
+        if scheduler is None and settings.scheduler is not None and optimizer is not None:
+            return build_scheduler(settings.scheduler, optimizer)
+        return scheduler
 
 
 def configuration(

@@ -18,7 +18,6 @@ from hf_zero.integrations.bitsandbytes import keep_packing
 from hf_zero.loading import give_values
 from hf_zero.loading.shard_only import release_holders
 from hf_zero.logging import log_rank0
-from hf_zero.optim.build import build_scheduler
 from hf_zero.optim.elementwise import adopt
 from hf_zero.parallel.expert.model import on_model, spread_experts
 from hf_zero.parallel.sequence import sequence_parallel
@@ -142,16 +141,13 @@ def shard(setup: Setup) -> None:
 
 
 def schedule(setup: Setup) -> None:
-    scheduler = setup.planned.resolved.request.lr_scheduler
-    if callable(scheduler) and not hasattr(scheduler, "step"):
-        scheduler = scheduler(setup.optimizer)
+    request = setup.planned.resolved.request
+    scheduler = request.make_scheduler(setup.settings, setup.optimizer)
     if isinstance(scheduler, ReduceLROnPlateau):
         log_rank0(
             "lr_scheduler ReduceLROnPlateau takes a metric, which the engine does not have: call "
             "its step(metric) where the script knows one; checkpoints hold its state"
         )
-    if scheduler is None and setup.settings.scheduler is not None and setup.optimizer is not None:
-        scheduler = build_scheduler(setup.settings.scheduler, setup.optimizer)
     setup.engine.lr_scheduler = setup.scheduler = scheduler
 
 

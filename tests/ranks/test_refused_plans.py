@@ -5,6 +5,7 @@ model does not support, models that differ, checkpoints of another model or opti
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.distributed import process_group
 from hf_zero.errors import CheckpointError, HfZeroError
+from hf_zero.parallel.pipeline.module import PipelineModule
 from hf_zero.setup import parallelize
 from tests.helpers import tensor_parallel
 from tests.helpers.models import llama, seeded
@@ -118,8 +121,11 @@ def test_what_ranks_refuse_together_is_refused_before_anything_changes(
     run_ranks(2, on_rank)
 
 
+Schedules: Any = torch.optim.lr_scheduler
+
+
 def another_checkpoint(folder: Path, kind: str, feature: Feature) -> None:
-    """Save a checkpoint with other names, of other shapes, or with another optimizer."""
+    """Save a checkpoint with other names, of other shapes, with another optimizer or schedule."""
 
     def on_rank(rank: int) -> None:
         model = models[rank]
@@ -127,6 +133,7 @@ def another_checkpoint(folder: Path, kind: str, feature: Feature) -> None:
         engine, *_ = hf_zero.initialize(
             model=model,
             optimizer=make(model.parameters(), lr=1e-3),
+            lr_scheduler=lambda optimizer: Schedules.StepLR(optimizer, 2),
             config=configuration(feature, {}),
         )
         engine.save_checkpoint(folder)
@@ -137,33 +144,99 @@ def another_checkpoint(folder: Path, kind: str, feature: Feature) -> None:
     run_ranks(2, on_rank)
 
 
-@pytest.mark.parametrize("name", ["plain", "tensor parallel", "offloaded"])
-@pytest.mark.parametrize("kind, error", [
-    ("names", r"is of another model .*: the model lacks model.layers.2.self_attn.q_proj.weight"),
-    ("shapes", r"is of another model: shapes differ: .*lm_head.weight \(checkpoint \[48, 32\]"),
-    ("optimizer", "saved with optimizer torch.optim.sgd.SGD, this engine has .*AdamW"),
-])  # fmt: skip
-def test_another_checkpoint_is_refused_on_all_ranks_before_anything_changes(
-    name, kind, error, tmp_path, monkeypatch
-):
-    feature = replace((FEATURES | FURTHER)[name], build=tensor_parallel.llama)
+def refuse(models: list[nn.Module], feature: Feature, resume: Path, error: str) -> None:
+    """Assert that ``resume`` raises ``error`` on all ranks, whose objects stay as they are."""
 
     def on_rank(rank: int) -> None:
         model = models[rank]
         optimizer = adamw(model)
-        before = snapshot({"model": model, "optimizer": optimizer}, whole_process=False)
+        objects = {"model": model, "optimizer": optimizer}
+        before, state = snapshot(objects, resume, whole_process=False), torch.get_rng_state()
         with pytest.raises(CheckpointError, match=error) as refused:
             hf_zero.initialize(
                 model=model,
                 optimizer=optimizer,
+                lr_scheduler=lambda optimizer: Schedules.ExponentialLR(optimizer, 0.5),
+                training_data=[torch.zeros(2)],
                 config=configuration(feature, {}),
-                resume=tmp_path,
+                resume=resume,
             )
         assert str(refused.value).endswith("Nothing was loaded.")
-        after = snapshot({"model": model, "optimizer": optimizer}, whole_process=False)
-        assert before.changes_until(after) == []
+        assert before.changes_until(snapshot(objects, resume, whole_process=False)) == []
+        assert torch.equal(state, torch.get_rng_state())
 
+    run_ranks(len(models), on_rank)
+
+
+WHICH = {
+    "names": r"is of another model .*: the model lacks model.layers.2.self_attn.q_proj.weight",
+    "shapes": r"is of another model: shapes differ: .*lm_head.weight \(checkpoint \[48, 32\]",
+    "optimizer": "saved with optimizer torch.optim.sgd.SGD, this engine has .*AdamW",
+    "schedule": r"saved with lr scheduler .*StepLR, this engine has .*\.ExponentialLR",
+}
+
+
+@pytest.mark.parametrize("name", ["plain", "tensor parallel", "offloaded"])
+@pytest.mark.parametrize("kind", WHICH)
+def test_another_checkpoint_is_refused_on_all_ranks_before_anything_changes(
+    name, kind, tmp_path, monkeypatch
+):
+    feature = replace((FEATURES | FURTHER)[name], build=tensor_parallel.llama)
     another_checkpoint(tmp_path, kind, feature)
     monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
-    models = [seeded(feature.build) for _ in range(2)]
+    refuse([seeded(feature.build) for _ in range(2)], feature, tmp_path, WHICH[kind])
+
+
+@pytest.mark.parametrize("name, to", [("plain", "dcp"), ("tensor parallel", "universal")])
+@pytest.mark.parametrize("kind, error", [
+    ("names", WHICH["names"]),
+    ("shapes", WHICH["shapes"]),
+    ("schedule", "holds the state of another lr scheduler: this engine has ExponentialLR"),
+])  # fmt: skip
+def test_that_of_another_program_is_refused_before_anything_changes(
+    name, to, kind, error, tmp_path, monkeypatch
+):
+    feature = replace(FEATURES[name], build=tensor_parallel.llama)
+    another_checkpoint(tmp_path / "run", kind, feature)
+    convert_checkpoint(tmp_path / "run", tmp_path / to, to=to)
+    monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
+    refuse([seeded(feature.build) for _ in range(2)], feature, tmp_path / to, error)
+
+
+def test_stages_refuse_a_checkpoint_of_other_layers_before_anything_changes(tmp_path, monkeypatch):
+    def staged(rank: int, widths: tuple[int, ...]) -> nn.Module:
+        layers = [nn.Linear(*pair) for pair in pairwise(widths)]
+        return PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+
+    def save(rank: int) -> None:
+        model = staged(rank, (8, 8, 8, 4, 8))
+        engine, *_ = hf_zero.initialize(model=model, optimizer=adamw(model), config="zero1")
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+
+    def on_rank(rank: int) -> None:
+        model = staged(rank, (8,) * 5)
+        optimizer = adamw(model)
+        objects = {"model": model, "optimizer": optimizer}
+        before = snapshot(objects, tmp_path, whole_process=False)
+        error = "shapes differ" if rank else "rank 1: .* shapes differ"
+        with pytest.raises(CheckpointError, match=error):
+            hf_zero.initialize(model=model, optimizer=optimizer, config="zero1", resume=tmp_path)
+        assert before.changes_until(snapshot(objects, tmp_path, whole_process=False)) == []
+
+    run_ranks(2, save)
+    monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
     run_ranks(2, on_rank)
+
+
+def test_the_check_of_a_schedule_leaves_a_rate_that_is_a_tensor() -> None:
+    """A schedule of torch takes the rate that it finds for the first one."""
+    rates = []
+    for rate in (0.5, torch.tensor(0.5)):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        config = {"scheduler": {"type": "LinearLR", "params": {"start_factor": 0.25}}}
+        engine, *_ = hf_zero.initialize(model=model, optimizer=optimizer, config=config)
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        engine.destroy()
+    assert rates == [0.125, 0.125]
