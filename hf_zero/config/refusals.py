@@ -72,6 +72,14 @@ def check_reading(reading: ConfigReading) -> None:
                 "that a step leaves out have no gradient; remove one of them"
             )
         )
+    fewest, most = (values.get(f"nccl.{name}_ctas") for name in ("min", "max"))
+    if fewest is not None and most is not None and fewest > most:
+        mistakes.append(
+            ConfigError(
+                f"nccl.min_ctas = {fewest} ({sources['nccl.min_ctas']}) is above nccl.max_ctas = "
+                f"{most} ({sources['nccl.max_ctas']}); write at most {most}"
+            )
+        )
     _check_timeouts(reading)
     _check_offload(reading)
     _check_activations(reading)

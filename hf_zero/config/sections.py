@@ -136,6 +136,25 @@ class Fp16Section:
     min_loss_scale: float = key(number(above=0), 1.0)
 
 
+def _on_gloo(values: Mapping[str, object]) -> str:
+    gloo = values.get("distributed_backend") == "gloo"
+    return "distributed_backend is gloo, and the keys are NCCL's" if gloo else ""
+
+
+@dataclass(frozen=True)
+class NcclSection:
+    """Fields of NCCL's configuration of a communicator; None: NCCL chooses."""
+
+    min_ctas: int | None = key(integer(1), None, idle=_on_gloo)
+    max_ctas: int | None = key(integer(1), None, idle=_on_gloo)
+    cta_policy: str | None = key(choice("default", "efficiency", "zero"), None, idle=_on_gloo)
+
+    @property
+    def written(self) -> dict[str, int | str]:
+        """The fields that are set, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
 def _without_bf16_state(values: Mapping[str, object]) -> str:
     keys = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
     rounds = values.get("bf16.enabled") and any(values.get(key) for key in keys)

@@ -46,6 +46,7 @@ from hf_zero.config.sections import (
     LocoSection,
     MemorySection,
     MetricsSection,
+    NcclSection,
     OptimizerConfig,
     PipelineSection,
     SchedulerConfig,
@@ -128,6 +129,7 @@ class Settings:
     distributed_backend: str | None = key(choice("gloo", "nccl"), None)
     distributed_port: int | None = key(integer(1, 65535), None)
     distributed_interface: str | None = key(TEXT, None)
+    nccl: NcclSection = section("nccl", NcclSection)
     seed: int | None = key(COUNT, None)
     kernels: str | tuple[str, ...] = key(KERNELS, "off")
     sparse_attention: dict[str, Any] | None = key(SECTION, None)

@@ -5,8 +5,8 @@ and the process groups made for them.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
 from hf_zero.distributed.collectives import MARGIN_SECONDS, DimGroups, MeshDim
+from hf_zero.distributed.communicators import NCCL, make_group, nccl_options
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.process_group import backends_of_parts, messages_as
 from hf_zero.distributed.watchdog import Watchdog
@@ -29,13 +30,16 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 @dataclass(frozen=True)
 class DimMaker:
-    """Make dimensions for tensors on ``device``; ``watchdog`` watches their waits."""
+    """Make dimensions for tensors on ``device``; ``watchdog`` watches their waits. ``nccl``: fields
+    of the configuration of NCCL's communicators.
+    """
 
     rank: int
     device: torch.device
     backend: str
     watchdog: Watchdog
     timeout: float
+    nccl: Mapping[str, int | str] = field(default_factory=dict)
 
     def make(
         self,
@@ -60,10 +64,7 @@ class DimMaker:
         mine, groups = next(ranks for ranks in sets if self.rank in ranks), [None, None]
         if any(len(ranks) > 1 for ranks in sets):
             for index in range(places):
-                for ranks in sets:
-                    dim = self._group(ranks, name, gathers=not index)
-                    if self.rank in ranks:
-                        groups[index] = dim
+                groups[index] = self._group(sets, mine, name, gathers=not index)
         if shares:
             groups[1] = groups[0]
         return MeshDim(
@@ -85,22 +86,19 @@ class DimMaker:
                 f"wait for each other for ever; unset it, or export {CONNECTIONS}=8"
             )
 
-    def _group(self, ranks: Sequence[int], name: str, gathers: bool) -> Any:
-        if len(ranks) == 1:
-            return None
-        # Only the device's backend; the job's group may have others.
-        backend = None if kinds.is_host(self.device) else self.backend
+    def _group(
+        self, sets: Sequence[Sequence[int]], mine: Sequence[int], name: str, gathers: bool
+    ) -> Any:
+        """Return the group of ``mine``, this rank's one of ``sets``; None for one rank."""
         limit = timedelta(seconds=self.timeout + MARGIN_SECONDS)
-        options: Any = None
-        if gathers and self.backend == "nccl":
-            # Ranks that skip blocks issue gathers and reductions in different orders
-            # (reduction_order.py): the streams of the two groups are taken from two pools, and are
-            # never the same one (device/streams.py, the note).
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            options._timeout = limit
-        group = dist.new_group(list(ranks), timeout=limit, backend=backend, pg_options=options)
-        if self.rank in ranks:
-            connect(group, ranks, self.device, self.watchdog, name)
+        # Ranks that skip blocks issue gathers and reductions in different orders
+        # (reduction_order.py): the streams of the two groups are taken from two pools, and are
+        # never the same one (device/streams.py, the note).
+        options = nccl_options(self.nccl, gathers, limit) if self.backend == NCCL else None
+        several = [ranks for ranks in sets if len(ranks) > 1]
+        group = make_group(several, self.rank, self.device, self.backend, limit, options)
+        if group is not None:
+            connect(group, mine, self.device, self.watchdog, name)
         return group
 
 
@@ -186,13 +184,14 @@ class MeshOptions:
     beside all other collectives. node: this many ranks of a shard group form one more dimension,
     for gathers only. hop: gathers over a shard group take two hops, across nodes of this many ranks
     and within each. cuts: the axes that cut its parameters besides ZeRO (``Sharding.axes``), for
-    each kind.
+    each kind. nccl: fields of the configuration of NCCL's communicators.
     """
 
     updates: bool = False
     node: int = 1
     hop: int = 1
     cuts: tuple[tuple[str, ...], ...] = ((),)
+    nccl: Mapping[str, int | str] = field(default_factory=dict)
 
 
 DATA_PARALLEL = MeshOptions()

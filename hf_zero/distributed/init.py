@@ -15,6 +15,7 @@ from hf_zero.device import kinds
 from hf_zero.distributed.attempts import store_of_attempt, wait_for_store
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MARGIN_SECONDS
+from hf_zero.distributed.communicators import device_to_bind
 from hf_zero.distributed.process_group import (
     allow_connections,
     backends_asked,
@@ -101,7 +102,8 @@ def init_distributed(
                 store, rendezvous.rank, world_size, timedelta(seconds=seconds)
             )
             group.update(store=attempts, rank=rendezvous.rank, world_size=world_size)
-        dist.init_process_group(backend, timeout=limit, **group)
+        bound = device_to_bind(backend, device)
+        dist.init_process_group(backend, timeout=limit, device_id=bound, **group)
 
     _join(world_size, where, join)
     if get_world_size() > 1:

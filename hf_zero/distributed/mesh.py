@@ -24,6 +24,7 @@ import torch.distributed as dist
 from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MeshDim
+from hf_zero.distributed.communicators import NCCL
 from hf_zero.distributed.consensus import Consensus
 from hf_zero.distributed.flat_mesh import (
     DATA_PARALLEL,
@@ -48,6 +49,7 @@ from hf_zero.distributed.recovery import PassTracker
 from hf_zero.distributed.store import StoreMessages
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import RankGroup, get_world_group
+from hf_zero.logging import log_rank0
 
 HOLDERS = "holders"  # ranks that have made the engine and not left it
 
@@ -197,10 +199,13 @@ class Mesh:
             world.log.timeout = timeout
             self.watchdog, board = world.watchdog, world.recovery_board
             self._resources = MeshResources(self.watchdog.rank_status, world.unsettled)
+            if options.nccl and backend != NCCL:
+                keys = ", ".join(f"nccl.{name}" for name in options.nccl)
+                log_rank0(f"{keys} has no effect: the communicators are of {backend}")
             logs["agreements"] = self._meet(host_timeout)
             settle_all(world.unsettled)
         making = FlatMeshMaker(
-            DimMaker(self.rank, device, backend, self.watchdog, timeout),
+            DimMaker(self.rank, device, backend, self.watchdog, timeout, options.nccl),
             self.dims,
             self.name,
             self.stats,

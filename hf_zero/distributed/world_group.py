@@ -201,8 +201,18 @@ class RankGroup:
         self.log.close()
 
     def barrier(self) -> None:
+        """Wait for all ranks of the group: in host memory, where a group that is bound to its
+        device would use the device.
+        """
         if len(self.ranks) > 1:
-            self._call("barrier", partial(dist.barrier, self._group))
+            on = CPU if backend_serving(CPU) else default_device()
+            token = torch.zeros(1, device=on)
+
+            def meet() -> None:
+                dist.all_reduce(token, group=self._group)
+                token.cpu()  # waits for the device, if it is there
+
+            self._call("barrier", meet)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Copy global rank ``source``'s ``tensor`` to every rank of the group, in place.

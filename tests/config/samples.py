@@ -52,6 +52,7 @@ VALUES: dict[str, list[Any]] = {
     "an integer of at least 1": [4, 1],
     "a number of at least 0": [0.5, 1e6],
     "one of 'none', 'cpu', 'nvme'": ["nvme", "none", "CPU"],
+    "one of 'default', 'efficiency', 'zero'": ["zero", "Default"],
     "one of 'default', 'max-autotune-no-cudagraphs'": ["default", "max-autotune-no-cudagraphs"],
     "one of 'auto', 'flash', 'cudnn', 'efficient', 'math'": ["cudnn", "auto", "Flash"],
     "one of 'debug', 'info', 'warning', 'error', 'critical'": ["warning", "INFO", "error"],

@@ -58,6 +58,7 @@ REFUSED = """
 
 # -- what contradicts something else
 {host_timeout: 30, timeout: 20} => host_timeout = 30 ~ is above timeout = 20 ~ write at most 20
+{nccl: {min_ctas: 8, max_ctas: 4}} => nccl.min_ctas = 8 ~ is above nccl.max_ctas = 4 ~ at most 4
 {host_timeout: 2000} => host_timeout = 2000 ~ is above timeout = 1800, after
 {stage: 2, zero_optimization: {stage: 3}} => zero_optimization.stage = 3 contradicts ~ stage = 2
 {bfloat16: {enabled: true}, bf16: {enabled: false}}

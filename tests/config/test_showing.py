@@ -47,8 +47,8 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def consistent(nested: dict[str, Any]) -> dict[str, Any]:
-    """Make the drawn values consistent, in place: NVMe offload has folders, moments agree, and
-    blocks without gradients are allowed under progressive layer dropping.
+    """Make the drawn values consistent, in place: NVMe offload has folders, moments agree,
+    blocks without gradients are allowed under progressive layer dropping, and limits are in order.
     """
     zero = nested.get("zero_optimization", {})
     if nested.get("progressive_layer_drop", {}).get("enabled"):
@@ -59,6 +59,7 @@ def consistent(nested: dict[str, Any]) -> dict[str, Any]:
             section["nvme_path"] = "/local_nvme"
     if nested.get("bf16", {}).get("bf16_optimizer_states"):
         zero.get("offload_optimizer", {}).pop("moments", None)
+    nested.get("nccl", {}).pop("max_ctas" if "min_ctas" in nested.get("nccl", {}) else "", None)
     return nested
 
 

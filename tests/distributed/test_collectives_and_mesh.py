@@ -97,7 +97,7 @@ def test_the_environment_as_a_meeting_place_is_the_launcher_s(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that monkeypatch takes them back
     init.init_distributed("gloo", 30, init_method="env://")
-    assert joined == [(("gloo",), ["rank", "store", "timeout", "world_size"])]
+    assert joined == [(("gloo",), ["device_id", "rank", "store", "timeout", "world_size"])]
     assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "2", "0"]
 
 

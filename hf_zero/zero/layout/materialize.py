@@ -91,6 +91,7 @@ def make_mesh(plan: EnginePlan) -> Mesh:
         extensions.node,
         _ranks_of_a_host(plan.shards, hierarchical) if hierarchical else 1,
         tuple(sorted(cuts)),
+        settings.nccl.written,
     )
     return Mesh(
         plan.shards, plan.device, settings.timeout, options, parallel, settings.host_timeout

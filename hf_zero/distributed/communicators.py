@@ -1,0 +1,101 @@
+"""The communicators of some ranks on their device: made by splits of the job's own where NCCL can
+split it, with the fields of NCCL's configuration that the user has set.
+
+[Note: one bootstrap]
+A new communicator of NCCL begins with an id that one rank writes to the store and its other ranks
+read. A split takes the connections of the job's communicator instead, and one call makes those of
+all sets of ranks. It needs a default group that is bound to its device, whose communicator is made
+with the group. ``new_group`` splits there, too, but once for each set, with all ranks of the job.
+
+torch's ``split_group`` divides all backends of a group unless it takes the name of one, as that of
+torch 2.13 does. Before, a job with gloo beside NCCL would connect gloo anew for each set; it is not
+bound, and each set has its own id.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.device import kinds
+from hf_zero.distributed.process_group import CPU, backend_serving
+from hf_zero.errors import ConfigError
+
+NCCL = "nccl"
+POLICY = "cta_policy"
+
+
+def device_to_bind(backends: str, device: torch.device) -> torch.device | None:
+    """Return ``device`` if a default group with ``backends`` is bound to it: one whose communicator
+    can be split; None otherwise.
+    """
+    on_device = f"{device.type}:{NCCL}" in backends.split(",")
+    return device if on_device and device.index is not None and _selects_backends() else None
+
+
+def make_group(
+    sets: Sequence[Sequence[int]],
+    rank: int,
+    device: torch.device,
+    backend: str,
+    limit: timedelta,
+    options: Any = None,
+) -> Any:
+    """Return the process group of the one of ``sets`` that has ``rank``, this one, for tensors on
+    ``device``; None if none has it. Collective over all ranks of the job, with the same sets, of
+    which no two share a rank. ``options``: those of ``backend``.
+    """
+    lists = [list(ranks) for ranks in sets]
+    if _splits(device, backend):
+        only: dict[str, Any] = (
+            {"backend": f"{device.type}:{backend}"} if _selects_backends() else {}
+        )
+        return dist.split_group(split_ranks=lists, timeout=limit, pg_options=options, **only)
+    # Only the device's backend; the job's group may have others.
+    name, mine = None if kinds.is_host(device) else backend, None
+    for ranks in lists:
+        group = dist.new_group(ranks, timeout=limit, backend=name, pg_options=options)
+        mine = group if rank in ranks else mine
+    return mine
+
+
+def _splits(device: torch.device, backend: str) -> bool:
+    """Return whether the default group can be split into groups for ``device`` alone."""
+    group = dist.group.WORLD
+    return (
+        backend == NCCL
+        and group is not None
+        and group.bound_device_id is not None
+        and group._get_backend(device).supports_splitting
+        and (_selects_backends() or not backend_serving(CPU))
+    )
+
+
+def _selects_backends() -> bool:
+    return "backend" in inspect.signature(dist.split_group).parameters
+
+
+def nccl_options(fields: Mapping[str, int | str], high_priority: bool, limit: timedelta) -> Any:
+    """Return the options of a communicator of NCCL, whose streams have high priority or not, with
+    ``fields`` of NCCL's configuration, by the names of the section ``nccl``.
+
+    Raises ConfigError for a field that the NCCL of this build of torch does not have.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    options._timeout = limit
+    for name, value in fields.items():
+        if not hasattr(options.config, name):
+            raise ConfigError(
+                f"nccl.{name}: this build of torch {torch.__version__} has an NCCL without "
+                f"{name}; remove the key, or use a build with NCCL 2.27 or newer, as the CUDA "
+                "wheels of torch 2.11 are"
+            )
+        if name == POLICY:
+            value = getattr(dist.ProcessGroupNCCL, f"NCCL_CTA_POLICY_{str(value).upper()}")
+        setattr(options.config, name, value)
+    return options

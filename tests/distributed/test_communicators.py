@@ -1,0 +1,210 @@
+"""The communicators of a job on NCCL: how many ids go through the store, which calls make groups,
+and the options that reach them. NCCL itself is played; tests/gpu has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hf_zero.config import ZeroConfig
+from hf_zero.distributed import communicators, flat_mesh, init, mesh, process_group
+from hf_zero.distributed.collective_log import CollectiveStats
+from hf_zero.distributed.flat_mesh import DimMaker, MeshOptions
+from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.errors import ConfigError
+from tests.helpers.accelerators import play_accelerator
+from tests.helpers.ranks import run_ranks
+
+DEVICE = torch.device("cuda", 0)
+WORLD, SHARDS = 1024, 8
+
+
+class Options:
+    """In the place of ProcessGroupNCCL.Options, with the fields of NCCL ``newest``."""
+
+    newest = True
+
+    def __init__(self, is_high_priority_stream: bool = False):
+        self.is_high_priority_stream = is_high_priority_stream
+        fields = {"min_ctas": None, "max_ctas": None}
+        self.config = SimpleNamespace(**fields, **({"cta_policy": None} if self.newest else {}))
+
+
+class Job:
+    """A job on NCCL of which only this rank exists: the groups it makes, the ids that the ranks of
+    the job write to the store and the calls of the store for them.
+    """
+
+    def __init__(self, bound: bool, selects: bool, host: str):
+        self.bound, self.selects, self.host = bound, selects, host
+        self.ids, self.calls = 1, WORLD  # of the default group: one rank writes, the others read
+        self.splits: list[list[list[int]]] = []
+        self.groups: list[list[int]] = []
+        self.options: list[Any] = []
+        self.bound_device_id = DEVICE if bound else None
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(supports_splitting=True)
+
+    def split_group(self, split_ranks: Any, timeout: Any, pg_options: Any, **only: Any) -> Any:
+        assert only == ({"backend": "cuda:nccl"} if self.selects else {}) and timeout
+        self.splits.append(split_ranks)
+        self.options.append(pg_options)
+        return next((tuple(ranks) for ranks in split_ranks if 0 in ranks), None)
+
+    def new_group(self, ranks: Any, timeout: Any, backend: str, pg_options: Any) -> Any:
+        assert backend == "nccl" and timeout
+        self.groups.append(ranks)
+        self.options.append(pg_options)
+        if not self.bound:
+            self.ids, self.calls = self.ids + 1, self.calls + len(ranks)
+        return tuple(ranks)
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def begin(bound: bool = True, selects: bool = True, host: str = "gloo") -> Job:
+        job = Job(bound, selects, host)
+        played = SimpleNamespace(
+            new_group=job.new_group,
+            split_group=job.split_group,
+            group=SimpleNamespace(WORLD=job),
+            ProcessGroupNCCL=SimpleNamespace(Options=Options, NCCL_CTA_POLICY_ZERO=2),
+        )
+        monkeypatch.setattr(communicators, "dist", played)
+        monkeypatch.setattr(communicators, "_selects_backends", lambda: selects)
+        monkeypatch.setattr(communicators, "backend_serving", lambda device: host)
+        monkeypatch.setattr(flat_mesh, "connect", lambda *args: None)
+        return job
+
+    return begin
+
+
+def both_dimensions(**fields: Any) -> list[Any]:
+    """The dimensions of a job with 128 copies of 8 shards each."""
+    maker = DimMaker(0, DEVICE, "nccl", Watchdog(enabled=False), 5.0, fields)
+    rows = [list(range(at, at + SHARDS)) for at in range(0, WORLD, SHARDS)]
+    columns = [list(range(at, WORLD, SHARDS)) for at in range(SHARDS)]
+    return [maker.make(sets, "engine 1", CollectiveStats()) for sets in (rows, columns)]
+
+
+def test_a_bound_job_of_1024_ranks_has_one_id_and_splits_for_the_rest(play: Any) -> None:
+    job = play(bound=False)
+    both_dimensions()
+    sets = WORLD // SHARDS + SHARDS
+    assert len(job.groups) == 2 * sets == 272 and not job.splits
+    assert (job.ids, job.calls) == (273, 5 * WORLD)
+
+    job = play()
+    rows, columns = both_dimensions()
+    assert len(job.splits) == 4 and not job.groups
+    assert (job.ids, job.calls) == (1, WORLD)
+    assert rows.group == tuple(range(8)) and columns.group == tuple(range(0, WORLD, 8))
+
+
+def test_the_split_needs_a_torch_that_leaves_gloo_out_or_a_job_without_it(play: Any) -> None:
+    for selects, host, splits in ((False, "gloo", 0), (False, "", 4), (True, "", 4)):
+        job = play(selects=selects, host=host)
+        both_dimensions()
+        assert (len(job.splits), len(job.groups)) == (splits, 0 if splits else 272)
+
+
+def test_a_rank_without_others_takes_part_in_the_split(play: Any) -> None:
+    job = play()
+    maker = DimMaker(0, DEVICE, "nccl", Watchdog(enabled=False), 5.0)
+    dim = maker.make([[0], [1, 2], [3, 4]], "engine 1", CollectiveStats(), 1)
+    assert dim.size == 1 and dim.group is None
+    assert job.splits == [[[1, 2], [3, 4]]]
+
+
+def test_the_fields_reach_each_communicator_and_gathers_have_high_priority(play: Any) -> None:
+    job = play()
+    both_dimensions(max_ctas=4, cta_policy="zero")
+    assert [options.is_high_priority_stream for options in job.options] == [True, False] * 2
+    for options in job.options:
+        assert vars(options.config) == {"min_ctas": None, "max_ctas": 4, "cta_policy": 2}
+        assert options._timeout == timedelta(seconds=35)
+
+
+def test_an_older_nccl_names_the_field_and_the_release(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play()
+    monkeypatch.setattr(Options, "newest", False)
+    said = r"nccl\.cta_policy: this build of torch .* without cta_policy; .* wheels of torch 2\.11"
+    with pytest.raises(ConfigError, match=said):
+        both_dimensions(cta_policy="zero")
+
+
+def test_the_keys_of_a_configuration() -> None:
+    section = ZeroConfig(stage=3, nccl={"max_ctas": 4, "cta_policy": "efficiency"}).nccl
+    assert section.written == {"max_ctas": 4, "cta_policy": "efficiency"}
+    assert ZeroConfig(stage=3).nccl.written == {}
+    on_gloo = ZeroConfig(stage=3, nccl={"max_ctas": 4}, distributed_backend="gloo")
+    assert "no effect: distributed_backend is gloo" in str(on_gloo.explain())
+
+
+def test_on_gloo_the_log_says_that_the_keys_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(mesh, "log_rank0", lines.append)
+
+    def run(rank: int) -> None:
+        for nccl in ({}, {"max_ctas": 4, "min_ctas": 2}):
+            mesh.Mesh(2, torch.device("cpu"), options=MeshOptions(nccl=nccl)).close()
+
+    run_ranks(2, run)
+    assert len(lines) == 2, "on each rank, for the second mesh alone"
+    assert set(lines) == {
+        "nccl.max_ctas, nccl.min_ctas has no effect: the communicators are of threaded"
+    }
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    calls: list[Any] = []
+
+    def note(backend: str, device_id: Any, **options: Any) -> None:
+        calls.append((backend, device_id))
+
+    monkeypatch.setattr(dist, "init_process_group", note)
+    yield calls
+
+
+def test_the_default_group_is_bound_where_it_can_be_split(
+    joined: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind, selects, backend, bound in (
+        ("cuda", True, None, DEVICE),
+        ("cuda", True, "nccl", DEVICE),
+        ("cuda", True, "gloo", None),
+        ("cuda", False, None, None),
+        ("mps", True, None, None),
+    ):
+        play_accelerator(monkeypatch, kind)
+        monkeypatch.setattr(communicators, "_selects_backends", lambda s=selects: s)
+        init.init_distributed(backend)
+        assert joined.pop()[1] == bound, (kind, selects, backend)
+    process_group.choose_device(torch.device("cuda"))
+    try:
+        init.init_distributed()
+        assert joined.pop()[1] is None, "without an index"
+    finally:
+        process_group.choose_device(None)
+
+
+def test_a_barrier_stays_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``dist.barrier`` of a group that is bound to its device waits on the device."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    monkeypatch.setattr(dist, "barrier", None)
+    reduced: list[torch.device] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda token, group: reduced.append(token.device))
+    mesh.get_world_group().barrier()
+    assert reduced == [torch.device("cpu")]
