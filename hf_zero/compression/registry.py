@@ -26,9 +26,11 @@ Row = Callable[[ZeroConfig, "torch.optim.Optimizer | None"], dict[str, Any]]
 
 
 def compressed(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Messages in fewer bits: momenta in one, or gradients, weights and updates in 4 or 8."""
+    """Messages in fewer bits: momenta in one, or gradients, weights and updates in 4 or 8; weights
+    of float8 linear layers in float8.
+    """
     settings = one_bit_of(config, optimizer)
-    return _few_bits(config) if settings is None else _one_bit(settings)
+    return _few_bits(config) if settings is None else _one_bit(config, settings)
 
 
 def _few_bits(config: ZeroConfig) -> dict[str, object]:
@@ -56,15 +58,17 @@ def _few_bits(config: ZeroConfig) -> dict[str, object]:
         eight if zero.quantized_weights else None,
         eight if zero.quantized_weights or zero.quantized_nontrainable_weights else None,
         BlockCodec(four.blocks, differences=True) if differences else None,
+        float8=config.float8_training.gather_weights,
         block=both.block_size or SMALLEST_TENSOR,
     )
     steps = (partial(ErrorFeedback, every=loco.every),) if gradients is not None and loco.on else ()
     return {"codecs": codecs, "steps": steps, "needs_one_mesh": _in_use(keys)}
 
 
-def _one_bit(settings: OneBit) -> dict[str, object]:
+def _one_bit(config: ZeroConfig, settings: OneBit) -> dict[str, object]:
     """Momenta in one bit an element (1-bit Adam, 1-bit LAMB, 0/1 Adam)."""
-    codecs = Codecs(momentum=SignBlocks(settings.block), block=settings.block)
+    float8 = config.float8_training.gather_weights
+    codecs = Codecs(momentum=SignBlocks(settings.block), float8=float8, block=settings.block)
     return {
         "codecs": codecs,
         "steps": (partial(OneBitSteps, one_bit=settings),),

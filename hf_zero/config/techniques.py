@@ -309,6 +309,7 @@ class Float8Training:
         False,
         idle=lambda values: "" if values.get(f"{FLOAT8}.recipe") else f"{FLOAT8}.recipe is null",
     )
+    gather_weights: bool = key(BOOLEAN, False)
 
 
 # Spellings of DeepSpeed's code, mapped to those of its tutorial.

@@ -44,7 +44,7 @@ SMALL_NUMEL = 6  # sums of at most this many numbers carry a code of their colle
 BLOCKING = ("gloo", "threaded", "fake")
 
 
-class Codec(Protocol):
+class GatherCodec(Protocol):
     """Encode what one rank sends to another as a message of bytes, and decode what it receives.
 
     The result is the same on all ranks: the sender, too, uses the decoded values of its message.
@@ -67,6 +67,10 @@ class Codec(Protocol):
 
     def decode(self, messages: torch.Tensor, full: torch.Tensor) -> None:
         """Decode the rows of ``messages`` into ``full``, one part after the other."""
+
+
+class Codec(GatherCodec, Protocol):
+    """A codec for reductions, too."""
 
     def decode_sum(self, messages: torch.Tensor, out: torch.Tensor) -> None:
         """Write the sum over the rows of ``messages``, in their order, to ``out``, fp32."""
@@ -345,7 +349,7 @@ class MeshDim:
         self,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         key: str,
-        codecs: Sequence[Codec | None] = (),
+        codecs: Sequence[GatherCodec | None] = (),
     ) -> Handle:
         """Gather each ``(full, chunk)``: ``full`` [size * n] from ``chunk`` [n] of each rank.
 
@@ -394,7 +398,7 @@ class MeshDim:
     def _encoded(
         self,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        codecs: Sequence[Codec | None],
+        codecs: Sequence[GatherCodec | None],
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[Callable[[], None]]]:
         """Replace tensors that have a codec by messages; return pairs and the calls that decode."""
         sent, decodes = [], list[Callable[[], None]]()

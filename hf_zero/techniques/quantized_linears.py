@@ -16,20 +16,25 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.sections import TENSOR_SIZE
-from hf_zero.config.techniques import FLOAT8, QAT, QuantizationAware
+from hf_zero.config.techniques import FLOAT8, QAT, QUANTIZE, WEIGHTS, QuantizationAware
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.blocks import linears_of_blocks
+from hf_zero.zero.layout.float8_weights import mark_float8
+from hf_zero.zero.layout.stage_policy import POLICIES
 
 
 def check_linears(model: nn.Module, config: ZeroConfig) -> set[str]:
-    """Return the names of the linear layers that :func:`quantize_linears` replaces.
+    """Return the names of the linear layers that :func:`quantize_linears` replaces, and mark the
+    weights that are gathered in float8.
 
     Raises ConfigError without torchao, for sizes that ``group_size`` does not divide, for a device
-    without float8, and for a model without such layers.
+    without float8, for a model without such layers, and where gathers cannot send float8.
     """
     aware, float8 = config.quantization_aware_training, config.float8_training
+    if float8.gather_weights:
+        _check_gathers(config)
     if aware.config is None and float8.recipe is None:
         return set()
     if aware.config is not None and float8.recipe is not None:
@@ -55,6 +60,8 @@ def check_linears(model: nn.Module, config: ZeroConfig) -> set[str]:
             f"({device.type}) has no float8; remove it, or write emulate: true to compute the same "
             "values slowly"
         )
+    if float8.gather_weights:
+        _mark_weights(model, chosen)
     return chosen
 
 
@@ -90,6 +97,49 @@ def base_config(name: str, group_size: int) -> Any:
             weight_dtype=weights, weight_granularity=parts
         )
     return quantization.IntxWeightOnlyConfig(weight_dtype=weights, granularity=parts)
+
+
+def _check_gathers(config: ZeroConfig) -> None:
+    key, recipe = f"{FLOAT8}.gather_weights", config.float8_training.recipe
+    if recipe != "tensorwise":
+        raise ConfigError(
+            f"{key} needs {FLOAT8}.recipe = 'tensorwise', where a weight has one scale, not "
+            f"{recipe!r}; change the recipe, or remove the key"
+        )
+    if not POLICIES[config.stage].shards_parameters:
+        raise ConfigError(
+            f"{key} concerns gathers of weights, which stage {config.stage} does not have; write "
+            "zero_optimization.stage: 3, or remove the key"
+        )
+    if config.precision == "fp16":
+        raise ConfigError(
+            f"{key} needs weights in bf16 or fp32: fp16 has no room for the small numbers of "
+            "float8; write bf16: {enabled: true}, or remove the key"
+        )
+    changes = {
+        QUANTIZE: config.quantize_training.enabled,
+        WEIGHTS: config.compression_weights.enabled,
+    }
+    for other in (name for name, on in changes.items() if on):
+        raise ConfigError(
+            f"{key} and {other} both change the weights that are multiplied; keep one"
+        )
+
+
+def _mark_weights(model: nn.Module, chosen: set[str]) -> None:
+    """Mark the weights of the layers ``chosen`` that no other module holds: an embedding that is
+    tied to one reads all its numbers.
+    """
+    others = {
+        id(parameter)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if name not in chosen
+        for parameter in module._parameters.values()
+    }
+    for name in chosen:
+        weight: Any = model.get_submodule(name).weight
+        if id(weight) not in others:
+            mark_float8(weight)
 
 
 def _refuse_sizes(chosen: set[str], model: nn.Module, aware: QuantizationAware) -> None:

@@ -32,6 +32,7 @@ from hf_zero.zero.layout.codecs import report
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import Slot
+from hf_zero.zero.layout.float8_weights import agree_on_scales
 from hf_zero.zero.layout.materialize import check_parameters, check_statistics, materialize
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.unit import Unit
@@ -80,6 +81,7 @@ class ShardedModel:
         for unit in self.units:
             unit.gather_from(self.extensions.gathers)
         self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]
+        agree_on_scales(self.flats)
         self.trainable = [flat for flat in self.flats if flat.trainable]
         report(self.flats, plan.wire_dtype)
         itemsize = max((flat.dtype.itemsize for flat in self.flats), default=4)

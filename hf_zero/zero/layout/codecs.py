@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.distributed.collectives import Codec
+from hf_zero.distributed.collectives import Codec, GatherCodec
 from hf_zero.logging import logger
 from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import FlatLayout
+from hf_zero.zero.layout.float8_weights import is_float8
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Default block size by bits. Adam divides by the usual magnitude of a gradient element: 4 bits lose
@@ -29,6 +30,7 @@ class Codecs:
     gradients: makes the codec of one flat buffer, which may keep state. weights, frozen: for
     gathers at stage 3 of trainable and of frozen parameters. updates: for the changes of a step,
     where all ranks keep whole weights. momentum: for a momentum that is sent in place of gradients.
+    float8: gather the weights of float8 linear layers (:func:`mark_float8`) in float8 at stage 3.
     block: tensors with fewer elements, and 1-D tensors, are sent uncompressed in flat buffers of
     their own: next to a matrix their elements would share a block scale that is too large for them.
     """
@@ -38,6 +40,7 @@ class Codecs:
     frozen: Codec | None = None
     updates: Codec | None = None
     momentum: SignBlocks | None = None
+    float8: bool = False
     block: int = SMALLEST_TENSOR
 
     def takes(self, parameter: torch.Tensor, trains: bool) -> bool:
@@ -49,6 +52,10 @@ class Codecs:
             and parameter.numel() >= self.block
         )
 
+    def sends_float8(self, parameter: torch.Tensor) -> bool:
+        """Whether gathers send ``parameter`` in float8."""
+        return self.float8 and is_float8(parameter)
+
     def momentum_of(self, layout: FlatLayout, dtype: torch.dtype) -> SignBlocks | None:
         """Return the codec for momenta of a flat buffer that :meth:`takes` has chosen, if any."""
         fits = layout.shards > 1 and layout.chunk >= self.block and dtype in FLOATS
@@ -56,7 +63,7 @@ class Codecs:
 
     def codecs(
         self, layout: FlatLayout, dtype: torch.dtype, trains: bool, sharded: bool, persistent: bool
-    ) -> tuple[Codec | None, Codec | None]:
+    ) -> tuple[Codec | None, GatherCodec | None]:
         """Return the codecs for reductions and for gathers of a flat buffer of parameters that
         :meth:`takes` has chosen.
         """

@@ -36,6 +36,7 @@ from hf_zero.optim.whole_tensor import moments_by_group
 from hf_zero.zero.layout.codecs import UNCOMPRESSED, Codecs
 from hf_zero.zero.layout.flat_layout import BLOCK, FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec
+from hf_zero.zero.layout.float8_weights import Float8Weights, float8_codec
 from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, is_raw, kept_in_fp32
 from hf_zero.zero.layout.sharding import Sharding, sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES, Policy
@@ -521,8 +522,9 @@ class _Places:
 class FlatKind:
     """The properties by which parameters of one unit share a flat buffer.
 
-    policy: that of persistent parameters, or the stage's. compressed: codecs may encode it.
-    moments: the names of the moments, joined, if groups of the optimizer differ in them, else "".
+    policy: that of persistent parameters, or the stage's. compressed: codecs may encode it. float8:
+    gathers send it in float8. moments: the names of the moments, joined, if groups of the optimizer
+    differ in them, else "".
     """
 
     trainable: bool
@@ -530,6 +532,7 @@ class FlatKind:
     raw: bool
     policy: Policy
     compressed: bool
+    float8: bool
     moments: str
     sharding: Sharding
 
@@ -568,10 +571,11 @@ class _Laying:
             policy = self.policy.of_persistent if name in self.persistent else self.policy
             trains, raw = name in self.group_of, is_raw(parameter)
             compressed = not raw and self.codecs.takes(parameter, trains)
+            float8 = policy.shards_parameters and self.codecs.sends_float8(parameter)
             differ = trains and len(set(self.moments)) > 1
             moments = "+".join(self.moments[self.group_of[name]]) if differ else ""
             sharding = replace(_sharding(parameter, self.cuts), box=None, names=())
-            kind = FlatKind(trains, dtype, raw, policy, compressed, moments, sharding)
+            kind = FlatKind(trains, dtype, raw, policy, compressed, float8, moments, sharding)
             kinds.setdefault(kind, {})[name] = parameter
         for kind, named in kinds.items():
             yield self._flat(unit, kind, named), named
@@ -597,13 +601,17 @@ class _Laying:
         key = f"{unit.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if kind.raw else ''}"
         key += "|whole" if stays else ""
         key += "|blocks" if kind.compressed else ""
+        key += "|float8" if kind.float8 else ""
         key += f"|{kind.moments}" if kind.moments else ""
         key += f"|{sharding.key}" if sharding.key else ""
-        codecs = (
+        owned = layout.rank_range(shard if shards > 1 else 0)
+        reduce_codec, gather_codec = (
             self.codecs.codecs(layout, dtype, trainable, policy.shards_parameters, stays)
             if kind.compressed
             else (None, None)
         )
+        if kind.float8:
+            gather_codec = float8_codec(layout, owned, dtype)
         return FlatSpec(
             number=-1,
             key=key,
@@ -614,9 +622,9 @@ class _Laying:
             sharded=policy.shards_parameters,
             persistent=stays,
             writes=replica == 0 and (shards > 1 or shard == 0),
-            owned=layout.rank_range(shard if shards > 1 else 0),
-            reduce_codec=codecs[0],
-            gather_codec=codecs[1],
+            owned=owned,
+            reduce_codec=reduce_codec,
+            gather_codec=gather_codec,
             momentum_blocks=self.codecs.momentum_of(layout, dtype)
             if kind.compressed and trainable
             else None,
@@ -666,8 +674,9 @@ def _placed(
         return shard.wide
 
     def casts_master(shard: ShardSpec, spec: FlatSpec) -> bool:
-        # messages in few bits are encoded from the shard, also where steps send differences
-        plain = spec.gather_codec is None and spec.momentum_blocks is None
+        # messages in blocks are encoded from the shard, also where steps send differences
+        whole = spec.gather_codec is None or isinstance(spec.gather_codec, Float8Weights)
+        plain = whole and spec.momentum_blocks is None
         return (
             spec.sharded
             and spec.trainable

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.distributed.collectives import Codec
+from hf_zero.distributed.collectives import Codec, GatherCodec
 from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.zero.layout.flat_layout import FlatLayout
@@ -42,7 +42,7 @@ class FlatSpec:
     owned: tuple[int, int]
     persistent: bool = False
     reduce_codec: Codec | None = None
-    gather_codec: Codec | None = None
+    gather_codec: GatherCodec | None = None
     momentum_blocks: SignBlocks | None = None
     mesh: FlatMesh | None = None
     sharding: Sharding = WHOLE

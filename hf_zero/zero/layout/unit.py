@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_zero.device import kinds, streams
 from hf_zero.device.spans import NOTHING, span
-from hf_zero.distributed.collectives import Codec, Handle, MeshDim
+from hf_zero.distributed.collectives import GatherCodec, Handle, MeshDim
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -138,7 +138,7 @@ class GatherRequest(NamedTuple):
     axis: MeshDim
     key: str
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    codecs: Sequence[Codec | None] = ()
+    codecs: Sequence[GatherCodec | None] = ()
 
 
 class ShardGather:
@@ -213,6 +213,8 @@ class Unit:
         # the device: shards that come from the host, and whole flat buffers of one rank
         self._coming: tuple[list[Handle], streams.Event | None] | None = None
         self.source = ShardGather(self)
+        # called before each gather whose codecs round (collective)
+        self.before_rounded: list[Callable[[], None]] = []
         for flat in self.flats:
             flat.join(self)
 
@@ -326,6 +328,8 @@ class Unit:
         self.finish_gather()
         self.take_user_writes()
         with torch.inference_mode(False):
+            for call in () if exact else self.before_rounded:
+                call()
             for flat in self.sharded:  # make_room, without a call for each gather of a step
                 storage = flat.full.untyped_storage()
                 if storage.size() == 0:

@@ -1,0 +1,170 @@
+"""Gathers of the weights of float8 linear layers in float8, with one scale for each whole weight.
+
+[Note: the cast of a cast]
+A linear layer with dynamic scales casts its weight to float8 with 448 / amax. A rank casts its part
+of the weight with the scale of the whole, and the receivers convert the message back to the compute
+dtype: 448 becomes amax again, bit for bit, and so the layer has the same scale; every other number
+is off by less than half a unit of float8, and so the layer's cast has the bytes of the message. The
+layer thus multiplies with what it would have cast from the whole weight itself, and a rank that has
+unrounded values (GatheredParameters, a weight that it alone holds) computes the same. This holds in
+bf16 and fp32; small numbers of fp16 are too coarse for it.
+
+[Note: one message for all scales]
+The amax of a weight is that of all ranks, after the update, so no message before has it. The first
+gather of a pass after a change of any weight (``FlatBuffer.changes``: a step, a load, a write)
+sends the amax of all weights, each rank's of its own part, in one message ahead of its own. All
+ranks issue the gathers of a pass in one order, and so this one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hf_zero.distributed.collectives import MeshDim
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.flat_layout import FlatLayout
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FLOAT8).max
+SMALLEST_AMAX = 1e-12  # torchao's EPS
+_MARK = "_hf_zero_float8"
+
+
+def mark_float8(parameter: nn.Parameter) -> None:
+    """Mark ``parameter`` as one that only float8 linear layers with one scale a weight read."""
+    parameter.__dict__[_MARK] = True
+
+
+def is_float8(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` is marked."""
+    return _MARK in parameter.__dict__
+
+
+class Float8Weights:
+    """The codec of one flat buffer of weights in gathers: float8 with a scale for each, set by
+    :meth:`set_amax`. ``owned``: this rank's elements.
+    """
+
+    differences = False
+
+    def __init__(self, layout: FlatLayout, owned: tuple[int, int]):
+        self._layout, self._owned = layout, owned
+        self._place = {slot.name: index for index, slot in enumerate(layout.slots)}
+        self._scales: Sequence[torch.Tensor] = ()
+        self._amax: Sequence[torch.Tensor] = ()
+        self._largest = torch.tensor(LARGEST)
+
+    def __str__(self) -> str:
+        return "float8 with a scale for each weight"
+
+    @property
+    def weights(self) -> int:
+        """Number of weights."""
+        return len(self._layout.slots)
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a message of ``numel`` elements."""
+        return numel
+
+    def amax(self, values: torch.Tensor, start: int) -> torch.Tensor:
+        """Return the largest magnitude of each weight in ``values``, the elements of the flat
+        buffer from ``start`` on; zeros for weights that have none there: fp32 [weights].
+        """
+        pieces = list(self._layout.pieces(start, start + values.numel()))
+        parts = [values.narrow(0, piece.offset - start, len(piece)) for piece in pieces]
+        largest = [values.new_zeros(())] * self.weights
+        for piece, norm in zip(pieces, torch._foreach_norm(parts, math.inf) if parts else ()):
+            largest[self._place[piece.name]] = norm
+        return torch.stack(largest).float()
+
+    def set_amax(self, amax: torch.Tensor) -> None:
+        """Set the largest magnitude of each whole weight, fp32 [weights]."""
+        scales = LARGEST / amax.double().clamp(min=SMALLEST_AMAX)
+        self._scales = scales.float().unbind()
+        self._amax = amax.clamp(min=SMALLEST_AMAX).unbind()
+        # on a GPU torch multiplies by the reciprocal of a number, which is not exact
+        self._largest = self._largest.to(amax.device)
+
+    @torch.no_grad()
+    def encode(
+        self, values: torch.Tensor, rows: int = 1, there: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Encode, see :class:`hf_zero.distributed.collectives.GatherCodec`. One row is this
+        rank's part; several are the whole buffer, which needs no agreement on its scales.
+        """
+        start = self._owned[0]
+        if rows > 1:
+            start = 0
+            self.set_amax(self.amax(values, start))
+        message = torch.zeros(values.numel(), dtype=torch.uint8, device=values.device)
+        coded = message.view(FLOAT8)
+        for piece in self._layout.pieces(start, start + values.numel()):
+            at = piece.offset - start
+            part = values.narrow(0, at, len(piece)).to(torch.float32)
+            part = part * self._scales[self._place[piece.name]]
+            coded.narrow(0, at, len(piece)).copy_(part.clamp_(-LARGEST, LARGEST))
+        return message.view(rows, -1)
+
+    @torch.no_grad()
+    def decode(self, messages: torch.Tensor, full: torch.Tensor) -> None:
+        """Decode, see :class:`hf_zero.distributed.collectives.GatherCodec`."""
+        coded = messages.view(-1).view(FLOAT8)
+        for slot, amax in zip(self._layout.slots, self._amax):
+            part = coded.narrow(0, slot.offset, slot.numel).to(torch.float32)
+            full.narrow(0, slot.offset, slot.numel).copy_(part.div_(self._largest).mul_(amax))
+
+
+def float8_codec(
+    layout: FlatLayout, owned: tuple[int, int], dtype: torch.dtype
+) -> Float8Weights | None:
+    """Return the codec of a flat buffer of marked weights; None if nothing is sent, or in a dtype
+    for which the note does not hold.
+    """
+    fits = layout.shards > 1 and dtype in (torch.bfloat16, torch.float32)
+    return Float8Weights(layout, owned) if fits else None
+
+
+class AgreedScales:
+    """The scales of ``flats``, which the ranks of one ``axis`` share, with codecs
+    :class:`Float8Weights`.
+    """
+
+    def __init__(self, axis: MeshDim, flats: Sequence[FlatBuffer]):
+        self._axis, self._flats = axis, list(flats)
+        self._changes: list[int] = []  # of each flat buffer, at the last agreement
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Agree on the scales again if values have changed since (collective)."""
+        changes = [flat.changes for flat in self._flats]
+        if changes == self._changes:
+            return
+        codecs = [_codec(flat) for flat in self._flats]
+        own = [codec.amax(flat.shard, flat.owned[0]) for codec, flat in zip(codecs, self._flats)]
+        chunk = torch.cat(own)
+        every = chunk.new_empty(self._axis.size * chunk.numel())
+        self._axis.all_gather([(every, chunk)], "scales of float8 weights").wait()
+        whole = every.view(self._axis.size, -1).amax(0)
+        for codec, amax in zip(codecs, whole.split([codec.weights for codec in codecs])):
+            codec.set_amax(amax)
+        self._changes = changes
+
+
+def _codec(flat: FlatBuffer) -> Float8Weights:
+    codec = flat.spec.gather_codec
+    assert isinstance(codec, Float8Weights)
+    return codec
+
+
+def agree_on_scales(flats: Sequence[FlatBuffer]) -> None:
+    """Have the gathers of the units of ``flats`` renew the scales of their float8 weights."""
+    coded = [flat for flat in flats if isinstance(flat.spec.gather_codec, Float8Weights)]
+    for axis in dict.fromkeys(flat.axis for flat in coded):
+        together = [flat for flat in coded if flat.axis is axis]
+        scales = AgreedScales(axis, together)
+        for unit in dict.fromkeys(flat.unit for flat in together):
+            unit.before_rounded.append(scales.renew)
