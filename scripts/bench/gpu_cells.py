@@ -30,7 +30,9 @@ from typing import Any
 
 from versions import versions
 
-VERSIONS = ("torch", "triton", "transformers", "accelerate", "liger_kernel", "deepspeed")
+VERSIONS = (
+    "torch", "triton", "transformers", "accelerate", "torchao", "liger_kernel", "deepspeed",
+)  # fmt: skip
 Rows = Iterator[dict[str, Any]]
 
 
@@ -65,9 +67,8 @@ def train(work: str, kind: str, seconds: int) -> Cell:
         profiled = os.environ.get("PROFILE") == "1"
         if tiny:  # inductor takes a minute to compile for a CPU
             shape, rows, length, device = f"tiny-{shape.split('-')[0]}", "2", "32", "cpu"
-            extras = [
-                extra for extra in what.split("+") if extra not in ("flash", "cudnn", "activations")
-            ]
+            gpus = ("flash", "cudnn", "activations", "float8", "float8gather")
+            extras = [extra for extra in what.split("+") if extra not in gpus]
             what = "+".join("kernels" if extra == "all" else extra for extra in extras).replace(
                 "hf-compile", "hf"
             )
@@ -75,6 +76,7 @@ def train(work: str, kind: str, seconds: int) -> Cell:
         yield {**measured, "work": work, "of": kind}
 
     needs = "deepspeed" if kind.startswith("ds") else "liger_kernel" if "liger" in kind else ""
+    needs = "torchao" if "float8" in kind else needs
     native = kind.startswith("hfz") and bool({"offload", "most"} & {*kind.split("+")})
     return Cell(work, kind, seconds, run, needs, native)
 
@@ -237,6 +239,8 @@ CELLS = (
     train(LLAMA, "hfz1+all+16bit", 40),
     train(LLAMA, "hfz1+all+selective", 40),
     train(LLAMA, "hfz3+all+selective", 40),
+    train(LLAMA, "hfz3+all+float8", 50),
+    train(LLAMA, "hfz3+all+float8gather", 50),
     train(LLAMA, "hf-compile", 90),
     train(BERT, "hf", 30),
     train(LONG_BERT, "hf-compile", 75),

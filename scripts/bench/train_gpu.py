@@ -47,6 +47,8 @@ EXTRAS: dict[str, dict[str, Any]] = {
     # four fifths of the optimizer on the CPU
     "most": {"zero_optimization": {"offload_optimizer": {**ON_CPU, "ratio": 0.8}}},
     "8bit": {"optimizer": EIGHT_BITS},
+    "float8": {"float8_training": {"recipe": "tensorwise"}},
+    "float8gather": {"float8_training": {"recipe": "tensorwise", "gather_weights": True}},
     # weights, gradients and their masters in 2 bytes each, moments in 2 bytes together
     "16bit": {
         "optimizer": EIGHT_BITS,
@@ -85,7 +87,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "tie_word_embeddings": True, "use_cache": False,
     }),
 }  # fmt: skip
-VERSIONS = ("torch", "triton", "transformers", "liger_kernel", "deepspeed")
+VERSIONS = ("torch", "triton", "transformers", "torchao", "liger_kernel", "deepspeed")
 
 
 def build(shape: str, device: str) -> Any:

@@ -1,7 +1,8 @@
 """Rank of test_two_ranks_on_one_gpu.py: trains at each stage over gloo, whose messages may be in
 device memory, and prints the losses of the whole batch; a model whose branches are on two streams,
 and prints each rank's losses; random lives of training state, and prints what is not as in one
-process. NCCL refuses two ranks of one device.
+process; float8 layers, and prints losses and bytes of gathers in bf16 and in float8. NCCL refuses
+two ranks of one device.
 """
 
 from __future__ import annotations
@@ -115,10 +116,51 @@ def lives() -> None:
             print("LIVES " + json.dumps(told) + "\n", end="", flush=True)
 
 
+def float8_config(gathers: bool, rows: int, **more: object) -> dict[str, Any]:
+    on_gpu = torch.cuda.is_available()
+    section = {"recipe": "tensorwise", "gather_weights": gathers, "emulate": not on_gpu}
+    return {
+        "train_micro_batch_size_per_gpu": rows,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": True},
+        "float8_training": section,
+        **more,
+    }
+
+
+def float8_losses(model: Any, config: dict[str, Any]) -> tuple[list[float], int]:
+    """Return the losses of this rank, and the bytes of its gathers."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    found = []
+    for inputs in wide_batches(dist.get_rank()):
+        loss = loss_of(engine, inputs.to(engine.device))
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.detach())
+    sent = engine.mesh.stats.bytes["all_gather"]
+    engine.destroy()
+    return [loss.item() for loss in found], sent
+
+
+def wide_batches(rank: int) -> list[torch.Tensor]:
+    """Matrices of float8 have multiples of 16 rows and columns."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(32, 7, generator=generator) for _ in range(STEPS)]
+
+
+def float8_gathers() -> None:
+    for more in ({}, {"compile": "blocks"} if torch.cuda.is_available() else {}):
+        for gathers in (False, True):
+            found, sent = float8_losses(stack(), float8_config(gathers, 32, **more))
+            told = [[*more], gathers, dist.get_rank(), found, sent]
+            print("FLOAT8 " + json.dumps(told) + "\n", end="", flush=True)
+
+
 def main() -> None:
     wrap.GRANULARITY = wrap.PERSISTENCE = 0  # the blocks of the model are small
     dist.init_process_group("gloo")
-    {"trainings": trainings, "lives": lives}[sys.argv[1]]()
+    {"trainings": trainings, "lives": lives, "float8": float8_gathers}[sys.argv[1]]()
     dist.destroy_process_group()
 
 

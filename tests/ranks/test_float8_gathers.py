@@ -18,6 +18,7 @@ from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.float8_weights import FLOAT8, LARGEST, Float8Weights, is_float8
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.float8 import cast
 from tests.helpers.models import features, llama, seeded
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, sgd
@@ -37,21 +38,13 @@ def in_float8(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ == "Float8Linear"]
 
 
-def cast(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes and the scale of torchao's cast of a whole weight."""
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-    from torchao.float8.float8_training_tensor import LinearMMConfig
-
-    done = hp_tensor_to_float8_dynamic(weight.detach(), FLOAT8, LinearMMConfig())
-    return done._data.view(torch.uint8), done._scale
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [0.0, 1e-14, 1e-6, 0.02, 1.0, 1e30])
 def test_a_cast_of_what_arrives_has_the_bytes_that_were_sent(dtype, size):
     def cast_in_one(weight):
         scale = (LARGEST / weight.abs().max().double().clamp(min=1e-12)).float()
-        return (weight.float() * scale).clamp(-LARGEST, LARGEST).to(FLOAT8).view(torch.uint8), scale
+        scaled = (weight.float() * scale).clamp(-LARGEST, LARGEST)
+        return scaled.to(FLOAT8).view(torch.uint8), scale
 
     layout = FlatLayout.build([("a", (64, 80)), ("b", (3, 7)), ("none", (0, 5))], 3)
     whole = torch.randn(layout.padded, generator=torch.Generator().manual_seed(3)).mul(size)

@@ -54,9 +54,9 @@ class Float8Weights:
     def __init__(self, layout: FlatLayout, owned: tuple[int, int]):
         self._layout, self._owned = layout, owned
         self._place = {slot.name: index for index, slot in enumerate(layout.slots)}
+        # of each weight, [1]: what encoding and decoding multiply by
         self._scales: Sequence[torch.Tensor] = ()
-        self._amax: Sequence[torch.Tensor] = ()
-        self._largest = torch.tensor(LARGEST)
+        self._units: Sequence[torch.Tensor] = ()
 
     def __str__(self) -> str:
         return "float8 with a scale for each weight"
@@ -83,11 +83,9 @@ class Float8Weights:
 
     def set_amax(self, amax: torch.Tensor) -> None:
         """Set the largest magnitude of each whole weight, fp32 [weights]."""
-        scales = LARGEST / amax.double().clamp(min=SMALLEST_AMAX)
-        self._scales = scales.float().unbind()
-        self._amax = amax.clamp(min=SMALLEST_AMAX).unbind()
-        # on a GPU torch multiplies by the reciprocal of a number, which is not exact
-        self._largest = self._largest.to(amax.device)
+        amax = amax.double().clamp(min=SMALLEST_AMAX)
+        self._scales = (LARGEST / amax).float().split(1)
+        self._units = (amax / LARGEST).split(1)  # fp64: 448 units are amax, exactly
 
     @torch.no_grad()
     def encode(
@@ -100,22 +98,20 @@ class Float8Weights:
         if rows > 1:
             start = 0
             self.set_amax(self.amax(values, start))
-        message = torch.zeros(values.numel(), dtype=torch.uint8, device=values.device)
-        coded = message.view(FLOAT8)
+        scaled = torch.zeros(values.numel(), device=values.device)
         for piece in self._layout.pieces(start, start + values.numel()):
-            at = piece.offset - start
-            part = values.narrow(0, at, len(piece)).to(torch.float32)
-            part = part * self._scales[self._place[piece.name]]
-            coded.narrow(0, at, len(piece)).copy_(part.clamp_(-LARGEST, LARGEST))
-        return message.view(rows, -1)
+            place = 0, piece.offset - start, len(piece)
+            scale = self._scales[self._place[piece.name]]
+            torch.mul(values.narrow(*place), scale, out=scaled.narrow(*place))
+        return scaled.to(FLOAT8).view(torch.uint8).view(rows, -1)
 
     @torch.no_grad()
     def decode(self, messages: torch.Tensor, full: torch.Tensor) -> None:
         """Decode, see :class:`hf_zero.distributed.collectives.GatherCodec`."""
-        coded = messages.view(-1).view(FLOAT8)
-        for slot, amax in zip(self._layout.slots, self._amax):
-            part = coded.narrow(0, slot.offset, slot.numel).to(torch.float32)
-            full.narrow(0, slot.offset, slot.numel).copy_(part.div_(self._largest).mul_(amax))
+        full.copy_(messages.view(-1).view(FLOAT8))  # exact in 16 bits, too
+        for slot, unit in zip(self._layout.slots, self._units):
+            part = full.narrow(0, slot.offset, slot.numel)
+            torch.mul(part, unit, out=part)  # computed in fp64
 
 
 def float8_codec(
