@@ -60,8 +60,7 @@ def check_linears(model: nn.Module, config: ZeroConfig) -> set[str]:
             f"({device.type}) has no float8; remove it, or write emulate: true to compute the same "
             "values slowly"
         )
-    if float8.gather_weights:
-        _mark_weights(model, chosen)
+    mark_weights(model, config)
     return chosen
 
 
@@ -126,20 +125,23 @@ def _check_gathers(config: ZeroConfig) -> None:
         )
 
 
-def _mark_weights(model: nn.Module, chosen: set[str]) -> None:
-    """Mark the weights of the layers ``chosen`` that no other module holds: an embedding that is
-    tied to one reads all its numbers.
+def mark_weights(model: nn.Module, config: ZeroConfig) -> None:
+    """Mark the weights that gathers send in float8, if ``config`` enables it: those of linear
+    layers in blocks that no other module holds. An embedding that is tied to one reads all its
+    numbers.
     """
+    if not config.float8_training.gather_weights:
+        return
+    linears: set[Any] = {model.get_submodule(name) for name in linears_of_blocks(model)}
     others = {
         id(parameter)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if name not in chosen
+        for module in model.modules()
+        if module not in linears
         for parameter in module._parameters.values()
     }
-    for name in chosen:
-        weight: Any = model.get_submodule(name).weight
-        if id(weight) not in others:
-            mark_float8(weight)
+    for linear in linears:
+        if id(linear.weight) not in others:
+            mark_float8(linear.weight)
 
 
 def _refuse_sizes(chosen: set[str], model: nn.Module, aware: QuantizationAware) -> None:

@@ -229,6 +229,26 @@ def test_a_step_is_that_of_real_ranks(ranks: int) -> None:
     assert not wrong
 
 
+def test_gathers_in_float8_have_half_the_bytes() -> None:
+    sent = {}
+    for on in (False, True):
+        section = {"recipe": "tensorwise", "emulate": True, "gather_weights": on}
+        config = config_of(3, {"stage3_param_persistence_threshold": 500}, float8_training=section)
+        own = plans_of_stages(small(), 2, None, config=config, rank=0, device=HOST)[1][0]
+        sent[on] = [
+            (message[1], message[3])
+            for message in messages(record_plans([own], 16)[0])
+            if message[0] == "all_gather" and len(message) > 2
+        ]
+    scales = "scales of float8 weights", 2 * 4 * 2 * 7  # ranks, bytes, weights of two layers
+    assert sent[True].count(scales) == 1
+    sent[True].remove(scales)
+    matrices = 3 * 64 * 256 + 2 * 64 * 64 + 2 * 64 * 32  # of a layer, whose norms stay whole
+    halves = {f"model.layers.{n}": matrices for n in range(2)}
+    assert [(unit, halves.get(unit, nbytes)) for unit, nbytes in sent[False]] == sent[True]
+    assert all(nbytes == 2 * halves.get(unit, nbytes / 2) for unit, nbytes in sent[False])
+
+
 def test_measures_are_no_part_of_a_simulation(tmp_path: Path) -> None:
     """They would write files of a run that never was."""
     found = {}

@@ -68,6 +68,7 @@ from hf_zero.planning.simulation.recording import (
     record,
 )
 from hf_zero.planning.simulation.stages import StageRecorder, record_stage
+from hf_zero.techniques.quantized_linears import mark_weights
 from hf_zero.techniques.registry import TrainingTechniques
 from hf_zero.zero.layout.engine_plan import EnginePlan, plan
 from hf_zero.zero.training_engine import TrainingEngine
@@ -451,6 +452,7 @@ def _engine(planned: EnginePlan, copied: nn.Module, settings: ZeroConfig) -> Eng
     spread_experts(module, settings)
     init_parallel(planned.dims)
     optimizer = _optimizer_for(planned, module)
+    mark_weights(module, settings)
     techniques = TrainingTechniques(settings, on_model(module))
     if isinstance(module, StagedModule):
         check_uncut(settings, module)
