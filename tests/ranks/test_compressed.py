@@ -8,12 +8,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
 import hf_zero
 from hf_zero.compression.error_feedback import ErrorCodec
+from hf_zero.errors import PartitionError
 from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
 from tests.helpers import oracle
 from tests.helpers.capabilities import ERRORS, FEW, FOUR, in_few_bits
@@ -160,6 +162,26 @@ def test_a_write_inside_gathered_parameters_keeps_the_rest_exact(rank, model):
         run_steps(engine, rank, [2])
         for flat in engine.units[1].sharded:
             assert torch.equal(flat.full, flat.whole_from_shards())
+
+
+@on_each_rank(2)
+def test_a_write_to_rounded_weights_is_refused(rank, model):
+    """Its other elements would be rounded for good."""
+    engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
+    block = model.blocks[1].up
+    before = hf_zero.safe_get_full_fp32_param(block.weight).clone()
+
+    def writes(module, args):
+        with torch.no_grad():
+            module.weight[0, 0] = 3.0
+
+    hook = block.register_forward_pre_hook(writes)
+    message = r"blocks\.1\.up\.weight was written .* weights sent in int8 blocks of 256, and what"
+    with pytest.raises(PartitionError, match=message):
+        run_steps(engine, rank, [0])
+    hook.remove()
+    assert torch.equal(hf_zero.safe_get_full_fp32_param(block.weight), before)
+    run_steps(engine, rank, [1])
 
 
 @in_turn(

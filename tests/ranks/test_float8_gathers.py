@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.float8_weights import FLOAT8, LARGEST, Float8Weights, is_float8
 from tests.helpers.cells import in_turn
@@ -253,6 +253,23 @@ def test_a_unit_that_is_fetched_has_the_values_of_a_gather(rank, model):
     filled = [flat.views[name] for flat in unit.sharded for name in flat.parameters]
     assert all(map(torch.equal, filled, gathered))
     unit.release()
+
+
+@needs_torchao
+@on_each_rank(2)
+def test_a_write_in_a_forward_is_refused(rank, model):
+    """It would keep the other elements of the weight in float8."""
+    engine = start(model, adamw(model), keys(True, BF16))
+
+    def writes(module: Any, args: Any) -> None:
+        with torch.no_grad():
+            module.weight[0, 0] = 3.0
+
+    model.blocks[1].up.register_forward_pre_hook(writes)
+    with pytest.raises(
+        PartitionError, match=r"weights sent in float8 with a scale for each weight"
+    ):
+        run_steps(engine, rank, [0])
 
 
 @needs_torchao

@@ -286,11 +286,16 @@ class FlatBuffer:
         """Raise PartitionError if a script has written to parameter ``name`` while modules compute
         with values that differ from the parameter's.
         """
+        values = ""
         if self.computing is not None and self.computing.under_way:
+            values = self.computing.values
+        elif self.sharded and self.spec.gather_codec is not None and not self.unit.exact:
+            values = f"weights sent in {self.spec.gather_codec}"
+        if values:
             self.user_writes.accept()
             raise PartitionError(
                 f"{name} was written to in a forward or backward, where modules compute with "
-                f"{self.computing.values}, and what was written is lost; "
+                f"{values}, and what was written is lost; "
                 "write to it between steps, inside GatheredParameters"
             )
 

@@ -201,6 +201,7 @@ class Unit:
         self.trainable = [flat for flat in flats if flat.trainable]
         self._optimizer_shards = [flat.optimizer_shard for flat in self.trainable]
         self.state, self.pins = State.GATHERED, 0
+        self.exact = True  # the last gather was for uncompressed and unchanged values
         self.forwards = UnitForwards()
         self.guard = ParameterGuard(
             list(modules.values()), [p for flat in self.sharded for p in flat.members]
@@ -327,6 +328,7 @@ class Unit:
         """
         self.finish_gather()
         self.take_user_writes()
+        self.exact = exact
         with torch.inference_mode(False):
             for call in () if exact else self.before_rounded:
                 call()
@@ -408,6 +410,7 @@ class Unit:
         """
         self.finish_gather()
         self.take_user_writes()
+        self.exact = exact
         with torch.inference_mode(False), torch.no_grad():
             at = 0
             for flat in self.sharded:
