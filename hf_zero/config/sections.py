@@ -244,6 +244,7 @@ class CompileSection:
     mode: str = key(choice("default", "max-autotune-no-cudagraphs"), "default", idle=_UNCOMPILED)
     dynamic: bool | None = key(BOOLEAN, None, idle=_UNCOMPILED)
     backend: str = key(TEXT, "inductor", idle=_UNCOMPILED)
+    capture: str | None = key(choice("step"), None)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class Use(Enum):
     FETCHES = "shards are read for other ranks"
     COUNTS = "labels are counted"
     HOPS = "gathers across nodes go on within each"
+    CAPTURES = "steps are captured"
 
 
 _making = threading.Lock()

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from hf_zero.device import kinds, spans, streams
+from hf_zero.device import graphs, kinds, spans, streams
 from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
 from hf_zero.distributed.process_group import CPU, abort, backend_serving, destroy_group
@@ -128,7 +128,7 @@ class Handle:
         except RuntimeError as error:
             self._failure = watchdog.explain_failure(self._pending, error)
             raise self._failure from error
-        if self._follows is not None:
+        if self._follows is not None and not graphs.capturing():
             # Works keep tensors alive; an event recorded on the stream that waits for them does
             # not.
             event = streams.record_here(self._follows)
@@ -661,6 +661,13 @@ class MeshDim:
             return {}
         logs = ((self._group, self.gathers), (self._reduce_group, self.reductions))
         return {log.name: log.abort for group, log in logs if group is not None}
+
+    def forget_buffers(self) -> None:
+        """Free the spare buffers, and wait for the last :meth:`verify_same_collective`."""
+        self.spare.clear()
+        marked, self._verified = self._verified, None
+        if marked is not None:
+            marked.wait()
 
     def close(self) -> None:
         """Release the communicators and the spare buffers."""

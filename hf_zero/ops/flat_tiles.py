@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.device import graphs
 from hf_zero.device.pinned import upload
 from hf_zero.errors import KernelError
 from hf_zero.ops.dispatch import Kernel
@@ -228,7 +229,9 @@ def _squared_norms(tensors: Sequence[Tensor]) -> Tensor:
         places = tuple(
             (tensors[index].storage_offset(), tensors[index].numel()) for index in indices
         )
-        sums.append(RUNS(base, *run_tables(places, first.device)))
+        tables = run_tables(places, first.device)
+        graphs.hold(*tables)
+        sums.append(RUNS(base, *tables))
         order += indices
     whole = torch.cat(sums)
     if order == list(range(len(order))):

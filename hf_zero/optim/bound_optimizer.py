@@ -144,6 +144,20 @@ class BoundOptimizer:
         """Whether the next :meth:`step` can also write the new values into the shards."""
         return self._fused.ready and self._fused.takes(self._table.stepped)
 
+    def repeats_launch(self) -> bool:
+        """Whether the next :meth:`step` launches what that of another step did, as far as the
+        optimizer knows.
+        """
+        table, fused = self._table, self._fused
+        apart = table.resting or table.stand_ins_apart
+        return fused.ready and not apart and fused.repeats(table.stepped)
+
+    def prepare_launch(self) -> Hashable:
+        """Write the settings of the next :meth:`step`, which is launched from a graph, to the
+        device; return the addresses that it uses.
+        """
+        return self._fused.prepare(self._table.stepped)
+
     @contextmanager
     def without_post_hooks(self) -> Iterator[None]:
         """Context in which a step runs none of the optimizer's own post hooks: they run once all

@@ -12,13 +12,14 @@ counters are cloned: torch increments each entry, and would increment a shared o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_zero.device import graphs
 from hf_zero.device.pinned import upload
 from hf_zero.ops import dispatch
 from hf_zero.ops.flat_optimizers import (
@@ -125,6 +126,33 @@ class FusedStep:
             for segment in segments
         )
 
+    def repeats(self, segments: Sequence[Segment]) -> bool:
+        """Whether the next step over all of ``segments`` launches what that of another step did,
+        with settings from the device.
+        """
+        return (
+            self.takes(segments)
+            and not self._apart
+            and bool(self._launches)
+            and self._is_home(segments)
+        )
+
+    def prepare(self, segments: Sequence[Segment]) -> Hashable:
+        """Write the settings of the next step over ``segments`` to the device; return the addresses
+        that a captured launch of this step reads and writes.
+        """
+        assert self._steps is not None
+        settings = self._settings_of(segments, self._steps.device)
+        parts = [part for segment in segments for part in segment.parts]
+        tensors = (
+            settings,
+            self._steps,
+            *self._arenas.values(),
+            *(segment.tensor for segment in segments),
+            *(part.flat.grad for part in parts),
+        )
+        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+
     # ---- the step ----
 
     def step(
@@ -205,13 +233,10 @@ class FusedStep:
     def _advance(self, steps: Tensor, segments: Sequence[Segment], skip: Tensor | None) -> Tensor:
         """Count the step of ``segments``; return the coefficients of each row for the kernel."""
         if not self._apart:
-            used = {segment.group for segment in segments}
-            groups = self._optimizer.param_groups
-            rows = [
-                self._row(group) if index in used else RowSettings(0.0)
-                for index, group in enumerate(groups)
-            ]
-            return advance_(steps, self._uploaded(rows, steps.device), skip)
+            settings = self._settings  # of :meth:`prepare`, for a launch that is captured
+            if settings is None or not graphs.capturing():
+                settings = self._settings_of(segments, steps.device)
+            return advance_(steps, settings, skip)
         chosen = torch.tensor([self._rows[segment] for segment in segments], dtype=torch.int64)
         selected = upload(chosen, steps.device)
         counted = steps[selected]
@@ -229,6 +254,15 @@ class FusedStep:
         coefficients[selected] = advanced
         return coefficients
 
+    def _settings_of(self, segments: Sequence[Segment], device: torch.device) -> Tensor:
+        """Return the settings of the groups of ``segments`` on the device, a row for each group."""
+        used = {segment.group for segment in segments}
+        rows = [
+            self._row(group) if index in used else RowSettings(0.0)
+            for index, group in enumerate(self._optimizer.param_groups)
+        ]
+        return self._uploaded(rows, device)
+
     def _uploaded(self, rows: Sequence[RowSettings], device: torch.device) -> Tensor:
         """Return ``rows`` as a table on the device, copied there if one of them has changed."""
         numbers = [row.numbers() for row in rows]
@@ -237,7 +271,11 @@ class FusedStep:
             or numbers != self._numbers
             or any(isinstance(row.lr, Tensor) for row in rows)
         ):
-            self._settings, self._numbers = settings_table(rows, device), numbers
+            table, self._numbers = settings_table(rows, device), numbers
+            if self._settings is None or self._settings.shape != table.shape:
+                self._settings = table
+            else:  # a captured launch reads it there
+                self._settings.copy_(table)
         return self._settings
 
     def _row(self, group: Mapping[str, Any]) -> RowSettings:

@@ -33,6 +33,7 @@ from hf_zero.parallel.planned_cuts import planned_cuts
 from hf_zero.parallel.sequence import sequence_parallel
 from hf_zero.parallel.tensor.model import check_verifiable, dims_of, with_tensor_size
 from hf_zero.planning import PreflightReport, check_on_all_ranks
+from hf_zero.setup.capture import check_capture
 from hf_zero.setup.request import E, SetupRequest
 from hf_zero.techniques.quantized_linears import check_linears
 from hf_zero.techniques.registry import TrainingTechniques, check_samples
@@ -45,6 +46,7 @@ from hf_zero.zero.layout.stage_policy import POLICIES
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_bytes import held_bytes
+from hf_zero.zero.step.captured_step import KEY as CAPTURE
 from hf_zero.zero.transaction import (
     on_rollback,
     restore_on_rollback,
@@ -150,6 +152,10 @@ def resolve(request: SetupRequest[E], checkpoint: Resumed | None) -> Resolved[E]
         require_batch_size=request.training_data is not None,
         training=optimizer is not None,
     )
+    if settings.compile.capture is not None:
+        # a graph has the addresses of gradients
+        kept = {"zero_optimization": {"keep_step_buffers": True}}
+        settings = settings.override(kept, f"computed: {CAPTURE}")
     patches, techniques = ActivationPatches(settings), TrainingTechniques(settings)
     return Resolved(request, settings, dims, optimizer, checkpoint, patches, techniques)
 
@@ -178,6 +184,14 @@ def check_features(resolved: Resolved[Any]) -> None:
         moved_norms(model, calls_of_model(model))
     check_data(request.training_data, settings)
     check_samples(resolved.techniques, request.training_data)
+    check_capture(
+        settings,
+        model,
+        optimizer,
+        list(resolved.techniques.by_key),
+        process_group.default_device(),
+        isinstance(model, StagedModule),
+    )
     resolved.patches.check(model, not POLICIES[settings.stage].shards_parameters)
 
 

@@ -4,7 +4,7 @@ loss factors and reduction of the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -29,6 +29,7 @@ from hf_zero.zero.reduce.losses import Fp16LossScaler, Losses, Scaling
 from hf_zero.zero.reduce.reducer import Reducer, ReductionOptions
 from hf_zero.zero.reduce.reductions import MicroBatch
 from hf_zero.zero.sharded_model import ShardedModel
+from hf_zero.zero.step.captured_step import CapturedStep
 from hf_zero.zero.step.optimizer_step import OptimizerStep, refuse_half_done
 from hf_zero.zero.step.step_reports import SanityChecks
 
@@ -155,6 +156,8 @@ class Backward:
         self._sanity = sanity
         self._removable = ExitStack()
         self._removed = False
+        self.runs = False  # a backward of :meth:`run` is under way
+        self.captured: CapturedStep | None = None
 
     def install(self, scaler: Fp16LossScaler) -> None:
         """Register the hooks on the model; in fp16 also one that scales unscaled losses."""
@@ -209,8 +212,35 @@ class Backward:
         self._sanity.on_loss(loss)
         with self.losses.carrying(loss.dtype, weight) as scale:
             root = loss.float() * scale if scale != 1.0 else loss
+            if self.captured is not None and self.captured.is_open:
+                self._run_captured(self.captured, root, retain_graph, (scale, weight))
+                return
             with self.hooks.announced(root):
                 root.backward(retain_graph=retain_graph)
+
+    def _run_captured(
+        self, captured: CapturedStep, root: torch.Tensor, retain_graph: bool, factors: Hashable
+    ) -> None:
+        """Backpropagate ``root``, a loss with ``factors``, while a captured forward awaits its
+        backward.
+        """
+        before, self.runs = self.reducer.backward, True
+        try:
+            root.backward(retain_graph=retain_graph)
+        finally:
+            self.runs = False
+        captured.end_backward(factors, self.reducer.backward is not before)
+
+    def begin_replay(self) -> None:
+        """Begin a backward that is launched from a graph: no hook of it runs."""
+        self._begins()
+        self.reducer.begin_replay()
+
+    def end_replay(self, states: Sequence[Callable[[], None]]) -> None:
+        """End it: set the states that it leaves in the gradients of the flat buffers."""
+        for restore in states:
+            restore()
+        self.reducer.end_replay()
 
     def run_from(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Backpropagate ``gradients`` of ``outputs``, for a micro-batch whose loss is on another
@@ -348,5 +378,7 @@ class Backward:
     def remove(self) -> None:
         """Remove the hooks from the model and free the gradients."""
         self._removed = True
+        if self.captured is not None:
+            self.captured.close()
         self._removable.close()
         self.reducer.close()

@@ -26,6 +26,7 @@ from hf_zero.zero.layout.materialize import make_mesh, plan_on_this_rank
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, retire_flats, take_native_threads
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
+from hf_zero.zero.step.captured_step import CapturedStep
 from hf_zero.zero.step.optimizer_patch import patch_optimizer
 from hf_zero.zero.step.optimizer_step import OptimizerStep, StateChanges, failed_write
 from hf_zero.zero.step.preemption import StopRequests
@@ -193,6 +194,10 @@ class EngineParts(AroundModel):
         )
         installed.callback(self.backward_pass.remove)
         self.backward_pass.install(scaler)
+        if config.compile.capture is not None and self.optimizer is not None:
+            self.backward_pass.captured = CapturedStep(
+                self.backward_pass, self.optimizer_step, self.accumulation
+            )
         self.stop_requests = StopRequests(mesh, sharded.schedule.shards)
 
     def _install_patches(self, mesh: Mesh, installed: ExitStack) -> None:

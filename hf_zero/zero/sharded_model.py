@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.device import kinds, streams
+from hf_zero.device import graphs, kinds, streams
 from hf_zero.device.spans import span
 from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.mesh import Mesh
@@ -112,6 +112,16 @@ class ShardedModel:
             unit.guard.unwatch()
             self.schedule.unpin(unit)
 
+    def wait_for_updates(self) -> None:
+        """Wait for the updates of all units, as their first readers would."""
+        for unit in self.units:
+            unit.wait_for_update()
+
+    def forget_streams(self) -> None:
+        """Forget the streams on which units have run, as :meth:`Unit.forget_streams` does."""
+        for unit in self.units:
+            unit.forget_streams()
+
     def refresh(
         self,
         stale: Sequence[FlatBuffer],
@@ -153,7 +163,8 @@ class ShardedModel:
             last = f"..{several[-1].key}" if len(several) > 1 else ""
             key = f"updated {several[0].key}{last}"
             handle = several[0].axis.all_gather_packed(pairs, key)
-            if after_step and self.overlaps and not any(flat.spec.persistent for flat in several):
+            puts_off = after_step and self.overlaps and not graphs.capturing()
+            if puts_off and not any(flat.spec.persistent for flat in several):
                 UpdatedGather(handle, key, several)
             else:
                 handles.append(handle)

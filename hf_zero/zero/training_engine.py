@@ -50,11 +50,14 @@ class TrainingEngine(EngineParts):
             )
         with self.measures.forward(self, args, kwargs):
             try:
+                run: Any = self.module
+                if self.backward_pass.captured is not None:
+                    run = self.backward_pass.captured.forward
                 if not self.config.torch_autocast.enabled:
-                    return self.module(*args, **kwargs)
+                    return run(*args, **kwargs)
                 dtype = COMPUTE[self.config.torch_autocast.dtype]
                 with torch.autocast(self.device.type, dtype):
-                    return self.module(*args, **kwargs)
+                    return run(*args, **kwargs)
             except RuntimeError as error:
                 self._refuse_uncast(error, args, kwargs)
                 raise
@@ -351,7 +354,9 @@ class TrainingEngine(EngineParts):
             self._count_micro_batches(window.take_count())
             window.micro_batches = 0
             losses = self.backward_pass.losses
-            overflow = self.optimizer_step.update(self.global_steps, losses.may_overflow)
+            captured = self.backward_pass.captured
+            update = self.optimizer_step.update if captured is None else captured.update
+            overflow = update(self.global_steps, losses.may_overflow)
             self._publish_events()
             self.schedule.end_step()
             if not overflow and self.bound.optimizer._optimizer_step_post_hooks:

@@ -222,6 +222,19 @@ class GradientBuffer:
         self.state, self.pending_grad = GradState.EMPTY, None
         self.used, self.idle, self.unused = 0, 0, _NONE
 
+    def record_state(self) -> Callable[[], None]:
+        """Return a function that sets what is held now, after a backward that did what the last
+        one has done is launched from a graph.
+        """
+        state, used = self.state, self.used
+        pending, sq_norm = self.pending_grad, self.grad_sq_norm
+
+        def restore() -> None:
+            self.state, self.used, self.unused = state, self.used | used, _NONE
+            self.pending_grad, self.grad_sq_norm = pending, sq_norm
+
+        return restore
+
     def free(self) -> None:
         """Free the memory for good."""
         self.shard = self.accumulated_grad = self.pending_grad = self.grad_sq_norm = None

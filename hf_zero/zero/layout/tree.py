@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -78,6 +78,25 @@ def map_tensors(value: object, visit: Visit, in_place: bool = False) -> Any:
             return value
         return dataclasses.replace(value, **changed)
     return value
+
+
+def form_of(value: object) -> Hashable | None:
+    """Return what two arguments of a module that differ only in the values of their tensors have in
+    common: structure, shapes, dtypes and all other values. None if a part is none of tensors,
+    containers and plain values.
+    """
+    if isinstance(value, torch.Tensor):
+        return "tensor", tuple(value.shape), value.dtype
+    if type(value) in _PLAIN:
+        return type(value), value  # 1 and True are equal
+    if isinstance(value, (tuple, list)):
+        parts = [form_of(item) for item in value]
+    elif isinstance(value, dict):
+        parts = [form_of(item) for item in value.values()]
+        parts.append((str, tuple(value)))
+    else:
+        return None
+    return None if None in parts else (type(value), tuple(parts))
 
 
 def is_cache(value: object) -> bool:

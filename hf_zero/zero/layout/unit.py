@@ -269,6 +269,13 @@ class Unit:
         if self._gathered_on is not None and current != self._gathered_on:
             current.wait_stream(self._gathered_on)
 
+    def forget_streams(self) -> None:
+        """Forget the streams that have used this unit: the device has completed their work, or its
+        graph orders them.
+        """
+        self.streams.clear()
+        self._gathered_on = None
+
     def gathered_here(self) -> None:
         """Record that the current stream has waited for the last gather: others wait for it."""
         if self.device_of_streams is not None:

@@ -29,6 +29,7 @@ from operator import attrgetter, mul
 
 import torch
 
+from hf_zero.device import graphs
 from hf_zero.device.pinned import upload
 from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.mesh import Mesh
@@ -186,7 +187,7 @@ class Usage:
             handle = repeats.verify_same_collective(
                 f"step {step} after {repeats.reductions.sequence_number} reductions", words
             )
-            if not complete:
+            if not complete or graphs.capturing():
                 handle.wait()
         if complete:
             _mark_idle(self._flats)

@@ -180,6 +180,25 @@ class Reducer:
             for flat in (flat for unit in self._pass.units for flat in unit.trainable):
                 self._intake.upcast(flat)
 
+    def begin_replay(self) -> None:
+        """Begin a backward that is launched from a graph, like one without gathers."""
+        self._mesh.passes.begin("backward", None, joint=self._reduces_now)
+
+    def end_replay(self) -> None:
+        """End it, with gradients taken in and reduced."""
+        self.backwards += 1
+        self.idle.end_backward()
+        if self._batch.reduces:
+            self._settle()
+
+    def forget_buffers(self) -> None:
+        """Free the buffers of messages, and settle the messages that the host has yet to wait for:
+        a graph neither uses memory from before it nor leaves its own behind.
+        """
+        self._buffers.clear()
+        for axis in self._mesh.axes:
+            axis.forget_buffers()
+
     def leave_out(self, units: frozenset[Unit]) -> None:
         """Leave ``units`` out of the backward under way: all ranks know that none uses them. Called
         before the first reduction.

@@ -72,9 +72,10 @@ class OptimizerStep:
         self.scaler = scaler
         self.kernels = config.kernels
         self._keeps_buffers = config.zero.keep_step_buffers
-        self._sanity = sanity
+        self.sanity = sanity
         # whether non-finite gradients prevent a step even without a loss scale
         self.refuses_infinite = config.precision == "bf16" and config.bf16.check_grad_overflow
+        self.is_captured = False  # the update under way is captured in a graph: nothing runs yet
         self.extensions: Sequence[StepExtension] = [make(self) for make in model.extensions.steps]
 
     @contextmanager
@@ -159,8 +160,8 @@ class OptimizerStep:
         self.norm = total.sqrt() / scale
         if may_skip and not bool(torch.isfinite(total)):
             return True
-        if not may_overflow:
-            self._sanity.on_norm(self.norm, steps + 1)
+        if not may_overflow and not self.is_captured:
+            self.sanity.on_norm(self.norm, steps + 1)
         divisor = None
         if limit > 0.0:
             divisor = scale * ((self.norm + 1e-6) / limit).clamp(min=1.0)

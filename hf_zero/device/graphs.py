@@ -1,0 +1,95 @@
+"""Graphs of a device (CUDA graphs): work that is captured once and then launched as a whole.
+
+[Note: what a graph reads]
+A graph has fixed addresses. Tensors allocated while it is captured come from memory that all graphs
+of one :class:`Graphs` share and nobody else gets: graphs that are launched in the order in which
+they were captured may reuse each other's temporaries. A tensor from outside must live as long as
+the graph; one that only a cache holds is registered with :func:`hold`. Random numbers go on from
+torch's generator at each launch, which torch arranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hf_zero.device import kinds, streams
+
+_held: list[torch.Tensor] | None = None  # by the graph that is being captured
+
+
+def supports(device: torch.device) -> bool:
+    """Whether ``device`` captures graphs."""
+    return not kinds.is_host(device) and hasattr(kinds.module_of(device), "CUDAGraph")
+
+
+def capturing() -> bool:
+    """Whether this process is capturing a graph: nothing that is launched runs yet."""
+    return _held is not None
+
+
+def hold(*tensors: torch.Tensor) -> None:
+    """Keep ``tensors`` as long as the graph that is being captured, if any."""
+    if _held is not None:
+        _held.extend(tensors)
+
+
+class Graph:
+    """Captured work."""
+
+    def __init__(self, captured: Any):
+        self._captured = captured
+        self.held: list[torch.Tensor] = []
+
+    def launch(self) -> None:
+        """Launch the work on the current stream."""
+        self._captured.replay()
+
+
+class Graphs:
+    """The graphs of one engine on ``device``, captured on :attr:`stream`."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = streams.side_stream(device, streams.Use.CAPTURES)
+        self._memory: Any = None  # of all graphs, once there is one
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Context that captures what is launched inside, on this thread and on those of autograd,
+        instead of running it. Waits for the device first.
+        """
+        global _held
+        module = kinds.module_of(self.device)
+        captured = module.CUDAGraph()
+        graph = Graph(captured)
+        # other threads, such as NCCL's watchdog, may go on asking for events
+        options = {"stream": self.stream, "capture_error_mode": "thread_local"}
+        capture = module.graph(captured, pool=self._memory, **options)
+        with kinds.current(self.device), capture:
+            _held = graph.held
+            try:
+                yield graph
+            finally:
+                _held = None
+        if self._memory is None:
+            self._memory = captured.pool()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Context that launches on :attr:`stream`, between the work of the current stream before
+        and after it.
+
+        A gradient accumulates on the stream of the forward that first used its parameter, also in
+        a later backward that is captured: forwards before a capture run here.
+        """
+        current = streams.current_stream(self.device)
+        self.stream.wait_stream(current)
+        try:
+            with streams.on_stream(self.stream):
+                yield
+        finally:
+            current.wait_stream(self.stream)

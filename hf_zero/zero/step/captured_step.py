@@ -1,0 +1,361 @@
+"""A training step as graphs of the device: forward, backward and update, each captured once and
+then launched as a whole (``compile.capture``).
+
+[Note: captured steps]
+The first :data:`WARM_UP` steps run as they are: kernels are compiled, orders recorded, buffers
+made. The next forward whose arguments have the form of all of these is captured on arguments of its
+own, into which later batches are copied. Its outputs are those of one autograd node
+(:class:`_Replayed`), which takes the gradients that reach them; the backward from exactly these
+gradients, with the reductions that its hooks start, is captured in ``Backward.run``. A forward with
+another form runs as it is.
+
+Graphs repeat what was launched, not what the host did: hooks and counters of a backward that is
+launched again are repeated from a record (:class:`_BackwardRecord`). A backward depends on what the
+window holds already (:meth:`CapturedStep._place_in_window`): one that overwrites and one that adds
+have graphs of their own. What else changes from step to step is in memory of the device that the
+host writes before the launch: the batch, the gradients of the outputs, and the settings of the
+optimizer's groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_zero.device import kinds
+from hf_zero.device.graphs import Graph, Graphs
+from hf_zero.errors import PartitionError
+from hf_zero.logging import log_rank0
+from hf_zero.zero.layout.parameter import any_raw_grad
+from hf_zero.zero.layout.training_state import GradState
+from hf_zero.zero.layout.tree import form_of, map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from hf_zero.zero.backward import Backward
+    from hf_zero.zero.step.optimizer_step import OptimizerStep
+
+WARM_UP = 3  # steps before the first capture
+KEY = "compile.capture"
+
+
+@dataclass(eq=False)
+class _BackwardRecord:
+    """A captured backward: its graph, the gradients that it begins with, by the places of their
+    outputs, and the states in which it leaves the gradients of the flat buffers.
+    """
+
+    graph: Graph
+    kind: Hashable
+    grads: dict[int, torch.Tensor]
+    states: Sequence[Callable[[], None]]
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A captured forward, on ``inputs``, with its captured backward once there is one."""
+
+    graph: Graph
+    inputs: Sequence[torch.Tensor]
+    output: Any
+    # those of ``output`` that require grad; on a graph of autograd until the backward is captured
+    outputs: Sequence[torch.Tensor]
+    backward: _BackwardRecord | None = None
+    serial: int = 0  # of its last launch
+    reached: dict[int, torch.Tensor] = field(default_factory=dict)  # by a backward, with gradients
+
+
+class _Replayed(torch.autograd.Function):
+    """The outputs of a captured forward; takes their gradients for the captured backward."""
+
+    @staticmethod
+    def forward(ctx: Any, step: CapturedStep, captured: _Pass, anchor: torch.Tensor) -> Any:
+        ctx.step, ctx.captured, ctx.serial = step, captured, captured.serial
+        ctx.set_materialize_grads(False)
+        return tuple(map(_handed_out, captured.outputs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        ctx.step.reach(ctx.captured, ctx.serial, grads)
+        return None, None, None
+
+
+def _handed_out(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a caller gets of ``tensor``, an output: numbers are copied, since scripts collect
+    losses; larger ones are the memory that the next forward overwrites.
+    """
+    return tensor.detach().clone() if tensor.numel() == 1 else tensor.detach()
+
+
+class CapturedStep:
+    """The captured passes and the captured update of one engine."""
+
+    def __init__(self, backward: Backward, update: OptimizerStep, window: Any):
+        self._step, self._model = update, update.model
+        self._device = self._model.mesh.device
+        self._backward, self._window = backward, window
+        self._graphs = Graphs(self._device)
+        self._steps = 0  # updates that ran as they are
+        self._forms: Counter[Hashable] = Counter()  # forwards by the form of their arguments
+        self._form: Hashable = None  # the captured one
+        self._passes: dict[Hashable, _Pass] = {}  # by place in the window
+        self._update: tuple[Hashable, Graph, torch.Tensor] | None = None  # key, graph, norm
+        self._reached: _Pass | None = None  # by the backward under way
+        self._open = False  # a forward was launched, and no backward since
+        self._told: set[str] = set()
+        # what makes outputs require grad
+        self._anchor = torch.zeros((), device=self._device, requires_grad=True)
+
+    # ---- forward ----
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns, launched from a graph where there is one for it."""
+        run = self._model.module
+        if not torch.is_grad_enabled() or not run.training or self._backward.under_way:
+            return run(*args, **kwargs)
+        tensors = list(tensors_in((args, kwargs)))
+        form = self._form_of(tensors, args, kwargs)
+        if form is None or not self._takes(form):
+            with self._graphs.beside():
+                return run(*args, **kwargs)
+        place = self._place_in_window()
+        captured = self._passes.get(place)
+        self._model.wait_for_updates()
+        # one without a backward was dropped: its graph of autograd may be too old
+        if captured is None or captured.backward is None:
+            captured = self._passes[place] = self._capture_forward(args, kwargs)
+        for own, given in zip(captured.inputs, tensors, strict=True):
+            own.copy_(given, non_blocking=True)
+        captured.graph.launch()
+        captured.serial += 1
+        self._open = True
+        replayed: Sequence[torch.Tensor] = ()
+        if captured.outputs:
+            replayed = _Replayed.apply(self, captured, self._anchor)
+        by_id = dict(zip(map(id, captured.outputs), replayed, strict=True))
+        return map_tensors(
+            captured.output, lambda t: by_id[id(t)] if id(t) in by_id else _handed_out(t)
+        )
+
+    def _form_of(
+        self, tensors: Sequence[torch.Tensor], args: object, kwargs: object
+    ) -> Hashable | None:
+        """Return what a graph depends on in the arguments, whose tensors are ``tensors``; None if
+        it depends on more than can be compared.
+        """
+        if any(tensor.requires_grad or tensor.device != self._device for tensor in tensors):
+            return None
+        form = form_of((args, kwargs))
+        return None if form is None else (form, kinds.autocast_dtype(self._device.type))
+
+    def _takes(self, form: Hashable) -> bool:
+        """Whether forwards with arguments of ``form`` are captured."""
+        if self._form is None:
+            self._forms[form] += 1
+            if self._steps < WARM_UP or self._forms[form] <= WARM_UP:
+                return False
+            self._form = form
+        if form != self._form:
+            self._tell(
+                "form",
+                f"{KEY}: a batch has other shapes, dtypes or arguments than the captured one and "
+                "runs uncaptured; pad batches to one shape",
+            )
+        return form == self._form
+
+    def _tell(self, kind: str, text: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            log_rank0(text)
+
+    def _place_in_window(self) -> Hashable:
+        """Return what a backward depends on before it begins: what the flat buffers hold, and
+        whether it reduces.
+        """
+        held = tuple(flat.gradient.state for flat in self._model.trainable)
+        return self._window.syncs, self._window.ends, self._window.steps, held
+
+    def _capture_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pass:
+        inputs: list[torch.Tensor] = []
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            inputs.append(torch.empty_like(tensor, memory_format=torch.contiguous_format))
+            return inputs[-1]
+
+        args, kwargs = map_tensors((args, kwargs), own)
+        graph, output = self._capture("forward", lambda: self._model.module(*args, **kwargs))
+        found = list(tensors_in(output))
+        plain = [tensor for tensor in found if type(tensor) is torch.Tensor]
+        if not any(tensor.requires_grad for tensor in plain) and any(
+            tensor.requires_grad for tensor in found
+        ):
+            raise PartitionError(
+                f"{KEY}: the model returns logits that are computed when they are read, and no "
+                "loss; pass labels to it, or write kernels without linear_cross_entropy"
+            )
+        outputs = [tensor for tensor in plain if tensor.requires_grad]
+        return _Pass(graph, inputs, output, outputs)
+
+    # ---- backward ----
+
+    def reach(self, captured: _Pass, serial: int, grads: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of the outputs of ``captured``, in the backward of its launch
+        ``serial``.
+        """
+        if captured.serial != serial or not self._open:
+            raise PartitionError(
+                f"{KEY}: this backward goes through a forward whose activations a later forward "
+                "or backward has overwritten; call backward after each forward, and once, or "
+                "remove the key"
+            )
+        if not self._backward.runs:
+            raise PartitionError(
+                f"{KEY}: loss.backward() does not launch the captured backward; call "
+                "engine.backward(loss)"
+            )
+        captured.reached = {at: grad for at, grad in enumerate(grads) if grad is not None}
+        self._reached = captured
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a captured forward awaits its backward."""
+        return self._open
+
+    def end_backward(self, factors: Hashable, others: bool) -> None:
+        """Launch the captured backward if the one that has just ended has reached captured outputs.
+
+        Args:
+            factors: of the loss and of its micro-batch.
+            others: whether that one has also reached modules that ran uncaptured.
+        """
+        captured, self._reached = self._reached, None
+        if captured is None:
+            return
+        self._open = False
+        reached, captured.reached = captured.reached, {}
+        if others or any_raw_grad(p for flat in self._model.trainable for p in flat.members):
+            raise PartitionError(
+                f"{KEY}: a backward reaches the captured forward and also parameters by another "
+                "way (a penalty on the weights, a module called by itself); compute the whole loss "
+                "in the model, or remove the key"
+            )
+        kind = (factors, tuple((at, grad.dtype) for at, grad in reached.items()))
+        record = captured.backward
+        is_new = record is None
+        if record is None:
+            record = captured.backward = self._capture_backward(captured, kind, reached)
+        elif record.kind != kind:
+            raise PartitionError(
+                f"{KEY}: this backward differs from the captured one in the outputs that have "
+                "gradients or in the weight of its micro-batch; call engine.backward the same way "
+                "for each micro-batch at this place of the window, or remove the key"
+            )
+        else:
+            self._backward.begin_replay()
+        for at, grad in reached.items():
+            record.grads[at].copy_(grad)
+        record.graph.launch()
+        if not is_new:
+            self._backward.end_replay(record.states)
+
+    def _capture_backward(
+        self, captured: _Pass, kind: Hashable, reached: dict[int, torch.Tensor]
+    ) -> _BackwardRecord:
+        grads = {at: torch.empty_like(grad) for at, grad in reached.items()}
+        outputs = [captured.outputs[at] for at in grads]
+        graph, _ = self._capture(
+            "backward", lambda: torch.autograd.backward(outputs, list(grads.values()))
+        )
+        # the graph of autograd ends here
+        detached = {id(tensor): tensor.detach() for tensor in captured.outputs}
+        captured.output = map_tensors(captured.output, lambda t: detached.get(id(t), t))
+        captured.outputs = [detached[id(tensor)] for tensor in captured.outputs]
+        states = [flat.gradient.record_state() for flat in self._model.trainable]
+        return _BackwardRecord(graph, kind, grads, states)
+
+    # ---- update ----
+
+    def update(self, steps: int, may_overflow: bool) -> bool:
+        """Run one optimizer step as :meth:`OptimizerStep.update` does, launched from a graph if it
+        can be.
+        """
+        step = self._step
+        if may_overflow or self._steps < WARM_UP or not self._repeats(step):
+            self._steps += 1
+            return step.update(steps, may_overflow)
+        self._model.wait_for_updates()
+        with step.changing_state(), step.bound.scaled_rates(step.lr_scale):
+            places = step.bound.prepare_launch()
+        key = (places, step.max_norm, tuple(flat.gradient.state for flat in self._model.trainable))
+        if self._update is None or self._update[0] != key:
+            step.is_captured = True
+            try:
+                graph, _ = self._capture("update", lambda: step.update(steps, False))
+            finally:
+                step.is_captured = False
+            assert step.norm is not None
+            self._update = key, graph, step.norm
+        else:
+            for flat in self._model.trainable:
+                flat.user_writes.mark_updated()
+        _, graph, norm = self._update
+        graph.launch()
+        step.norm = norm.clone()  # of this step, which the next launch does not change
+        step.sanity.on_norm(step.norm, steps + 1)
+        return False
+
+    def _repeats(self, step: OptimizerStep) -> bool:
+        """Whether the update launches what that of another step does."""
+        complete = all(
+            flat.gradient.state is GradState.REDUCED
+            and flat.gradient.used == flat.gradient.all_used
+            and not flat.gradient.idle
+            and not flat.gradient.unused
+            for flat in self._model.trainable
+        )
+        launches = step.bound.repeats_launch()
+        if not complete or not launches:
+            why = (
+                "a parameter got no gradient"
+                if launches
+                else "the optimizer is not updated by hf-zero's kernel as its group is set now"
+            )
+            self._tell("update", f"{KEY}: an update runs uncaptured: {why}")
+        return complete and launches
+
+    def close(self) -> None:
+        """Free all graphs: the engine is destroyed."""
+        self._passes.clear()
+        self._update, self._open, self._steps = None, False, 0
+        self._form = None
+
+    # ---- captures ----
+
+    def _capture(self, what: str, run: Callable[[], Any]) -> tuple[Graph, Any]:
+        """Return the graph of ``run``, called ``what`` in messages, and its result."""
+        self._forget()
+        try:
+            with self._graphs.capture() as graph:
+                result = run()
+        except RuntimeError as error:
+            if isinstance(error, PartitionError):
+                raise
+            raise PartitionError(
+                f"{KEY}: the {what} cannot be captured ({error}); let the model read nothing from "
+                "the device (.item(), printed values, shapes that depend on values), or remove the "
+                "key"
+            ) from error
+        finally:
+            self._forget()
+        return graph, result
+
+    def _forget(self) -> None:
+        """Drop what neither a graph may take from outside nor the outside from a graph: buffers to
+        be used again, streams to wait for, casts of weights.
+        """
+        self._model.forget_streams()
+        self._backward.reducer.forget_buffers()
+        torch.clear_autocast_cache()
