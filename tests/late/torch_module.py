@@ -101,6 +101,9 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
         C.set_device(device)
 
 
+_on_stream = stream  # where an argument has its name
+
+
 # ---- devices ----
 
 
@@ -193,6 +196,55 @@ def _sleep(cycles: int) -> None:
 
 def set_sync_debug_mode(mode: int | str) -> None:
     C.sync_debug(mode not in (0, "default"))
+
+
+# ---- graphs ----
+
+
+class CUDAGraph:
+    """Captured work, as torch.cuda.CUDAGraph; named as torch's for every kind of device."""
+
+    def __init__(self, keep_graph: bool = False):
+        self._graph = C.Graph()
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self._graph.begin(pool)
+
+    def capture_end(self) -> None:
+        self._graph.end()
+
+    def replay(self) -> None:
+        self._graph.launch()
+
+    def pool(self) -> Any:
+        return self._graph.memory()
+
+
+class graph:
+    """Capture what is launched inside, like torch.cuda.graph."""
+
+    def __init__(
+        self,
+        cuda_graph: CUDAGraph,
+        pool: Any = None,
+        stream: Any = None,
+        capture_error_mode: str = "global",
+    ):
+        self._captured, self._pool = cuda_graph, pool
+        self._on = _on_stream(stream if stream is not None else Stream())
+
+    def __enter__(self) -> None:
+        synchronize()
+        self._on.__enter__()
+        self._captured.capture_begin(self._pool)
+
+    def __exit__(self, *raised: Any) -> None:
+        self._captured.capture_end()
+        self._on.__exit__(*raised)
+
+
+def is_current_stream_capturing() -> bool:
+    return bool(C.is_capturing())
 
 
 # ---- memory ----

@@ -182,8 +182,10 @@ class CapturedStep:
         inputs: list[torch.Tensor] = []
 
         def own(tensor: torch.Tensor) -> torch.Tensor:
-            inputs.append(torch.empty_like(tensor, memory_format=torch.contiguous_format))
-            return inputs[-1]
+            made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            # with a version of its own: batches are written before the backward is captured
+            inputs.append(made.data)
+            return made
 
         args, kwargs = map_tensors((args, kwargs), own)
         graph, output = self._capture("forward", lambda: self._model.module(*args, **kwargs))

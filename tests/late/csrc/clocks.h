@@ -28,6 +28,7 @@ struct Event {
   uint64_t number = 0;
   Clock clock{};
   double time = 0;  // seconds of simulated time
+  const void* graph = nullptr;  // in whose capture it was recorded
 };
 
 // Bytes of visible addresses: [lo, hi), or rows of `width` bytes each `stride` bytes apart in it.

@@ -127,6 +127,22 @@ struct Communicator final : c10d::Backend {
     int device = check(name, reads, writes);
     if (stream < 0) stream = device * kStreamsEach + rt().new_stream(device, priority);
     std::string what = name + describe(reads.empty() ? writes : reads, sized) + " " + how + " [" + site + "]";
+    if (rt().captures(current_on(device))) {
+      std::vector<Span> spans = spans_of(reads, writes);
+      Tensors from = task_views(reads), to = task_views(writes);
+      double bytes = bytes_of(reads) + bytes_of(writes);
+      rt().keep(name, [this, name, what, device, spans, from, to, bytes, call]() mutable {
+        Part part{end, end->issue(what, next_place())};
+        auto task = [call](const std::vector<bool>& same, Tensors& from, Tensors& to) mutable {
+          if (same[0]) call(from, to)->wait();
+          else fill_with_nan(to);
+        };
+        run_parts(name, {part}, current_on(device), spans, from, to, bytes, task);
+      });
+      auto work = c10::make_intrusive<Work>(type);
+      work->done = rt().record(current_on(device));
+      return work;
+    }
     return enqueue(type, name, {{end, end->issue(what, next_place())}}, device, async ? stream : current_on(device),
                    reads, writes, [call](const std::vector<bool>& same, Tensors& from, Tensors& to) mutable {
                      if (same[0]) call(from, to)->wait();
@@ -151,16 +167,33 @@ struct Communicator final : c10d::Backend {
   WorkPtr enqueue(OpType type, const char* name, const std::vector<Part>& parts, int device, int on,
                   const Tensors& reads, const Tensors& writes, Run run) {
     Runtime& runtime = rt();
-    std::vector<Span> spans;
-    double bytes = 0;
-    for (bool write : {false, true})
-      for (const auto& tensor : write ? writes : reads) {
-        add_span(tensor, write, spans);
-        bytes += double(tensor.numel() * tensor.element_size());
-      }
     int here = current_on(device);
     if (on != here) runtime.wait_event(on, runtime.record(here));
-    Tensors from = task_views(reads), to = task_views(writes);
+    Event done = run_parts(name, parts, on, spans_of(reads, writes), task_views(reads), task_views(writes),
+                           bytes_of(reads) + bytes_of(writes), run);
+    auto work = c10::make_intrusive<Work>(type);
+    work->done = done;
+    work->kept = writes;
+    work->kept.insert(work->kept.end(), reads.begin(), reads.end());
+    return work;
+  }
+
+  static std::vector<Span> spans_of(const Tensors& reads, const Tensors& writes) {
+    std::vector<Span> spans;
+    for (bool write : {false, true})
+      for (const auto& tensor : write ? writes : reads) add_span(tensor, write, spans);
+    return spans;
+  }
+  static double bytes_of(const Tensors& tensors) {
+    double bytes = 0;
+    for (const auto& tensor : tensors) bytes += double(tensor.numel() * tensor.element_size());
+    return bytes;
+  }
+
+  template <typename Run>
+  static Event run_parts(const char* name, const std::vector<Part>& parts, int on, const std::vector<Span>& spans,
+                         Tensors from, Tensors to, double bytes, Run run) {
+    Runtime& runtime = rt();
     runtime.enqueue(on, name, spans, [run, from, to, parts]() mutable {
                       struct Over {
                         const std::vector<Part>& parts;
@@ -175,12 +208,9 @@ struct Communicator final : c10d::Backend {
                       run(same, from, to);
                     },
                     {bytes, 0, Way::network});
-    auto work = c10::make_intrusive<Work>(type);
-    work->done = runtime.record(on);
-    for (const Part& part : parts) part.end->issued(part.number, work->done);
-    work->kept = writes;
-    work->kept.insert(work->kept.end(), reads.begin(), reads.end());
-    return work;
+    Event done = runtime.record(on);
+    for (const Part& part : parts) part.end->issued(part.number, done);
+    return done;
   }
 
   bool supportsCoalescing() const override { return true; }

@@ -82,6 +82,8 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) 
       from = source.clone();  // staged: the caller may write over it at once
     }
   }
+  if (from_device != to_device && runtime.captures(stream))
+    runtime.tell("capture", std::string(what) + " in a capture [" + site + "]", site);
   order(stream, target);
   runtime.enqueue(stream, what, spans,
                   [to, from]() mutable {

@@ -149,6 +149,7 @@ struct Call {
   const Facts& facts;
   std::vector<c10::IValue> args;
   int device = current_device;
+  at::Generator drawn_from{};
   torch::jit::Stack meta{}, cpu{};
   std::vector<Span> spans{};
   std::vector<c10::IValue> results{};
@@ -191,7 +192,9 @@ void Call::choose_generator() {
   at::Generator from = given.isNone() ? default_generator(device) : given.toGenerator();
   TORCH_CHECK(from.device().type() == type(), "Expected a '", c10::Device(type()),
               "' generator for ", facts.name, " but found ", from.device());
-  given = next_draw(from);
+  drawn_from = from;
+  // a launch of its graph draws; what is captured now runs with none of this
+  given = rt().captures(current_on(device)) ? c10::IValue() : c10::IValue(next_draw(from));
 }
 
 // Shapes and dtypes of what is new, from the meta kernel; false: only the values tell them.
@@ -301,14 +304,32 @@ void Call::launch() {
   }
   c10::OperatorHandle handle = op;
   bool makes = facts.makes;
-  auto run = [handle, stack = cpu, into, makes]() mutable {
+  auto run = [handle, given = cpu, into, makes] {
+    c10::InferenceMode off(false);
+    at::NoGradGuard no_grad;
+    at::AutoDispatchBelowADInplaceOrView below;
+    torch::jit::Stack stack = given;
+    handle.callBoxed(&stack);
+    if (makes) copy_results(into, stack);
+  };
+  Runtime& runtime = rt();
+  if (!drawn_from.defined() || !runtime.captures(current_on(device))) {
+    runtime.enqueue(current_on(device), facts.name, spans, run, cost());
+    return;
+  }
+  auto draws = [handle, into, makes](torch::jit::Stack stack) {
     c10::InferenceMode off(false);
     at::NoGradGuard no_grad;
     at::AutoDispatchBelowADInplaceOrView below;
     handle.callBoxed(&stack);
     if (makes) copy_results(into, stack);
   };
-  rt().enqueue(current_on(device), facts.name, spans, run, cost());
+  runtime.keep(facts.name, [draws, given = cpu, place = size_t(facts.generator), from = drawn_from,
+                            on = device, name = facts.name, reads = spans, time = cost()] {
+    torch::jit::Stack stack = given;
+    stack[place] = next_draw(from);
+    rt().enqueue(current_on(on), name, reads, [draws, stack] { draws(stack); }, time);
+  });
 }
 
 void Call::run_now() {

@@ -82,10 +82,12 @@ void* Runtime::take(size_t bytes, int stream) {
   if (!bytes) return nullptr;
   int device = stream / kStreamsEach;
   use_device(device, "allocation");
-  std::lock_guard<std::mutex> lock(mu);
-  collect(stream);
+  bool captured = captures(stream);
+  std::unique_lock<std::mutex> lock(mu);
+  counts.allocations++;
+  if (!captured) collect(stream);
   size_t size = (bytes + 511) & ~size_t(511);
-  auto& pool = pool_[stream];
+  auto& pool = captured ? capture->memory->free : pool_[stream];
   auto fitting = pool.lower_bound(size);
   Region* region;
   if (fitting != pool.end() && fitting->first <= size + std::max<size_t>(size, 1 << 20)) {
@@ -105,6 +107,15 @@ void* Runtime::take(size_t bytes, int stream) {
   region->asked = size;
   counts.allocated[device] += size;
   counts.peak[device] = std::max(counts.peak[device], counts.allocated[device]);
+  if (captured) {
+    region->memory = capture->memory;
+    char *base = region->base, *memory = base + region->delta;
+    lock.unlock();
+    std::function<void()> run;
+    if (poison) run = [memory, size] { memset(memory, 0xFF, size); };
+    enqueue(stream, "reuse", {{base, base + size, true}}, std::move(run));  // in each launch
+    return base;
+  }
   return region->base;
 }
 
@@ -150,6 +161,13 @@ void Runtime::give(void* memory) {
   if (!region || region->free) return;
   region->free = true;
   counts.allocated[region->stream / kStreamsEach] -= region->asked;
+  if (region->memory) {
+    region->recorded.clear();
+    auto memory = std::move(region->memory);
+    region->memory.reset();
+    memory->free.insert({region->size, region});
+    return;
+  }
   for (int id : region->recorded)
     region->pending.push_back({id, streams_[id].issued, streams_[id].clock, streams_[id].time});
   region->recorded.clear();

@@ -68,6 +68,9 @@ py::dict stats() {
   out["peak"] = counts.peak;
   out["reserved"] = counts.reserved;
   out["pinned"] = counts.pinned;
+  out["allocations"] = counts.allocations;
+  out["queries"] = counts.queries;
+  out["graph_launches"] = counts.graph_launches;
   return out;
 }
 
@@ -124,6 +127,26 @@ void set_device(int device) {
 void sleep(int us) {
   rt().enqueue(late::current(), "sleep", {},
                [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
+}
+
+struct PyGraph {  // as torch's CUDAGraph
+  std::shared_ptr<late::Graph> graph;
+};
+
+void bind_graphs(py::module_& m) {
+  py::class_<late::GraphMemory, std::shared_ptr<late::GraphMemory>>(m, "GraphMemory");
+  py::class_<PyGraph>(m, "Graph")
+      .def(py::init<>())
+      .def("begin", [](PyGraph& self, std::shared_ptr<late::GraphMemory> memory) {
+        self.graph = rt().begin_capture(late::current_stream_of(late::current_device), std::move(memory));
+      })
+      .def("end", [](PyGraph&) { rt().end_capture(); })
+      .def("launch", [](PyGraph& self) { rt().launch(self.graph); })
+      .def("steps", [](PyGraph& self) { return self.graph->steps.size(); })
+      .def("memory", [](PyGraph& self) { return self.graph->memory; });
+  m.def("is_capturing", [] {
+    return rt().captures(late::current_stream_of(late::current_device));
+  });
 }
 
 void bind_random(py::module_& m) {
@@ -191,5 +214,6 @@ PYBIND11_MODULE(late_C, m) {
     late::resize_bytes(t.storage().unsafeGetStorageImpl(), bytes);
   });
   bind_random(m);
+  bind_graphs(m);
   bind_collectives(m);
 }

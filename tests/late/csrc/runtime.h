@@ -8,6 +8,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <set>
@@ -56,6 +57,8 @@ struct Access {
   uint32_t site;
 };
 
+struct GraphMemory;
+
 struct Region {  // a block of device memory, or of host memory that devices reach
   char* base;
   size_t size;
@@ -63,6 +66,7 @@ struct Region {  // a block of device memory, or of host memory that devices rea
   ptrdiff_t delta;  // visible address + delta: the mapping that tasks use
   int stream = 0;   // whose memory it is: its next user comes after what that stream has then
   bool free = false;
+  std::shared_ptr<GraphMemory> memory{};  // of graphs, whose it stays
   size_t asked = 0;
   std::vector<Access> seen{};
   std::set<int> recorded{};      // other streams that have used it, by record_stream
@@ -77,6 +81,25 @@ struct Guarded {  // host memory under a copy that the host has not waited for
   Region* region;
 };
 
+struct GraphMemory {  // of graphs that share it; nobody else gets any of it
+  std::multimap<size_t, Region*> free;
+};
+
+// Launches a piece of captured work once more, on the stream that is current then.
+using Prepare = std::function<void()>;
+
+struct Graph {
+  struct Step {
+    const char* what;
+    Prepare prepare;
+  };
+  std::vector<Step> steps;
+  std::set<int> streams;  // that have joined its capture
+  int origin = 0;
+  std::thread::id thread;
+  std::shared_ptr<GraphMemory> memory;
+};
+
 struct Report {
   std::string kind, text;
 };
@@ -85,12 +108,15 @@ struct Counts {
   uint64_t ops = 0, tasks = 0, accesses = 0, syncs = 0, inferred = 0, faults = 0, false_shares = 0;
   std::array<size_t, kDevices> allocated{}, peak{}, reserved{};
   size_t pinned = 0;
+  uint64_t allocations = 0, queries = 0;  // of device memory; of the host for events
+  uint64_t graph_launches = 0;
   std::map<std::string, uint64_t> sync_ops;  // operations that made the host wait
 };
 
 inline thread_local std::string site;  // of the call under way, for reports
 inline thread_local int current_device = 0;
 inline thread_local std::array<int, kDevices> current_streams{};  // by device, 0..kStreamsEach
+inline int current_stream_of(int device) { return device * kStreamsEach + current_streams[device]; }
 
 class Runtime {
  public:
@@ -128,6 +154,16 @@ class Runtime {
   void forget();
   void want(const Event& event);  // some other rank waits for it
   void tell(const char* kind, const std::string& text, const std::string& key);
+
+  // captures.cpp
+  std::shared_ptr<Graph> capture;  // under way
+  bool captures(int stream) const;
+  std::shared_ptr<Graph> begin_capture(int stream, std::shared_ptr<GraphMemory> memory);
+  void end_capture();
+  void keep(const char* what, Prepare prepare);
+  void launch(const std::shared_ptr<Graph>& graph);
+  void check_capture(const Event* event, const char* what);  // refuses it in a capture
+  [[noreturn]] void refuse(const char* what);
 
   // memory.cpp
   void* take(size_t bytes, int stream);

@@ -15,6 +15,15 @@ const char* Runtime::intern(const std::string& name) { return names_.insert(name
 void Runtime::enqueue(int stream, const char* what, const std::vector<Span>& spans,
                       std::function<void()> run, const Cost& cost) {
   use_device(stream / kStreamsEach, what);
+  if (captures(stream)) {
+    int device = stream / kStreamsEach;
+    keep(what, [this, device, what, spans, run, cost] {
+      enqueue(current_stream_of(device), what, spans, run, cost);
+    });
+    return;
+  }
+  if (capture && std::this_thread::get_id() == capture->thread)
+    tell("capture", std::string(what) + " runs beside the capture under way: its stream has not joined it", what);
   bool now = mode == Mode::inline_;
   {
     std::lock_guard<std::mutex> lock(mu);
@@ -72,6 +81,13 @@ void Runtime::push(Stream& stream, int id, Task task) {
 void Runtime::wait_event(int id, const Event& event) {
   if (event.stream < 0) return;
   use_device(id / kStreamsEach, "wait");
+  if (event.graph) {
+    if (!capture || event.graph != capture.get()) refuse("a wait for an event of another capture");
+    std::lock_guard<std::mutex> lock(mu);
+    capture->streams.insert(id);
+    return;
+  }
+  if (captures(id) && event.number) refuse("a wait for an event from outside");
   std::lock_guard<std::mutex> lock(mu);
   Stream& stream = streams_[id];
   join(stream.clock, event.clock);
@@ -131,7 +147,8 @@ Event Runtime::record(int id) {
   use_device(id / kStreamsEach, "event");
   std::lock_guard<std::mutex> lock(mu);
   const Stream& stream = streams_[id];
-  return {id, stream.issued, stream.clock, stream.time};
+  const void* graph = captures(id) ? capture.get() : nullptr;
+  return {id, stream.issued, stream.clock, stream.time, graph};
 }
 
 bool Runtime::is_done(const std::vector<Event>& events) const {
@@ -147,7 +164,9 @@ void Runtime::host_joins(const Event& event) {
 }
 
 bool Runtime::query(const Event& event) {
+  check_capture(&event, "a question for an event");
   if (event.stream < 0) return true;
+  counts.queries++;
   std::lock_guard<std::mutex> lock(mu);
   release(event.stream, event.number);
   if (streams_[event.stream].done < event.number) return false;
@@ -161,6 +180,7 @@ void Runtime::want(const Event& event) {
 }
 
 void Runtime::host_wait(const Event& event) {
+  check_capture(&event, "a wait of the host");
   if (event.stream < 0) return;
   {
     std::unique_lock<std::mutex> lock(mu);

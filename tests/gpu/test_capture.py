@@ -1,0 +1,286 @@
+"""A step captured in graphs of the GPU equals the same step as it is, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.device.graphs import Graph
+from hf_zero.errors import PartitionError
+
+pytestmark = pytest.mark.usefixtures("process_group")
+STEPS, ROWS, WIDTH = 9, 4, 32
+# by name, beyond fp32 with one micro-batch and without dropout
+CASES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "dropout": {"dropout": 0.2},
+    "two micro-batches": {"micros": 2},
+    "three micro-batches, dropout": {"micros": 3, "dropout": 0.2},
+    "bf16": {"bf16": True},
+    "bf16, two micro-batches": {"bf16": True, "micros": 2},
+    "autocast": {"autocast": True},
+}
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(dropout)) for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor, weight: float = 1.0) -> dict[str, torch.Tensor]:
+        x = x.to(self.head.weight.dtype)
+        for block in self.blocks:
+            x = x + block(x)
+        predicted = self.head(x)
+        return {"loss": weight * predicted.float().square().mean(), "predicted": predicted}
+
+
+def build(stage: int, capture: bool, **case: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": case.get("micros", 1),
+        "gradient_clipping": 0.1,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": case.get("bf16", False)},
+        "torch_autocast": {"enabled": case.get("autocast", False)},
+        "kernels": ["optimizer"],
+        "compile": {"capture": "step"} if capture else {},
+    }
+    model = Model(case.get("dropout", 0.0))
+    groups = [{"params": model.blocks.parameters()}, {"params": model.head.parameters(), "lr": 0.1}]
+    optimizer = torch.optim.AdamW(groups, lr=0.05, weight_decay=0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return hf_zero.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
+    )[0]
+
+
+def batches(count: int, rows: int = ROWS, seed: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, WIDTH, generator=generator).cuda() for _ in range(count)]
+
+
+def train(
+    engine: Any,
+    data: list[torch.Tensor],
+    between: Callable[[Any, int], None] = lambda engine, number: None,
+) -> list[float]:
+    engine.train()
+    losses = []
+    for number, batch in enumerate(data):
+        between(engine, number)
+        loss = engine(batch)["loss"]
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: value.cpu().clone() for name, value in engine.state_dict().items()}
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """The graphs that are launched."""
+    found: list[Graph] = []
+    launch = Graph.launch
+
+    def noting(graph: Graph) -> None:
+        found.append(graph)
+        launch(graph)
+
+    monkeypatch.setattr(Graph, "launch", noting)
+    return found
+
+
+def evaluate(engine: Any, number: int) -> None:
+    engine.eval()
+    with torch.no_grad():
+        engine(batches(1)[0][:2])
+    engine.train()
+
+
+def write(engine: Any, number: int) -> None:
+    if number == 6:
+        with torch.no_grad():
+            engine.module.head.bias.add_(0.5)
+            engine.module.blocks[1][0].weight.mul_(0.5)
+
+
+def other_shape(engine: Any, number: int) -> None:
+    if number in (5, 7):
+        loss = engine(batches(1, rows=2, seed=number)[0])["loss"]
+        engine.backward(loss)
+        engine.step()
+
+
+def keep_forwards(engine: Any, number: int) -> None:
+    """Forwards with a graph that nobody goes back through."""
+    engine.kept = engine(batches(1, seed=number)[0])
+
+
+def change_group(engine: Any, number: int) -> None:
+    if number == 5:
+        engine.optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+        engine.optimizer.param_groups[1]["weight_decay"] = 0.5
+    if number == 7:
+        engine.max_norm = 0.05
+
+
+def load_own_state(engine: Any, number: int) -> None:
+    if number == 5:
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+
+
+BETWEEN = {
+    each.__name__: each
+    for each in (evaluate, write, other_shape, keep_forwards, change_group, load_own_state)
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_captured_equals_uncaptured(stage, case, launches):
+    chosen, found = CASES[case], []
+    micros = chosen.get("micros", 1)
+    for capture in (False, True):
+        engine = build(stage, capture, **chosen)
+        torch.manual_seed(7)
+        found.append((train(engine, batches(STEPS * micros)), weights(engine)))
+        engine.destroy()
+    assert found[0][0] == found[1][0]
+    assert_equal(found[0][1], found[1][1])
+    kinds = 1 if micros == 1 else 2 if micros == 2 or stage == 2 else 3
+    # three steps run as they are; of each of the others all micro-batches and the update
+    assert len(launches) == (STEPS - 3) * (2 * micros + 1)
+    assert len(set(launches)) <= 2 * kinds + 1
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_happens_between_steps_takes_effect(stage, between, launches):
+    found = []
+    for capture in (False, True):
+        engine = build(stage, capture, dropout=0.2)
+        torch.manual_seed(7)
+        found.append((train(engine, batches(STEPS), BETWEEN[between]), weights(engine)))
+        engine.destroy()
+    assert found[0][0] == found[1][0]
+    assert_equal(found[0][1], found[1][1])
+    assert len(launches) > STEPS
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_resumed_training_goes_on(stage, tmp_path, launches):
+    data, found = batches(2 * STEPS), []
+    for capture in (False, True):
+        engine = build(stage, capture)
+        train(engine, data[:STEPS])
+        engine.save_checkpoint(str(tmp_path / str(capture)))
+        on = train(engine, data[STEPS:])
+        engine.load_checkpoint(str(tmp_path / str(capture)))  # into captured addresses
+        again = train(engine, data[STEPS:])
+        engine.destroy()
+        engine = build(stage, capture)
+        engine.load_checkpoint(str(tmp_path / str(capture)))
+        resumed = train(engine, data[STEPS:])
+        found.append((on, again, resumed, weights(engine)))
+        assert on == again == resumed
+        engine.destroy()
+    assert found[0][:3] == found[1][:3]
+    assert_equal(found[0][3], found[1][3])
+    assert len(launches) > 3 * STEPS
+
+
+def test_a_launched_step_neither_waits_nor_allocates_beyond_its_outputs(launches):
+    engine = build(1, True, dropout=0.2)
+    data = batches(STEPS + 6)
+    train(engine, data[:STEPS])
+    launched = len(launches)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        counted = torch.cuda.memory_stats().get("allocated_bytes.all.allocated", 0)
+        for batch in data[STEPS:]:
+            loss = engine(batch)["loss"]
+            engine.backward(loss)
+            engine.step()
+        counted = torch.cuda.memory_stats().get("allocated_bytes.all.allocated", 0) - counted
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(launches) - launched == 3 * 6
+    assert counted <= 6 * 64 * 512  # numbers, no activation
+    engine.destroy()
+
+
+def test_a_loss_outside_the_model_and_a_divided_one_are_captured(launches):
+    found = []
+    for capture in (False, True):
+        engine = build(1, capture)
+        losses = []
+        for batch in batches(STEPS):
+            loss = (engine(batch)["predicted"].float() - 1).abs().mean() / 2
+            engine.backward(loss, scale_wrt_gas=False)
+            engine.step()
+            losses.append(loss.item())
+        found.append((losses, weights(engine)))
+        engine.destroy()
+    assert found[0][0] == found[1][0]
+    assert_equal(found[0][1], found[1][1])
+    assert len(launches) == 3 * (STEPS - 3)
+
+
+def test_backwards_that_a_graph_cannot_repeat_are_refused():
+    engine = build(1, True)
+    data = batches(STEPS)
+    train(engine, data)
+    first, second = engine(data[0])["loss"], engine(data[1])["loss"]
+    with pytest.raises(PartitionError, match="overwritten"):
+        engine.backward(first + second)
+    engine.zero_grad()
+    loss = engine(data[0])["loss"]
+    with pytest.raises(PartitionError, match="engine.backward"):
+        loss.backward()
+    engine.zero_grad()
+    loss = engine(data[0])["loss"] + engine.module.head.bias.square().sum()
+    with pytest.raises(PartitionError, match="another way"):
+        engine.backward(loss)
+    engine.zero_grad()
+    loss = engine(data[0])["loss"]
+    with pytest.raises(PartitionError, match="differs from the captured one"):
+        engine.backward(loss, scale_wrt_gas=False)
+    engine.destroy()
+
+
+def test_a_model_that_reads_the_device_is_refused():
+    class Reads(Model):
+        def forward(self, x: torch.Tensor, weight: float = 1.0) -> dict[str, torch.Tensor]:
+            output = super().forward(x, weight)
+            output["loss"].item()
+            return output
+
+    model = Reads()
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "zero_optimization": {"stage": 1},
+        "kernels": ["optimizer"],
+        "compile": {"capture": "step"},
+    }
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    with pytest.raises(PartitionError, match=r"compile.capture: the forward cannot be captured"):
+        train(engine, batches(STEPS))
+    engine.destroy()

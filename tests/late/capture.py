@@ -1,0 +1,254 @@
+"""Captured trainings on the device, beside the same trainings as they are: ``python -m
+tests.late.capture MODE``, with RANK and so on set. A line of JSON for each pair: what differs, the
+graphs launched, and what the host did in a launched step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+import hf_zero  # noqa: F401
+from hf_zero.device.graphs import Graph
+from hf_zero.ops import dispatch, flat_reference, flat_tiles
+from tests.gpu import test_capture as jobs
+
+Places = dict[int, tuple[torch.Tensor, list[Any]]]
+_known: Places = {}  # tables by address, which are kept
+
+
+def read_once(table: torch.Tensor) -> list[Any]:
+    """Return the rows of ``table``, read from the device where it is seen first: kernels of a GPU
+    read them there.
+    """
+    if table.data_ptr() not in _known:
+        _known[table.data_ptr()] = table, table.tolist()
+    return _known[table.data_ptr()][1]
+
+
+def _tiles(
+    table: torch.Tensor, coefficients: torch.Tensor, found_inf: torch.Tensor | None
+) -> Iterator[tuple[list[slice], Any]]:
+    for *places, length, row, _, _ in read_once(table):
+        yield (
+            [slice(start, start + length) for start in places],
+            coefficients[row, :10].unbind(),
+        )
+
+
+def _squares(base: torch.Tensor, runs: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    table, at = read_once(runs), read_once(bounds)
+    sums = [
+        torch.stack([base[s : s + n].double().square().sum() for s, n, _, _ in table[a:b]]).sum()
+        for a, b in zip(at, at[1:])
+    ]
+    return torch.stack(sums)
+
+
+def use_references_as_kernels() -> None:
+    """Have one launch update all segments, as on a GPU, in plain torch that waits for nothing."""
+    dispatch.wanted = lambda name, kernels, device: name == "optimizer"
+    flat_reference._tiles = _tiles  # type: ignore[assignment]
+    object.__setattr__(flat_tiles.RUNS, "reference", _squares)
+
+
+def counts() -> dict[str, int]:
+    from tests.late import device
+
+    found = device.stats()
+    waits = sum(found["sync_ops"].values())
+    return {
+        "waits": found["syncs"] + waits,
+        "queries": found["queries"],
+        "allocations": found["allocations"],
+    }
+
+
+def inside() -> tuple[Callable[[Graph], None], dict[str, int]]:
+    """Return a launch of graphs that adds to the counts, returned as well, what it does itself."""
+    launch, total = Graph.launch, dict.fromkeys(("launches", *counts()), 0)
+
+    def counted(graph: Graph) -> None:
+        before = counts()
+        launch(graph)
+        total["launches"] += 1
+        for name, after in counts().items():
+            total[name] += after - before[name]
+
+    return counted, total
+
+
+def pair(
+    stage: int, case: dict[str, Any], between: Callable[[Any, int], None] | None
+) -> dict[str, Any]:
+    """Return what differs between a training and its capture, and the counts of its launches."""
+    from tests.late import device
+
+    counted, total = inside()
+    micros, found = case.get("micros", 1), []
+    with mock.patch.object(Graph, "launch", counted):
+        for capture in (False, True):
+            engine = jobs.build(stage, capture, **case)
+            torch.manual_seed(7)
+            data = jobs.batches(jobs.STEPS * micros, seed=3 + int(os.environ.get("RANK", "0")))
+            losses = jobs.train(engine, data, between or (lambda engine, number: None))
+            found.append((losses, jobs.weights(engine)))
+            engine.destroy()
+            device.synchronize_all()
+    (one, weights), (other, captured) = found
+    differ = [name for name in weights if not torch.equal(weights[name], captured[name])]
+    if one != other:
+        differ.append(f"losses {one} {other}")
+    return {"differ": differ, **total}
+
+
+FAULTS: dict[str, Callable[[], Any]] = {}
+
+
+def fault(make: Callable[[], Any]) -> Callable[[], Any]:
+    FAULTS[make.__name__.replace("_", " ")] = make
+    return make
+
+
+@fault
+def rates_in_the_graph() -> Any:
+    """The settings of the optimizer's groups are those of the captured step."""
+    from hf_zero.optim.fused import FusedStep
+
+    own = FusedStep._settings_of
+
+    def once(self: Any, segments: Any, where: Any) -> Any:
+        return own(self, segments, where) if self._settings is None else self._settings
+
+    return mock.patch.object(FusedStep, "_settings_of", once)
+
+
+@fault
+def a_stale_batch() -> Any:
+    """A launch reads the batch of the capture."""
+    from hf_zero.zero.step import captured_step
+
+    own = captured_step.CapturedStep._capture_forward
+
+    def capture(self: Any, args: Any, kwargs: Any) -> Any:
+        captured = own(self, args, kwargs)
+        for tensor in captured.inputs:
+            tensor.fill_(0.5)
+        captured.inputs = [torch.empty_like(tensor) for tensor in captured.inputs]
+        return captured
+
+    return mock.patch.object(captured_step.CapturedStep, "_capture_forward", capture)
+
+
+@fault
+def a_read_of_the_host() -> Any:
+    """The update reads the norm."""
+    from hf_zero.zero.step.optimizer_step import OptimizerStep
+
+    own = OptimizerStep._squares
+
+    def reads(self: Any, local: bool = False) -> Any:
+        total = own(self, local)
+        float(total)
+        return total
+
+    return mock.patch.object(OptimizerStep, "_squares", reads)
+
+
+@fault
+def a_question_for_an_event() -> Any:
+    """The update asks whether the norm of the last one has arrived."""
+    from hf_zero.zero.step.optimizer_step import OptimizerStep
+
+    own = OptimizerStep._squares
+
+    def asks(self: Any, local: bool = False) -> Any:
+        torch.cuda.current_stream().record_event(torch.cuda.Event()).query()
+        return own(self, local)
+
+    return mock.patch.object(OptimizerStep, "_squares", asks)
+
+
+@fault
+def an_allocation_in_a_launch() -> Any:
+    """A launch takes memory."""
+
+    def launch(self: Graph) -> None:
+        torch.empty(1000, device="cuda")
+        self._captured.replay()
+
+    return mock.patch.object(Graph, "launch", launch)
+
+
+@fault
+def memory_of_a_graph_is_freed() -> Any:
+    """A graph reads a table that nobody keeps: the outside gets its memory."""
+    from hf_zero.zero.step import captured_step
+
+    own = captured_step.CapturedStep._capture_forward
+
+    def capture(self: Any, args: Any, kwargs: Any) -> Any:
+        module, table = self._model.module, torch.ones((), device="cuda")
+        forward = type(module).forward
+        with mock.patch.object(
+            type(module), "forward", lambda m, x, weight=1.0: forward(m, x, table)
+        ):
+            return own(self, args, kwargs)
+
+    return mock.patch.object(captured_step.CapturedStep, "_capture_forward", capture)
+
+
+@fault
+def a_graph_that_overwrites_what_it_should_add_to() -> Any:
+    """The second micro-batch launches the backward of the first."""
+    from hf_zero.zero.step import captured_step
+
+    return mock.patch.object(
+        captured_step.CapturedStep, "_place_in_window", lambda self: self._window.steps
+    )
+
+
+@fault
+def writes_of_a_script_are_lost() -> Any:
+    """A launched update takes no writes over."""
+    from hf_zero.zero.step.optimizer_step import OptimizerStep
+
+    return mock.patch.object(OptimizerStep, "take_user_writes", lambda self: None)
+
+
+def main() -> None:
+    from tests.late import device
+
+    use_references_as_kernels()
+    device.begin(sys.argv[1])
+    if sys.argv[2:] == ["faults"]:
+        for name, make in FAULTS.items():
+            device.forget()
+            try:
+                with make():
+                    case = {"micros": 2, "dropout": 0.2}
+                    row = pair(1, case, jobs.write)
+                row["caught"] = bool(row["differ"] or row["allocations"])
+            except Exception as error:
+                row = {"caught": str(error)[:300]}
+            device.tell(case=name, **row, reports=len(device.reports()))
+        return
+    stages = [int(stage) for stage in sys.argv[2].split(",")]
+    for stage in stages:
+        for name, case in jobs.CASES.items():
+            device.forget()
+            row = pair(stage, case, None)
+            device.tell(stage=stage, case=name, **row, reports=device.reports())
+        for name, between in jobs.BETWEEN.items():
+            device.forget()
+            row = pair(stage, {"dropout": 0.2}, between)
+            device.tell(stage=stage, case=name, **row, reports=device.reports())
+
+
+if __name__ == "__main__":
+    main()
