@@ -187,7 +187,7 @@ def check_features(resolved: Resolved[Any]) -> None:
     check_capture(
         settings,
         model,
-        optimizer,
+        resolved.optimizer,
         list(resolved.techniques.by_key),
         process_group.default_device(),
         isinstance(model, StagedModule),

@@ -67,7 +67,7 @@ def train(work: str, kind: str, seconds: int) -> Cell:
         profiled = os.environ.get("PROFILE") == "1"
         if tiny:  # inductor takes a minute to compile for a CPU
             shape, rows, length, device = f"tiny-{shape.split('-')[0]}", "2", "32", "cpu"
-            gpus = ("flash", "cudnn", "activations", "float8", "float8gather")
+            gpus = ("flash", "cudnn", "activations", "float8", "float8gather", "capture")
             extras = [extra for extra in what.split("+") if extra not in gpus]
             what = "+".join("kernels" if extra == "all" else extra for extra in extras).replace(
                 "hf-compile", "hf"
@@ -229,6 +229,8 @@ CELLS = (
     train(LLAMA_3B, "hfz2+all+most", 60),
     Cell("CPU AdamW, 5e8", "", 60, cpu_adam, native=True),
     train(LONG_BERT, "hfz1+all", 50),
+    train(LLAMA, "hfz1+all+capture", 50),
+    train(BERT, "hfz1+all+capture", 60),
     train(LLAMA, "hfz1+all+cudnn", 50),
     train(LLAMA, "hfz1+all+flash", 50),
     train(LLAMA, "hf", 30),

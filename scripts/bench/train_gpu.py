@@ -38,6 +38,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "kernels": {"kernels": "auto"},
     "compile": {"compile": "blocks"},
     "all": {"kernels": "auto", "compile": "blocks"},
+    "capture": {"compile": {"blocks": True, "capture": "step"}},  # after "all"
     "flash": {"attention_backend": "flash"},
     "cudnn": {"attention_backend": "cudnn"},
     "ckpt": {"activation_checkpointing": {"blocks": True}},

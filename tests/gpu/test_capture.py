@@ -164,10 +164,10 @@ def test_captured_equals_uncaptured(stage, case, launches):
         engine.destroy()
     assert found[0][0] == found[1][0]
     assert_equal(found[0][1], found[1][1])
-    kinds = 1 if micros == 1 else 2 if micros == 2 or stage == 2 else 3
     # three steps run as they are; of each of the others all micro-batches and the update
     assert len(launches) == (STEPS - 3) * (2 * micros + 1)
-    assert len(set(launches)) <= 2 * kinds + 1
+    # the first of a window, the last, and those between have graphs of their own
+    assert len(set(launches)) == 2 * min(micros, 3) + 1
 
 
 @pytest.mark.parametrize("between", BETWEEN)
@@ -175,7 +175,7 @@ def test_captured_equals_uncaptured(stage, case, launches):
 def test_what_happens_between_steps_takes_effect(stage, between, launches):
     found = []
     for capture in (False, True):
-        engine = build(stage, capture, dropout=0.2)
+        engine = build(stage, capture, dropout=0.2, bf16=True)
         torch.manual_seed(7)
         found.append((train(engine, batches(STEPS), BETWEEN[between]), weights(engine)))
         engine.destroy()
@@ -252,7 +252,7 @@ def test_backwards_that_a_graph_cannot_repeat_are_refused():
         engine.backward(first + second)
     engine.zero_grad()
     loss = engine(data[0])["loss"]
-    with pytest.raises(PartitionError, match="engine.backward"):
+    with pytest.raises(PartitionError, match=r"call engine\.backward"):
         loss.backward()
     engine.zero_grad()
     loss = engine(data[0])["loss"] + engine.module.head.bias.square().sum()

@@ -5,6 +5,7 @@ graphs launched, and what the host did in a launched step.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -45,7 +46,7 @@ def _squares(base: torch.Tensor, runs: torch.Tensor, bounds: torch.Tensor) -> to
     table, at = read_once(runs), read_once(bounds)
     sums = [
         torch.stack([base[s : s + n].double().square().sum() for s, n, _, _ in table[a:b]]).sum()
-        for a, b in zip(at, at[1:])
+        for a, b in itertools.pairwise(at)
     ]
     return torch.stack(sums)
 
@@ -120,12 +121,15 @@ def rates_in_the_graph() -> Any:
     """The settings of the optimizer's groups are those of the captured step."""
     from hf_zero.optim.fused import FusedStep
 
-    own = FusedStep._settings_of
+    own, first = FusedStep.prepare, list[torch.Tensor]()
 
-    def once(self: Any, segments: Any, where: Any) -> Any:
-        return own(self, segments, where) if self._settings is None else self._settings
+    def once(self: Any, segments: Any) -> Any:
+        places = own(self, segments)
+        first.append(self._settings.clone())
+        self._settings.copy_(first[0])
+        return places
 
-    return mock.patch.object(FusedStep, "_settings_of", once)
+    return mock.patch.object(FusedStep, "prepare", once)
 
 
 @fault
@@ -168,7 +172,9 @@ def a_question_for_an_event() -> Any:
     own = OptimizerStep._squares
 
     def asks(self: Any, local: bool = False) -> Any:
-        torch.cuda.current_stream().record_event(torch.cuda.Event()).query()
+        event = torch.cuda.Event()
+        event.record()
+        event.query()
         return own(self, local)
 
     return mock.patch.object(OptimizerStep, "_squares", asks)
@@ -216,9 +222,16 @@ def a_graph_that_overwrites_what_it_should_add_to() -> Any:
 @fault
 def writes_of_a_script_are_lost() -> Any:
     """A launched update takes no writes over."""
+    from hf_zero.zero.step.captured_step import CapturedStep
     from hf_zero.zero.step.optimizer_step import OptimizerStep
 
-    return mock.patch.object(OptimizerStep, "take_user_writes", lambda self: None)
+    own = CapturedStep.update
+
+    def update(self: Any, steps: int, may_overflow: bool) -> bool:
+        with mock.patch.object(OptimizerStep, "take_user_writes", lambda self: None):
+            return own(self, steps, may_overflow)
+
+    return mock.patch.object(CapturedStep, "update", update)
 
 
 def main() -> None:
@@ -231,7 +244,7 @@ def main() -> None:
             device.forget()
             try:
                 with make():
-                    case = {"micros": 2, "dropout": 0.2}
+                    case = {"micros": 2, "dropout": 0.2, "bf16": True}
                     row = pair(1, case, jobs.write)
                 row["caught"] = bool(row["differ"] or row["allocations"])
             except Exception as error:
@@ -246,7 +259,7 @@ def main() -> None:
             device.tell(stage=stage, case=name, **row, reports=device.reports())
         for name, between in jobs.BETWEEN.items():
             device.forget()
-            row = pair(stage, {"dropout": 0.2}, between)
+            row = pair(stage, {"dropout": 0.2, "bf16": True}, between)
             device.tell(stage=stage, case=name, **row, reports=device.reports())
 
 

@@ -1,5 +1,5 @@
-// Captures: what is launched on the streams of a capture is kept, and runs when its graph is launched,
-// each time anew on the same memory. The rules are CUDA's: a capture waits for no event from outside,
+// Captures: what is launched on the streams of a capture is kept, and runs when its graph is
+// launched, each time anew on the same memory. The rules are CUDA's: a capture waits for no event from outside,
 // and the host neither asks nor waits for what is in it.
 #include <stdexcept>
 
@@ -31,7 +31,6 @@ void Runtime::keep(const char* what, Prepare prepare) {
   capture->steps.push_back({what, std::move(prepare)});
 }
 
-// Copies of what is kept: a launch may free the graph's last reference.
 void Runtime::launch(const std::shared_ptr<Graph>& graph) {
   if (capture) throw std::runtime_error("late: a graph is launched in a capture");
   counts.graph_launches++;

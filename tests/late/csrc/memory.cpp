@@ -84,7 +84,7 @@ void* Runtime::take(size_t bytes, int stream) {
   use_device(device, "allocation");
   bool captured = captures(stream);
   std::unique_lock<std::mutex> lock(mu);
-  counts.allocations++;
+  allocations++;
   if (!captured) collect(stream);
   size_t size = (bytes + 511) & ~size_t(511);
   auto& pool = captured ? capture->memory->free : pool_[stream];

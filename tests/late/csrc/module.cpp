@@ -68,8 +68,8 @@ py::dict stats() {
   out["peak"] = counts.peak;
   out["reserved"] = counts.reserved;
   out["pinned"] = counts.pinned;
-  out["allocations"] = counts.allocations;
-  out["queries"] = counts.queries;
+  out["allocations"] = late::allocations;  // of this thread
+  out["queries"] = late::queries;
   out["graph_launches"] = counts.graph_launches;
   return out;
 }

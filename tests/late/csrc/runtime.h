@@ -108,13 +108,13 @@ struct Counts {
   uint64_t ops = 0, tasks = 0, accesses = 0, syncs = 0, inferred = 0, faults = 0, false_shares = 0;
   std::array<size_t, kDevices> allocated{}, peak{}, reserved{};
   size_t pinned = 0;
-  uint64_t allocations = 0, queries = 0;  // of device memory; of the host for events
   uint64_t graph_launches = 0;
   std::map<std::string, uint64_t> sync_ops;  // operations that made the host wait
 };
 
 inline thread_local std::string site;  // of the call under way, for reports
 inline thread_local int current_device = 0;
+inline thread_local uint64_t allocations = 0, queries = 0;  // by this thread
 inline thread_local std::array<int, kDevices> current_streams{};  // by device, 0..kStreamsEach
 inline int current_stream_of(int device) { return device * kStreamsEach + current_streams[device]; }
 

@@ -166,7 +166,7 @@ void Runtime::host_joins(const Event& event) {
 bool Runtime::query(const Event& event) {
   check_capture(&event, "a question for an event");
   if (event.stream < 0) return true;
-  counts.queries++;
+  queries++;
   std::lock_guard<std::mutex> lock(mu);
   release(event.stream, event.number);
   if (streams_[event.stream].done < event.number) return false;
