@@ -67,7 +67,8 @@ def losses_of_branches(job: str) -> list[float]:
         )
     engine = hf_zero.initialize(model=model, config=chosen)[0]
     found = []
-    for values in training.batches(STEPS, dist.get_rank(), dist.get_world_size()):
+    micros = STEPS * chosen["gradient_accumulation_steps"]
+    for values in training.batches(micros, dist.get_rank(), dist.get_world_size()):
         loss = engine(values.cuda())
         engine.backward(loss)
         engine.step()
