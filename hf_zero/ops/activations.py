@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_zero.errors import KernelError
 from hf_zero.ops import model_reference as reference
 from hf_zero.ops.dispatch import Kernel, as_rows, check_alike, check_bias, check_float
+from hf_zero.ops.operators import operator
 
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -132,7 +133,7 @@ GATED_BACKWARD = Kernel(
 )
 
 
-@torch.library.custom_op("hf_zero::bias_act", mutates_args=())
+@operator("hf_zero::bias_act")
 def _bias_act(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
     out = _like(x)
     if x.numel():
@@ -140,7 +141,7 @@ def _bias_act(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
     return out
 
 
-@torch.library.custom_op("hf_zero::bias_act_backward", mutates_args=())
+@operator("hf_zero::bias_act_backward")
 def _bias_act_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, act: str, bias_trains: bool
 ) -> tuple[Tensor, Tensor]:
@@ -152,7 +153,7 @@ def _bias_act_backward(
     return dx, dbias.zero_() if x.numel() == 0 else dbias
 
 
-@torch.library.custom_op("hf_zero::gated", mutates_args=())
+@operator("hf_zero::gated")
 def _gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
     out = _like(gate)
     if gate.numel():
@@ -160,7 +161,7 @@ def _gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
     return out
 
 
-@torch.library.custom_op("hf_zero::gated_backward", mutates_args=())
+@operator("hf_zero::gated_backward")
 def _gated_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
     dgate, dup = _like(gate), _like(up)
     if gate.numel():
@@ -168,7 +169,7 @@ def _gated_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Ten
     return dgate, dup
 
 
-@torch.library.custom_op("hf_zero::gated_packed", mutates_args=())
+@operator("hf_zero::gated_packed")
 def _gated_packed(gate_up: Tensor, act: str) -> Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     if out.numel():
@@ -177,7 +178,7 @@ def _gated_packed(gate_up: Tensor, act: str) -> Tensor:
     return out
 
 
-@torch.library.custom_op("hf_zero::gated_packed_backward", mutates_args=())
+@operator("hf_zero::gated_packed_backward")
 def _gated_packed_backward(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
     grad = _like(gate_up)
     if grad.numel():

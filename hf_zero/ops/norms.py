@@ -31,6 +31,7 @@ import torch
 from hf_zero.errors import KernelError
 from hf_zero.ops import model_reference as reference
 from hf_zero.ops.dispatch import Kernel
+from hf_zero.ops.operators import operator
 from hf_zero.ops.philox import draw_seed
 
 TINY = 2.0**-10
@@ -246,7 +247,7 @@ NORM_BACKWARD = Kernel(
 )
 
 
-@torch.library.custom_op("hf_zero::norm", mutates_args=())
+@operator("hf_zero::norm")
 def _norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -278,7 +279,7 @@ def _(x, residual, weight, bias, seed, eps, offset, dropout, centered, keep_tota
     )
 
 
-@torch.library.custom_op("hf_zero::norm_backward", mutates_args=())
+@operator("hf_zero::norm_backward")
 def _norm_backward(
     dy: torch.Tensor,
     d_total: torch.Tensor | None,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_zero.errors import KernelError
 from hf_zero.ops.dispatch import as_rows
+from hf_zero.ops.operators import operator
 
 
 def packed_linear(
@@ -188,7 +189,7 @@ def _check_packable(parameters: list[nn.Parameter], model: nn.Module | None) -> 
             )
 
 
-@torch.library.custom_op("hf_zero::packed_linear", mutates_args=())
+@operator("hf_zero::packed_linear")
 def _packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     """Compute the packed product, with biases for all weights or for none."""
     out = x.new_empty(*x.shape[:-1], sum(w.shape[0] for w in weights))
@@ -213,7 +214,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-@torch.library.custom_op("hf_zero::packed_linear_backward", mutates_args=())
+@operator("hf_zero::packed_linear_backward")
 def _packed_linear_backward(
     dy: Tensor,
     x: Tensor,

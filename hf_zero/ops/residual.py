@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_zero.errors import KernelError
 from hf_zero.ops import model_reference as reference
 from hf_zero.ops.dispatch import Kernel, as_rows, check_alike, check_bias, check_float
+from hf_zero.ops.operators import operator
 from hf_zero.ops.philox import draw_seed
 
 
@@ -91,7 +92,7 @@ DROPOUT_ADD_BACKWARD = Kernel(
 )
 
 
-@torch.library.custom_op("hf_zero::dropout_add", mutates_args=())
+@operator("hf_zero::dropout_add")
 def _dropout_add(
     x: Tensor, residual: Tensor, bias: Tensor | None, seed: Tensor | None, dropout: float
 ) -> Tensor:
@@ -108,7 +109,7 @@ def _dropout_add(
     return out
 
 
-@torch.library.custom_op("hf_zero::dropout_add_backward", mutates_args=())
+@operator("hf_zero::dropout_add_backward")
 def _dropout_add_backward(
     dy: Tensor,
     seed: Tensor | None,

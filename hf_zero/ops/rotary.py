@@ -21,6 +21,7 @@ from torch import Tensor
 from hf_zero.errors import KernelError
 from hf_zero.ops import model_reference as reference
 from hf_zero.ops.dispatch import FLOATS, Kernel
+from hf_zero.ops.operators import operator
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,21 +158,21 @@ def _split(qkv: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Ten
     return (rows[:, :heads], rows[:, heads : heads + key_heads], rows[:, heads + key_heads :])
 
 
-@torch.library.custom_op("hf_zero::rotary", mutates_args=())
+@operator("hf_zero::rotary")
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     outs = _heads_like(q), _heads_like(k)
     _run(q, k, None, cos, sin, False, *outs, None)
     return outs
 
 
-@torch.library.custom_op("hf_zero::rotary_backward", mutates_args=())
+@operator("hf_zero::rotary_backward")
 def _rotary_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     outs = _heads_like(dq), _heads_like(dk)
     _run(dq, dk, None, cos, sin, True, *outs, None)
     return outs
 
 
-@torch.library.custom_op("hf_zero::split_rotary", mutates_args=())
+@operator("hf_zero::split_rotary")
 def _split_rotary(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +182,7 @@ def _split_rotary(
     return outs
 
 
-@torch.library.custom_op("hf_zero::split_rotary_backward", mutates_args=())
+@operator("hf_zero::split_rotary_backward")
 def _split_rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     grad = _packed_like(dq, dk)
     _run(dq, dk, dv, cos, sin, True, *_split(grad, dq.shape[1], dk.shape[1]))
