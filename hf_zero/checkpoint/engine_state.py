@@ -426,9 +426,8 @@ def stored_width(plan: EnginePlan, flat: FlatPlan) -> int:
     """Return the bytes that a checkpoint keeps for each element of ``flat``: weight and moments."""
     if not flat.spec.trainable:
         return flat.spec.dtype.itemsize
-    return flat.spec.wide.itemsize + sum(
-        dtype.itemsize for dtype, _ in plan.moments_of(flat).values()
-    )
+    moments = sum(state.dtype.itemsize for state in plan.moments_of(flat).values())
+    return flat.spec.wide.itemsize + moments
 
 
 def planned_size(plan: EnginePlan) -> int:

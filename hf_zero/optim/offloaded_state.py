@@ -53,6 +53,48 @@ def refuse_offload(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def compressible(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Mapping[str, bool]:
+    """Return the states of ``group`` that can be offloaded in fewer bits, with whether they have
+    signs.
+    """
+    rule = rule_of(update_base(type(optimizer)), group)
+    return {} if rule is None else rule.compressible
+
+
+def stored_format(
+    entries: StateEntries,
+    moments: str,
+    group: int,
+    name: str,
+    dtype: torch.dtype,
+    in_numbers: frozenset[int] | None = None,
+) -> StorageFormat:
+    """Return the format in which state ``name`` of ``group``, of ``dtype``, is offloaded if
+    ``moments`` is configured; ``in_numbers``: the sub-groups without parameters of which moments
+    are kept in 8 bits, None: all.
+
+    Raises ConfigError for a state that is kept in fp32 only.
+    """
+    optimizer, settings = entries.optimizer, entries.groups[group]
+    moments = settings.get("moments", "fp32") if moments == "fp32" else moments
+    narrow = entries.bf16 is not None and entries.bf16.moments
+    if moments == "fp32" or dtype != torch.float32 or narrow:
+        return StorageFormat(dtype)
+    if moments == "dynamic8":
+        kept = optimizer.kept if isinstance(optimizer, CPUOptimizer) else {}
+        if in_numbers is None or name not in kept:
+            return StorageFormat(dtype)
+        return replace(moment_format(moments, dtype, kept[name]), in_numbers=in_numbers)
+    signs = compressible(optimizer, settings)
+    if name not in signs:
+        raise ConfigError(
+            f"offload_optimizer.moments = {moments!r}: state {name!r} of "
+            f"{type(optimizer).__name__} is kept in fp32 only; use Adam, AdamW or Lion, or write "
+            '"moments": "fp32"'
+        )
+    return moment_format(moments, dtype, signs[name])
+
+
 class OffloadedState:
     """The state of the segments whose state is offloaded.
 
@@ -127,6 +169,10 @@ class OffloadedState:
         """Whether ``segment`` was not stepped yet."""
         return segment in self._fresh
 
+    def mark_stepped(self, segment: Segment) -> None:
+        """Record that the state of ``segment`` is that of after a step."""
+        self._fresh.discard(segment)
+
     def fresh_names(self) -> frozenset[str]:
         """Return the parameters with elements that were not stepped yet."""
         return frozenset[str]().union(*(segment.names for segment in self._fresh))
@@ -151,39 +197,14 @@ class OffloadedState:
         return rule_of(self._base, groups[group]) if native.available() or compressed else None
 
     def _format(self, name: str, dtype: torch.dtype, segment: Segment) -> StorageFormat:
-        group = segment.group
-        moments = self._moments
-        if moments == "fp32":
-            moments = self._entries.groups[group].get("moments", "fp32")
-        narrow = self._entries.bf16 is not None and self._entries.bf16.moments
-        if moments == "fp32" or dtype != torch.float32 or narrow:
-            return StorageFormat(dtype)
-        if moments == "dynamic8":
-            return self._dynamic_format(name, segment)
-        rule = self.rule(group)
-        if rule is None or name not in rule.compressible:
-            raise ConfigError(
-                f"offload_optimizer.moments = {moments!r}: state {name!r} of "
-                f"{type(self._entries.optimizer).__name__} is kept in fp32 only; use Adam, AdamW "
-                'or Lion, or write "moments": "fp32"'
-            )
-        return moment_format(moments, dtype, rule.compressible[name])
-
-    def _dynamic_format(self, name: str, segment: Segment) -> StorageFormat:
-        """Return the format of moment ``name`` of the flat buffer of ``segment``, in 8 bits of
-        bitsandbytes where that buffer has parameters of which moments are kept so.
-        """
-        flat, optimizer = segment.parts[0].flat, self._entries.optimizer
+        flat = segment.parts[0].flat
         coded = {
             segment.sub_group
             for segment in self.segments(flat)
             if not self.names_in_8_bits.isdisjoint(segment.names)
         }
-        if not coded or not isinstance(optimizer, CPUOptimizer) or name not in optimizer.kept:
-            return StorageFormat(torch.float32)
-        in_numbers = frozenset(range(len(flat.storage.sub_groups))) - coded
-        how = moment_format("dynamic8", torch.float32, optimizer.kept[name])
-        return replace(how, in_numbers=in_numbers)
+        others = frozenset(range(len(flat.storage.sub_groups))) - coded if coded else None
+        return stored_format(self._entries, self._moments, segment.group, name, dtype, others)
 
     def create_all(self) -> None:
         """Create the state of every segment, see :meth:`create`."""
@@ -208,12 +229,8 @@ class OffloadedState:
         self._fresh.add(segment)
 
     def _fresh_state(self, segment: Segment) -> dict[str, Any]:
-        """Return the state before the first step, in plain numbers whatever its storage format."""
-        group = state.in_numbers(self._entries.groups[segment.group])
         like = torch.zeros(1, dtype=segment.tensor.dtype)
-        initial = state.fresh_state(self._entries.optimizer, group, like)
-        bf16 = self._entries.bf16
-        return initial if bf16 is None else bf16.fresh(initial, like)
+        return self._entries.fresh(segment.group, like, decoded=True)
 
     def has_begun(self, segment: Segment) -> bool:
         """Whether the state of ``segment`` is there, as of before its first step."""
@@ -301,7 +318,7 @@ class OffloadedState:
         if name not in live:
             live[name] = self._entry(segment, name)
         storage.store(name, segment.start + at, values)
-        self._fresh.discard(segment)
+        self.mark_stepped(segment)
 
     def packed(self, packed: Mapping[str, Any], segments: Iterable[Segment]) -> dict[str, Any]:
         """Return the optimizer's own state dict ``packed`` over ``segments``, in the order of its

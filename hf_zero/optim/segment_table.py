@@ -341,6 +341,8 @@ class GroupNumbers:
                     self._table.state_of(segment).unstep(segment)
                 continue
             self._table.state_of(segment).create(segment)
+            if values.get("step"):
+                self._table.offloaded.mark_stepped(segment)
             saved_state = self._entries.of(segment)
             for name, number in values.items():
                 if name not in saved_state:

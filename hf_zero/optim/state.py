@@ -411,9 +411,12 @@ class StateEntries:
             if is_scalar(name, value, shape)
         }
 
-    def fresh(self, group: int, like: Tensor) -> dict[str, Any]:
-        """Return the state before the first step of a parameter like ``like`` in ``group``."""
-        initial = fresh_state(self.optimizer, self.groups[group], like)
+    def fresh(self, group: int, like: Tensor, decoded: bool = False) -> dict[str, Any]:
+        """Return the state before the first step of a parameter like ``like`` in ``group``;
+        ``decoded``: in plain numbers whatever its storage format.
+        """
+        settings = self.groups[group]
+        initial = fresh_state(self.optimizer, in_numbers(settings) if decoded else settings, like)
         return initial if self.bf16 is None else self.bf16.fresh(initial, like)
 
     def blocks(self, segment: Segment) -> dict[str, Blocks]:

@@ -236,7 +236,7 @@ def _candidates(
     # gradients on the device, and stage 2 sends as much.
     accumulates = (plan.settings.gradient_accumulation_steps or 1) > 1
     away = [stage for stage in stages if stage >= 2 or 2 not in stages or accumulates]
-    kinds = MOMENTS if plan.moments else MOMENTS[:1]
+    kinds = MOMENTS if plan.compresses_moments else MOMENTS[:1]
     # If the plan already has small moments, larger ones are not tried.
     if now.on and now.moments in kinds:
         kinds = kinds[kinds.index(now.moments) :]

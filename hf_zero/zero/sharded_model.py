@@ -315,8 +315,11 @@ def check_optimizer(plan: EnginePlan) -> None:
     few_bits = codecs.momentum is not None or codecs.updates is not None
     check_bf16(optimizer, settings, bool(plan.names_in_8_bits), few_bits)
     _refuse_unknown_params(optimizer, {id(p) for p in parameters.values()})
-    if any(flat.sub_groups is not None for flat in plan.trainable):
+    offloaded = [flat for flat in plan.trainable if flat.sub_groups is not None]
+    if offloaded:
         refuse_offload(optimizer)
+    for flat in offloaded:
+        plan.piece_bytes(flat)  # raises for formats that its moments are not kept in
     # state that cannot be carried over
     slots = {name: Slot(name, tuple(parameters[name].shape), 0) for name in plan.group_of}
     collect(optimizer, parameters, slots, plan.group_of)

@@ -372,6 +372,13 @@ def test_what_is_proposed_fits_as_a_configuration(device: int, ram: int, disk: i
     )
 
 
+def test_moments_that_are_kept_in_fp32_alone_are_not_proposed_in_fewer_bits() -> None:
+    plan = searched(made=lambda model: torch.optim.NAdam(model.parameters()))
+    names = {trial.name for trial in found(1, 1, 1, plan).trials}
+    assert any("fp32 moments" in name for name in names)
+    assert not any("bf16 moments" in name or "int8 moments" in name for name in names)
+
+
 def test_whoever_has_chosen_small_moments_is_not_given_large_ones() -> None:
     own = {"device": "cpu", "moments": "bf16", "cpuadam_cores_perc": 0.5}
     chosen = found(60, 57, plan=searched(own)).chosen

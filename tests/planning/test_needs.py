@@ -28,7 +28,7 @@ NAMES = {False: "bfloat16", True: "float32"}
 MOMENTS = ["fp32", "bf16", "int8"]
 KEEPS = {
     0: lambda model: torch.optim.SGD(trained(model), 0.1),
-    1: lambda model: torch.optim.SGD(trained(model), 0.1, momentum=0.9),
+    1: lambda model: Lion(trained(model), 0.1),
     2: lambda model: torch.optim.AdamW(trained(model)),
 }
 SMALL = [(1001,), (1001,), (9, True, True), (77, False)]

@@ -5,6 +5,7 @@ model does not support, models that differ, checkpoints of another model or opti
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 import hf_zero
 from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.distributed import process_group
-from hf_zero.errors import CheckpointError, HfZeroError
+from hf_zero.errors import CheckpointError, ConfigError, HfZeroError
 from hf_zero.parallel.pipeline.module import PipelineModule
 from hf_zero.setup import parallelize
 from tests.helpers import tensor_parallel
@@ -91,6 +92,22 @@ def test_what_a_feature_refuses_is_refused_before_anything_changes(build, keys, 
             optimizer=make(model.parameters(), lr=1e-3),
             config=configuration(Feature(), keys),
         )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("make, error", [
+    (partial(torch.optim.SGD, lr=0.1, momentum=0.9), "'momentum_buffer' of SGD"),
+    (torch.optim.Adagrad, "'sum' of Adagrad"),
+    (partial(torch.optim.AdamW, amsgrad=True), "'max_exp_avg_sq' of AdamW"),
+])  # fmt: skip
+def test_moments_in_fewer_bits_are_refused_before_anything_changes(
+    make, error, stage, monkeypatch
+) -> None:
+    monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
+    model, offload = llama(), {"device": "cpu", "moments": "bf16"}
+    zero = {"zero_optimization": {"stage": stage, "offload_optimizer": offload}}
+    with pytest.raises(ConfigError, match=f"state {error} is kept in fp32 only"):
+        hf_zero.initialize(model=model, optimizer=make(model.parameters()), config=zero)
 
 
 def different_shapes(rank: int) -> nn.Module:

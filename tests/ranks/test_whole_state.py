@@ -178,6 +178,38 @@ def test_states_that_only_the_saved_settings_have(tmp_path: Path, stage: int, wa
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
+@in_turn("stage, way", [(1, "optimizer on cpu"), (3, "all in files"), (2, DEVICE)])
+def test_a_save_after_a_load_has_the_numbers_of_states_without_moments(
+    tmp_path: Path, stage: int, way: str
+) -> None:
+    """torch's Adafactor keeps a step count and factors alone."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(parameters, 1e-2)
+
+    def over(rank: int) -> Any:
+        section = {"zero_optimization": offload(way, stage, tmp_path)}
+        for source, steps, target in (
+            ("", range(3), "a"),
+            ("a", range(0), "b"),
+            ("b", range(3, 5), ""),
+        ):
+            model = Scaled()
+            engine = start(model, make(model.parameters()), settings(stage) | section)
+            if source:
+                engine.load_checkpoint(str(tmp_path / source))
+            train(engine, rank, steps)
+            if target:
+                engine.save_checkpoint(str(tmp_path / target))
+            weights = [*engine.state_dict().values()]
+            engine.destroy()
+        return weights
+
+    want = plainly(make, 0, 5)
+    for got in run_ranks(2, over):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "MultiStepLR": lambda optimizer: schedules.MultiStepLR(optimizer, [2, 4, 5], 0.5),
     "LambdaLR": lambda optimizer: schedules.LambdaLR(optimizer, lambda step: 1 / (1 + step)),

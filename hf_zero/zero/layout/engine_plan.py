@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,12 +26,13 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.offload.nvme import paged, size_in_file
 from hf_zero.offload.placement import PlacementRules, ShardSpec
-from hf_zero.offload.storage import StorageFormat, SubGroup, moment_format, size_in_memory
+from hf_zero.offload.storage import StorageFormat, SubGroup, size_in_memory
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.cpu_base import names_in_8_bits
 from hf_zero.optim.fused import reads_16_bits
+from hf_zero.optim.offloaded_state import compressible, stored_format
 from hf_zero.optim.segments import group_runs, sub_groups
-from hf_zero.optim.state import fresh_state, in_numbers, is_elementwise, step_dtype
+from hf_zero.optim.state import StateEntries, is_elementwise
 from hf_zero.optim.whole_tensor import moments_by_group
 from hf_zero.zero.layout.codecs import UNCOMPRESSED, Codecs
 from hf_zero.zero.layout.flat_layout import BLOCK, FlatLayout
@@ -116,6 +117,16 @@ class FlatPlan:
         if self.sub_groups is not None:
             nbytes["ram"] = size * self.spec.owned_numel
         return nbytes
+
+
+class KeptState(NamedTuple):
+    """A state of the optimizer with a number for each element: the first ``group`` that keeps it,
+    its dtype on the device, and that of its ``numbers`` where it is offloaded.
+    """
+
+    group: int
+    dtype: torch.dtype
+    numbers: torch.dtype
 
 
 def shard_spec(spec: FlatSpec) -> ShardSpec:
@@ -251,40 +262,48 @@ class EnginePlan:
         groups = () if self.optimizer is None else self.optimizer.param_groups
         return max((len(self._kept(i, torch.float32)) for i in range(len(groups))), default=0)
 
-    def _kept(self, group: int, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, str]]:
-        """Return what the optimizer keeps for an element of ``group`` with master weights of
-        ``dtype``: by name, the dtype on the device and the format where it is offloaded.
+    @cached_property
+    def compresses_moments(self) -> bool:
+        """Whether all moments of the optimizer can be offloaded in fewer bits."""
+        groups = () if self.optimizer is None else self.optimizer.param_groups
+        kept = [{*self._kept(at, torch.float32)} for at in range(len(groups))]
+        return any(kept) and all(
+            names <= compressible(self.optimizer, group).keys()  # type: ignore[arg-type]
+            for names, group in zip(kept, groups)
+        )
+
+    @cached_property
+    def _entries(self) -> StateEntries:
+        """The state of the optimizer, as an engine makes it."""
+        assert self.optimizer is not None
+        return StateEntries(self.optimizer, Bf16State.of(self.settings, self.optimizer))
+
+    def _kept(self, group: int, dtype: torch.dtype) -> dict[str, KeptState]:
+        """Return by name what the optimizer keeps for an element of ``group`` with master weights
+        of ``dtype``.
         """
         if (group, dtype) not in self._kept_by_group:
-            assert self.optimizer is not None
-            settings, like = self.optimizer.param_groups[group], torch.zeros(1, dtype=dtype)
-            kind = self.rules.moments
-            kind = str(settings.get("moments", "fp32")) if kind == "fp32" else kind
-            numbers = fresh_state(self.optimizer, in_numbers(settings), like)
+            like = torch.zeros(1, dtype=dtype)
+            numbers = self._entries.fresh(group, like, decoded=True)
             # on the device, 8-bit moments are counted by optimizer_bytes
-            blocks = settings.get("moments") in ("int8", "dynamic8")
-            on_device = numbers if blocks else fresh_state(self.optimizer, settings, like)
-            if bf16 := Bf16State.of(self.settings, self.optimizer):
-                numbers, on_device = (bf16.fresh(state, like) for state in (numbers, on_device))
-            kinds = {torch.float64: "fp32", torch.bfloat16: "bf16"}
+            blocks = self._entries.groups[group].get("moments") in ("int8", "dynamic8")
+            on_device = numbers if blocks else self._entries.fresh(group, like)
             self._kept_by_group[group, dtype] = {
-                name: (on_device[name].dtype, kinds.get(value.dtype, kind))
+                name: KeptState(group, on_device[name].dtype, value.dtype)
                 for name, value in numbers.items()
                 if is_elementwise(name, value, (1,))
             }
         return self._kept_by_group[group, dtype]
 
     @cached_property
-    def _kept_by_group(
-        self,
-    ) -> dict[tuple[int, torch.dtype], dict[str, tuple[torch.dtype, str]]]:
+    def _kept_by_group(self) -> dict[tuple[int, torch.dtype], dict[str, KeptState]]:
         return {}
 
-    def moments_of(self, flat: FlatPlan) -> dict[str, tuple[torch.dtype, str]]:
-        """Return what the optimizer keeps for each element that this rank owns of ``flat``: by
-        name, the dtype on the device and the format where it is offloaded.
+    def moments_of(self, flat: FlatPlan) -> dict[str, KeptState]:
+        """Return by name what the optimizer keeps for each element that this rank owns of
+        ``flat``.
         """
-        moments: dict[str, tuple[torch.dtype, str]] = {}
+        moments: dict[str, KeptState] = {}
         for run in group_runs(flat.spec.layout, flat.spec.owned, self.group_of):
             if run.group is not None:
                 moments = self._kept(run.group, flat.spec.wide) | moments
@@ -305,13 +324,13 @@ class EnginePlan:
     def _moment_bytes(self, flat: FlatPlan) -> int:
         """Return the bytes of moments of ``flat`` on the device."""
         if not self.names_in_8_bits:
-            moments = sum(dtype.itemsize for dtype, _ in self.moments_of(flat).values())
+            moments = sum(state.dtype.itemsize for state in self.moments_of(flat).values())
             return flat.spec.owned_numel * moments
         nbytes = 0
         for run in group_runs(flat.spec.layout, flat.spec.owned, self.formats):
             if run.group is not None:
                 (group, in_8_bits), numel = run.group, run.stop - run.start
-                for dtype, _ in self._kept(group, flat.spec.wide).values():
+                for _, dtype, _ in self._kept(group, flat.spec.wide).values():
                     how = StorageFormat(dtype, blocks=in_8_bits and dtype == torch.float32)
                     nbytes += size_in_memory(how, numel)
         return nbytes
@@ -322,11 +341,14 @@ class EnginePlan:
         return frozenset(name for name, (_, in_8_bits) in self.formats.items() if in_8_bits)
 
     def piece_bytes(self, flat: FlatPlan) -> list[int]:
-        """Return the bytes of master weights and moments of each offloaded piece of ``flat``."""
-        formats, wide = [StorageFormat(flat.spec.wide)], step_dtype(flat.spec.wide)
-        in_numbers = self._in_numbers(flat)
-        for _, kind in self.moments_of(flat).values():
-            formats.append(replace(moment_format(kind, wide), in_numbers=in_numbers))
+        """Return the bytes of master weights and moments of each offloaded piece of ``flat``.
+
+        Raises ConfigError for moments that are kept in fp32 only, and configured in fewer bits.
+        """
+        others, formats = self._in_numbers(flat), [StorageFormat(flat.spec.wide)]
+        for name, (group, _, numbers) in self.moments_of(flat).items():
+            how = stored_format(self._entries, self.rules.moments, group, name, numbers, others)
+            formats.append(how)
         in_files = self.settings.offload_optimizer.device == "nvme"
         size = size_in_file if in_files else size_in_memory
         pieces = flat.sub_groups or ()
@@ -335,15 +357,17 @@ class EnginePlan:
             for number, (start, stop) in enumerate(pieces)
         ]
 
-    def _in_numbers(self, flat: FlatPlan) -> frozenset[int]:
-        """Return the offloaded pieces of ``flat`` that are not of parameters in 8 bits."""
+    def _in_numbers(self, flat: FlatPlan) -> frozenset[int] | None:
+        """Return the offloaded pieces of ``flat`` that are not of parameters in 8 bits; None: none
+        are.
+        """
         layout, first = flat.spec.layout, flat.spec.owned[0]
-        numbers = set()
-        for number, (start, stop) in enumerate(flat.sub_groups or ()):
-            names = {name for name, _ in layout.parameters_in(first + start, first + stop)}
-            if self.names_in_8_bits and names.isdisjoint(self.names_in_8_bits):
-                numbers.add(number)
-        return frozenset(numbers)
+        pieces = [
+            {name for name, _ in layout.parameters_in(first + start, first + stop)}
+            for start, stop in flat.sub_groups or ()
+        ]
+        others = [at for at, names in enumerate(pieces) if names.isdisjoint(self.names_in_8_bits)]
+        return None if len(others) == len(pieces) else frozenset(others)
 
     def file_bytes(self) -> Counter[tuple[str, ...]]:
         """Return the bytes in files, by the folders that share them."""
