@@ -20,7 +20,7 @@ from hf_zero.checkpoint import find, loader_state
 from hf_zero.checkpoint.engine_state import class_name, refuse_destroyed, set_rng_state
 from hf_zero.checkpoint.find import whole_tags_beside
 from hf_zero.checkpoint.manifest import MASTER, RNG, GroupEntry, Manifest
-from hf_zero.checkpoint.match import LoadTarget, match, match_names, tell_of_lost_schedule
+from hf_zero.checkpoint.match import LoadTarget, match, match_names
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
 from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_bar
 from hf_zero.checkpoint.tensorfile import TensorFile
@@ -86,10 +86,12 @@ def load(
     def open_and_check() -> _Load:
         folder = find.locate(directory, tag)
         hashes = not partial if verify is None else verify
-        checkpoint = _open(folder, LoadTarget.of(engine), hashes, sizes=not partial)
+        target = LoadTarget.of(engine)
+        checkpoint = _open(folder, target, hashes, sizes=not partial)
         opened.callback(checkpoint.close)
         return _Load(
             engine,
+            target,
             checkpoint,
             load_module_strict,
             load_optimizer_states,
@@ -228,6 +230,7 @@ class _Load(StateSource):
     def __init__(
         self,
         engine: TrainingEngine,
+        target: LoadTarget,
         checkpoint: Checkpoint,
         strict: bool,
         optimizer: bool,
@@ -240,11 +243,8 @@ class _Load(StateSource):
             checkpoint.manifest,
             optimizer,
         )
-        fitting = match(LoadTarget.of(engine), checkpoint, strict, optimizer, scheduler)
+        fitting = match(target, checkpoint, strict, optimizer, scheduler, warns=True)
         self.match, self.groups, self.scheduler = fitting.names, fitting.groups, fitting.schedule
-        if scheduler:
-            where = str(checkpoint.folder)
-            tell_of_lost_schedule(engine.lr_scheduler, self.manifest, where)
         self.client_state = checkpoint.client_state()
         # for each flat buffer the runs of its weights, and those of each optimizer state, by kind
         self.runs: dict[FlatBuffer, dict[str, list[CopyRange]]] = {}

@@ -102,16 +102,24 @@ class Match:
 
 
 def match(
-    target: LoadTarget, checkpoint: Checkpoint, strict: bool, optimizer: bool, schedule: bool
+    target: LoadTarget,
+    checkpoint: Checkpoint,
+    strict: bool,
+    optimizer: bool,
+    schedule: bool,
+    warns: bool = False,
 ) -> Match:
     """Match ``checkpoint`` with ``target``, with the state of its ``optimizer`` and ``schedule``;
-    ``strict`` as for :func:`match_names`. Raises CheckpointError for what does not fit.
+    ``strict`` as for :func:`match_names`; ``warns``: of a schedule that only one of both has.
+    Raises CheckpointError for what does not fit.
     """
     manifest, where = checkpoint.manifest, str(checkpoint.folder)
     names, groups = match_names(target, manifest, where, strict), list[int]()
     if optimizer and target.optimizer is not None:
         groups = check_optimizer(target.optimizer, target.group_of, manifest, names.held, where)
     state = scheduler_to_load(target.scheduler, checkpoint, where) if schedule else None
+    if schedule and warns:
+        _tell_of_lost_schedule(target.scheduler, manifest, where)
     return Match(names, groups, reorder_schedule(state, groups) if groups else state)
 
 
@@ -325,7 +333,7 @@ def _kind(class_name: str) -> str:
 RETIRED = {"verbose"}
 
 
-def tell_of_lost_schedule(scheduler: object, manifest: Manifest, where: str) -> None:
+def _tell_of_lost_schedule(scheduler: object, manifest: Manifest, where: str) -> None:
     """Warn if only one of the checkpoint and the engine has a scheduler, and the checkpoint the
     state of an optimizer.
     """

@@ -115,9 +115,17 @@ class BoundOptimizer:
         carried = state.collect(optimizer, parameters, slots, group_of)
         groups = {group_of[name] for name in slots if name in group_of}
         self._table.bind(self._flats, self.group_of, groups)
-        self._table.carry(carried, self.group_of)
-        if carried.scalars:
-            self.numbers.note_load([*carried.scalars.values()])
+        if carried.numbers:
+            self._load(carried)
+
+    def _load(self, carried: state.Carried) -> None:
+        """Load the state that parameters had before they were cut."""
+        for flat in self._flats:
+            for piece in list(flat.layout.pieces(*flat.owned)):
+                first = piece.offset - flat.owned[0]
+                for kind, whole in carried.tensors.get(piece.name, {}).items():
+                    self.load_tensor(flat, kind, whole[piece.start : piece.stop], first)
+        self.load_by_parameter(carried.numbers, ())
         self.factors.load(carried.factors)
 
     @property

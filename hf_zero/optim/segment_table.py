@@ -126,22 +126,6 @@ class SegmentTable:
         names = self._segment_of[tensor].names
         return "fp32" if self.names_in_8_bits.isdisjoint(names) else "dynamic8"
 
-    def carry(self, carried: state.Carried, group_of: Mapping[str, int]) -> None:
-        """Give segments their elements of the state that parameters had before they were cut."""
-        with_state = {group_of[name] for name in carried.tensors}
-        for segment in self.segments:
-            scalars = carried.scalars.get(segment.group, {})
-            if not scalars and segment.group not in with_state:
-                continue
-            self.state_of(segment).create(segment)
-            live = self._optimizer.state[segment.tensor]
-            for name, number in scalars.items():
-                live[name] = state.scalar_like(live[name], number) if name in live else number
-            for part in segment.parts:
-                for key, start, stop, at in part.pieces():
-                    for name, whole in carried.tensors.get(key, {}).items():
-                        self.state_of(segment).put(segment, name, at, whole[start:stop])
-
     def _list(self) -> None:
         """Write the current segments into the optimizer's groups and rebuild the lists by kind."""
         self.stepped = [segment for segment in self.segments if not segment.offloaded]
@@ -340,8 +324,9 @@ class GroupNumbers:
                 if not segment.parts or (by_name and min(segment.names) in by_name):
                     self._table.state_of(segment).unstep(segment)
                 continue
-            self._table.state_of(segment).create(segment)
-            if values.get("step"):
+            store = self._table.state_of(segment)
+            store.create(segment)
+            if store is self._table.offloaded and values.get("step"):
                 self._table.offloaded.mark_stepped(segment)
             saved_state = self._entries.of(segment)
             for name, number in values.items():

@@ -197,11 +197,11 @@ def copied(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """Existing state of an optimizer: ``scalars[group][state name]``, ``tensors[parameter][state
-    name]`` (1-D), and ``factors[parameter]``, of whole tensors.
+    """Existing state of an optimizer, by parameter: its ``numbers``, its ``tensors`` by name (1-D),
+    and its ``factors``, of whole tensors.
     """
 
-    scalars: dict[int, dict[str, float]] = field(default_factory=dict)
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     factors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -221,77 +221,40 @@ def collect(
         group_of: name -> index of its group.
 
     Raises:
-        UnsupportedOptimizerError: state that belongs to no parameter, that is neither per element
-            nor one number, or whose numbers (step counts) differ within a group: a group's shards
-            share them.
+        UnsupportedOptimizerError: state that belongs to no parameter, and state that is neither
+            per element nor one number.
     """
-    if not optimizer.state:
-        return Carried()
-    kind = type(optimizer).__name__
-    remedy = (
-        "call optimizer.state.clear() before initialize to drop its state, or pass a new optimizer"
-    )
-    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    kind, known = type(optimizer).__name__, {id(parameter) for parameter in parameters.values()}
     for owner, entry in optimizer.state.items():
         # A frozen parameter is not stepped, so its state (Adagrad creates it at once) is not
         # needed.
-        if not (
-            isinstance(owner, Tensor)
-            and (id(owner) in name_of or not owner.requires_grad or not kept(entry))
-        ):
-            what = (
-                f"a tensor of shape {tuple(owner.shape)}"
-                if isinstance(owner, Tensor)
-                else repr(owner)
-            )
+        is_tensor = isinstance(owner, Tensor)
+        if not (is_tensor and (id(owner) in known or not owner.requires_grad or not kept(entry))):
+            what = f"a tensor of shape {tuple(owner.shape)}" if is_tensor else repr(owner)
             raise UnsupportedOptimizerError(
-                f"optimizer {kind} has state for {what}, which is not a parameter "
-                f"of the model; {remedy}"
+                f"optimizer {kind} has state for {what}, which is not a parameter of the model; "
+                "call optimizer.state.clear() before initialize to drop its state, or pass a new "
+                "optimizer"
             )
     carried = Carried()
-    first: dict[int, str] = {}
-    for name, slot in slots.items():
-        group = group_of.get(name)
-        if group is None:
-            continue
-        state = (
-            kept(optimizer.state[parameters[name]]) if parameters[name] in optimizer.state else {}
-        )
-        scalars: dict[str, float] = {}
-        tensors: dict[str, Tensor] = {}
+    for name in slots.keys() & group_of.keys() if optimizer.state else ():
+        shape, parameter = slots[name].shape, parameters[name]
+        state = kept(optimizer.state[parameter]) if parameter in optimizer.state else {}
+        numbers, tensors = dict[str, float](), dict[str, Tensor]()
         for key, value in state.items():
             if isinstance(value, Blocks):
                 tensors[key] = value.decode()
             elif isinstance(value, Mapping):
                 carried.factors[name] = dict(value)
-            elif is_scalar(key, value, slot.shape):
-                scalars[key] = float(value)
-            elif is_elementwise(key, value, slot.shape):
+            elif is_scalar(key, value, shape):
+                numbers[key] = float(value)
+            elif is_elementwise(key, value, shape):
                 tensors[key] = value.detach().reshape(-1)
             else:
-                refuse_unknown(optimizer, key, value, f"parameter {name!r} of shape {slot.shape}")
-        if group not in first:
-            first[group] = name
-            carried.scalars[group] = scalars
-        other = carried.tensors.get(first[group], {})
-        if scalars != carried.scalars[group] or (
-            name != first[group] and set(tensors) != set(other)
-        ):
-            raise UnsupportedOptimizerError(
-                f"optimizer {kind} has state for parameter {name!r} that differs from that of "
-                f"{first[group]!r} in the same group "
-                f"({_described(scalars, tensors)} against "
-                f"{_described(carried.scalars[group], other)}); the shards of a group share their "
-                f"step counts. Put them in groups of their own, or {remedy}."
-            )
-        if tensors:
-            carried.tensors[name] = tensors
+                refuse_unknown(optimizer, key, value, f"parameter {name!r} of shape {shape}")
+        if state:
+            carried.numbers[name], carried.tensors[name] = numbers, tensors
     return carried
-
-
-def _described(scalars: Mapping[str, float], tensors: Mapping[str, Tensor]) -> str:
-    parts = [f"{name} {value:g}" for name, value in scalars.items()] + sorted(tensors)
-    return ", ".join(parts) or "none"
 
 
 class SegmentStates(defaultdict[Any, dict[str, Any]]):

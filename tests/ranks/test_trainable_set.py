@@ -4,6 +4,7 @@ modules that are replaced. Each run is compared with the same lines in plain PyT
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from functools import partial
@@ -121,6 +122,27 @@ def test_it_trains_as_a_new_one_of_torch_does(
     want = plainly(make, begin, change)
     config = settings(stage, offloads)
     for got in run_ranks(RANKS, on_engine, make, begin, change, config):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@in_turn("name, way, stage, offloads", [cell for cell in FAST if cell[1] == "unfrozen"][::2])
+def test_a_state_dict_from_before_leaves_what_trains_since_then_without_state(
+    name: str, way: str, stage: int, offloads: bool
+) -> None:
+    make, (begin, change) = OPTIMIZERS[name], WAYS[way]
+    taken: dict[int, Any] = {}
+
+    def load(model: nn.Module, optimizer: Any, step: int) -> None:
+        """Load the state of before the first layer trains, as it begins and after a step of it."""
+        if step == 3:
+            taken[id(model)] = copy.deepcopy(optimizer.state_dict())
+        change(model, optimizer, step)
+        if step in (3, 4):  # torch goes on in the tensors that it is given
+            optimizer.load_state_dict(copy.deepcopy(taken[id(model)]))
+
+    want = plainly(make, begin, load)
+    config = settings(stage, offloads)
+    for got in run_ranks(RANKS, on_engine, make, begin, load, config):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 

@@ -210,6 +210,55 @@ def test_a_save_after_a_load_has_the_numbers_of_states_without_moments(
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
+PRESTEPPED = ("AdamW", "SGD with dampening", "ASGD", "Adagrad", "NAdam")
+PLACES = (DEVICE, "optimizer on cpu", "optimizer in files")
+
+
+@in_turn(
+    "name, stage, way",
+    [(name, (0, 1, 3)[at % 3], PLACES[at % 3]) for at, name in enumerate(PRESTEPPED)],
+    long=[
+        (name, stage, way)
+        for name in PRESTEPPED
+        for stage, way in ((3, DEVICE), (2, "optimizer on cpu"))
+    ],
+)
+def test_an_optimizer_whose_parameters_have_made_different_steps_goes_on(
+    tmp_path: Path, name: str, stage: int, way: str
+) -> None:
+    """The first layer has made no step, the second one fewer than the others."""
+
+    def begun() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Scaled()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for step in range(3):
+            model(batch(step)).square().mean().backward()
+            model[0].zero_grad()  # type: ignore[operator]
+            if step == 0:
+                model[2].zero_grad()  # type: ignore[operator]
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    def over(rank: int) -> Any:
+        model, optimizer = made[rank]
+        section = {"zero_optimization": offload(way, stage, tmp_path)}
+        engine = start(model, optimizer, settings(stage) | section)
+        train(engine, rank, range(3, 5))
+        weights = [*engine.state_dict().values()]
+        engine.destroy()
+        return weights
+
+    model, optimizer = begun()
+    for step in range(3, 5):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    made = [begun() for _ in range(2)]
+    for got in run_ranks(2, over):
+        torch.testing.assert_close(got, [*model.state_dict().values()], rtol=1e-4, atol=1e-6)
+
+
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "MultiStepLR": lambda optimizer: schedules.MultiStepLR(optimizer, [2, 4, 5], 0.5),
     "LambdaLR": lambda optimizer: schedules.LambdaLR(optimizer, lambda step: 1 / (1 + step)),

@@ -66,11 +66,15 @@ class SavedSegments(StateSource):
         layout = layout_of(flat.optimizer_shard for flat in flats)
         former = packed[KEY].get("layout", layout)
         self._ranks = OneRank() if former == layout else bound.ranks
+        trained = {self._own.get(name, name) for slots in former.values() for name, *_ in slots}
+        # what trains only since the save has no state there; a dict of another model has others
+        own = {*self._own.values()}
+        self._new = own - trained if trained <= own else set[str]()
         ranges = {
             self._own[slot.name]: StateEntry(flat, slot.name, "").range
             for flat in flats
             for slot in flat.layout.slots
-            if slot.name in self._own
+            if slot.name in self._own and self._own[slot.name] not in self._new
         }
         every = self._ranks.gather_objects((self._read(packed, former), ranges))
         self._saved: list[_Saved] = [saved for saved, _ in every]
@@ -197,7 +201,9 @@ class SavedSegments(StateSource):
         ]
         scalars = {name: scalar for saved in self._saved for name, scalar in saved.numbers.items()}
         return {
-            name: scalars.get(self._own[name], shared[self._group_of[name]]) for name in parameters
+            name: scalars.get(self._own[name], shared[self._group_of[name]])
+            for name in parameters
+            if self._own[name] not in self._new
         }
 
     def factors(self, parameters: Mapping[str, nn.Parameter]) -> Factors:
