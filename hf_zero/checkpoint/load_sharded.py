@@ -237,14 +237,9 @@ class _Load(StateSource):
         scheduler: bool,
         verify: bool,
     ) -> None:
-        self.engine, self.checkpoint, self.manifest, self.optimizer = (
-            engine,
-            checkpoint,
-            checkpoint.manifest,
-            optimizer,
-        )
-        fitting = match(target, checkpoint, strict, optimizer, scheduler, warns=True)
-        self.match, self.groups, self.scheduler = fitting.names, fitting.groups, fitting.schedule
+        self.engine, self.checkpoint, self.optimizer = engine, checkpoint, optimizer
+        self.manifest = checkpoint.manifest
+        self.match = match(target, checkpoint, strict, optimizer, scheduler, warns=True)
         self.client_state = checkpoint.client_state()
         # for each flat buffer the runs of its weights, and those of each optimizer state, by kind
         self.runs: dict[FlatBuffer, dict[str, list[CopyRange]]] = {}
@@ -274,8 +269,8 @@ class _Load(StateSource):
     def apply(self, module_only: bool, rng: bool, loader: bool) -> None:
         saved = self.manifest.optimizer if self.optimizer else None
         self._load_buffers()
-        if self.scheduler is not None:
-            self.engine.lr_scheduler.load_state_dict(self.scheduler)
+        if self.match.schedule is not None:
+            self.engine.lr_scheduler.load_state_dict(self.match.schedule)
         if saved is not None:  # after the schedule: values that a script set on the groups prevail
             self._load_hyperparameters()
         transfer(self, self.engine, optimizer=saved is not None)
@@ -378,12 +373,12 @@ class _Load(StateSource):
     def _groups(self) -> list[GroupEntry]:
         """Return the saved group of each group of the engine's optimizer."""
         assert self.manifest.optimizer is not None
-        return [self.manifest.optimizer.groups[at] for at in self.groups]
+        return [self.manifest.optimizer.groups[at] for at in self.match.groups]
 
     def _load_hyperparameters(self) -> None:
         bound = self.engine.bound
         settings = [dict(group.hyperparameters) for group in self._groups()]
-        if self.engine.lr_scheduler is not None and self.scheduler is None:
+        if self.engine.lr_scheduler is not None and self.match.schedule is None:
             # a schedule that starts anew sets these, and some of torch's multiply their last value
             for values, live in zip(settings, bound.groups):
                 values |= {name: live[name] for name in SCHEDULED if name in live}

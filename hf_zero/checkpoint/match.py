@@ -7,8 +7,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,13 +32,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class NameMatch:
+class LoadMatch:
     """Names in the engine -> names in the checkpoint: ``held`` for the parameters that can be
     loaded, ``buffers`` for buffers, and for scales of quantised weights that were saved as such.
+    ``groups``: the saved group of each group of the optimizer, if its state is loaded;
+    ``schedule``: the state of the schedule, in the engine's order of groups.
     """
 
     held: dict[str, str]
     buffers: dict[str, str]
+    groups: Sequence[int] = ()
+    schedule: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,16 +63,10 @@ class LoadTarget:
     @classmethod
     def of(cls, engine: TrainingEngine) -> LoadTarget:
         """Return that of ``engine``."""
-        group_of = MappingProxyType({}) if engine.bound is None else engine.bound.group_of
-        return cls(
-            engine.module,
-            [flat.spec for flat in engine.flats],
-            engine.aliases,
-            engine.elsewhere,
-            engine.optimizer,
-            group_of,
-            engine.lr_scheduler,
-        )
+        specs, aliases = [flat.spec for flat in engine.flats], engine.aliases
+        group_of = {} if engine.bound is None else engine.bound.group_of
+        live = (engine.elsewhere, engine.optimizer, group_of, engine.lr_scheduler)
+        return cls(engine.module, specs, aliases, *live)
 
     @classmethod
     def planned(cls, plan: EnginePlan, scheduler: object) -> LoadTarget:
@@ -90,17 +87,6 @@ class LoadTarget:
         return names
 
 
-@dataclass(frozen=True, eq=False)
-class Match:
-    """The parts of a checkpoint that a target loads: ``names``, the saved group of each group of
-    the optimizer ([]: none), and the state of the schedule, in the target's order of groups.
-    """
-
-    names: NameMatch
-    groups: list[int]
-    schedule: dict[str, Any] | None
-
-
 def match(
     target: LoadTarget,
     checkpoint: Checkpoint,
@@ -108,22 +94,23 @@ def match(
     optimizer: bool,
     schedule: bool,
     warns: bool = False,
-) -> Match:
+) -> LoadMatch:
     """Match ``checkpoint`` with ``target``, with the state of its ``optimizer`` and ``schedule``;
     ``strict`` as for :func:`match_names`; ``warns``: of a schedule that only one of both has.
     Raises CheckpointError for what does not fit.
     """
     manifest, where = checkpoint.manifest, str(checkpoint.folder)
-    names, groups = match_names(target, manifest, where, strict), list[int]()
+    names = match_names(target, manifest, where, strict)
+    groups: Sequence[int] = ()
     if optimizer and target.optimizer is not None:
         groups = check_optimizer(target.optimizer, target.group_of, manifest, names.held, where)
     state = scheduler_to_load(target.scheduler, checkpoint, where) if schedule else None
     if schedule and warns:
         _tell_of_lost_schedule(target.scheduler, manifest, where)
-    return Match(names, groups, reorder_schedule(state, groups) if groups else state)
+    return replace(names, groups=groups, schedule=reorder_schedule(state, groups))
 
 
-def match_names(live: LoadTarget, manifest: Manifest, where: str, strict: bool) -> NameMatch:
+def match_names(live: LoadTarget, manifest: Manifest, where: str, strict: bool) -> LoadMatch:
     """Pair the names of the model with the checkpoint's.
 
     Raises CheckpointError for shapes that differ, for weights quantised in another way and, if
@@ -184,7 +171,7 @@ def match_names(live: LoadTarget, manifest: Manifest, where: str, strict: bool) 
         _refuse_one_sided(
             manifest, where, missing, {*held.values(), *tied, *kept.values(), *elsewhere}
         )
-    return NameMatch(held, kept)
+    return LoadMatch(held, kept)
 
 
 def _pair(
@@ -447,7 +434,7 @@ def reorder_schedule(state: Any, order: Sequence[int]) -> Any:
     """Return the state of a schedule with its per-group values in the engine's order of groups."""
     if isinstance(state, list):
         return [reorder_schedule(each, order) for each in state]
-    if not isinstance(state, dict):
+    if not (order and isinstance(state, dict)):
         return state
     return {
         key: [value[at] for at in order]

@@ -198,10 +198,12 @@ class _TorchStates:
         """Return the numbers that the optimizer keeps for each trained parameter (collective)."""
         groups = self.engine.bound.group_of
         saved = self._state.numbers(self.whole.own_of(groups))
-        return {
-            name: saved[name] or self._state.fresh_numbers(groups[name])
-            for _, name, _ in self.trained()
-        }
+
+        def fresh(name: str) -> dict[str, float]:
+            state = self._state.fresh(groups[name]).items()
+            return {kind: value for kind, value in state if not torch.is_tensor(value)}
+
+        return {name: saved[name] or fresh(name) for _, name, _ in self.trained()}
 
     def optimizer(self, whole: bool = False) -> States:
         """Return the state dict of the optimizer, of parts or of ``whole`` tensors, those in host

@@ -98,7 +98,11 @@ class BoundOptimizer:
         self._table = SegmentTable(self._entries, self._base, self._fused, moments)
         self.numbers = GroupNumbers(self._entries, self._table)
         self.factors = TensorFactors(self._entries, self._table)
-        self.loads = 0  # calls of load_tensor
+        self.scalars, self.apart = self.numbers.scalars, self.numbers.apart
+        self.memory, self.address = self._table.device.memory, self._table.device.address
+        self.fresh, self.is_switched_off = self._entries.fresh, self._entries.is_switched_off
+        self.rest, self.offloaded_segments = self._table.rest, self._table.offloaded.segments
+        self.step_sub_group = self._own.sub_group
         self._flats, self.ranks = [flat for flat in flats if flat.trainable], ranks or OneRank()
         self.sums: ShardedTensors | None = None  # set only for an update that needs whole tensors
         if isinstance(optimizer, WholeTensorOptimizer):
@@ -139,10 +143,6 @@ class BoundOptimizer:
         return [(segment.group, segment.tensor) for segment in self._table.segments]
 
     # ---- stepping ----
-
-    def rest(self, names: frozenset[str]) -> None:
-        """Make :meth:`step` only count the steps of parameters ``names``: others update them."""
-        self._table.rest(names)
 
     def scaled_rates(self, factor: float) -> AbstractContextManager[None]:
         """Return a context with the learning rate of each group multiplied by ``factor``."""
@@ -270,10 +270,6 @@ class BoundOptimizer:
         groups = [current_settings(group) for group in self.groups]
         return Update(self, rules, groups, divisor, number, self.sums, self._bf16)
 
-    def offloaded_segments(self, flat: Flat) -> list[Segment]:
-        """Return the segments of ``flat``, whose state is offloaded."""
-        return self._table.offloaded.segments(flat)
-
     def count(self, flat: Flat, rules: Sequence[Rule | None]) -> dict[Segment, Counted]:
         """Advance the step counters of ``flat`` and return its segments with their counts. Segments
         of unused parameters are left out of both.
@@ -294,12 +290,6 @@ class BoundOptimizer:
             fresh = self._table.offloaded.take_fresh(segment)
             counted[segment] = Counted(number, fresh, self.factors.of(segment))
         return counted
-
-    def step_sub_group(
-        self, segment: Segment, arrays: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
-    ) -> None:
-        """Make one update of ``segment`` by the optimizer itself, over ``arrays``."""
-        self._own.sub_group(segment, arrays, grad, divisor, fresh)
 
     def bring_back(self, moved: Mapping[str, Callable[[], None]]) -> None:
         """Move the states of some flat buffers back to the device for good. ``moved``: key of a
@@ -349,14 +339,6 @@ class BoundOptimizer:
                     names.setdefault(name, set()).update(kinds)
         return names
 
-    def memory(self, flat: Flat) -> list[Tensor]:
-        """Return the tensors on the device that hold the per-element states of ``flat``."""
-        return self._table.device.memory(flat)
-
-    def address(self, flat: Flat, name: str) -> int:
-        """Return the device address of state ``name`` of ``flat``; :meth:`tensors` may move it."""
-        return self._table.device.address(flat, name)
-
     def load_tensor(self, flat: Flat, name: str, tensor: Tensor, first: int = 0) -> None:
         """Copy ``tensor`` (1-D) into the masters or a state, from element ``first`` of
         ``flat.owned`` on; create state of these elements that does not exist yet.
@@ -367,7 +349,6 @@ class BoundOptimizer:
         Raises:
             UnsupportedOptimizerError: no group keeps a state of that name.
         """
-        self.loads += 1
         self.create_offloaded(flat)  # settings of groups may be new
         last = first + tensor.numel()
         if name == MASTER:
@@ -436,18 +417,6 @@ class BoundOptimizer:
         self._table.device.together = False
         self._table.parted = set()
         self._table.offloaded.renew_all()
-
-    def scalars(self) -> list[dict[str, float]]:
-        """Return per group the numbers that its parameters share, such as ``{"step": 3.0}``. Equal
-        on every rank; :meth:`apart` has the exceptions.
-        """
-        return self.numbers.scalars()
-
-    def apart(self) -> list[dict[str, dict[str, float]]]:
-        """Return per group, if its parameters have made different numbers of steps, the numbers of
-        each parameter with elements on this rank; otherwise an empty dict.
-        """
-        return self.numbers.apart()
 
     def load_scalars(
         self,
@@ -553,12 +522,6 @@ class BoundOptimizer:
         ]
         return {**packed, "state": {}, "param_groups": groups}
 
-    def fresh(self, group: int, master: torch.dtype = torch.float32) -> dict[str, Any]:
-        """Return the state of a parameter of one element in ``group``, with master weights of dtype
-        ``master``, before its first step.
-        """
-        return self._entries.fresh(group, torch.zeros(1, dtype=master))
-
     def version(self) -> tuple[Hashable, ...]:
         """Return values of which one differs once anything but a step has changed the state of a
         segment: a load, an in-place write, another tensor in its place.
@@ -568,7 +531,7 @@ class BoundOptimizer:
         codes = [value.codes if isinstance(value, Blocks) else value for value in values]
         tensors = [value for value in codes if torch.is_tensor(value)]
         versions = tuple((id(tensor), tensor._version) for tensor in tensors)
-        return self.loads, self.numbers.loads, self.numbers.writes, versions
+        return self.numbers.loads, self.numbers.writes, versions
 
     def keeps_errors(self, flat: Flat) -> bool:
         """Whether rounding errors of the master weights of ``flat`` are kept."""
@@ -583,10 +546,6 @@ class BoundOptimizer:
         narrow = self._bf16 is not None and self._bf16.masters
         like = torch.zeros(1, dtype=torch.bfloat16 if narrow else torch.float32)
         return self._entries.some_group_keeps(name, like)
-
-    def is_switched_off(self, group: int, name: str) -> bool:
-        """Whether ``group`` would keep a state ``name`` if its momentum were not 0."""
-        return self._entries.is_switched_off(group, name)
 
     def _same_groups(self, saved: Sequence[Any], what: str) -> None:
         if len(saved) != len(self.groups):

@@ -559,7 +559,9 @@ class DeviceState:
         return tensors
 
     def address(self, flat: Flat, name: str) -> int:
-        """Return the address of the first number of state ``name`` of ``flat``; 0 if missing."""
+        """Return the address of the first number of state ``name`` of ``flat``; 0 if missing.
+        :meth:`arrays` may move it.
+        """
         for segment in self._region_of[flat.key][0].segments:
             for part in segment.parts:
                 if part.flat is flat and name in self._entries.of(segment):

@@ -126,17 +126,12 @@ class EngineState:
         of one element. ``like``: the dtype of its master weights.
         """
         if (group, like) not in self._fresh:
-            state = self.bound.fresh(group, like)
+            state = self.bound.fresh(group, torch.zeros(1, dtype=like))
             self._fresh[group, like] = {
                 kind: value if is_elementwise(kind, value, (1,)) else float(value)
                 for kind, value in state.items()
             }
         return self._fresh[group, like]
-
-    def fresh_numbers(self, group: int) -> dict[str, float]:
-        """Return the numbers of a parameter of ``group`` before its first step."""
-        state = self.fresh(group)
-        return {kind: value for kind, value in state.items() if not isinstance(value, torch.Tensor)}
 
     def fresh_elements(self, flat: FlatBuffer, name: str) -> dict[str, torch.Tensor]:
         """Return one element of each state of parameter ``name`` of ``flat`` before its first step;

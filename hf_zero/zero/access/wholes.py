@@ -225,7 +225,8 @@ def _issue(
             values = flat.optimizer_shard.master
             assert values is not None
         elif flat.is_away:
-            values = flat.bring_shard(own if sent == flat.dtype else _room(flat))
+            room = own if sent == flat.dtype else torch.empty_like(own, dtype=flat.dtype)
+            values = flat.bring_shard(room)
         else:
             values = flat.shard
         if values is not own:
@@ -235,10 +236,6 @@ def _issue(
     keys = "..".join(dict.fromkeys(flat.key for flat in (*group[:1], *group[-1:])))
     handles = [axis.all_gather(each, f"whole {keys}") for axis, each in pairs.items()]
     return handles, buffers
-
-
-def _room(flat: FlatBuffer) -> torch.Tensor:
-    return torch.empty(flat.layout.chunk, dtype=flat.dtype, device=flat.full.device)
 
 
 def _wait(gathering: _Gathering) -> None:
