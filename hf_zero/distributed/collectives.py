@@ -17,6 +17,7 @@ in each step.
 
 from __future__ import annotations
 
+import functools
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -156,6 +157,12 @@ class Handle:
             elif not others and first.dtype == out.dtype:
                 torch.mul(first, scale, out=out) if scale != 1.0 else _copy(out, first)
                 scale = 1.0
+            elif (
+                not others and first.itemsize < out.itemsize == 4 and not kinds.is_host(out.device)
+            ):
+                # One kernel casts and scales. The host would cast through memory of its own.
+                torch.add(minus_zero(out.device), first, alpha=scale, out=out)
+                scale = 1.0
             elif first.data_ptr() != out.data_ptr() or first.dtype != out.dtype:
                 out.copy_(first)
             for part in others:
@@ -197,6 +204,16 @@ class Handle:
 
 def _are_completed(works: Sequence[Any]) -> bool:
     return all(work.is_completed() for work in works)
+
+
+@functools.cache
+def minus_zero(device: torch.device) -> torch.Tensor:
+    """Return the neutral element of sums, also of those with a zero of either sign: [1] fp32."""
+    return torch.full((1,), -0.0, device=device)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
 
 
 def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
@@ -351,7 +368,8 @@ class MeshDim:
         key: str,
         codecs: Sequence[GatherCodec | None] = (),
     ) -> Handle:
-        """Gather each ``(full, chunk)``: ``full`` [size * n] from ``chunk`` [n] of each rank.
+        """Gather each ``(full, chunk)``: ``full`` [size * n] from ``chunk`` [n] of each rank, which
+        must not change before the wait.
 
         The pairs count as one logical message; ``codecs``, if given, has an entry for each pair.
         Pairs in host memory beside a device (:attr:`host_messages_on`) are exchanged by the hosts:
@@ -374,20 +392,26 @@ class MeshDim:
         with _Starting(self._watchdog, pending, "all_gather", key, size):
             for full, chunk in pairs:
                 target = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
-                if target.data_ptr() != chunk.data_ptr():
-                    target.copy_(chunk)
+                exchanged = beside or (
+                    self._point_to_point and full.device.type in kinds.IN_HOST_MEMORY
+                )
+                if target.data_ptr() == chunk.data_ptr():
+                    sent = target.clone() if self._copies_input and self.size > 1 else target
+                elif exchanged or self.size == 1 or _kind(chunk) != _kind(full):
+                    sent = target.copy_(chunk)
+                else:
+                    sent = chunk  # a collective of the backend copies it to its place
                 if self.size == 1 or not chunk.numel():
                     continue
                 # as bytes: not every backend supports every dtype
-                whole, target = full.view(torch.uint8), target.view(torch.uint8)
-                if beside or (self._point_to_point and full.device.type in kinds.IN_HOST_MEMORY):
+                whole, sent = full.view(torch.uint8), sent.view(torch.uint8)
+                if exchanged:
                     parts = whole.chunk(self.size)
                     group = None if beside else self._group
-                    works += self._exchange([target] * self.size, parts, group, pending)
+                    works += self._exchange([sent] * self.size, parts, group, pending)
                     continue
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-                target = target.clone() if self._copies_input else target
-                works.append(gather(whole, target, group=self._group, async_op=True))
+                works.append(gather(whole, sent, group=self._group, async_op=True))
         handle = self._handle(
             works, self._watchdog, pending, follows=None if beside else self._follows
         )

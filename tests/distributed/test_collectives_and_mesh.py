@@ -222,6 +222,20 @@ def test_the_end_of_a_reduction(case: tuple[int, torch.dtype, float, bool]) -> N
         assert torch.equal(fresh[0], want)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_one_kernel_of_a_device_casts_and_scales_with_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each value of 16 bits, among them zeros of both signs, infinities and subnormal numbers."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    monkeypatch.setattr(process_group.kinds, "is_host", lambda device: False)
+    for scale in (1.0, 0.5, 1 / 3, 2.0**-30):
+        want, out = every.float() * scale, torch.empty(every.numel())
+        Handle([], OFF, PendingCollective("x"), [every]).reduce_into(out, False, scale)
+        same = out.view(torch.int32) == want.view(torch.int32)
+        assert (same | want.isnan()).all() and out.isnan().equal(want.isnan()), scale
+
+
 def test_what_a_rank_of_four_issues_and_counts() -> None:
     """On the fake group: a logical collective a call, with the bytes of the whole, in the order
     of the calls.

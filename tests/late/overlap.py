@@ -204,6 +204,10 @@ def exposed(job: str, prefetch: int, rank: int, world: int) -> dict[str, Any]:
     """
     ran = train(job, {"stage3_prefetch_bucket_size": prefetch}, rank, world)[-1]
     own, shares = computed(ran), dict[str, Any]()
+    begin = computed(ran, forward=True)[0].start
+    before = max((task.end for task in own if task.start < begin), default=0.0)
+    # nothing computes beside the first gathers of a forward
+    ran = [task for task in ran if task.what != "all_gather" or not before <= task.start < begin]
     for what in ("all_gather", "reduce_scatter", "copy from host, not waited for"):
         found = [task for task in ran if task.what == what and task not in own]
         if found:

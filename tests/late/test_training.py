@@ -150,6 +150,32 @@ def test_as_many_communicators_are_made_as_foreseen(ranks: int, cases: tuple[str
     assert [row for row in rows if row["made"] != row["foreseen"] or row["reports"]] == []
 
 
+GRADIENT = {"_foreach_copy_": 1}  # into the message
+KERNELS: dict[str, dict[str, int]] = {
+    # a cast of the master weights for each of two gathers; one kernel casts and scales the result
+    "stage 3, bf16": {**GRADIENT, "copy_": 2, "add": 1},
+    # one cast after the update, of which gathers send the result
+    "stage 3, bf16, shards kept": {**GRADIENT, "copy_": 1, "add": 1},
+    "stage 3, fp32": {**GRADIENT, "mul": 1},
+    "stage 2, bf16": {**GRADIENT, "copy_": 1, "add": 1},
+    "stage 2, fp32": {**GRADIENT, "mul": 1},
+    # the sum of the window in fp32 is cast for the message
+    "stage 1, bf16": {**GRADIENT, "copy_": 2, "add": 1},
+    "stage 1, fp32": {**GRADIENT, "mul": 1},
+}
+
+
+def test_no_unit_copies_more_in_a_step_than_it_needs() -> None:
+    launch.needs_the_device()
+    rows = launch.run_ranks("tests.late.copies")
+    found = {row["case"]: row["kernels"] for row in rows if "kernels" in row}
+    assert found == KERNELS
+    assert len(rows) == 2 * (len(KERNELS) + 1)
+    for row in rows:
+        if row["case"] == "write":
+            assert row["old values gathered"] and not row["reports"], row
+
+
 ROUTES = ("accelerate", "trainer", "deepspeed", "lightning", "script", "script_by_device")
 
 
@@ -202,7 +228,7 @@ def test_gathers_reductions_copies_and_updates_run_beside_the_computation() -> N
     found = {row["case"]: row for row in rows if row["rank"] == 1}
     brought = "copy from host, not waited for"
     for what, right, wrong, least in (
-        ("all_gather", "gathers, prefetched", "gathers, not prefetched", 12),
+        ("all_gather", "gathers, prefetched", "gathers, not prefetched", 10),
         ("reduce_scatter", "gathers, prefetched", "reductions, each awaited at once", 7),
         (brought, "activations, prefetched", "activations, not prefetched", 40),
     ):

@@ -194,6 +194,16 @@ class FlatBuffer:
             self._storage.fetch_into(SHARD, 0, target)
         return target
 
+    def shard_to_send(self) -> torch.Tensor:
+        """Return this rank's elements [owned] for a gather: the shard, or its part of ``full`` if
+        it comes from elsewhere (:meth:`bring_shard`). No write may follow before the gather's wait.
+        """
+        if self.is_away or self.cast_master is not None:
+            return self.bring_shard()
+        if self.optimizer_shard.finish_update is not None:
+            self.optimizer_shard.finish_update()
+        return self._storage.fetch(SHARD)
+
     def prefetch(self) -> None:
         """Start reading the parameter shard ahead of its use, unless an update is about to write
         it.

@@ -166,7 +166,7 @@ class ShardGather:
         for flats in self._together:
             pairs, codecs = [], []
             for flat in flats:
-                pairs.append((flat.full, flat.bring_shard()))
+                pairs.append((flat.full, flat.shard_to_send()))
                 codecs.append(None if exact else flat.spec.gather_codec)
             requests.append(GatherRequest(flats[0].axis, self.unit.label, pairs, codecs))
         return requests
@@ -484,11 +484,15 @@ class SharedShards:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Context around every change of this rank's shards: other ranks may be fetching them."""
+        """Context around every change of this rank's shards: gathers, and other ranks that fetch
+        them, may be reading them.
+        """
         consensus = self._mesh.consensus
         if consensus is None:
             yield
             return
+        for unit in self._units:
+            unit.finish_gather()
         with consensus.fetches.writing():
             yield
             if not self._mesh.blocks:

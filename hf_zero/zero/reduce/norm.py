@@ -24,6 +24,7 @@ The message counts ranks: an fp64 number holds the counts of as many parameters 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from operator import attrgetter, mul
 
@@ -86,6 +87,7 @@ def sums_of_squares(
     sums: dict[int, torch.Tensor] = {}
     by_device: dict[torch.device, list[int]] = {}
     by_kernel: dict[torch.device, bool] = {}
+    by_kind: dict[tuple[torch.device, bool], list[int]] = {}
     for index, grad in enumerate(grads):
         device = grad.device
         if device not in by_kernel:
@@ -94,32 +96,37 @@ def sums_of_squares(
                 and dispatch.wanted("optimizer", kernels, device)
                 and RUNS.name not in dispatch.broken()
             )
-        if by_kernel[device] and grad.dtype != torch.float64:
+        is_wide = grad.dtype == torch.float64
+        if by_kernel[device] and not is_wide:
             by_device.setdefault(device, []).append(index)
+        elif device.type == "cpu" and not is_wide:
+            sums[index] = torch.tensor(host.squared_norm(grad), dtype=torch.float64)
         else:
-            sums[index] = _sum_of_squares(grad)
+            by_kind.setdefault((device, is_wide), []).append(index)
     for indices in by_device.values():
         sums.update(zip(indices, squared_norms([grads[index] for index in indices]).unbind()))
+    for indices in by_kind.values():
+        sums.update(zip(indices, _sums_over_runs([grads[index] for index in indices])))
     return list(map(sums.__getitem__, range(len(grads))))
 
 
-def _sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
-    if grad.device.type == "cpu" and grad.dtype != torch.float64:
-        return torch.tensor(host.squared_norm(grad), dtype=torch.float64)
+def _sums_over_runs(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the sums of squares of ``grads``, of one device, all or none of them in fp64."""
     # A single long fp32 sum is wrong in the third digit, many short ones are not.
-    even = grad.numel() // RUN * RUN
-    pieces = [grad[:even].view(-1, RUN), grad[even:].view(1, -1)]
-    kind = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    norms = [
-        torch.linalg.vector_norm(piece, dim=1, dtype=kind).double()
-        for piece in pieces
-        if piece.numel()
-    ]
-    return (
-        torch.cat(norms).square().sum()
-        if norms
-        else torch.zeros((), dtype=torch.float64, device=grad.device)
-    )
+    counts = [-(-grad.numel() // RUN) for grad in grads]
+    # each begins at 32 bytes, so that it is summed in the same order beside any others
+    starts = [0, *itertools.accumulate(-(-count // 4) * 4 for count in counts)]
+    kind = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
+    norms = grads[0].new_empty(starts[-1], dtype=kind)
+    for grad, start in zip(grads, starts):
+        even = grad.numel() // RUN
+        for piece, at in ((grad[: even * RUN], start), (grad[even * RUN :], start + even)):
+            if piece.numel():
+                rows = piece.view(-1, min(RUN, piece.numel()))
+                out = norms[at : at + len(rows)]
+                torch.linalg.vector_norm(rows, dim=1, dtype=kind, out=out)
+    squares = norms.double().square()
+    return [squares[start : start + count].sum() for start, count in zip(starts, counts)]
 
 
 # ---- parameters that have a gradient ----

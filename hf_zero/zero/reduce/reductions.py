@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from hf_zero.device import streams
+from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
 from hf_zero.device.streams import TensorPool
-from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.collectives import Handle, minus_zero
 from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.logging import log_rank0
@@ -102,6 +102,8 @@ class Reductions:
         self._joint = False
         self._on_reduced: Callable[[FlatBuffer], None] | None = None
         self.sent = 0  # messages in this backward
+        if not kinds.is_host(mesh.device):
+            minus_zero(mesh.device)  # before streams that do not wait for each other read it
 
     def begin(self, joint: bool, on_reduced: Callable[[FlatBuffer], None] | None) -> None:
         """Begin a backward. ``joint`` as in :meth:`wait_jointly`; ``on_reduced`` is called with
