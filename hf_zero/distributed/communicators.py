@@ -10,6 +10,12 @@ with the group. ``new_group`` splits there, too, but once for each set, with all
 torch's ``split_group`` divides all backends of a group unless it takes the name of one, as that of
 torch 2.13 does. Before, a job with gloo beside NCCL would connect gloo anew for each set; it is not
 bound, and each set has its own id.
+
+[Note: ranks of the parent]
+A split reads the global ranks of its parent from the options of the parent's backend. Those of a
+default group are empty, which torch 2.11 to 2.13 takes for all ranks only if the group is the first
+of its backend in the process; after another one the process crashes (pytorch/pytorch#192109). So
+they are written there first.
 """
 
 from __future__ import annotations
@@ -51,7 +57,7 @@ def make_group(
     which no two share a rank. ``options``: those of ``backend``.
     """
     lists = [list(ranks) for ranks in sets]
-    if _splits(device, backend):
+    if _splits(device, backend) and _names_ranks(device):
         only: dict[str, Any] = (
             {"backend": f"{device.type}:{backend}"} if _selects_backends() else {}
         )
@@ -74,6 +80,17 @@ def _splits(device: torch.device, backend: str) -> bool:
         and group._get_backend(device).supports_splitting
         and (_selects_backends() or not backend_serving(CPU))
     )
+
+
+def _names_ranks(device: torch.device) -> bool:
+    """Write the ranks of the default group into the options of its backend for ``device``; return
+    whether they are there.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    ranks, backend = list(range(group.size())), group._get_backend(device)
+    backend.options.global_ranks_in_group = ranks
+    return bool(backend.options.global_ranks_in_group == ranks)
 
 
 def _selects_backends() -> bool:

@@ -50,11 +50,19 @@ class Job:
         self.groups: list[list[int]] = []
         self.options: list[Any] = []
         self.bound_device_id = DEVICE if bound else None
+        self.backend = SimpleNamespace(
+            supports_splitting=True, options=SimpleNamespace(global_ranks_in_group=[])
+        )
+
+    def size(self) -> int:
+        return WORLD
 
     def _get_backend(self, device: torch.device) -> Any:
-        return SimpleNamespace(supports_splitting=True)
+        return self.backend
 
     def split_group(self, split_ranks: Any, timeout: Any, pg_options: Any, **only: Any) -> Any:
+        # torch crashes without them, if the process has had another group of the backend
+        assert self.backend.options.global_ranks_in_group == list(range(WORLD))
         assert only == ({"backend": "cuda:nccl"} if self.selects else {}) and timeout
         self.splits.append(split_ranks)
         self.options.append(pg_options)
@@ -115,6 +123,21 @@ def test_the_split_needs_a_torch_that_leaves_gloo_out_or_a_job_without_it(play: 
         job = play(selects=selects, host=host)
         both_dimensions()
         assert (len(job.splits), len(job.groups)) == (splits, 0 if splits else 272)
+
+
+def test_a_backend_that_copies_its_options_is_not_split(play: Any) -> None:
+    job = play()
+
+    class Copies:
+        supports_splitting = True
+
+        @property
+        def options(self) -> Any:
+            return SimpleNamespace(global_ranks_in_group=[])
+
+    job.backend = Copies()
+    both_dimensions()
+    assert (len(job.splits), len(job.groups)) == (0, 272)
 
 
 def test_a_rank_without_others_takes_part_in_the_split(play: Any) -> None:

@@ -3,54 +3,36 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from datetime import timedelta
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.distributed import communicators, process_group
+from hf_zero.distributed import communicators
+from tests.gpu.communicators import DEVICE, KEYS
 from tests.helpers.stacks import stack
 
-DEVICE = torch.device("cuda", 0)
-LIMIT = timedelta(seconds=60)
-KEYS = {"min_ctas": 1, "max_ctas": 4, "cta_policy": "efficiency"}
+PROGRAM = Path(__file__).with_name("communicators.py")
 
 
-@pytest.fixture
-def bound_to_the_device() -> Iterator[None]:
-    torch.cuda.set_device(DEVICE)
-    store = dist.HashStore()
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=DEVICE)
-    yield
-    process_group.destroy_process_group()
-
-
-@pytest.mark.usefixtures("bound_to_the_device")
-def test_a_bound_job_splits_its_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "new_group", None)
-    world = dist.group.WORLD
-    assert world is not None
-    splits = world._get_backend(DEVICE).comm_split_count()
-    for high_priority in (True, False):
-        options = communicators.nccl_options(KEYS, high_priority, LIMIT)
-        group = communicators.make_group([[0]], 0, DEVICE, "nccl", LIMIT, options)
-        splits += 1
-        assert world._get_backend(DEVICE).comm_split_count() == splits
-        backend = group._get_backend(DEVICE)
-        assert backend.options.is_high_priority_stream is high_priority
-        config = backend.options.config
-        policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_EFFICIENCY
-        assert (config.min_ctas, config.max_ctas, config.cta_policy) == (1, 4, policy)
-        value = torch.arange(8.0, device=DEVICE)
-        whole, part = torch.empty_like(value), torch.empty_like(value)
-        dist.all_reduce(value, group=group)
-        dist.all_gather_into_tensor(whole, value, group=group)
-        dist.reduce_scatter_tensor(part, whole, group=group)
-        assert part.tolist() == list(range(8))
-        dist.destroy_process_group(group)
+def test_a_bound_job_splits_its_communicator() -> None:
+    command = [sys.executable, str(PROGRAM)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_EFFICIENCY
+    fields = {**KEYS, "cta_policy": policy}
+    values = [float(number) for number in range(8)]
+    assert rows == [
+        {"job": job, "splits": 1, "high priority": high, **fields, "values": values}
+        for job in (0, 1)
+        for high in (True, False)
+    ]
 
 
 @pytest.mark.usefixtures("process_group")
