@@ -57,10 +57,10 @@ def make_group(
     which no two share a rank. ``options``: those of ``backend``.
     """
     lists = [list(ranks) for ranks in sets]
-    if _splits(device, backend) and _names_ranks(device):
-        only: dict[str, Any] = (
-            {"backend": f"{device.type}:{backend}"} if _selects_backends() else {}
-        )
+    if _splits(device, backend) and name_ranks(device):
+        only: dict[str, Any] = {}
+        if _selects_backends():
+            only["backend"] = f"{device.type}:{backend}"
         return dist.split_group(split_ranks=lists, timeout=limit, pg_options=options, **only)
     # Only the device's backend; the job's group may have others.
     name, mine = None if kinds.is_host(device) else backend, None
@@ -77,18 +77,19 @@ def _splits(device: torch.device, backend: str) -> bool:
         backend == NCCL
         and group is not None
         and group.bound_device_id is not None
-        and group._get_backend(device).supports_splitting
         and (_selects_backends() or not backend_serving(CPU))
     )
 
 
-def _names_ranks(device: torch.device) -> bool:
+def name_ranks(device: torch.device) -> bool:
     """Write the ranks of the default group into the options of its backend for ``device``; return
-    whether they are there.
+    whether it can be split: not if torch has wrapped it to debug it.
     """
     group = dist.group.WORLD
     assert group is not None
     ranks, backend = list(range(group.size())), group._get_backend(device)
+    if not backend.supports_splitting:
+        return False
     backend.options.global_ranks_in_group = ranks
     return bool(backend.options.global_ranks_in_group == ranks)
 

@@ -15,8 +15,9 @@ from hf_zero.device import kinds
 from hf_zero.distributed.attempts import store_of_attempt, wait_for_store
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MARGIN_SECONDS
-from hf_zero.distributed.communicators import device_to_bind
+from hf_zero.distributed.communicators import device_to_bind, name_ranks
 from hf_zero.distributed.process_group import (
+    CPU,
     allow_connections,
     backends_asked,
     default_device,
@@ -104,6 +105,9 @@ def init_distributed(
             group.update(store=attempts, rank=rendezvous.rank, world_size=world_size)
         bound = device_to_bind(backend, device)
         dist.init_process_group(backend, timeout=limit, device_id=bound, **group)
+        if bound is not None:  # torch's DeviceMesh splits all backends of a bound group
+            name_ranks(bound)
+            name_ranks(CPU)
 
     _join(world_size, where, join)
     if get_world_size() > 1:

@@ -25,6 +25,7 @@ from tests.helpers.ranks import run_ranks
 
 DEVICE = torch.device("cuda", 0)
 WORLD, SHARDS = 1024, 8
+LIMIT = timedelta(seconds=20)
 
 
 class Options:
@@ -125,6 +126,19 @@ def test_the_split_needs_a_torch_that_leaves_gloo_out_or_a_job_without_it(play: 
         assert (len(job.splits), len(job.groups)) == (splits, 0 if splits else 272)
 
 
+def test_the_ranks_of_a_later_group_of_the_process_are_named() -> None:
+    """torch's own split of one without them crashes the process."""
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert communicators.name_ranks(torch.device("cpu"))
+        world = dist.group.WORLD
+        assert world is not None
+        gloo = world._get_backend(torch.device("cpu"))
+        part = world.split_group([0], LIMIT, gloo.options, "part", "of a later group")
+        assert part is not None and part.size() == 1
+        dist.destroy_process_group()
+
+
 def test_a_backend_that_copies_its_options_is_not_split(play: Any) -> None:
     job = play()
 
@@ -204,6 +218,8 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def test_the_default_group_is_bound_where_it_can_be_split(
     joined: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    named: list[torch.device] = []
+    monkeypatch.setattr(init, "name_ranks", named.append)
     for kind, selects, backend, bound in (
         ("cuda", True, None, DEVICE),
         ("cuda", True, "nccl", DEVICE),
@@ -215,6 +231,8 @@ def test_the_default_group_is_bound_where_it_can_be_split(
         monkeypatch.setattr(communicators, "_selects_backends", lambda s=selects: s)
         init.init_distributed(backend)
         assert joined.pop()[1] == bound, (kind, selects, backend)
+        assert named == ([DEVICE, torch.device("cpu")] if bound else [])
+        named.clear()
     process_group.choose_device(torch.device("cuda"))
     try:
         init.init_distributed()
