@@ -478,6 +478,7 @@ class SharedShards:
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh):
         self._units = list(units)
+        self._sharded = [unit for unit in units if unit.sharded]
         self._mesh = mesh
         # on a GPU: when the shards were written, by epoch
         self._written: dict[int, streams.Event] = {}
@@ -491,8 +492,9 @@ class SharedShards:
         if consensus is None:
             yield
             return
-        for unit in self._units:
-            unit.finish_gather()
+        for unit in self._sharded:
+            if unit._coming is not None:
+                unit.finish_gather()
         with consensus.fetches.writing():
             yield
             if not self._mesh.blocks:

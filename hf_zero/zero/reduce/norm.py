@@ -87,7 +87,7 @@ def sums_of_squares(
     sums: dict[int, torch.Tensor] = {}
     by_device: dict[torch.device, list[int]] = {}
     by_kernel: dict[torch.device, bool] = {}
-    by_kind: dict[tuple[torch.device, bool], list[int]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, grad in enumerate(grads):
         device = grad.device
         if device not in by_kernel:
@@ -96,13 +96,12 @@ def sums_of_squares(
                 and dispatch.wanted("optimizer", kernels, device)
                 and RUNS.name not in dispatch.broken()
             )
-        is_wide = grad.dtype == torch.float64
-        if by_kernel[device] and not is_wide:
+        if by_kernel[device] and grad.dtype != torch.float64:
             by_device.setdefault(device, []).append(index)
-        elif device.type == "cpu" and not is_wide:
+        elif device.type == "cpu" and grad.dtype != torch.float64:
             sums[index] = torch.tensor(host.squared_norm(grad), dtype=torch.float64)
         else:
-            by_kind.setdefault((device, is_wide), []).append(index)
+            by_kind.setdefault((device, grad.dtype), []).append(index)
     for indices in by_device.values():
         sums.update(zip(indices, squared_norms([grads[index] for index in indices]).unbind()))
     for indices in by_kind.values():
@@ -111,7 +110,7 @@ def sums_of_squares(
 
 
 def _sums_over_runs(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the sums of squares of ``grads``, of one device, all or none of them in fp64."""
+    """Return the sums of squares of ``grads``, of one device and dtype."""
     # A single long fp32 sum is wrong in the third digit, many short ones are not.
     counts = [-(-grad.numel() // RUN) for grad in grads]
     # each begins at 32 bytes, so that it is summed in the same order beside any others
