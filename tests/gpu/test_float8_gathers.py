@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_zero.device import kinds
 from hf_zero.zero.layout.flat_layout import FlatLayout
-from hf_zero.zero.layout.float8_weights import Float8Weights
+from hf_zero.zero.layout.float8_weights import Float8Weights, scales_of
 from tests.gpu.test_engine_on_gpu import loss_of
 from tests.gpu.test_two_ranks_on_one_gpu import run, told
 from tests.gpu.two_ranks import float8_config, float8_losses, wide_batches
@@ -56,7 +56,7 @@ def test_a_cast_of_what_arrives_has_the_bytes_that_were_sent(dtype, size):
     chunks = whole.chunk(2)
     amax = [codec.amax(chunk, codec._owned[0]) for codec, chunk in zip(codecs, chunks)]
     for codec in codecs:
-        codec.set_amax(torch.stack(amax).amax(0))
+        codec.set_scales(*scales_of(torch.stack(amax).amax(0)))
     messages = torch.cat([codec.encode(chunk) for codec, chunk in zip(codecs, chunks)])
     out = torch.empty_like(whole)
     codecs[1].decode(messages, out)

@@ -11,15 +11,16 @@ bf16 and fp32; small numbers of fp16 are too coarse for it.
 
 [Note: one message for all scales]
 The amax of a weight is that of all ranks, after the update, so no message before has it. The first
-gather of a pass after a change of any weight (``FlatBuffer.changes``: a step, a load, a write)
-sends the amax of all weights, each rank's of its own part, in one message ahead of its own. All
-ranks issue the gathers of a pass in one order, and so this one.
+gather of a unit whose weights have changed (``FlatBuffer.changes``: a step, a load, a write) sends
+the amax of all weights, each rank's of its own part, in one message ahead of its own. All ranks
+issue the gathers of a pass in one order, and so this one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -45,8 +46,8 @@ def is_float8(parameter: torch.Tensor) -> bool:
 
 
 class Float8Weights:
-    """The codec of one flat buffer of weights in gathers: float8 with a scale for each, set by
-    :meth:`set_amax`. ``owned``: this rank's elements.
+    """The codec of one flat buffer of weights in gathers: float8 with a scale for each, from
+    :meth:`set_scales`. ``owned``: this rank's elements.
     """
 
     differences = False
@@ -54,7 +55,6 @@ class Float8Weights:
     def __init__(self, layout: FlatLayout, owned: tuple[int, int]):
         self._layout, self._owned = layout, owned
         self._place = {slot.name: index for index, slot in enumerate(layout.slots)}
-        # of each weight, [1]: what encoding and decoding multiply by
         self._scales: Sequence[torch.Tensor] = ()
         self._units: Sequence[torch.Tensor] = ()
 
@@ -81,11 +81,9 @@ class Float8Weights:
             largest[self._place[piece.name]] = norm
         return torch.stack(largest).float()
 
-    def set_amax(self, amax: torch.Tensor) -> None:
-        """Set the largest magnitude of each whole weight, fp32 [weights]."""
-        amax = amax.double().clamp(min=SMALLEST_AMAX)
-        self._scales = (LARGEST / amax).float().split(1)
-        self._units = (amax / LARGEST).split(1)  # fp64: 448 units are amax, exactly
+    def set_scales(self, scales: Sequence[torch.Tensor], units: Sequence[torch.Tensor]) -> None:
+        """Set what :func:`scales_of` returns for the whole weights."""
+        self._scales, self._units = scales, units
 
     @torch.no_grad()
     def encode(
@@ -97,7 +95,7 @@ class Float8Weights:
         start = self._owned[0]
         if rows > 1:
             start = 0
-            self.set_amax(self.amax(values, start))
+            self.set_scales(*scales_of(self.amax(values, start)))
         scaled = torch.zeros(values.numel(), device=values.device)
         for piece in self._layout.pieces(start, start + values.numel()):
             place = 0, piece.offset - start, len(piece)
@@ -112,6 +110,14 @@ class Float8Weights:
         for slot, unit in zip(self._layout.slots, self._units):
             part = full.narrow(0, slot.offset, slot.numel)
             torch.mul(part, unit, out=part)  # computed in fp64
+
+
+def scales_of(amax: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return the scale of each weight of ``amax`` [weights], fp32, and the unit by which a receiver
+    multiplies, fp64, in which 448 units are exactly the amax: each [1].
+    """
+    amax = amax.double().clamp(min=SMALLEST_AMAX)
+    return (LARGEST / amax).float().split(1), (amax / LARGEST).split(1)
 
 
 def float8_codec(
@@ -131,23 +137,26 @@ class AgreedScales:
 
     def __init__(self, axis: MeshDim, flats: Sequence[FlatBuffer]):
         self._axis, self._flats = axis, list(flats)
-        self._changes: list[int] = []  # of each flat buffer, at the last agreement
+        self._changes: dict[FlatBuffer, int] = {}  # of each flat buffer, at the last agreement
 
     @torch.no_grad()
-    def renew(self) -> None:
-        """Agree on the scales again if values have changed since (collective)."""
-        changes = [flat.changes for flat in self._flats]
-        if changes == self._changes:
+    def renew(self, gathered: Sequence[FlatBuffer]) -> None:
+        """Agree on all scales again if values of ``gathered`` have changed since (collective)."""
+        if all(self._changes.get(flat) == flat.changes for flat in gathered):
             return
-        codecs = [_codec(flat) for flat in self._flats]
-        own = [codec.amax(flat.shard, flat.owned[0]) for codec, flat in zip(codecs, self._flats)]
+        own: list[torch.Tensor] = []
+        for flat in self._flats:
+            self._changes[flat] = flat.changes
+            own.append(_codec(flat).amax(flat.shard, flat.owned[0]))
         chunk = torch.cat(own)
         every = chunk.new_empty(self._axis.size * chunk.numel())
         self._axis.all_gather([(every, chunk)], "scales of float8 weights").wait()
-        whole = every.view(self._axis.size, -1).amax(0)
-        for codec, amax in zip(codecs, whole.split([codec.weights for codec in codecs])):
-            codec.set_amax(amax)
-        self._changes = changes
+        scales, units = scales_of(every.view(self._axis.size, -1).amax(0))
+        at = 0
+        for codec in map(_codec, self._flats):
+            end = at + codec.weights
+            codec.set_scales(scales[at:end], units[at:end])
+            at = end
 
 
 def _codec(flat: FlatBuffer) -> Float8Weights:
@@ -163,4 +172,5 @@ def agree_on_scales(flats: Sequence[FlatBuffer]) -> None:
         together = [flat for flat in coded if flat.axis is axis]
         scales = AgreedScales(axis, together)
         for unit in dict.fromkeys(flat.unit for flat in together):
-            unit.before_rounded.append(scales.renew)
+            gathered = [flat for flat in together if flat.unit is unit]
+            unit.before_rounded.append(partial(scales.renew, gathered))
