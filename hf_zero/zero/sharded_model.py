@@ -32,7 +32,7 @@ from hf_zero.zero.layout.codecs import report
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import Slot
-from hf_zero.zero.layout.float8_weights import agree_on_scales
+from hf_zero.zero.layout.float8_weights import agreed_scales
 from hf_zero.zero.layout.materialize import check_parameters, check_statistics, materialize
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.unit import Unit
@@ -81,13 +81,13 @@ class ShardedModel:
         for unit in self.units:
             unit.gather_from(self.extensions.gathers)
         self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]
-        agree_on_scales(self.flats)
         self.trainable = [flat for flat in self.flats if flat.trainable]
         report(self.flats, plan.wire_dtype)
         itemsize = max((flat.dtype.itemsize for flat in self.flats), default=4)
         self.schedule = Schedule(
             self.units, mesh, int(zero.prefetch_bucket_size) * itemsize, placement.reads_ahead
         )
+        self.schedule.before_rounding += [scales.renew for scales in agreed_scales(self.flats)]
         # whether a step returns before the gathers of updated parameters are done
         self.overlaps = OVERLAPS_ON_HOST or not kinds.is_host(mesh.device)
         if self.overlaps:
@@ -175,6 +175,8 @@ class ShardedModel:
         for unit in dict.fromkeys(map(_unit, chosen)):
             if unit.index in resident:
                 # it stays whole across the step on every rank, but its values are old
+                for agree in () if unit.pins else self.schedule.before_rounding:
+                    agree()
                 unit.launch_gather(exact=unit.pins > 0)
                 unit.finish_gather()
             else:

@@ -81,6 +81,14 @@ def one_life(rank: int, model: Any, config: Any, micros: int, folder: Path) -> l
         hf_zero.safe_set_full_fp32_param(second, master * 0.25)
     found += run_steps(engine, rank, [3], micros)
     model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+    parameters = list(model.parameters())
+    with hf_zero.GatheredParameters(parameters):  # the backward is the first to gather
+        loss = squared(engine, At(4, 0, rank), parameters[0].dtype)
+    found.append(loss.detach())
+    for _ in range(micros - 1):
+        engine.backward(squared(engine, At(4, 1, rank), parameters[0].dtype))
+    engine.backward(loss)
+    engine.step()
     engine.eval()
     with torch.no_grad():
         found.append(squared(engine, At(4, 0, rank), next(model.parameters()).dtype))
@@ -109,6 +117,7 @@ COMPILED = {"blocks": True, "backend": "aot_eager"}
         (2, BF16, {"offload_param": HOST, "offload_optimizer": HOST}, {}),
         (2, BF16, {"keep_parameter_shards": True}, {"compile": COMPILED}),
         (4, BF16, {"zero_hpz_partition_size": 2}, {}),
+        (4, BF16, {"mics_hierarchical_params_gather": True}, {}),
         (1, BF16, {}, {}),
     ],
 )  # fmt: skip
@@ -206,6 +215,8 @@ def test_bytes_and_messages(rank, model):
             flats = units[key].sharded
             sizes = [flat.layout.padded * (1 if flat in coded else 2) for flat in flats]
             assert nbytes == sum(sizes)
+    order = [key for _, key, _ in stats.log]  # a message in the pass itself could deadlock
+    assert order[0] == SCALES
     stats.log.clear()
     engine.eval()
     with torch.no_grad():
@@ -244,6 +255,8 @@ def test_a_run_resumes_on_other_ranks_and_stages(ranks, stage, tmp_path):
 def test_a_unit_that_is_fetched_has_the_values_of_a_gather(rank, model):
     engine = start(model, adamw(model), keys(True, Plan()))
     unit = engine.units[1]
+    for agree in engine.schedule.before_rounding:
+        agree()
     unit.launch_gather()
     unit.finish_gather()
     gathered = [flat.views[name].clone() for flat in unit.sharded for name in flat.parameters]

@@ -95,6 +95,9 @@ class Schedule:
         # called with each unit when it is needed; waits for an update of it on another thread
         self.on_use: Callable[[Unit], None] | None = None
         self.reductions: ReductionsUnderWay | None = None
+        # called ahead of the gathers of a pass, for codecs that depend on the values of all ranks
+        # (collective; waits)
+        self.before_rounding: list[Callable[[], None]] = []
 
     @property
     def plan(self) -> Sequence[Unit]:
@@ -159,6 +162,8 @@ class Schedule:
         self._pass = Pass(key, backward, self._plans.get(key), left_out)
         if not backward:
             self._mesh.passes.begin("forward", key)
+        for agree in self.before_rounding:
+            agree()
 
     def leave_out(self, units: frozenset[Unit]) -> None:
         """Leave ``units`` out of the backward under way: all ranks know that none uses them. Called

@@ -10,17 +10,17 @@ unrounded values (GatheredParameters, a weight that it alone holds) computes the
 bf16 and fp32; small numbers of fp16 are too coarse for it.
 
 [Note: one message for all scales]
-The amax of a weight is that of all ranks, after the update, so no message before has it. The first
-gather of a unit whose weights have changed (``FlatBuffer.changes``: a step, a load, a write) sends
-the amax of all weights, each rank's of its own part, in one message ahead of its own. All ranks
-issue the gathers of a pass in one order, and so this one.
+The amax of a weight is that of all ranks, after the update, so no message before has it. If a
+weight has changed (``FlatBuffer.changes``: a step, a load, a write), the next pass begins with one
+message that has the amax of all weights, each rank's of its own part. In the pass itself a rank
+must not wait for it: a wait at the launch of a gather, ahead of its turn, could be for a rank that
+waits for a reduction (``reduction_order.py``, the note).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -137,17 +137,18 @@ class AgreedScales:
 
     def __init__(self, axis: MeshDim, flats: Sequence[FlatBuffer]):
         self._axis, self._flats = axis, list(flats)
-        self._changes: dict[FlatBuffer, int] = {}  # of each flat buffer, at the last agreement
+        self._changes: list[int] = []  # of each flat buffer, at the last agreement
 
-    @torch.no_grad()
-    def renew(self, gathered: Sequence[FlatBuffer]) -> None:
-        """Agree on all scales again if values of ``gathered`` have changed since (collective)."""
-        if all(self._changes.get(flat) == flat.changes for flat in gathered):
-            return
-        own: list[torch.Tensor] = []
-        for flat in self._flats:
-            self._changes[flat] = flat.changes
-            own.append(_codec(flat).amax(flat.shard, flat.owned[0]))
+    def renew(self) -> None:
+        """Agree on the scales again if values have changed since (collective)."""
+        changes = [flat.changes for flat in self._flats]
+        if changes != self._changes:
+            with torch.inference_mode(False), torch.no_grad():
+                self._agree()
+            self._changes = changes
+
+    def _agree(self) -> None:
+        own = [_codec(flat).amax(flat.shard, flat.owned[0]) for flat in self._flats]
         chunk = torch.cat(own)
         every = chunk.new_empty(self._axis.size * chunk.numel())
         self._axis.all_gather([(every, chunk)], "scales of float8 weights").wait()
@@ -165,12 +166,10 @@ def _codec(flat: FlatBuffer) -> Float8Weights:
     return codec
 
 
-def agree_on_scales(flats: Sequence[FlatBuffer]) -> None:
-    """Have the gathers of the units of ``flats`` renew the scales of their float8 weights."""
+def agreed_scales(flats: Sequence[FlatBuffer]) -> Sequence[AgreedScales]:
+    """Return the scales of the weights among ``flats`` that are gathered in float8, by axis."""
     coded = [flat for flat in flats if isinstance(flat.spec.gather_codec, Float8Weights)]
-    for axis in dict.fromkeys(flat.axis for flat in coded):
-        together = [flat for flat in coded if flat.axis is axis]
-        scales = AgreedScales(axis, together)
-        for unit in dict.fromkeys(flat.unit for flat in together):
-            gathered = [flat for flat in together if flat.unit is unit]
-            unit.before_rounded.append(partial(scales.renew, gathered))
+    return [
+        AgreedScales(axis, [flat for flat in coded if flat.axis is axis])
+        for axis in dict.fromkeys(flat.axis for flat in coded)
+    ]

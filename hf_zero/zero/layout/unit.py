@@ -214,8 +214,6 @@ class Unit:
         # the device: shards that come from the host, and whole flat buffers of one rank
         self._coming: tuple[list[Handle], streams.Event | None] | None = None
         self.source = ShardGather(self)
-        # called before each gather whose codecs round (collective)
-        self.before_rounded: list[Callable[[], None]] = []
         for flat in self.flats:
             flat.join(self)
 
@@ -337,8 +335,6 @@ class Unit:
         self.take_user_writes()
         self.exact = exact
         with torch.inference_mode(False):
-            for call in () if exact else self.before_rounded:
-                call()
             for flat in self.sharded:  # make_room, without a call for each gather of a step
                 storage = flat.full.untyped_storage()
                 if storage.size() == 0:
