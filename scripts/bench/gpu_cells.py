@@ -243,6 +243,7 @@ CELLS = (
     train(LLAMA, "hfz3+all+selective", 40),
     train(LLAMA, "hfz3+all+float8", 50),
     train(LLAMA, "hfz3+all+float8gather", 50),
+    train(LLAMA, "hf-float8", 50),
     train(LLAMA, "hf-compile", 90),
     train(BERT, "hf", 30),
     train(LONG_BERT, "hf-compile", 75),

@@ -7,11 +7,11 @@ hf-zero, each in a process of its own.
 
 A contender's figure is the median of STEPS steps after WARM_UP, best of the rounds; rounds are
 interleaved. Weights are random, tokens too; bf16, AdamW, clipping 1.0. `hf` trains fp32 weights
-under autocast, as the Trainer does; `-compile` compiles the model, of FSDP2 each layer, and
-`fsdp2-liger` has the kernels of Liger. `hfzN` is stage N; `+all` asks for `kernels: auto` and
-`compile: blocks`, `+kernels` and `+compile` for one of them; what else stands behind a `+` is in
-EXTRAS. Liger is taken if it is installed, DeepSpeed from the folder that is given. Rows go to OUT
-as JSON lines, with versions.
+under autocast, as the Trainer does; `-compile` compiles the model, of FSDP2 each layer, `hf-float8`
+has torchao's float8 in layers that are compiled one by one, and `fsdp2-liger` the kernels of Liger.
+`hfzN` is stage N; `+all` asks for `kernels: auto` and `compile: blocks`, `+kernels` and `+compile`
+for one of them; what else stands behind a `+` is in EXTRAS. Liger is taken if it is installed,
+DeepSpeed from the folder that is given. Rows go to OUT as JSON lines, with versions.
 """
 
 from __future__ import annotations
@@ -129,6 +129,24 @@ def batch_of(model: Any, rows: int, length: int, device: str) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
+def in_float8(model: Any, device: str) -> None:
+    """Convert the linear layers of ``model``'s layers by torchao, and compile each layer."""
+    import torch
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def is_inside(module: Any, name: str) -> bool:
+        return isinstance(module, torch.nn.Linear) and ".layer" in name
+
+    recipe = Float8LinearConfig(emulate=device == "cpu")
+    convert_to_float8_training(model, config=recipe, module_filter_fn=is_inside)
+    for layer in layers_of(model) if device != "cpu" else ():
+        layer.compile()
+
+
+def layers_of(model: Any) -> Any:
+    return model.model.layers if model.config.model_type == "llama" else model.bert.encoder.layer
+
+
 def plain(model: Any, batch: dict[str, Any], device: str, compiled: bool) -> Callable[[], Any]:
     import torch
 
@@ -160,9 +178,7 @@ def sharded(model: Any, batch: dict[str, Any], device: str, compiled: bool) -> C
         "mesh": init_device_mesh(device, (1,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
     }
-    for layer in (
-        model.model.layers if model.config.model_type == "llama" else model.bert.encoder.layer
-    ):
+    for layer in layers_of(model):
         if compiled:
             layer.compile()
         fully_shard(layer, **how)
@@ -242,6 +258,8 @@ def contender(
         return model, engine_of(hf_zero, model, batch, int(kind[3]), asked_by(kind))
     if kind.startswith("fsdp2"):
         return model, sharded(model, batch, device, compiled="compile" in kind)
+    if "float8" in kind:
+        in_float8(model, device)
     return model, plain(model, batch, device, compiled="compile" in kind)
 
 

@@ -52,9 +52,10 @@ class Codecs:
             and parameter.numel() >= self.block
         )
 
-    def sends_float8(self, parameter: torch.Tensor) -> bool:
-        """Whether gathers send ``parameter`` in float8."""
-        return self.float8 and is_float8(parameter)
+    def sends_float8(self, parameter: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether gathers of values in ``dtype`` send ``parameter`` in float8."""
+        fits = dtype in (torch.bfloat16, torch.float32)  # float8_weights.py, the note
+        return self.float8 and fits and is_float8(parameter)
 
     def momentum_of(self, layout: FlatLayout, dtype: torch.dtype) -> SignBlocks | None:
         """Return the codec for momenta of a flat buffer that :meth:`takes` has chosen, if any."""

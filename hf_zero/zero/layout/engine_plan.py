@@ -37,7 +37,7 @@ from hf_zero.optim.whole_tensor import moments_by_group
 from hf_zero.zero.layout.codecs import UNCOMPRESSED, Codecs
 from hf_zero.zero.layout.flat_layout import BLOCK, FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec
-from hf_zero.zero.layout.float8_weights import Float8Weights, float8_codec
+from hf_zero.zero.layout.float8_weights import Float8Weights
 from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, is_raw, kept_in_fp32
 from hf_zero.zero.layout.sharding import Sharding, sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES, Policy
@@ -595,10 +595,11 @@ class _Laying:
             policy = self.policy.of_persistent if name in self.persistent else self.policy
             trains, raw = name in self.group_of, is_raw(parameter)
             compressed = not raw and self.codecs.takes(parameter, trains)
-            float8 = policy.shards_parameters and self.codecs.sends_float8(parameter)
             differ = trains and len(set(self.moments)) > 1
             moments = "+".join(self.moments[self.group_of[name]]) if differ else ""
             sharding = replace(_sharding(parameter, self.cuts), box=None, names=())
+            gathers = policy.shards_parameters and self._place(sharding.axes)[0] > 1
+            float8 = gathers and self.codecs.sends_float8(parameter, dtype)
             kind = FlatKind(trains, dtype, raw, policy, compressed, float8, moments, sharding)
             kinds.setdefault(kind, {})[name] = parameter
         for kind, named in kinds.items():
@@ -608,9 +609,7 @@ class _Laying:
         self, unit: UnitSpec, kind: FlatKind, parameters: dict[str, nn.Parameter]
     ) -> FlatSpec:
         trainable, dtype, policy, sharding = kind.trainable, kind.dtype, kind.policy, kind.sharding
-        if sharding.axes not in self._places_of:
-            self._places_of[sharding.axes] = self.places.along(sharding.axes)
-        shards, shard, replica = self._places_of[sharding.axes]
+        shards, shard, replica = self._place(sharding.axes)
         # A frozen persistent flat buffer is unsharded, so every rank owns all of it, and shard 0 of
         # replica 0 saves it.
         shards = shards if trainable else policy.parameter_shards(shards)
@@ -635,7 +634,7 @@ class _Laying:
             else (None, None)
         )
         if kind.float8:
-            gather_codec = float8_codec(layout, owned, dtype)
+            gather_codec = Float8Weights(layout, owned)
         return FlatSpec(
             number=-1,
             key=key,
@@ -655,6 +654,12 @@ class _Laying:
             sharding=sharding,
             wide=self._wide(dtype),
         )
+
+    def _place(self, axes: tuple[str, ...]) -> tuple[int, int, int]:
+        """Return :meth:`_Places.along` of ``axes``."""
+        if axes not in self._places_of:
+            self._places_of[axes] = self.places.along(axes)
+        return self._places_of[axes]
 
     def _wide(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of master weights, and of sums of gradients, of parameters that compute

@@ -120,16 +120,6 @@ def scales_of(amax: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torc
     return (LARGEST / amax).float().split(1), (amax / LARGEST).split(1)
 
 
-def float8_codec(
-    layout: FlatLayout, owned: tuple[int, int], dtype: torch.dtype
-) -> Float8Weights | None:
-    """Return the codec of a flat buffer of marked weights; None if nothing is sent, or in a dtype
-    for which the note does not hold.
-    """
-    fits = layout.shards > 1 and dtype in (torch.bfloat16, torch.float32)
-    return Float8Weights(layout, owned) if fits else None
-
-
 class AgreedScales:
     """The scales of ``flats``, which the ranks of one ``axis`` share, with codecs
     :class:`Float8Weights`.
