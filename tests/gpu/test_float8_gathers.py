@@ -39,7 +39,7 @@ def plain(world: int, how: str) -> list[float]:
     )
     for block in working.blocks if how == "compiled" else ():
         block.compile()
-    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-2, eps=1e-6, fused=True)
+    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-3, eps=1e-6, fused=True)
     losses = []
     for inputs in zip(*map(wide_batches, range(world))):
         found = [loss_of(working, part.cuda()) for part in inputs]

@@ -131,7 +131,7 @@ def float8_config(gathers: bool, rows: int, **more: object) -> dict[str, Any]:
 
 def float8_losses(model: Any, config: dict[str, Any]) -> tuple[list[float], int]:
     """Return the losses of this rank, and the bytes of its gathers."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
     engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
     found = []
     for inputs in wide_batches(dist.get_rank()):
