@@ -104,6 +104,7 @@ def one_life(rank: int, model: Any, config: Any, micros: int, folder: Path) -> l
 
 BF16 = Plan(precision="bf16")
 HOST = {"device": "cpu"}
+FEW_BITS = {"zero_quantized_gradients": True, "zero_quantized_weights": True}
 COMPILED = {"blocks": True, "backend": "aot_eager"}
 
 
@@ -138,12 +139,13 @@ def test_results_are_those_of_layers_that_cast_gathered_weights(ranks, plan, zer
 
 
 @needs_torchao
+@pytest.mark.parametrize("bits", [{}, FEW_BITS], ids=["alone", "beside ZeRO++"])
 @on_each_rank(3)
-def test_layers_multiply_with_the_cast_of_the_whole_weight(rank, model):
+def test_layers_multiply_with_the_cast_of_the_whole_weight(rank, model, bits):
     """The bytes and the scale that torchao computes of the weight in one process; a script that
     asks for the weight gets all its numbers.
     """
-    engine = start(model, adamw(model), keys(True, BF16))
+    engine = start(model, adamw(model), keys(True, BF16, bits))
     used: dict[nn.Module, Any] = {}
     for layer in in_float8(model):
         layer.register_forward_pre_hook(
