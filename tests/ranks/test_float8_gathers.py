@@ -272,6 +272,25 @@ def test_a_unit_that_is_fetched_has_the_values_of_a_gather(rank, model):
 
 @needs_torchao
 @on_each_rank(2)
+def test_a_unit_that_stays_whole_across_a_step(rank, model):
+    """It has the new values, by their scales."""
+    engine = start(model, adamw(model), keys(True, BF16))
+    engine.backward(squared(engine, At(0, 0, rank), torch.bfloat16))
+    loss = squared(engine, At(1, 0, rank), torch.bfloat16)  # its backward may follow
+    engine.step()
+    coded = [flat for flat in engine.flats if flat.spec.gather_codec is not None]
+    kept = [flat for flat in coded if flat.full.untyped_storage().size()]
+    assert kept and all("blocks.2.up.weight" in flat.parameters for flat in kept)
+    for flat in kept:
+        whole = flat.whole_from_shards()
+        for slot in flat.layout.slots:
+            want = cast(whole[slot.offset : slot.end])
+            assert all(map(torch.equal, cast(flat.views[slot.name].reshape(-1)), want))
+    del loss
+
+
+@needs_torchao
+@on_each_rank(2)
 def test_a_write_in_a_forward_is_refused(rank, model):
     """It would keep the other elements of the weight in float8."""
     engine = start(model, adamw(model), keys(True, BF16))
