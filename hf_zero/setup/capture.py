@@ -156,6 +156,5 @@ def _reasons(
     ]
     if hooked:
         yield f"hooks on {listed(hooked, 3)} (a graph calls none; remove them before initialize)"
-    recomputed = getattr(model, "is_gradient_checkpointing", False)
-    if recomputed:
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         yield "gradient checkpointing of the model (call model.gradient_checkpointing_disable())"

@@ -13,6 +13,7 @@ BERT's, are deferred like the head. A loss then computes them for rows with a la
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from types import MethodType
@@ -71,6 +72,12 @@ class DeferredCall:
                     "that deferred its output, as in a step of the optimizer: its values of then "
                     "are lost; read outputs.logits before, or leave out the kernel loss"
                 )
+
+    def renewed(self) -> DeferredCall:
+        """Return the call with the values that the parameters have now."""
+        call = copy.copy(self)
+        call.versions = tuple(tensor._version for tensor in self.tensors)
+        return call
 
     def entering(self, rows: torch.Tensor) -> torch.Tensor:
         part = part_of(self.module)

@@ -96,6 +96,9 @@ class RowwiseCall(Protocol):
     def check(self) -> None:
         """Raise KernelError if a parameter has changed since the call."""
 
+    def renewed(self) -> RowwiseCall:
+        """Return the call with the values that the parameters have now."""
+
     def entering(self, rows: torch.Tensor) -> torch.Tensor:
         """Return ``rows`` as inputs of :meth:`compute`, whose gradients are summed over ranks."""
 
@@ -211,11 +214,32 @@ def selected(node: Node, select: Select) -> Node:
 
     Raises KernelError if the program has changed: a selection must not be of later values.
     """
-    results: dict[int, Node] = {}
     for node_of in nodes_of(node):
         check(node_of)
+    return _with_rows(node, lambda node_of: replace(node_of, rows=select(node_of.rows)))
+
+
+def renewed(node: Node) -> Node:
+    """Return the program over the values that its rows and parameters have now: those of a forward
+    that a graph has launched again.
+    """
+
+    def renew(node_of: RowsNode) -> RowsNode:
+        rows: Any = node_of.rows
+        rows = rows.renewed() if hasattr(rows, "renewed") else rows
+        if isinstance(node_of, CallNode):
+            return replace(node_of, rows=rows, call=node_of.call.renewed())
+        return replace(node_of, rows=rows)
+
+    return _with_rows(node, renew)
+
+
+def _with_rows(node: Node, change: Callable[[Any], Any]) -> Node:
+    """Return the program with the nodes that read rows changed by ``change``."""
+    results: dict[int, Node] = {}
+    for node_of in nodes_of(node):
         if isinstance(node_of, RowsNode):
-            results[id(node_of)] = replace(node_of, rows=select(node_of.rows))
+            results[id(node_of)] = change(node_of)
         elif isinstance(node_of, Step):
             inputs = tuple(results.get(id(one), one) for one in node_of.inputs)
             results[id(node_of)] = replace(node_of, inputs=inputs)

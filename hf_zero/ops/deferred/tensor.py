@@ -273,6 +273,19 @@ class DeferredOutput(torch.Tensor):
         """Return the values computed from the program, without keeping them."""
         return _computed(self.program).reshape(self.shape)
 
+    def renewed(self) -> DeferredOutput:
+        """Return a tensor without a graph of the same program over the values that its rows and
+        parameters have now: those of a forward that a graph of the device has launched again.
+        """
+        step = Step(programs.detached, (programs.renewed(self.program),), Autocast.now(self.device))
+        with torch._C.DisableTorchFunctionSubclass():
+            like = torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+        def replay(*_: torch.Tensor) -> torch.Tensor:
+            return _computed(step).reshape(like.shape)
+
+        return self._made(step, like, self.device, (), replay, (), False, detached=True)
+
     def _raw_value(self) -> torch.Tensor:
         if self.whole is not None:
             return self.whole.detach()

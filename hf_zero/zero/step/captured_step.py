@@ -87,6 +87,9 @@ def _handed_out(tensor: torch.Tensor) -> torch.Tensor:
     """Return what a caller gets of ``tensor``, an output: numbers are copied, since scripts collect
     losses; larger ones are the memory that the next forward overwrites.
     """
+    if hasattr(tensor, "renewed"):  # deferred logits
+        renewed: torch.Tensor = tensor.renewed()
+        return renewed
     return tensor.detach().clone() if tensor.numel() == 1 else tensor.detach()
 
 
@@ -196,7 +199,7 @@ class CapturedStep:
         ):
             raise PartitionError(
                 f"{KEY}: the model returns logits that are computed when they are read, and no "
-                "loss; pass labels to it, or write kernels without linear_cross_entropy"
+                "loss; pass labels to it, or write kernels without loss"
             )
         outputs = [tensor for tensor in plain if tensor.requires_grad]
         return _Pass(graph, inputs, output, outputs)
