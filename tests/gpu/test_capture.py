@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -283,4 +284,51 @@ def test_a_model_that_reads_the_device_is_refused():
     engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
     with pytest.raises(PartitionError, match=r"compile.capture: the forward cannot be captured"):
         train(engine, batches(STEPS))
+    engine.destroy()
+
+
+def llama(capture: bool) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "kernels": ["optimizer", "loss"],
+        "compile": {"capture": "step"} if capture else {},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def tokens() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(64, (STEPS, 2, 16), generator=generator).cuda()
+
+
+def test_logits_that_are_computed_when_they_are_read_are_those_of_their_forward(launches):
+    found = []
+    for capture in (False, True):
+        engine, sums = llama(capture), []
+        for ids in tokens():
+            output = engine(input_ids=ids, labels=ids)
+            sums.append((output.loss.detach(), output.logits.double().sum()))
+            engine.backward(output.loss)
+            engine.step()
+        found.append([[loss.item() for loss in losses] for losses in zip(*sums)])
+        engine.destroy()
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
+    assert len(launches) == 3 * (STEPS - 3)
+
+
+def test_logits_without_a_loss_are_refused():
+    engine = llama(True)
+    for number, ids in enumerate(tokens()[:4]):
+        with pytest.raises(PartitionError, match="no loss") if number == 3 else nullcontext():
+            engine.backward(engine(input_ids=ids).logits.float().logsumexp(-1).mean())
+            engine.step()
     engine.destroy()

@@ -1,6 +1,7 @@
 """Captured trainings on the device, beside the same trainings as they are: ``python -m
-tests.late.capture MODE``, with RANK and so on set. A line of JSON for each pair: what differs, the
-graphs launched, and what the host did in a launched step.
+tests.late.capture MODE STAGES [CASE ...]``, with RANK and so on set. A line of JSON for each pair:
+what differs, the graphs launched, what the host did in their launches. ``faults`` in the place of
+stages: with each of :data:`FAULTS`.
 """
 
 from __future__ import annotations
@@ -53,9 +54,14 @@ def _squares(base: torch.Tensor, runs: torch.Tensor, bounds: torch.Tensor) -> to
 
 def use_references_as_kernels() -> None:
     """Have one launch update all segments, as on a GPU, in plain torch that waits for nothing."""
-    dispatch.wanted = lambda name, kernels, device: name == "optimizer"
+    dispatch.wanted = lambda name, kernels, device: name in ("optimizer", "loss")
     flat_reference._tiles = _tiles  # type: ignore[assignment]
     object.__setattr__(flat_tiles.RUNS, "reference", _squares)
+
+
+def pytest_configure(config: object) -> None:
+    """Run the tests for GPUs, as a plugin of pytest."""
+    use_references_as_kernels()
 
 
 def counts() -> dict[str, int]:
@@ -251,15 +257,11 @@ def main() -> None:
                 row = {"caught": str(error)[:300]}
             device.tell(case=name, **row, reports=len(device.reports()))
         return
-    stages = [int(stage) for stage in sys.argv[2].split(",")]
-    for stage in stages:
-        for name, case in jobs.CASES.items():
+    for stage in map(int, sys.argv[2]):
+        for name in sys.argv[3:] or [*jobs.CASES, *jobs.BETWEEN]:
             device.forget()
-            row = pair(stage, case, None)
-            device.tell(stage=stage, case=name, **row, reports=device.reports())
-        for name, between in jobs.BETWEEN.items():
-            device.forget()
-            row = pair(stage, {"dropout": 0.2, "bf16": True}, between)
+            case = jobs.CASES.get(name, {"dropout": 0.2, "bf16": True})
+            row = pair(stage, case, jobs.BETWEEN.get(name))
             device.tell(stage=stage, case=name, **row, reports=device.reports())
 
 

@@ -1,0 +1,62 @@
+"""Captured steps on the simulated device: equal to the same steps as they are, bit for bit, without
+a wait, a question or an allocation in a launch; and faults show.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from tests.late import launch
+
+FAST = ("dropout", "bf16, two micro-batches", "write", "other_shape")
+CLEAN = ("waits", "queries", "allocations")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode", "stages", "cases"),
+    [
+        (1, "lazy", "02", FAST),
+        (2, "random:3", "01", ("three micro-batches, dropout", "write")),
+        *(
+            pytest.param(ranks, mode, "012", (), marks=pytest.mark.long)
+            for ranks in (1, 2)
+            for mode in ("eager", "lazy", "random:5", "aliased")
+        ),
+    ],
+)
+def test_captured_steps_equal_uncaptured_ones(
+    ranks: int, mode: str, stages: str, cases: tuple[str, ...]
+) -> None:
+    launch.needs_the_device()
+    rows = launch.run_ranks("tests.late.capture", mode, stages, *cases, ranks=ranks)
+    assert len(rows) >= ranks * len(stages) * max(len(cases), 13)
+    for row in rows:
+        assert not row["differ"] and not row["reports"], row
+        assert not any(row[what] for what in CLEAN), row
+        assert row["launches"] >= 17, row  # six steps of nine, or five and parts of others
+
+
+def test_faults_show() -> None:
+    launch.needs_the_device()
+    rows = launch.run_ranks("tests.late.capture", "random:3", "faults", ranks=1)
+    assert len(rows) == 8 and all(row["caught"] for row in rows), rows
+
+
+def test_the_tests_for_gpus_pass() -> None:
+    """The refusals among them, and resumed trainings."""
+    launch.needs_the_device()
+    own = launch.environment(
+        as_cuda=True, HF_ZERO_BACKEND="hf_zero", HF_HUB_OFFLINE="1", LATE_DEVICES="1"
+    )
+    out = launch.run(
+        "pytest",
+        *("-o", "addopts=", "-q", "-p", "tests.late.capture", "tests/gpu/test_capture.py"),
+        *("-k", "refused or resumed and 1 or waits or logits or outside"),
+        seconds=300,
+        env=own,
+        interpreter=sys.executable,  # its own: hf_zero is what torch looks for as it is imported
+    )
+    assert re.search(r"\d passed", out) and not re.search(r"\d (skipped|failed)", out), out
