@@ -17,6 +17,7 @@ VALUES: dict[str, list[Any]] = {
     "a path, or an empty string": ["logs", "", "/logs"],
     "one of 'gloo', 'nccl'": ["gloo", "nccl"],
     "one of '1f1b', 'gpipe', 'interleaved_1f1b'": ["1f1b", "GPipe"],
+    "one of 'step'": ["step", "Step"],
     "one of 'mean', 'sum'": ["sum", "mean"],
     "one of 'fast', 'python'": ["FAST", "python"],
     "one of 'replica', 'socket', 'machine'": ["replica", "MACHINE"],

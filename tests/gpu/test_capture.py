@@ -266,6 +266,9 @@ def test_backwards_that_a_graph_cannot_repeat_are_refused():
     engine.destroy()
 
 
+@pytest.mark.skipif(
+    bool(torch.version.cuda), reason="a capture that fails leaves torch's generator of CUDA broken"
+)
 def test_a_model_that_reads_the_device_is_refused():
     class Reads(Model):
         def forward(self, x: torch.Tensor, weight: float = 1.0) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ def test_captured_steps_equal_uncaptured_ones(
 ) -> None:
     launch.needs_the_device()
     rows = launch.run_ranks("tests.late.capture", mode, stages, *cases, ranks=ranks)
-    assert len(rows) >= ranks * len(stages) * max(len(cases), 13)
+    assert len(rows) >= ranks * len(stages) * (len(cases) or 13)
     for row in rows:
         assert not row["differ"] and not row["reports"], row
         assert not any(row[what] for what in CLEAN), row

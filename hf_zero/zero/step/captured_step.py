@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,13 +33,25 @@ from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.parameter import any_raw_grad
 from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.layout.tree import form_of, map_tensors, tensors_in
-
-if TYPE_CHECKING:
-    from hf_zero.zero.backward import Backward
-    from hf_zero.zero.step.optimizer_step import OptimizerStep
+from hf_zero.zero.reduce.reducer import Reducer
+from hf_zero.zero.step.optimizer_step import OptimizerStep
 
 WARM_UP = 3  # steps before the first capture
 KEY = "compile.capture"
+
+
+class CapturedBackward(Protocol):
+    """The backward of an engine (:class:`hf_zero.zero.backward.Backward`)."""
+
+    reducer: Reducer
+    runs: bool
+
+    @property
+    def under_way(self) -> bool: ...
+
+    def begin_replay(self) -> None: ...
+
+    def end_replay(self, states: Sequence[Callable[[], None]]) -> None: ...
 
 
 @dataclass(eq=False)
@@ -55,7 +67,7 @@ class _BackwardRecord:
 
 
 @dataclass(eq=False)
-class _Pass:
+class _CapturedPass:
     """A captured forward, on ``inputs``, with its captured backward once there is one."""
 
     graph: Graph
@@ -72,7 +84,7 @@ class _Replayed(torch.autograd.Function):
     """The outputs of a captured forward; takes their gradients for the captured backward."""
 
     @staticmethod
-    def forward(ctx: Any, step: CapturedStep, captured: _Pass, anchor: torch.Tensor) -> Any:
+    def forward(ctx: Any, step: CapturedStep, captured: _CapturedPass, anchor: torch.Tensor) -> Any:
         ctx.step, ctx.captured, ctx.serial = step, captured, captured.serial
         ctx.set_materialize_grads(False)
         return tuple(map(_handed_out, captured.outputs))
@@ -96,7 +108,7 @@ def _handed_out(tensor: torch.Tensor) -> torch.Tensor:
 class CapturedStep:
     """The captured passes and the captured update of one engine."""
 
-    def __init__(self, backward: Backward, update: OptimizerStep, window: Any):
+    def __init__(self, backward: CapturedBackward, update: OptimizerStep, window: Any):
         self._step, self._model = update, update.model
         self._device = self._model.mesh.device
         self._backward, self._window = backward, window
@@ -104,9 +116,9 @@ class CapturedStep:
         self._steps = 0  # updates that ran as they are
         self._forms: Counter[Hashable] = Counter()  # forwards by the form of their arguments
         self._form: Hashable = None  # the captured one
-        self._passes: dict[Hashable, _Pass] = {}  # by place in the window
+        self._passes: dict[Hashable, _CapturedPass] = {}  # by place in the window
         self._update: tuple[Hashable, Graph, torch.Tensor] | None = None  # key, graph, norm
-        self._reached: _Pass | None = None  # by the backward under way
+        self._reached: _CapturedPass | None = None  # by the backward under way
         self._open = False  # a forward was launched, and no backward since
         self._told: set[str] = set()
         # what makes outputs require grad
@@ -181,7 +193,7 @@ class CapturedStep:
         held = tuple(flat.gradient.state for flat in self._model.trainable)
         return self._window.syncs, self._window.ends, self._window.steps, held
 
-    def _capture_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pass:
+    def _capture_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CapturedPass:
         inputs: list[torch.Tensor] = []
 
         def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -202,11 +214,13 @@ class CapturedStep:
                 "loss; pass labels to it, or write kernels without loss"
             )
         outputs = [tensor for tensor in plain if tensor.requires_grad]
-        return _Pass(graph, inputs, output, outputs)
+        return _CapturedPass(graph, inputs, output, outputs)
 
     # ---- backward ----
 
-    def reach(self, captured: _Pass, serial: int, grads: Sequence[torch.Tensor | None]) -> None:
+    def reach(
+        self, captured: _CapturedPass, serial: int, grads: Sequence[torch.Tensor | None]
+    ) -> None:
         """Take the gradients of the outputs of ``captured``, in the backward of its launch
         ``serial``.
         """
@@ -267,7 +281,7 @@ class CapturedStep:
             self._backward.end_replay(record.states)
 
     def _capture_backward(
-        self, captured: _Pass, kind: Hashable, reached: dict[int, torch.Tensor]
+        self, captured: _CapturedPass, kind: Hashable, reached: dict[int, torch.Tensor]
     ) -> _BackwardRecord:
         grads = {at: torch.empty_like(grad) for at, grad in reached.items()}
         outputs = [captured.outputs[at] for at in grads]
