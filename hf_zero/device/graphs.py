@@ -10,7 +10,7 @@ torch's generator at each launch, which torch arranges.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from hf_zero.device import kinds, streams
 
 _held: list[torch.Tensor] | None = None  # by the graph that is being captured
+_arguments: frozenset[str] | None = None  # of the forward under :func:`repeatable`
 
 
 def supports(device: torch.device) -> bool:
@@ -35,6 +36,32 @@ def hold(*tensors: torch.Tensor) -> None:
     """Keep ``tensors`` as long as the graph that is being captured, if any."""
     if _held is not None:
         _held.extend(tensors)
+
+
+@contextmanager
+def repeatable(device: torch.device, arguments: Iterable[str]) -> Iterator[None]:
+    """Context of a forward with ``arguments`` that is captured, or runs before a capture of its
+    like: it must take the same way. Models that ask torch whether a capture is under way are told
+    so; Transformers then reads no mask back from the device.
+    """
+    global _arguments
+    module = kinds.module_of(device)
+    asked, module.is_current_stream_capturing = module.is_current_stream_capturing, _says_yes
+    _arguments = frozenset(arguments)
+    try:
+        yield
+    finally:
+        _arguments = None
+        module.is_current_stream_capturing = asked
+
+
+def _says_yes() -> bool:
+    return True
+
+
+def arguments() -> frozenset[str] | None:
+    """Return the names of the arguments of the forward under :func:`repeatable`; None outside."""
+    return _arguments
 
 
 class Graph:

@@ -160,9 +160,9 @@ class BoundOptimizer:
         apart = table.resting or table.stand_ins_apart
         return fused.ready and not apart and fused.repeats(table.stepped)
 
-    def prepare_launch(self) -> Hashable:
+    def prepare_launch(self) -> list[Tensor]:
         """Write the settings of the next :meth:`step`, which is launched from a graph, to the
-        device; return the addresses that it uses.
+        device; return the tensors from outside that it uses.
         """
         return self._fused.prepare(self._table.stepped)
 

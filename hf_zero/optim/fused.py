@@ -12,7 +12,7 @@ counters are cloned: torch increments each entry, and would increment a shared o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,21 +137,21 @@ class FusedStep:
             and self._is_home(segments)
         )
 
-    def prepare(self, segments: Sequence[Segment]) -> Hashable:
-        """Write the settings of the next step over ``segments`` to the device; return the addresses
-        that a captured launch of this step reads and writes.
+    def prepare(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """Write the settings of the next step over ``segments`` to the device; return the tensors
+        from outside that a captured launch of this step reads and writes.
         """
         assert self._steps is not None
         settings = self._settings_of(segments, self._steps.device)
         parts = [part for segment in segments for part in segment.parts]
-        tensors = (
+        return [
             settings,
             self._steps,
             *self._arenas.values(),
+            *(launch.tiles.table for launch in self._launches),
             *(segment.tensor for segment in segments),
-            *(part.flat.grad for part in parts),
-        )
-        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+            *(part.flat.grad for part in parts if part.flat.grad is not None),
+        ]
 
     # ---- the step ----
 

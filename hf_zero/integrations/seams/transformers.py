@@ -24,6 +24,12 @@ SEAMS: tuple[Seam, ...] = (
                 "the data loader knew",
             ),
             (
+                "find_packed_sequence_indices",
+                "know_own_positions",
+                (),
+                "takes positions for packed sequences in a capture of CUDA graphs",
+            ),
+            (
                 "_ignore_causal_mask_sdpa",
                 "keep_causal_mask",
                 (),

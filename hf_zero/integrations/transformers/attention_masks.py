@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.device import graphs
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.parallel.sequence.documents import note_positions
@@ -136,11 +137,26 @@ def keep_bidirectional_mask(original: Callable[..., bool]) -> Callable[..., bool
     return _ignore_bidirectional_mask_sdpa
 
 
+def know_own_positions(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``transformers.masking_utils.find_packed_sequence_indices``: where a step is captured,
+    which reads nothing back, positions that the model has made itself are of one sequence a row.
+    """
+
+    def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
+        given = graphs.arguments()
+        if given is not None and not given & {"position_ids", "cache_position"}:
+            return None
+        found: torch.Tensor | None = original(position_ids)
+        return found
+
+    return find_packed_sequence_indices
+
+
 def known_padding(mask: Any) -> bool | None:
     """Return whether ``mask`` masks anything; None if that is unknown, or its values have changed
     since.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or graphs.arguments() is not None:
         return None
     note = getattr(mask, KNOWN, None)
     # GPT-2 passes a view of the mask

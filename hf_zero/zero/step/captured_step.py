@@ -19,14 +19,16 @@ optimizer's groups.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from hf_zero.device import kinds
+from hf_zero.device import graphs, kinds
 from hf_zero.device.graphs import Graph, Graphs
 from hf_zero.errors import PartitionError
 from hf_zero.logging import log_rank0
@@ -134,7 +136,7 @@ class CapturedStep:
         tensors = list(tensors_in((args, kwargs)))
         form = self._form_of(tensors, args, kwargs)
         if form is None or not self._takes(form):
-            with self._graphs.beside():
+            with self._graphs.beside(), self._repeatable(args, kwargs):
                 return run(*args, **kwargs)
         place = self._place_in_window()
         captured = self._passes.get(place)
@@ -154,6 +156,15 @@ class CapturedStep:
         return map_tensors(
             captured.output, lambda t: by_id[id(t)] if id(t) in by_id else _handed_out(t)
         )
+
+    def _repeatable(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Return the context of a forward with these arguments, captured or not."""
+        names = inspect.signature(self._model.module.forward).parameters
+        given = {**dict(zip(names, args)), **kwargs}
+        present = [name for name, value in given.items() if value is not None]
+        return graphs.repeatable(self._device, present)
 
     def _form_of(
         self, tensors: Sequence[torch.Tensor], args: object, kwargs: object
@@ -203,7 +214,8 @@ class CapturedStep:
             return made
 
         args, kwargs = map_tensors((args, kwargs), own)
-        graph, output = self._capture("forward", lambda: self._model.module(*args, **kwargs))
+        with self._repeatable(args, kwargs):
+            graph, output = self._capture("forward", lambda: self._model.module(*args, **kwargs))
         found = list(tensors_in(output))
         plain = [tensor for tensor in found if type(tensor) is torch.Tensor]
         if not any(tensor.requires_grad for tensor in plain) and any(
@@ -307,7 +319,8 @@ class CapturedStep:
             return step.update(steps, may_overflow)
         self._model.wait_for_updates()
         with step.changing_state(), step.bound.scaled_rates(step.lr_scale):
-            places = step.bound.prepare_launch()
+            tensors = step.bound.prepare_launch()
+        places = tuple(tensor.data_ptr() for tensor in tensors)
         key = (places, step.max_norm, tuple(flat.gradient.state for flat in self._model.trainable))
         if self._update is None or self._update[0] != key:
             step.is_captured = True
@@ -316,6 +329,7 @@ class CapturedStep:
             finally:
                 step.is_captured = False
             assert step.norm is not None
+            graph.held.extend(tensors)
             self._update = key, graph, step.norm
         else:
             for flat in self._model.trainable:
@@ -362,11 +376,15 @@ class CapturedStep:
         except RuntimeError as error:
             if isinstance(error, PartitionError):
                 raise
+            # the end of a capture reports that something in it has failed, not what
+            cause: BaseException = error
+            while cause.__context__ is not None:
+                cause = cause.__context__
             raise PartitionError(
-                f"{KEY}: the {what} cannot be captured ({error}); let the model read nothing from "
-                "the device (.item(), printed values, shapes that depend on values), or remove the "
-                "key"
-            ) from error
+                f"{KEY}: the {what} cannot be captured ({type(cause).__name__}: {cause}); let the "
+                "model read nothing from the device (.item(), printed values, shapes that depend "
+                "on values), or remove the key"
+            ) from cause
         finally:
             self._forget()
         return graph, result
