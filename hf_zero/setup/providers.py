@@ -41,5 +41,26 @@ def accelerate_division() -> Any:
     return division_in_effect()
 
 
-for function in (accelerate_division, sequence_attention, adapter_names, described_adapters):
+def known_padding(mask: object) -> bool | None:
+    """Return whether an attention mask masks anything; None if the host does not know."""
+    from hf_zero.integrations.transformers import attention_masks
+
+    return attention_masks.known_padding(mask)
+
+
+def note_mask(mask: object, pads: bool) -> None:
+    """Attach to an attention mask whether it masks anything."""
+    from hf_zero.integrations.transformers import attention_masks
+
+    attention_masks.note_mask(mask, pads)
+
+
+for function in (
+    accelerate_division,
+    sequence_attention,
+    adapter_names,
+    described_adapters,
+    known_padding,
+    note_mask,
+):
     register(function.__name__, function)

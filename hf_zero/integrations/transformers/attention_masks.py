@@ -37,7 +37,7 @@ def note_padding(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         sent = original(tensor, device, non_blocking=non_blocking, skip_keys=skip_keys)
         for name, pads in pads_of.items():
-            _note(sent[name], pads)
+            note_mask(sent[name], pads)
         return sent
 
     return send_to_device
@@ -59,7 +59,7 @@ def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., Any]:
             return result
         mask = result[mask_at]
         if pads:
-            _note(mask, pads)  # the original has made a copy in another dtype
+            note_mask(mask, pads)  # the original has made a copy in another dtype
         elif mask.shape[-1] == result[length_at]:
             # otherwise it also marks the filled part of a static cache
             return tuple(None if at == mask_at else value for at, value in enumerate(result))
@@ -156,7 +156,7 @@ def known_padding(mask: Any) -> bool | None:
     """Return whether ``mask`` masks anything; None if that is unknown, or its values have changed
     since.
     """
-    if torch.compiler.is_compiling() or graphs.arguments() is not None:
+    if torch.compiler.is_compiling():
         return None
     note = getattr(mask, KNOWN, None)
     # GPT-2 passes a view of the mask
@@ -166,7 +166,8 @@ def known_padding(mask: Any) -> bool | None:
     return note[0] if note is not None and mask._version == note[1] else None
 
 
-def _note(mask: object, pads: bool) -> None:
+def note_mask(mask: object, pads: bool) -> None:
+    """Attach to ``mask`` whether it masks anything, for :func:`known_padding`."""
     if isinstance(mask, torch.Tensor) and not mask.is_inference():  # those have no version counter
         setattr(mask, KNOWN, (pads, mask._version))
 

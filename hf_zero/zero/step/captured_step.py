@@ -32,6 +32,7 @@ from hf_zero.device import graphs, kinds
 from hf_zero.device.graphs import Graph, Graphs
 from hf_zero.errors import PartitionError
 from hf_zero.logging import log_rank0
+from hf_zero.registered import registered
 from hf_zero.zero.layout.parameter import any_raw_grad
 from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.layout.tree import form_of, map_tensors, tensors_in
@@ -175,7 +176,11 @@ class CapturedStep:
         if any(tensor.requires_grad or tensor.device != self._device for tensor in tensors):
             return None
         form = form_of((args, kwargs))
-        return None if form is None else (form, kinds.autocast_dtype(self._device.type))
+        if form is None:
+            return None
+        # a mask that is known to mask nothing takes another way
+        pads = tuple(map(registered("known_padding"), tensors))
+        return form, pads, kinds.autocast_dtype(self._device.type)
 
     def _takes(self, form: Hashable) -> bool:
         """Whether forwards with arguments of ``form`` are captured."""
@@ -211,6 +216,8 @@ class CapturedStep:
             made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
             # with a version of its own: batches are written before the backward is captured
             inputs.append(made.data)
+            if (pads := registered("known_padding")(tensor)) is not None:
+                registered("note_mask")(made, pads)
             return made
 
         args, kwargs = map_tensors((args, kwargs), own)

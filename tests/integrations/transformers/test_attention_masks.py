@@ -84,7 +84,7 @@ def test_masks_are_those_of_transformers(case: tuple[str, str, bool]) -> None:
         make = partial(_causal, None)
     embeds = torch.zeros(*mask.shape, config.hidden_size)
     expected = make(config, embeds, mask.clone())
-    attention_masks._note(mask, padded)
+    attention_masks.note_mask(mask, padded)
     with HostSyncs() as syncs:
         got = make(config, embeds, mask)
     assert not syncs.found
@@ -94,7 +94,7 @@ def test_masks_are_those_of_transformers(case: tuple[str, str, bool]) -> None:
 def test_values_that_change_and_masks_shorter_than_the_cache() -> None:
     """Those are read again; these are kept, as they say which part of a static cache is filled."""
     mask = torch.ones(2, 5, dtype=torch.long)
-    attention_masks._note(mask, False)
+    attention_masks.note_mask(mask, False)
     assert attention_masks.known_padding(mask) is False
     config = ARCHITECTURES["llama"].build().config
     cache = transformers.StaticCache(config=config, max_cache_len=8)
@@ -116,7 +116,7 @@ def test_an_original_that_answers_otherwise_is_refused() -> None:
         return plain(config, inputs_embeds, attention_mask, store, position_ids, 0)[::-1]
 
     mask = torch.ones(2, 5, dtype=torch.long)
-    attention_masks._note(mask, False)
+    attention_masks.note_mask(mask, False)
     config = SimpleNamespace(_attn_implementation="sdpa")
     embeds = torch.zeros(2, 5, 4)
     result = attention_masks.drop_whole_masks(turned)(None, config, embeds, attention_mask=mask)
