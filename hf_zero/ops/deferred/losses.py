@@ -159,7 +159,7 @@ def _labelled(
     labelled = _kept_rows(labels, ignored)
     if labelled is not None:
         return flat.rows(lambda rows: rows[labelled]), labels[labelled]
-    if kinds.is_host(labels.device) or graphs.capturing():  # the host cannot read the count
+    if kinds.is_host(labels.device) or graphs.arguments() is not None:  # no host reads the count
         return flat.value(), labels
     capacity = _CAPACITIES.setdefault(call.module, RowCapacity())
     form, count = _COUNTS.pop(call.module, (None, None))
@@ -182,7 +182,7 @@ def count_early(head: Any, labels: torch.Tensor, ignored: int = -100) -> None:
     """Begin to count the ``labels`` that count, on a device, before the model is launched: the loss
     of the module ``head`` then waits for this number alone (``masked_rows.py``, the note).
     """
-    if not kinds.is_host(labels.device) and not graphs.capturing():
+    if not kinds.is_host(labels.device) and graphs.arguments() is None:
         _COUNTS[head] = _identity(labels, ignored), RowCount(labels, ignored)
 
 
