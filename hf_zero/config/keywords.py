@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         LocoSection,
         MemorySection,
         MetricsSection,
+        NcclSection,
         OptimizerConfig,
         PipelineSection,
         SchedulerConfig,
@@ -196,6 +197,8 @@ class Keywords(TypedDict, total=False):
     """the port of the rendezvous if the launcher does not set MASTER_PORT"""
     distributed_interface: str | None
     """the network interface for gloo and NCCL, such as eth0"""
+    nccl: NcclSection | Mapping[str, Any] | None
+    """The section ``nccl``."""
     seed: int | None
     """the seed for random draws of the engine itself"""
     kernels: (
