@@ -16,40 +16,43 @@ from unittest import mock
 import torch
 
 import hf_zero  # noqa: F401
+from hf_zero.device import graphs
 from hf_zero.device.graphs import Graph
 from hf_zero.ops import dispatch, flat_reference, flat_tiles
 from tests.gpu import test_capture as jobs
 
-Places = dict[int, tuple[torch.Tensor, list[Any]]]
-_known: Places = {}  # tables by address, which are kept
+_rows: dict[int, tuple[list[Any], torch.Tensor]] = {}  # of tables, by address, with a copy
 
 
-def read_once(table: torch.Tensor) -> list[Any]:
-    """Return the rows of ``table``, read from the device where it is seen first: kernels of a GPU
-    read them there.
+def rows_of(table: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
+    """Return the rows of ``table``, and on the device 1.0, or NaN once the table has lost them. A
+    capture takes those that were read last: kernels of a GPU read them there, in each launch.
     """
-    if table.data_ptr() not in _known:
-        _known[table.data_ptr()] = table, table.tolist()
-    return _known[table.data_ptr()][1]
+    if not graphs.capturing():
+        _rows[table.data_ptr()] = table.tolist(), table.clone()
+    rows, copied = _rows[table.data_ptr()]
+    graphs.hold(copied)
+    return rows, torch.where((table == copied).all(), 1.0, float("nan"))
 
 
 def _tiles(
     table: torch.Tensor, coefficients: torch.Tensor, found_inf: torch.Tensor | None
 ) -> Iterator[tuple[list[slice], Any]]:
-    for *places, length, row, _, _ in read_once(table):
+    rows, intact = rows_of(table)
+    for *places, length, row, _, _ in rows:
         yield (
             [slice(start, start + length) for start in places],
-            coefficients[row, :10].unbind(),
+            (coefficients[row, :10] * intact).unbind(),
         )
 
 
 def _squares(base: torch.Tensor, runs: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    table, at = read_once(runs), read_once(bounds)
+    (table, intact), (at, _) = rows_of(runs), rows_of(bounds)
     sums = [
         torch.stack([base[s : s + n].double().square().sum() for s, n, _, _ in table[a:b]]).sum()
         for a, b in itertools.pairwise(at)
     ]
-    return torch.stack(sums)
+    return torch.stack(sums) * intact
 
 
 def use_references_as_kernels() -> None:
@@ -240,6 +243,20 @@ def writes_of_a_script_are_lost() -> Any:
     return mock.patch.object(CapturedStep, "update", update)
 
 
+@fault
+def tables_that_nobody_keeps() -> Any:
+    """The update after a load of the optimizer's state is launched with the tables from before."""
+    from hf_zero.optim.fused import FusedStep
+
+    own = FusedStep.prepare
+
+    def without(self: Any, segments: Any) -> Any:
+        tables = {id(launch.tiles.table) for launch in self._launches}
+        return [tensor for tensor in own(self, segments) if id(tensor) not in tables]
+
+    return mock.patch.object(FusedStep, "prepare", without)
+
+
 def main() -> None:
     from tests.late import device
 
@@ -251,7 +268,10 @@ def main() -> None:
             try:
                 with make():
                     case = {"micros": 2, "dropout": 0.2, "bf16": True}
-                    row = pair(1, case, jobs.write)
+                    between = jobs.write
+                    if make is tables_that_nobody_keeps:  # its load follows the capture
+                        case, between = {}, jobs.load_own_state
+                    row = pair(1, case, between)
                 row["caught"] = bool(row["differ"] or row["allocations"])
             except Exception as error:
                 row = {"caught": str(error)[:300]}

@@ -42,7 +42,7 @@ def test_captured_steps_equal_uncaptured_ones(
 def test_faults_show() -> None:
     launch.needs_the_device()
     rows = launch.run_ranks("tests.late.capture", "random:3", "faults", ranks=1)
-    assert len(rows) == 8 and all(row["caught"] for row in rows), rows
+    assert len(rows) == 9 and all(row["caught"] for row in rows), rows
 
 
 def test_the_tests_for_gpus_pass() -> None:
