@@ -138,6 +138,11 @@ def keep_forwards(engine: Any, number: int) -> None:
     engine.kept = engine(batches(1, seed=number)[0])
 
 
+def freeze(engine: Any, number: int) -> None:
+    if number == 5:
+        engine.module.head.weight.requires_grad_(False)
+
+
 def change_group(engine: Any, number: int) -> None:
     if number == 5:
         engine.optimizer.param_groups[0]["betas"] = (0.8, 0.9)
@@ -153,7 +158,15 @@ def load_own_state(engine: Any, number: int) -> None:
 
 BETWEEN = {
     each.__name__: each
-    for each in (evaluate, write, other_shape, keep_forwards, change_group, load_own_state)
+    for each in (
+        evaluate,
+        write,
+        other_shape,
+        keep_forwards,
+        freeze,
+        change_group,
+        load_own_state,
+    )
 }
 
 

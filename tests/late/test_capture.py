@@ -11,7 +11,7 @@ import pytest
 
 from tests.late import launch
 
-FAST = ("dropout", "bf16, two micro-batches", "write", "other_shape")
+FAST = ("dropout", "bf16, two micro-batches", "write", "other_shape", "freeze")
 CLEAN = ("waits", "queries", "allocations")
 
 
@@ -32,11 +32,11 @@ def test_captured_steps_equal_uncaptured_ones(
 ) -> None:
     launch.needs_the_device()
     rows = launch.run_ranks("tests.late.capture", mode, stages, *cases, ranks=ranks)
-    assert len(rows) >= ranks * len(stages) * (len(cases) or 13)
+    assert len(rows) >= ranks * len(stages) * (len(cases) or 14)
     for row in rows:
         assert not row["differ"] and not row["reports"], row
         assert not any(row[what] for what in CLEAN), row
-        assert row["launches"] >= 17, row  # six steps of nine, or five and parts of others
+        assert row["launches"] >= 14, row  # six steps of nine; those after a change in parts
 
 
 def test_faults_show() -> None:

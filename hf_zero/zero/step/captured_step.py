@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,7 @@ from hf_zero.zero.layout.tree import form_of, map_tensors, tensors_in
 from hf_zero.zero.reduce.reducer import Reducer
 from hf_zero.zero.step.optimizer_step import OptimizerStep
 
+_requires_grad = attrgetter("requires_grad")
 WARM_UP = 3  # steps before the first capture
 KEY = "compile.capture"
 
@@ -115,6 +117,7 @@ class CapturedStep:
         self._step, self._model = update, update.model
         self._device = self._model.mesh.device
         self._backward, self._window = backward, window
+        self._members = [p for flat in self._model.trainable for p in flat.members]
         self._graphs = Graphs(self._device)
         self._steps = 0  # updates that ran as they are
         self._forms: Counter[Hashable] = Counter()  # forwards by the form of their arguments
@@ -203,11 +206,13 @@ class CapturedStep:
             log_rank0(text)
 
     def _place_in_window(self) -> Hashable:
-        """Return what a backward depends on before it begins: what the flat buffers hold, and
-        whether it reduces.
+        """Return what a backward depends on before it begins: what the flat buffers hold, whether
+        it reduces, and which parameters a script has frozen.
         """
         held = tuple(flat.gradient.state for flat in self._model.trainable)
-        return self._window.syncs, self._window.ends, self._window.steps, held
+        with torch._C.DisableTorchFunctionSubclass():
+            trains = tuple(map(_requires_grad, self._members))
+        return self._window.syncs, self._window.ends, self._window.steps, held, trains
 
     def _capture_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CapturedPass:
         inputs: list[torch.Tensor] = []
@@ -274,13 +279,14 @@ class CapturedStep:
             return
         self._open = False
         reached, captured.reached = captured.reached, {}
-        if others or any_raw_grad(p for flat in self._model.trainable for p in flat.members):
+        if others or any_raw_grad(self._members):
             raise PartitionError(
                 f"{KEY}: a backward reaches the captured forward and also parameters by another "
                 "way (a penalty on the weights, a module called by itself); compute the whole loss "
                 "in the model, or remove the key"
             )
-        kind = (factors, tuple((at, grad.dtype) for at, grad in reached.items()))
+        grads = tuple((at, grad.dtype) for at, grad in reached.items())
+        kind = (factors, self._place_in_window(), grads)
         record = captured.backward
         is_new = record is None
         if record is None:
