@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hf_zero.activations.compile import to_be_compiled
 from hf_zero.checkpoint.resume import LATEST
 from hf_zero.config import ZeroConfig
+from hf_zero.integrations import finder
 from hf_zero.integrations.bitsandbytes import keep_packing
 from hf_zero.loading import give_values
 from hf_zero.loading.shard_only import release_holders
@@ -130,6 +131,8 @@ def shard(setup: Setup) -> None:
     release_holders(model)
     keep_packing(model)
     register_attached(model, on_rollback if setup.planned.report.spare else None)
+    if resolved.settings.compile.capture is not None:
+        finder.install_hooks()  # a forward of Transformers then takes the same way in each step
     others: dict[str, Any] = {**sequence_parallel.on_model(setup.sequence), **on_model(model)}
     techniques = resolved.techniques.with_others(others)
     engine_plan = plan_of_engine(resolved, setup.optimizer)
