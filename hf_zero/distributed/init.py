@@ -103,7 +103,8 @@ def init_distributed(
                 store, rendezvous.rank, world_size, timedelta(seconds=seconds)
             )
             group.update(store=attempts, rank=rendezvous.rank, world_size=world_size)
-        bound = device_to_bind(backend, device)
+        # a communicator of one rank would take memory for nothing
+        bound = device_to_bind(backend, device) if world_size > 1 else None
         dist.init_process_group(backend, timeout=limit, device_id=bound, **group)
         if bound is not None:  # torch's DeviceMesh splits all backends of a bound group
             name_ranks(bound)

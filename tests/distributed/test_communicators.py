@@ -220,22 +220,27 @@ def test_the_default_group_is_bound_where_it_can_be_split(
 ) -> None:
     named: list[torch.device] = []
     monkeypatch.setattr(init, "name_ranks", named.append)
-    for kind, selects, backend, bound in (
-        ("cuda", True, None, DEVICE),
-        ("cuda", True, "nccl", DEVICE),
-        ("cuda", True, "gloo", None),
-        ("cuda", False, None, None),
-        ("mps", True, None, None),
+    monkeypatch.setattr(dist, "get_world_size", lambda *args: 1)
+    for library in ("GLOO", "NCCL"):
+        monkeypatch.setenv(f"{library}_SOCKET_IFNAME", "")
+    others: dict[str, Any] = {"init_method": "tcp://127.0.0.1:1234", "rank": 0, "world_size": 2}
+    for kind, selects, backend, more, bound in (
+        ("cuda", True, None, others, DEVICE),
+        ("cuda", True, "nccl", others, DEVICE),
+        ("cuda", True, "gloo", others, None),
+        ("cuda", True, None, {}, None),
+        ("cuda", False, None, others, None),
+        ("mps", True, None, others, None),
     ):
         play_accelerator(monkeypatch, kind)
         monkeypatch.setattr(communicators, "_selects_backends", lambda s=selects: s)
-        init.init_distributed(backend)
+        init.init_distributed(backend, **more)
         assert joined.pop()[1] == bound, (kind, selects, backend)
         assert named == ([DEVICE, torch.device("cpu")] if bound else [])
         named.clear()
     process_group.choose_device(torch.device("cuda"))
     try:
-        init.init_distributed()
+        init.init_distributed(**others)
         assert joined.pop()[1] is None, "without an index"
     finally:
         process_group.choose_device(None)
