@@ -258,8 +258,7 @@ class _Load(StateSource):
         for name in engine.bound.factors.names if saved else ():
             if self.match.held.get(name) in saved:
                 checkpoint.file(saved[self.match.held[name]].file)
-        if any(name in self.manifest.buffers for name in self.match.buffers.values()):
-            checkpoint.buffer_file()
+        self.buffers = self._read_buffers()
         if verify:
             checkpoint.verify(checkpoint.listed()[engine.global_rank :: engine.mesh.dims.world])
 
@@ -287,13 +286,13 @@ class _Load(StateSource):
         if rng:
             self._load_rng()
 
-    def _load_buffers(self) -> None:
-        """Load the buffers, in the dtypes that they have in the model.
+    def _read_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that differ from the model's, in their dtypes there.
 
         Raises CheckpointError for saved values that the model cannot take.
         """
         buffers = persistent_buffers(self.engine.module)
-        changed, kept = {}, []
+        changed, kept = dict[str, torch.Tensor](), []
         for name, held in self.match.buffers.items():
             if name not in buffers:
                 continue  # scales that are in a flat buffer now
@@ -302,16 +301,23 @@ class _Load(StateSource):
             if not (saved.is_floating_point() and value.is_floating_point()) and not _same_bits(
                 value.to(saved.dtype), saved
             ):
-                kept.append(name)
+                kept.append(name)  # floats into integers
             # Write changed values only: an expanded constant cannot be written.
             elif not _same_bits(buffers[name].cpu(), value):
-                buffers[name].copy_(value)
                 changed[name] = value
-        after = persistent_buffers(self.engine.module) if changed else {}
-        kept += [
-            name for name, value in changed.items() if not _same_bits(after[name].cpu(), value)
-        ]
-        # Buffers recomputed by every state_dict() cannot be loaded, nor can floats into integers.
+        self._refuse_buffers(kept)
+        return changed
+
+    def _load_buffers(self) -> None:
+        if not self.buffers:
+            return
+        buffers, changed = persistent_buffers(self.engine.module), self.buffers.items()
+        for name, value in changed:
+            buffers[name].copy_(value)
+        after = persistent_buffers(self.engine.module)  # every state_dict() may compute some
+        self._refuse_buffers([n for n, v in changed if not _same_bits(after[n].cpu(), v)])
+
+    def _refuse_buffers(self, kept: Sequence[str]) -> None:
         if kept:
             raise CheckpointError(
                 f"{self.checkpoint.folder} has other values of {listed(kept)}, which the model "

@@ -72,9 +72,8 @@ class LoadTarget:
     def planned(cls, plan: EnginePlan, scheduler: object) -> LoadTarget:
         """Return that of the engine of ``plan``, which is of whole tensors."""
         specs = [flat.spec for flat in plan.flats]
-        elsewhere = getattr(plan.model, "elsewhere", ())
-        optimizer, group_of = plan.optimizer, plan.group_of
-        return cls(plan.model, specs, plan.aliases, elsewhere, optimizer, group_of, scheduler)
+        live = (getattr(plan.model, "elsewhere", ()), plan.optimizer, plan.group_of, scheduler)
+        return cls(plan.model, specs, plan.aliases, *live)
 
     def grouped(self) -> list[list[str]]:
         """Return the parameter names in each optimizer group, in the model's order; [] without an
@@ -325,22 +324,19 @@ def _tell_of_lost_schedule(scheduler: object, manifest: Manifest, where: str) ->
     state of an optimizer.
     """
     saved = manifest.lr_scheduler
-    if manifest.optimizer is None or (saved is None) == (scheduler is None):
+    if manifest.optimizer is None:
         return
-    if saved is not None:
-        text = (
+    if scheduler is None and saved is not None:
+        log_rank0(
             f"{where} holds the state of {_short(saved['class']) or 'an lr scheduler'}, and this "
             "engine has no lr scheduler: the learning rates do not change any more; pass "
-            "lr_scheduler= to initialize, or configure a scheduler, to continue the schedule"
+            "lr_scheduler= to initialize, or configure a scheduler, to continue the schedule",
+            logging.WARNING,
         )
-    elif hasattr(scheduler, "load_state_dict"):
-        text = (
-            f"{where} holds no state of an lr scheduler: {type(scheduler).__name__} of this engine "
-            "starts from its first step"
-        )
-    else:
-        return
-    log_rank0(text, logging.WARNING)
+    elif saved is None and hasattr(scheduler, "load_state_dict"):
+        text = "this engine starts from its first step"
+        text = f"{where} holds no state of an lr scheduler: {type(scheduler).__name__} of {text}"
+        log_rank0(text, logging.WARNING)
 
 
 def scheduler_to_load(scheduler: Any, checkpoint: Checkpoint, where: str) -> dict[str, Any] | None:

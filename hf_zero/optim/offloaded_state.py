@@ -186,16 +186,15 @@ class OffloadedState:
     def rule(self, group: int) -> Rule | None:
         """Return the host kernel that updates ``group``; None if the optimizer itself does."""
         settings = self._entries.groups[group]
-        if not isinstance(self._entries.optimizer, WholeTensorOptimizer):
-            mine = [segment for segment in self._all if segment.group == group]
-            if any(segment.tensor.dtype == torch.float64 for segment in mine):
-                return None
-            # Without the native core torch's own update is faster than the reference, but supports
-            # fp32 only.
-            in_fp32 = self._moments == settings.get("moments", "fp32") == "fp32"
-            if in_fp32 and not native.available():
-                return None
-        return rule_of(self._base, settings)
+        if isinstance(self._entries.optimizer, WholeTensorOptimizer):
+            return rule_of(self._base, settings)
+        mine = [segment for segment in self._all if segment.group == group]
+        if any(segment.tensor.dtype == torch.float64 for segment in mine):
+            return None
+        # Without the native core torch's own update is faster than the reference, but supports fp32
+        # only.
+        in_fp32 = self._moments == settings.get("moments", "fp32") == "fp32"
+        return None if in_fp32 and not native.available() else rule_of(self._base, settings)
 
     def _format(self, name: str, dtype: torch.dtype, segment: Segment) -> StorageFormat:
         flat = segment.parts[0].flat

@@ -105,10 +105,9 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
             engine_plan, is_final, ending = _plan_engine(resolved)
         check_alike(engine_plan)
         if checkpoint is not None:
-            whole = engine_plan  # without the cuts that are still to be made
-            if engine_plan.cuts:
-                whole = plan_of_engine(resolved, resolved.optimizer)
-            checkpoint.check(LoadTarget.planned(whole, scheduler))
+            cuts = engine_plan.cuts  # still to be made
+            uncut = plan_of_engine(resolved, resolved.optimizer) if cuts else engine_plan
+            checkpoint.check(LoadTarget.planned(uncut, scheduler))
         report = check_on_all_ranks(engine_plan, _freed(ending))
     return Planned(resolved, report, is_final)
 

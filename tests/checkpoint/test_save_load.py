@@ -299,6 +299,21 @@ def test_buffers_of_every_dtype(tmp_path: Path) -> None:
             assert f"rank 0: 'buffer::phase' is of {dtype}" in text
 
 
+def test_floats_for_an_integer_buffer_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    put(tmp_path, with_buffers(small, early=torch.zeros(2), phase=torch.tensor([0.5, 2.0])))
+    make = with_buffers(other, early=torch.ones(2), phase=torch.ones(2, dtype=torch.int64))
+
+    def load(engine: Any) -> None:
+        try:
+            checkpoint.load(engine, tmp_path)
+        finally:
+            assert engine.module.get_buffer("early").tolist() == [1.0, 1.0]
+
+    for text in errors(run, TWO, make, load):
+        assert "has other values of phase, which the model cannot take" in text
+        assert "Nothing was loaded" in text
+
+
 def test_strided_shared_and_conjugated_buffers(tmp_path: Path) -> None:
     turned = torch.arange(12.0).reshape(3, 4).t()
     conjugated = torch.tensor([1 + 2j, 3 - 4j]).conj()

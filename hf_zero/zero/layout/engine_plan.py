@@ -265,12 +265,13 @@ class EnginePlan:
     @cached_property
     def compresses_moments(self) -> bool:
         """Whether all moments of the optimizer can be offloaded in fewer bits."""
-        groups = () if self.optimizer is None else self.optimizer.param_groups
-        kept = [{*self._kept(at, torch.float32)} for at in range(len(groups))]
-        return any(kept) and all(
-            names <= compressible(self.optimizer, group).keys()  # type: ignore[arg-type]
-            for names, group in zip(kept, groups)
+        if self.optimizer is None or not self.moments:
+            return False
+        groups = enumerate(self.optimizer.param_groups)
+        kinds = (
+            (self._kept(at, torch.float32), compressible(self.optimizer, g)) for at, g in groups
         )
+        return all(kept.keys() <= signs.keys() for kept, signs in kinds)
 
     @cached_property
     def _entries(self) -> StateEntries:
