@@ -90,12 +90,9 @@ def test_one_rank_equals_one_plain_process():
 def test_two_ranks_on_one_gpu():
     """Bit for bit what layers compute that cast gathered weights, with fewer bytes."""
     rows = told(run("float8"), "FLOAT8 ")
-    found = {(how, gathers, rank): row for how, gathers, rank, *row in rows}
-    assert len(found) == 8
-    for (how, gathers, rank), (losses, sent) in found.items():
-        others, dense = found[how, False, rank]
+    found = {(gathers, rank): row for gathers, rank, *row in rows}
+    assert len(found) == 4
+    for (gathers, rank), (losses, sent) in found.items():
+        others, dense = found[False, rank]
         assert losses == others and (sent < 0.7 * dense if gathers else sent == dense)
-    four: dict[object, list[float]] = {("plain", how): plain(2, how) for how in WAYS}
-    four |= {("ours", how): found[how, True, 0][0] for how in WAYS}
-    for how in WAYS:
-        assert four["ours", how] == pytest.approx(four["plain", how], rel=2e-2), four
+    assert found[True, 0][0] == pytest.approx(plain(2, "eager"), rel=2e-2)
