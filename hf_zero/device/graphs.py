@@ -11,7 +11,7 @@ torch's generator at each launch, which torch arranges.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from hf_zero.device import kinds, streams
 
 _held: list[torch.Tensor] | None = None  # by the graph that is being captured
 _arguments: frozenset[str] | None = None  # of the forward under :func:`repeatable`
+_module: Any = None  # torch's module of the device of that forward
 
 
 def supports(device: torch.device) -> bool:
@@ -44,19 +45,34 @@ def repeatable(device: torch.device, arguments: Iterable[str]) -> Iterator[None]
     like: it must take the same way. Models that ask torch whether a capture is under way are told
     so; Transformers then reads no mask back from the device.
     """
-    global _arguments
-    module = kinds.module_of(device)
-    asked, module.is_current_stream_capturing = module.is_current_stream_capturing, _says_yes
-    _arguments = frozenset(arguments)
+    global _arguments, _module
+    _module, _arguments = kinds.module_of(device), frozenset(arguments)
+    try:
+        with _saying(True):
+            yield
+    finally:
+        _arguments = _module = None
+
+
+def reading_nothing() -> AbstractContextManager[None]:
+    """Return a context of code that reads no values, under :func:`repeatable`: it takes the way
+    that it takes without a capture.
+    """
+    return _saying(False)
+
+
+@contextmanager
+def _saying(captures: bool) -> Iterator[None]:
+    """Answer whether a capture is under way."""
+    module = _module
+    asked, module.is_current_stream_capturing = (
+        module.is_current_stream_capturing,
+        lambda: captures,
+    )
     try:
         yield
     finally:
-        _arguments = None
         module.is_current_stream_capturing = asked
-
-
-def _says_yes() -> bool:
-    return True
 
 
 def arguments() -> frozenset[str] | None:

@@ -395,7 +395,8 @@ def test_logits_that_are_computed_when_they_are_read_are_those_of_their_forward(
             engine.step()
         found.append([[loss.item() for loss in losses] for losses in zip(*sums)])
         engine.destroy()
-    assert found[0][0] == found[1][0]
+    # not exactly: on an H200 the third losses differ by a bit, of steps that neither has captured
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
     assert len(launches) == 3 * (STEPS - 3)
 

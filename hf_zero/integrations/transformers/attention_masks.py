@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,11 +114,20 @@ def keep_causal_mask(original: Callable[..., bool]) -> Callable[..., bool]:
             and padding_mask.shape[-1] == kv_length
         ):
             return False
-        return original(
-            padding_mask, q_length, kv_length, q_offset, kv_offset, local_attention_size
-        )
+        with _way_without_reads(padding_mask):
+            return original(
+                padding_mask, q_length, kv_length, q_offset, kv_offset, local_attention_size
+            )
 
     return _ignore_causal_mask_sdpa
+
+
+def _way_without_reads(mask: object) -> AbstractContextManager[None]:
+    """Return the context in which a function looks at ``mask``: without one it reads nothing, but
+    some releases of transformers make a mask in each capture of CUDA graphs even so.
+    """
+    nothing = mask is None and graphs.arguments() is not None
+    return graphs.reading_nothing() if nothing else nullcontext()
 
 
 def keep_bidirectional_mask(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -128,11 +138,10 @@ def keep_bidirectional_mask(original: Callable[..., bool]) -> Callable[..., bool
     def _ignore_bidirectional_mask_sdpa(
         padding_mask: object, kv_length: int, local_attention_size: int | None = None
     ) -> bool:
-        return (
-            False
-            if known_padding(padding_mask)
-            else original(padding_mask, kv_length, local_attention_size)
-        )
+        if known_padding(padding_mask):
+            return False
+        with _way_without_reads(padding_mask):
+            return original(padding_mask, kv_length, local_attention_size)
 
     return _ignore_bidirectional_mask_sdpa
 

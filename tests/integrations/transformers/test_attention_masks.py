@@ -17,6 +17,7 @@ from accelerate.utils import DeepSpeedPlugin
 from torch.utils.data import DataLoader
 from transformers import masking_utils
 
+from hf_zero.device import graphs
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.transformers import attention_masks
 from hf_zero.integrations.transformers.training_arguments import TrainingArguments
@@ -89,6 +90,59 @@ def test_masks_are_those_of_transformers(case: tuple[str, str, bool]) -> None:
         got = make(config, embeds, mask)
     assert not syncs.found
     assert (got is None and expected is None) or torch.equal(got, expected)
+
+
+def test_a_step_that_is_captured_reads_no_mask_and_keeps_its_kernel_of_attention() -> None:
+    """Attention needs no mask where none is given, or one that the host knows to mask nothing, and
+    the positions are the model's own.
+    """
+    config = ARCHITECTURES["llama"].build().config
+    config._attn_implementation = "sdpa"
+    device = torch.device("cuda")
+    ones, padded = (
+        torch.stack([row["attention_mask"] for row in rows(padding)]) for padding in (False, True)
+    )
+    whole, known = ones.clone(), padded.clone()
+    attention_masks.note_mask(whole, False)
+    attention_masks.note_mask(known, True)
+    embeds = torch.zeros(*ones.shape, config.hidden_size)
+    positions = torch.arange(ones.shape[1])[None]
+
+    def make(mask: torch.Tensor | None, *given: str) -> Any:
+        with graphs.repeatable(device, ("input_ids", *given)), HostSyncs() as syncs:
+            made = masking_utils.create_causal_mask(
+                config, embeds, mask, None, position_ids=positions
+            )
+        assert not syncs.found
+        return made
+
+    assert make(None) is None and make(whole, "attention_mask") is None
+    expected = masking_utils.create_causal_mask(config, embeds, padded, None)
+    for mask in (known, padded):
+        assert torch.equal(make(mask, "attention_mask"), expected)
+    assert make(ones, "attention_mask") is not None  # nobody knows
+    assert make(None, "position_ids") is not None  # of several sequences, perhaps
+    assert masking_utils.create_causal_mask(config, embeds, None, None) is None
+
+
+def test_a_release_that_makes_a_mask_in_each_capture_makes_none_of_nothing() -> None:
+    device = torch.device("cuda")
+
+    def of_release(
+        padding_mask, q_length, kv_length, q_offset, kv_offset, local_attention_size=None
+    ):
+        return not torch.cuda.is_current_stream_capturing()
+
+    ours = attention_masks.keep_causal_mask(of_release)
+    both = attention_masks.keep_bidirectional_mask(
+        lambda padding_mask, kv_length, local_attention_size=None: of_release(
+            padding_mask, 4, kv_length, 0, 0
+        )
+    )
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    with graphs.repeatable(device, ("input_ids",)):
+        assert ours(None, 4, 4, 0, 0) and both(None, 4)
+        assert not ours(mask, 4, 4, 0, 0) and not both(mask, 4)
 
 
 def test_values_that_change_and_masks_shorter_than_the_cache() -> None:
