@@ -198,7 +198,7 @@ class FlatBuffer:
         """Return this rank's elements [owned] for a gather: the shard, or its part of ``full`` if
         it comes from elsewhere (:meth:`bring_shard`). No write may follow before the gather's wait.
         """
-        if self.is_away or self.cast_master is not None:
+        if self.is_away or isinstance(self._storage, CastStorage):
             return self.bring_shard()
         if self.optimizer_shard.finish_update is not None:
             self.optimizer_shard.finish_update()
