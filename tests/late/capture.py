@@ -1,7 +1,7 @@
 """Captured trainings on the device, beside the same trainings as they are: ``python -m
 tests.late.capture MODE STAGES [CASE ...]``, with RANK and so on set. A line of JSON for each pair:
 what differs, the graphs launched, what the host did in their launches. ``faults`` in the place of
-stages: with each of :data:`FAULTS`.
+stages: with each of :data:`FAULTS`; ``operators``: those that a step launches.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ import hf_zero  # noqa: F401
 from hf_zero.device import graphs
 from hf_zero.device.graphs import Graph
 from hf_zero.ops import dispatch, flat_reference, flat_tiles
+from hf_zero.zero.step.captured_step import WARM_UP
 from tests.gpu import test_capture as jobs
 
 _rows: dict[int, tuple[list[Any], torch.Tensor]] = {}  # of tables, by address, with a copy
@@ -115,6 +117,25 @@ def pair(
     if one != other:
         differ.append(f"losses {one} {other}")
     return {"differ": differ, **total}
+
+
+def operators(capture: bool) -> Counter[str]:
+    """Return what a step of a Llama launches, after the steps before a capture."""
+    from tests.late import device
+
+    engine = jobs.llama(capture, 128, bf16={"enabled": True})
+    batches = jobs.tokens(32)[: 2 * WARM_UP]
+    for number, ids in enumerate(batches, 1):
+        device.synchronize_all()
+        device.C.set_tracing(number == len(batches))
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    device.synchronize_all()
+    device.C.set_tracing(False)
+    launched = Counter(name for _, name, *_ in device.C.trace())
+    engine.destroy()
+    device.forget()
+    return launched
 
 
 FAULTS: dict[str, Callable[[], Any]] = {}
@@ -276,6 +297,11 @@ def main() -> None:
             except Exception as error:
                 row = {"caught": str(error)[:300]}
             device.tell(case=name, **row, reports=len(device.reports()))
+        return
+    if sys.argv[2:] == ["operators"]:
+        uncaptured, captured = operators(False), operators(True)
+        del captured["reuse"]  # memory is overwritten where a graph gives it out
+        device.tell(total=captured.total(), more=captured - uncaptured, fewer=uncaptured - captured)
         return
     for stage in map(int, sys.argv[2]):
         for name in sys.argv[3:] or [*jobs.CASES, *jobs.BETWEEN]:

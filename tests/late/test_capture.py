@@ -39,6 +39,19 @@ def test_captured_steps_equal_uncaptured_ones(
         assert row["launches"] >= 14, row  # six steps of nine; those after a change in parts
 
 
+def test_a_captured_step_launches_what_an_uncaptured_one_does() -> None:
+    """Beside copies of the batch and of the gradient of the loss; only what the host would read is
+    not there. Attention without a mask, for one, has the same kernel.
+    """
+    launch.needs_the_device()
+    (row,) = launch.run_ranks("tests.late.capture", "eager", "operators", ranks=1)
+    assert row["total"] > 2000 and row["more"] == {"copy": 2}, row
+    read_back = {"_local_scalar_dense", "copy to host"}
+    of_positions = {f"{name}.out" for name in ("cat", "cumsum", "sub")}
+    of_positions |= {"all.all_out", "eq.Scalar_out", "ne.Scalar_out"}
+    assert row["fewer"].keys() <= read_back | of_positions, row
+
+
 def test_faults_show() -> None:
     launch.needs_the_device()
     rows = launch.run_ranks("tests.late.capture", "random:3", "faults", ranks=1)
