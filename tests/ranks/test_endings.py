@@ -1,15 +1,19 @@
 """Ends of a pass and of an engine, on every way of offloading: the training continues as if that
-pass had not run, and nothing of the engine remains.
+pass had not run, and nothing of the engine remains, nor of a graph that is dropped.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_zero.errors import PartitionError
 from tests.helpers import oracle
@@ -27,14 +31,16 @@ from tests.helpers.leftovers import (
     settle,
     working,
 )
-from tests.helpers.models import seeded
+from tests.helpers.models import ARCHITECTURES, Block, Stack, seeded
 from tests.helpers.offloads import DEVICE, offload, opened, train
+from tests.helpers.plans import APART
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd
-from tests.ranks.cases import expect
+from tests.ranks.cases import expect, trains_alike
 
 RANKS = 2
+LLAMA = ARCHITECTURES["llama"]
 
 
 def armed():
@@ -127,6 +133,102 @@ def test_ranks_keep_one_window_where_one_of_them_broke_alone():
         return left
 
     assert on_ranks(RANKS, run, build=armed) == [[1, 0]] * RANKS
+
+
+# ---- graphs ----
+
+
+class Biased(Block):
+    """Also return the second input, as blocks of T5 return their position bias."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+
+    def forward(self, x, bias):
+        out = super().forward(x + bias)
+        if self.form == "dict":
+            return {"out": out, "bias": bias}
+        if self.form == "object":
+            return SimpleNamespace(out=out, bias=bias)
+        return (out, bias) if self.form == "tuple" else (x, bias)
+
+
+class Returning(Stack):
+    """Blocks that return an input: in a tuple, a dict or an object, or both inputs."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.blocks = nn.ModuleList(Biased(form) for _ in range(3))
+
+    def body(self, x):
+        bias = 0.1 * x
+        for block in self.blocks:
+            returned = block(x, bias)
+            if isinstance(returned, SimpleNamespace):
+                returned = vars(returned)
+            x, bias = returned.values() if isinstance(returned, dict) else returned
+        return x + bias
+
+
+@in_turn("form, stage", [("tuple", 3), ("dict", 1), ("object", 3), ("both", 2)])
+def test_blocks_that_return_an_input(form, stage):
+    def micro(net, at):
+        loss = squared(net, at)
+        net.backward(loss)
+        return loss
+
+    section = {"stage": stage, **APART}
+    trains_alike(micro, stage, make=lambda: Returning(form), zero_optimization=section)
+
+
+def of_logits(net):
+    batch = LLAMA.batch(0, 0, 0)
+    logits = net(input_ids=batch["input_ids"]).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+GRAPHS = {
+    **{
+        form: (lambda form=form: Returning(form), lambda net: squared(net, At(0, 0, 0)), {})
+        for form in ("tuple", "dict", "object")
+    },
+    "deferred logits": (LLAMA.make, of_logits, {"kernels": ["loss"]}),
+    "a part of them": (
+        LLAMA.make,
+        lambda net: net(**LLAMA.batch(0, 0, 0)).logits[:, -1],
+        {"kernels": ["loss"]},
+    ),
+}
+
+
+@in_turn("graph, stage", [(graph, 1 + 2 * (at % 2)) for at, graph in enumerate(GRAPHS)])
+def test_a_graph_that_is_dropped_is_freed_at_once(graph, stage):
+    """A cycle through autograd keeps activations, and the model of a destroyed engine: Python's
+    garbage collector sees it late, node by node, or never.
+    """
+    build, loss, keys = GRAPHS[graph]
+    section, storages = {"stage": stage, **APART}, []
+
+    def run(rank):
+        model = seeded(build)
+        engine = opened(model, section, **keys)
+        first = model.get_submodule("model.layers.0" if keys else "blocks.0.up")
+        first.register_forward_hook(
+            lambda module, args, output: storages.append(StorageWeakRef(args[0].untyped_storage()))
+        )
+        loss(engine)
+        alive = [not storage.expired() for storage in storages]
+        engine.destroy()
+        return alive
+
+    gc.collect()
+    gc.disable()
+    try:
+        (alive,) = run_ranks(1, run)
+    finally:
+        gc.enable()
+    assert alive == [False]
 
 
 # ---- engines ----

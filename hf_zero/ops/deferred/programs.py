@@ -190,17 +190,17 @@ Node = CallNode | Operand | Vector | Step
 def nodes_of(node: Node) -> list[Node]:
     """Return the nodes of a program, inputs first, each once."""
     ordered: dict[int, Node] = {}
-
-    def visit(node_of: Node) -> None:
-        if id(node_of) not in ordered:
-            if isinstance(node_of, Step):
-                for one in node_of.inputs:
-                    if isinstance(one, Node):
-                        visit(one)
-            ordered[id(node_of)] = node_of
-
-    visit(node)
+    _add_nodes(node, ordered)
     return list(ordered.values())
+
+
+def _add_nodes(node: Node, ordered: dict[int, Node]) -> None:
+    if id(node) not in ordered:
+        if isinstance(node, Step):
+            for one in node.inputs:
+                if isinstance(one, Node):
+                    _add_nodes(one, ordered)
+        ordered[id(node)] = node
 
 
 def check(node: Any) -> None:
@@ -288,23 +288,36 @@ def run(
         values |= {id(node_of): next(parts) for node_of in vectors}
         return evaluated(node, values)
 
-    def enter(at: int, rows: list[torch.Tensor], shared: list[torch.Tensor]) -> Any:
-        if at < len(calls):
-            call = calls[at].call
-            call.check()
-
-            def inside(hidden: torch.Tensor, *tensors: torch.Tensor) -> Any:
-                if call.linear and call.autocast.enabled:  # once, instead of in each chunk
-                    hidden = hidden.to(call.autocast.dtype)
-                    tensors = tuple(node_of.to(call.autocast.dtype) for node_of in tensors)
-                return enter(at + 1, [*rows, hidden], [*shared, *tensors])
-
-            hidden = rows_of(calls[at].rows)
-            return call.run(hidden.reshape(-1, hidden.shape[-1]), inside)
+    def whole(rows: list[torch.Tensor], shared: list[torch.Tensor]) -> Any:
         rows = rows + [node_of.rows.reshape(-1, node_of.rows.shape[-1]) for node_of in operands]
         return body(function, rows, shared + [node_of.tensor for node_of in vectors])
 
-    return enter(0, [], [])
+    return _inside(calls, whole, rows_of, [], [])
+
+
+def _inside(
+    calls: Sequence[CallNode],
+    body: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
+    rows_of: Callable[[torch.Tensor], torch.Tensor],
+    rows: list[torch.Tensor],
+    shared: list[torch.Tensor],
+) -> Any:
+    """Return ``body`` of ``rows`` and ``shared``, each with those of ``calls`` added, whose modules
+    run around it.
+    """
+    if not calls:
+        return body(rows, shared)
+    call = calls[0].call
+    call.check()
+
+    def inside(hidden: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        if call.linear and call.autocast.enabled:  # once, instead of in each chunk
+            hidden = hidden.to(call.autocast.dtype)
+            tensors = tuple(node_of.to(call.autocast.dtype) for node_of in tensors)
+        return _inside(calls[1:], body, rows_of, [*rows, hidden], [*shared, *tensors])
+
+    hidden = rows_of(calls[0].rows)
+    return call.run(hidden.reshape(-1, hidden.shape[-1]), inside)
 
 
 @dataclass(frozen=True, eq=False)

@@ -156,8 +156,7 @@ class BackwardTracker:
         if not outer.of_whole_model or outer not in self._reached:
             self.reach(outer)
         self._advance_to(call, call.left)
-        if marks:
-            call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))
+        call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))
         call.unit.forwards.in_backward.add(call)
         self.outstanding.starts(call)
 

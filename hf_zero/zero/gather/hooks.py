@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import any_raw_grad
 from hf_zero.zero.layout.tree import (
     is_cache,
+    map_tensors,
     requiring_grad,
     tensors_in,
     transformed,
@@ -384,20 +385,21 @@ class Hooks:
 
     def _post_forward(
         self, unit: Unit | None, module: nn.Module, args: object, kwargs: object, output: object
-    ) -> None:
+    ) -> object:
         # post-forward hook: release ``unit`` later, and watch the outputs for its backward
         if _transforms() and transformed():
-            return
+            return None
         inside = graph_task() != -1
         raised = sys.exc_info()[1] if output is None else None
         self._nested = max(0, self._nested - 1)
         if spans.blocks:
             spans.ended(module)
+        returned = None
         if unit is not None and unit.forwards.in_forward:
             call = unit.forwards.in_forward.pop()
             if call is not None:
                 call.left = self._tracker.outstanding.moment()
-                self._watch_output(call, module, output, raised)
+                returned = self._watch_output(call, module, output, raised)
                 if inside:
                     self._last = None
             if not inside:
@@ -411,6 +413,7 @@ class Hooks:
                 self._schedule.abandon()  # the forward has raised
             else:
                 self._schedule.end(keep_last=torch.is_grad_enabled())
+        return returned
 
     def _watch_output(
         self,
@@ -418,26 +421,70 @@ class Hooks:
         module: nn.Module,
         output: object,
         raised: BaseException | None,
-    ) -> None:
+    ) -> object:
         # Hooks on the outputs of ``call`` begin its backward; a unit that a backward reads at a
-        # point our hooks cannot see stays gathered.
+        # point our hooks cannot see stays gathered. Return what replaces ``output``, if anything.
         marks, call.marks = call.marks, ()
         self._last, last = None, call.last_node  # nodes after it belong to the forward
+        older: dict[int, torch.Tensor] = {}
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             node = tensor.grad_fn
             if node is not None:
-                last = max(last, node._sequence_nr())
+                number = node._sequence_nr()
+                if marks and number <= call.last_node:
+                    older[id(tensor)] = tensor
+                    continue
+                last = max(last, number)
                 node.register_prehook(partial(self._tracker.pre_backward, call, module, marks))
                 self._last = call, tensor, marks
             elif tensor.requires_grad:
                 # a parameter itself, read again in backward
                 keep_for_backward(call.unit, call.outer)
-        if self._last is not None and call not in call.unit.forwards.pending:
-            self._tracker.add_call(call)
         # Nodes recorded after the outputs belong to values returned in another way: in an object, a
         # dict, or ``self``. Their backward runs before the hooks.
         if raised is None and (call.marked or call.unit.trainable) and last < _next_node() - 1:
             keep_for_backward(call.unit, call.outer)
+        replaced = self._watch_older(call, module, output, marks, older) if older else None
+        if self._last is not None and call not in call.unit.forwards.pending:
+            self._tracker.add_call(call)
+        return replaced
+
+    def _watch_older(
+        self,
+        call: UnitForward,
+        module: nn.Module,
+        output: object,
+        marks: Sequence[Node],
+        older: Mapping[int, torch.Tensor],
+    ) -> object:
+        """Return ``output`` with watched views of the tensors ``older``, whose nodes are older than
+        the forward: inputs that are returned, say.
+
+        The marks lead to these nodes. A hook that holds the marks there would be a cycle through
+        autograd, which neither frees by itself nor shows to Python's garbage collector.
+        """
+        views: dict[int, torch.Tensor] = {}
+
+        def viewed(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in older:
+                return tensor
+            if id(tensor) not in views:
+                views[id(tensor)] = tensor.view_as(tensor)
+            return views[id(tensor)]
+
+        with _disable_current_modes() if _modes() else spans.NOTHING:
+            replaced = map_tensors(output, viewed, in_place=True)
+        for key, tensor in older.items():
+            watched = views.get(key, tensor)
+            assert watched.grad_fn is not None
+            # One in an object stays: its call ends with the whole backward.
+            seen = marks if key in views else ()
+            watched.grad_fn.register_prehook(
+                partial(self._tracker.pre_backward, call, module, seen)
+            )
+            if self._last is None:
+                self._last = call, watched, marks
+        return replaced
 
     def reset(self) -> None:
         """Abort a forward or backward that an exception has left open; none may be running.
