@@ -429,6 +429,21 @@ RECOMPUTATION: dict[str, Row] = {
     ),
 }
 
+# ---- graphs ----
+
+
+def _graph(architecture: str, **keys: Any) -> Row:
+    """Kernels leave a record on the model, which ``hf_zero.restore`` reads."""
+    columns = ("oracle",) if "kernels" in keys else ("oracle", "destroy")
+    return Row(ArchitectureJob(ARCHITECTURES[architecture]), always(**keys), columns=columns)
+
+
+GRAPHS: dict[str, Row] = {
+    "deferred logits": _graph("llama", kernels=["loss"]),
+    "kernels": _graph("gpt2", kernels="auto"),
+    "an encoder and a decoder": _graph("t5", zero_optimization=APART),
+}
+
 # ---- techniques ----
 
 GROWING = [3, 5, 8, LENGTH]  # tokens of a row, by step
@@ -696,6 +711,7 @@ GROUPS: dict[str, dict[str, Row]] = {
     "precisions": PRECISIONS,
     "parallelism": PARALLELISM,
     "recomputation": RECOMPUTATION,
+    "graphs": GRAPHS,
     "techniques": TECHNIQUES,
 }
 ROWS: dict[str, Row] = {name: row for group in GROUPS.values() for name, row in group.items()}

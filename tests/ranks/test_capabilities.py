@@ -9,13 +9,16 @@ long suite all turns of all.
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_zero.planning.needs import state_bytes
 from hf_zero.zero.state_bytes import held_bytes
@@ -42,7 +45,7 @@ class Case:
 
     def __init__(self, name, turn, folder):
         self.row, self.folder = ROWS[name], folder
-        self.engines = []  # weak references to those that were destroyed
+        self.remains = {}  # whether what destroyed engines had is freed, by name
         self.first = (list(ROWS).index(name) + turn) % len(self.row.stages)
 
     def stage(self, column):
@@ -104,8 +107,15 @@ def left_behind(model, optimizer, before, weights):
     return found
 
 
+def is_dead(reference):
+    return reference() is None
+
+
 def trained(case):
-    """(trace, bytes held by rank, what is left behind) of a run; the last is a list of words."""
+    """(trace, bytes held by rank, what is left behind) of a run; the last is a list of words.
+
+    Then ``case`` has weak references to what must be freed.
+    """
     row, stage, plan = case.row, case.stage("oracle"), case.plan()
     models = [row.job.build() for _ in range(row.ranks)]
 
@@ -121,11 +131,18 @@ def trained(case):
         left = (
             left_behind(model, optimizer, before, trace.weights) if "destroy" in row.columns else []
         )
-        return trace, held, left, weakref.ref(engine)
+        remains = {
+            f"parameter {name}": StorageWeakRef(p.untyped_storage()).expired
+            for name, p in model.named_parameters()
+        }
+        for what, owner in {"engine": engine, "model": model, "optimizer": optimizer}.items():
+            remains[f"the {what}"] = partial(is_dead, weakref.ref(owner))
+        return trace, held, left, {f"{words} of rank {rank}": remains[words] for words in remains}
 
     answers = run_ranks(row.ranks, on_rank)
     left = [words for _, _, words, _ in answers for words in words]
-    case.engines += [engine for *_, engine in answers]
+    for *_, remains in answers:
+        case.remains |= remains
     return merge([trace for trace, *_ in answers]), [held for _, held, *_ in answers], left
 
 
@@ -320,10 +337,13 @@ def test_each_row(group, turn, tmp_path, pytestconfig):
     }
     for name, case in cases.items():
         failed += failures(name, case)
-    await_threads(others)  # collects the garbage, once for all rows
+    gc.collect()  # once for all rows
     for name, case in cases.items():
-        if any(engine() is not None for engine in case.engines):
-            failed.append(f"{name}: an engine that was destroyed lives")
+        alive = [what for what, is_freed in case.remains.items() if not is_freed()]
+        if alive:
+            failed.append(f"{name}: {', '.join(alive)}: alive after destroy()")
+    await_threads(others)
+    for name, case in cases.items():
         failed += [f"{name}: file {path.name}" for path in (case.folder / "files").iterdir()]
     assert not failed, "\n".join(failed)
     assert not working() - others
