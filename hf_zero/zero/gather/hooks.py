@@ -12,6 +12,9 @@ If the input of a module is the output that another module of its unit has just 
 are chained. Chained modules of one unit form one call; only the first one's inputs are marked. A
 backward may begin at the outputs of any of them.
 
+An output whose node is older than the forward, such as an input that is returned, is replaced by a
+view: the hooks on outputs hold the marks, and marks lead to older nodes.
+
 Pending calls are kept in weak sets, not counted, so a dropped graph stops being pending by itself.
 Recomputation (activation checkpointing) runs forwards inside a backward; a forward there never
 releases.
@@ -458,10 +461,10 @@ class Hooks:
         older: Mapping[int, torch.Tensor],
     ) -> object:
         """Return ``output`` with watched views of the tensors ``older``, whose nodes are older than
-        the forward: inputs that are returned, say.
+        the forward.
 
-        The marks lead to these nodes. A hook that holds the marks there would be a cycle through
-        autograd, which neither frees by itself nor shows to Python's garbage collector.
+        A hook on such a node that holds the marks would be a cycle through autograd, which Python's
+        garbage collector does not see.
         """
         views: dict[int, torch.Tensor] = {}
 
