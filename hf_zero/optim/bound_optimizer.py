@@ -160,11 +160,12 @@ class BoundOptimizer:
         apart = table.resting or table.stand_ins_apart
         return fused.ready and not apart and fused.repeats(table.stepped)
 
-    def prepare_launch(self) -> list[Tensor]:
-        """Write the settings of the next :meth:`step`, which is launched from a graph, to the
-        device; return the tensors from outside that it uses.
+    def prepare_launch(self, shards: Mapping[str, Tensor]) -> list[Tensor]:
+        """Write what the host decides of the next :meth:`step` with ``shards``, which is launched
+        from a graph, to the device; return the tensors from outside that it uses.
         """
-        return self._fused.prepare(self._table.stepped)
+        table = self._table
+        return self._fused.prepare(table.device.regions, table.stepped, shards)
 
     @contextmanager
     def without_post_hooks(self) -> Iterator[None]:

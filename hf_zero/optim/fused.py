@@ -130,17 +130,21 @@ class FusedStep:
         """Whether the next step over all of ``segments`` launches what that of another step did,
         with settings from the device.
         """
-        return (
-            self.takes(segments)
-            and not self._apart
-            and bool(self._launches)
-            and self._is_home(segments)
-        )
+        return self.takes(segments) and not self._apart
 
-    def prepare(self, segments: Sequence[Segment]) -> list[Tensor]:
-        """Write the settings of the next step over ``segments`` to the device; return the tensors
-        from outside that a captured launch of this step reads and writes.
+    def prepare(
+        self,
+        regions: Sequence[MemoryRegion],
+        segments: Sequence[Segment],
+        shards: Mapping[str, Tensor],
+    ) -> list[Tensor]:
+        """Write the settings of the next step over ``segments`` to the device, with the tables of
+        its launches if a place has changed; return the tensors from outside that a captured launch
+        of this step reads and writes.
         """
+        if not self._is_home(segments):
+            self._bring_home(regions, segments)
+        self._plan(segments, shards)
         assert self._steps is not None
         settings = self._settings_of(segments, self._steps.device)
         parts = [part for segment in segments for part in segment.parts]
@@ -151,6 +155,7 @@ class FusedStep:
             *(launch.tiles.table for launch in self._launches),
             *(segment.tensor for segment in segments),
             *(part.flat.grad for part in parts if part.flat.grad is not None),
+            *shards.values(),
         ]
 
     # ---- the step ----

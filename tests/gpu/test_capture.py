@@ -156,6 +156,13 @@ def freeze(engine: Any, number: int) -> None:
         engine.module.head.weight.requires_grad_(False)
 
 
+def change_accumulation(engine: Any, number: int) -> None:
+    """Gradients in 16 bits are kept in 32 once a window adds them, in other memory."""
+    if number in (5, 7):
+        samples = engine.train_micro_batch_size_per_gpu() * engine.data_ranks
+        engine.set_train_batch_size(samples * (2 if number == 5 else 1))
+
+
 def change_group(engine: Any, number: int) -> None:
     if number == 5:
         engine.optimizer.param_groups[0]["betas"] = (0.8, 0.9)
@@ -177,6 +184,7 @@ BETWEEN = {
         other_shape,
         keep_forwards,
         freeze,
+        change_accumulation,
         change_group,
         load_own_state,
     )

@@ -62,6 +62,14 @@ def use_references_as_kernels() -> None:
     dispatch.wanted = lambda name, kernels, device: name in ("optimizer", "loss")
     flat_reference._tiles = _tiles  # type: ignore[assignment]
     object.__setattr__(flat_tiles.RUNS, "reference", _squares)
+    cut = flat_tiles.Tiles.cut.__func__  # type: ignore[attr-defined]
+
+    def read(cls: type, *given: Any, **named: Any) -> flat_tiles.Tiles:
+        tiles: flat_tiles.Tiles = cut(cls, *given, **named)
+        rows_of(tiles.table)
+        return tiles
+
+    flat_tiles.Tiles.cut = classmethod(read)  # type: ignore[assignment, method-assign]
 
 
 def pytest_configure(config: object) -> None:
@@ -153,8 +161,8 @@ def rates_in_the_graph() -> Any:
 
     own, first = FusedStep.prepare, list[torch.Tensor]()
 
-    def once(self: Any, segments: Any) -> Any:
-        places = own(self, segments)
+    def once(self: Any, *given: Any) -> Any:
+        places = own(self, *given)
         first.append(self._settings.clone())
         self._settings.copy_(first[0])
         return places
@@ -271,9 +279,10 @@ def tables_that_nobody_keeps() -> Any:
 
     own = FusedStep.prepare
 
-    def without(self: Any, segments: Any) -> Any:
+    def without(self: Any, *given: Any) -> Any:
+        tensors = own(self, *given)
         tables = {id(launch.tiles.table) for launch in self._launches}
-        return [tensor for tensor in own(self, segments) if id(tensor) not in tables]
+        return [tensor for tensor in tensors if id(tensor) not in tables]
 
     return mock.patch.object(FusedStep, "prepare", without)
 

@@ -358,6 +358,10 @@ class GradientMemory:
         if allocated and self._in_host_memory and self._whole.nbytes >= MAPPED_ALONE:
             advise_huge_pages(self._whole)
 
+    def forget_stream(self) -> None:
+        """Forget the stream on which memory was allocated: its work is complete."""
+        self._origin = None
+
     def upcast(self) -> None:
         """Keep the gradients in fp32 from now on. The 16-bit memory is free on return, and before
         the new one is allocated if it holds no gradients. A reduction under way keeps its own

@@ -273,6 +273,9 @@ class Unit:
         """
         self.streams.clear()
         self._gathered_on = None
+        for flat in self.trainable:
+            if flat.gradient.memory is not None:
+                flat.gradient.memory.forget_stream()
 
     def gathered_here(self) -> None:
         """Record that the current stream has waited for the last gather: others wait for it."""

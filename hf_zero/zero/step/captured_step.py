@@ -122,6 +122,7 @@ class CapturedStep:
         self._steps = 0  # updates that ran as they are
         self._forms: Counter[Hashable] = Counter()  # forwards by the form of their arguments
         self._form: Hashable = None  # the captured one
+        self._known: set[Hashable] = set()  # places in the window at which a backward has run
         self._passes: dict[Hashable, _CapturedPass] = {}  # by place in the window
         self._update: tuple[Hashable, Graph, torch.Tensor] | None = None  # key, graph, norm
         self._reached: _CapturedPass | None = None  # by the backward under way
@@ -138,11 +139,11 @@ class CapturedStep:
         if not torch.is_grad_enabled() or not run.training or self._backward.under_way:
             return run(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
-        form = self._form_of(tensors, args, kwargs)
-        if form is None or not self._takes(form):
+        form, place = self._form_of(tensors, args, kwargs), self._place_in_window()
+        if form is None or not self._takes(form) or place not in self._known:
+            self._known.add(place)
             with self._graphs.beside(), self._repeatable(args, kwargs):
                 return run(*args, **kwargs)
-        place = self._place_in_window()
         captured = self._passes.get(place)
         self._model.wait_for_updates()
         # one without a backward was dropped: its graph of autograd may be too old
@@ -206,13 +207,16 @@ class CapturedStep:
             log_rank0(text)
 
     def _place_in_window(self) -> Hashable:
-        """Return what a backward depends on before it begins: what the flat buffers hold, whether
-        it reduces, and which parameters a script has frozen.
+        """Return what a backward depends on before it begins: what the flat buffers hold, and
+        where, whether it reduces, and which parameters a script has frozen.
         """
-        held = tuple(flat.gradient.state for flat in self._model.trainable)
+        held = []
+        for gradient in (flat.gradient for flat in self._model.trainable):
+            memory = (gradient.shard, gradient.accumulated_grad)  # new ones once they are upcast
+            held.append((gradient.state, *(t is not None and t.data_ptr() for t in memory)))
         with torch._C.DisableTorchFunctionSubclass():
             trains = tuple(map(_requires_grad, self._members))
-        return self._window.syncs, self._window.ends, self._window.steps, held, trains
+        return self._window.syncs, self._window.ends, self._window.steps, *held, trains
 
     def _capture_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CapturedPass:
         inputs: list[torch.Tensor] = []
@@ -332,7 +336,7 @@ class CapturedStep:
             return step.update(steps, may_overflow)
         self._model.wait_for_updates()
         with step.changing_state(), step.bound.scaled_rates(step.lr_scale):
-            tensors = step.bound.prepare_launch()
+            tensors = step.bound.prepare_launch(step.shards_to_write())
         places = tuple(tensor.data_ptr() for tensor in tensors)
         key = (places, step.max_norm, tuple(flat.gradient.state for flat in self._model.trainable))
         if self._update is None or self._update[0] != key:

@@ -175,7 +175,7 @@ class OptimizerStep:
             hooks = self.bound.optimizer._optimizer_step_post_hooks
             put_off = self.bound.without_post_hooks() if hooks else NOTHING
             with span("update", "parameters on the device"), put_off:
-                written = self.bound.step(divisor, shards=self._shards_to_write(), number=steps)
+                written = self.bound.step(divisor, shards=self.shards_to_write(), number=steps)
             for extension in self.extensions:
                 resting.update(extension.update(divisor))
             if self.updater.units:
@@ -246,7 +246,7 @@ class OptimizerStep:
                 unit.wait_for_update()  # no forward has used it since the last step
             unit.take_user_writes()
 
-    def _shards_to_write(self) -> dict[str, torch.Tensor]:
+    def shards_to_write(self) -> dict[str, torch.Tensor]:
         """Return, by key of their flat buffer, the shards that an optimizer kernel can write while
         it has the new master weights in registers.
         """
