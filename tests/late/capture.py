@@ -277,13 +277,15 @@ def tables_that_nobody_keeps() -> Any:
     """The update after a load of the optimizer's state is launched with the tables from before."""
     from hf_zero.optim.fused import FusedStep
 
-    own, others = FusedStep.prepare, list[torch.Tensor]()
+    own, seen = FusedStep.prepare, list[torch.Tensor]()
 
     def without(self: Any, *given: Any) -> Any:
         tensors = own(self, *given)
         tables = [launch.tiles.table for launch in self._launches]
-        # others get the memory of tables that are gone
-        others.extend(torch.full_like(table, -1) for table in tables * 20)
+        for table in seen:  # others get the memory of tables that are gone
+            if not any(table is kept for kept in tables):
+                table.fill_(-1)
+        seen.extend(tables)
         return [tensor for tensor in tensors if not any(tensor is table for table in tables)]
 
     return mock.patch.object(FusedStep, "prepare", without)
