@@ -17,6 +17,7 @@ from hf_zero.ops.activations import gelu, swiglu_packed
 from hf_zero.ops.flat_optimizers import FlatRun, RowSettings, Tiles, settings_table
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
 from hf_zero.ops.norms import rms_norm
+from hf_zero.ops.operators import operator
 from hf_zero.ops.packed_linear import packed_linear_whole
 from hf_zero.ops.residual import dropout_add
 from hf_zero.ops.rotary import rotary, split_rotary
@@ -136,13 +137,13 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 def test_operators_keep_torchs_rules() -> None:
-    for operator, arguments in (row for rows in EVERY for row in rows()):
+    for op, arguments in (row for rows in EVERY for row in rows()):
         try:
-            operator = getattr(operator, "operator", operator)
-            whole = getattr(operator, "default", operator)
+            op = getattr(op, "operator", op)
+            whole = getattr(op, "default", op)
             torch.library.opcheck(whole, arguments, test_utils=CHECKS)
         except Exception as error:
-            raise AssertionError(f"{operator}: {error}") from error
+            raise AssertionError(f"{op}: {error}") from error
 
 
 def test_modes_see_operators_and_eager_code_takes_the_short_way() -> None:
@@ -174,6 +175,34 @@ def test_the_short_way_has_no_second_derivative_either() -> None:
     (grad,) = torch.autograd.grad(rms_norm(x, weight).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="norm_backward"):
         grad.sum().backward()
+
+
+def test_anomaly_detection_and_profiles_name_the_operator() -> None:
+    x = trained(3, 8)
+    with torch.profiler.profile() as profile:
+        out = swiglu_packed(x)
+    assert out.grad_fn is not None and out.grad_fn.name() == "hf_zero::gated_packedBackward"
+    assert "hf_zero::gated_packed" in {event.key for event in profile.key_averages()}
+    with (
+        pytest.raises(RuntimeError, match="hf_zero::gated_packedBackward"),
+        pytest.warns(UserWarning, match="Anomaly|gated_packed"),
+        torch.autograd.detect_anomaly(),
+    ):
+        swiglu_packed(x).backward(torch.full((3, 4), torch.nan))
+
+
+def test_kernels_read_no_view_that_negates() -> None:
+    negated: list[bool] = []
+
+    @operator("hf_zero_tests::negated")
+    def read(x: torch.Tensor) -> torch.Tensor:
+        negated.append(x.is_neg())
+        return x.clone()
+
+    view = torch.complex(plain(8), plain(8)).conj().imag
+    assert view.is_neg()
+    assert torch.equal(read(view), -plain(8))
+    assert negated == [False]
 
 
 # ---- one graph ----
