@@ -91,6 +91,13 @@ class Graph:
         """Launch the work on the current stream."""
         self._captured.replay()
 
+    def free(self) -> None:
+        """Free the work, whoever still refers to it: NCCL ends no communicator before the graphs
+        that send over it.
+        """
+        self._captured.reset()
+        self.held.clear()
+
 
 class Graphs:
     """The graphs of one engine on ``device``, captured on :attr:`stream`."""

@@ -290,6 +290,13 @@ def test_backwards_that_a_graph_cannot_repeat_are_refused():
     with pytest.raises(PartitionError, match="overwritten"):
         engine.backward(first + second)
     engine.zero_grad()
+    first, head = engine(data[0])["loss"], engine.module.head.weight
+    head.requires_grad_(False)
+    engine(data[1])  # has a graph of its own, in the same memory
+    head.requires_grad_(True)
+    with pytest.raises(PartitionError, match="overwritten"):
+        engine.backward(first)
+    engine.zero_grad()
     loss = engine(data[0])["loss"]
     with pytest.raises(PartitionError, match=r"call engine\.backward"):
         loss.backward()
@@ -302,6 +309,18 @@ def test_backwards_that_a_graph_cannot_repeat_are_refused():
     with pytest.raises(PartitionError, match="differs from the captured one"):
         engine.backward(loss, scale_wrt_gas=False)
     engine.destroy()
+
+
+def test_a_destroyed_engine_frees_its_graphs_beside_losses_that_a_script_has_kept(launches):
+    """NCCL would wait for them for ever as it ends their communicators."""
+    engine = build(1, True)
+    train(engine, batches(STEPS))
+    kept = engine(batches(1)[0])["loss"]
+    engine.destroy()
+    assert launches and kept.grad_fn is not None
+    for graph in set(launches):
+        with pytest.raises(RuntimeError):
+            graph._captured.replay()
 
 
 @pytest.mark.skipif(

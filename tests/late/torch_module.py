@@ -205,7 +205,7 @@ class CUDAGraph:
     """Captured work, as torch.cuda.CUDAGraph; named as torch's for every kind of device."""
 
     def __init__(self, keep_graph: bool = False):
-        self._graph = C.Graph()
+        self._graph: Any = C.Graph()
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         self._graph.begin(pool)
@@ -214,7 +214,12 @@ class CUDAGraph:
         self._graph.end()
 
     def replay(self) -> None:
+        if self._graph is None:
+            raise RuntimeError("late: a graph is launched that was reset")
         self._graph.launch()
+
+    def reset(self) -> None:
+        self._graph = None
 
     def pool(self) -> Any:
         return self._graph.memory()

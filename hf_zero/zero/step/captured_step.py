@@ -84,6 +84,11 @@ class _CapturedPass:
     serial: int = 0  # of its last launch
     reached: dict[int, torch.Tensor] = field(default_factory=dict)  # by a backward, with gradients
 
+    @property
+    def graphs(self) -> list[Graph]:
+        """The graphs of the forward and of its backward."""
+        return [self.graph] if self.backward is None else [self.graph, self.backward.graph]
+
 
 class _Replayed(torch.autograd.Function):
     """The outputs of a captured forward; takes their gradients for the captured backward."""
@@ -126,7 +131,8 @@ class CapturedStep:
         self._passes: dict[Hashable, _CapturedPass] = {}  # by place in the window
         self._update: tuple[Hashable, Graph, torch.Tensor] | None = None  # key, graph, norm
         self._reached: _CapturedPass | None = None  # by the backward under way
-        self._open = False  # a forward was launched, and no backward since
+        # the last forward, if it was launched and awaits its backward
+        self._open: _CapturedPass | None = None
         self._told: set[str] = set()
         # what makes outputs require grad
         self._anchor = torch.zeros((), device=self._device, requires_grad=True)
@@ -153,7 +159,7 @@ class CapturedStep:
             own.copy_(given, non_blocking=True)
         captured.graph.launch()
         captured.serial += 1
-        self._open = True
+        self._open = captured
         replayed: Sequence[torch.Tensor] = ()
         if captured.outputs:
             replayed = _Replayed.apply(self, captured, self._anchor)
@@ -252,7 +258,8 @@ class CapturedStep:
         """Take the gradients of the outputs of ``captured``, in the backward of its launch
         ``serial``.
         """
-        if captured.serial != serial or not self._open:
+        # one at another place of the window may have the memory of this one's activations
+        if captured is not self._open or captured.serial != serial:
             raise PartitionError(
                 f"{KEY}: this backward goes through a forward whose activations a later forward "
                 "or backward has overwritten; call backward after each forward, and once, or "
@@ -269,7 +276,7 @@ class CapturedStep:
     @property
     def is_open(self) -> bool:
         """Whether a captured forward awaits its backward."""
-        return self._open
+        return self._open is not None
 
     def end_backward(self, factors: Hashable, others: bool) -> None:
         """Launch the captured backward if the one that has just ended has reached captured outputs.
@@ -281,7 +288,7 @@ class CapturedStep:
         captured, self._reached = self._reached, None
         if captured is None:
             return
-        self._open = False
+        self._open = None
         reached, captured.reached = captured.reached, {}
         if others or any_raw_grad(self._members):
             raise PartitionError(
@@ -378,8 +385,13 @@ class CapturedStep:
 
     def close(self) -> None:
         """Free all graphs: the engine is destroyed."""
+        found = [graph for each in self._passes.values() for graph in each.graphs]
+        if self._update is not None:
+            found.append(self._update[1])
+        for graph in found:  # losses that a script has kept refer to their passes
+            graph.free()
         self._passes.clear()
-        self._update, self._open, self._steps = None, False, 0
+        self._update, self._open, self._steps = None, None, 0
         self._form = None
 
     # ---- captures ----
