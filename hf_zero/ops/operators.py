@@ -26,7 +26,7 @@ class Operator:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.operator = torch.library.custom_op(name, mutates_args=())(function)
-        self._function = function
+        self._name, self._function = name, function
         self._node: Any = None
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,8 +40,7 @@ class Operator:
         ``setup_context(ctx, inputs, output)``, as torch.library.register_autograd does.
         """
         self.operator.register_autograd(gradient, setup_context=setup_context)
-        name = self.operator._qualname
-        self._node = _node_of(name, self._function, gradient, setup_context)
+        self._node = _node_of(self._name, self._function, gradient, setup_context)
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or not _is_plain(args):
