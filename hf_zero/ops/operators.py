@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 class Operator:
@@ -68,9 +69,11 @@ def _is_plain(args: Sequence[Any]) -> bool:
 
 
 def _has_values(arg: Any) -> bool:
-    """Whether kernels can read the memory of ``arg``; a view that negates holds other values."""
+    """Whether kernels can read the memory of ``arg``. Not that of a view that negates, nor of the
+    vmap of batched gradients (``is_grads_batched``), which is no transform of functorch.
+    """
     if isinstance(arg, torch.Tensor):
-        return type(arg) in _PLAIN and not (arg.is_meta or arg.is_neg())
+        return type(arg) in _PLAIN and not (arg.is_meta or arg.is_neg() or _is_batched(arg))
     return all(map(_has_values, arg)) if isinstance(arg, (tuple, list)) else True
 
 

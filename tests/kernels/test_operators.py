@@ -191,6 +191,15 @@ def test_anomaly_detection_and_profiles_name_the_operator() -> None:
         swiglu_packed(x).backward(torch.full((3, 4), torch.nan))
 
 
+def test_batched_gradients_are_those_of_each() -> None:
+    x = trained(3, 8)
+    out = swiglu_packed(x)
+    batch = torch.eye(out.numel()).view(-1, *out.shape)
+    (batched,) = torch.autograd.grad(out, x, batch, retain_graph=True, is_grads_batched=True)
+    for row, grad in zip(batch, batched, strict=True):
+        assert torch.equal(*torch.autograd.grad(out, x, row, retain_graph=True), grad)
+
+
 def test_kernels_read_no_view_that_negates() -> None:
     negated: list[bool] = []
 
