@@ -137,17 +137,18 @@ def waited_for(rank: int, folder: str) -> None:
     on = {"metrics": {"enabled": True, "path": folder}}
     engine = start(model, adamw(model), config_of(3, **on))
     steps(engine, rank, range(1))
-    noted(folder, 1 if rank else 0)  # rank 0 goes on, and waits
+    if rank == 1:  # rank 0 goes on, and waits
+        noted(folder, "waits")
     steps(engine, rank, range(1, 2))
-    noted(folder, 2)
+    noted(folder, "runs")
     steps(engine, rank, range(2, 3))
     engine.destroy()
 
 
-def noted(folder: str, step: int) -> None:
-    """Return once rank 0 has noted states of ranks after ``step`` steps."""
+def noted(folder: str, state: str) -> None:
+    """Return once the last states of ranks that rank 0 has noted begin with ``state``."""
     end = time.monotonic() + 120
-    while step and not any(row.get("after_step") == step for row in states(folder)):
+    while not (rows := states(folder)) or rows[-1]["ranks"][0]["state"] != state:
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -159,7 +160,8 @@ def states(folder: str | Path) -> list[dict[str, Any]]:
 def test_a_rank_that_comes_late_is_in_the_record(tmp_path: Path) -> None:
     run_processes(2, waited_for, str(tmp_path))
     rows = states(tmp_path)
-    assert (rows[0]["after_step"], rows[-1]["after_step"]) == (1, 2)
+    # the look that finds both at work again may come before the second step has ended
+    assert rows[0]["after_step"] == 1 and rows[-1]["after_step"] in (1, 2)
     first, last = rows[0]["ranks"], rows[-1]["ranks"]
     assert [row["state"] for row in first] == ["waits", "runs"]
     assert [row["ranks"] for row in first] == [[0], [1]] and "(number " in first[0]["what"]
