@@ -176,9 +176,17 @@ def load_own_state(engine: Any, number: int) -> None:
         engine.optimizer.load_state_dict(engine.optimizer.state_dict())
 
 
+def add_a_micro_batch(engine: Any, number: int) -> None:
+    """Have gradients in bf16 summed, and so kept in fp32 from then on."""
+    if number == 5:
+        with engine.no_sync():
+            engine.backward(engine(batches(1, seed=number)[0])["loss"])
+
+
 BETWEEN = {
     each.__name__: each
     for each in (
+        add_a_micro_batch,
         evaluate,
         write,
         other_shape,
@@ -292,7 +300,8 @@ def test_backwards_that_a_graph_cannot_repeat_are_refused():
     engine.zero_grad()
     first, head = engine(data[0])["loss"], engine.module.head.weight
     head.requires_grad_(False)
-    engine(data[1])  # has a graph of its own, in the same memory
+    for batch in data[1:3]:  # the second one has a graph of its own, in the same memory
+        engine(batch)
     head.requires_grad_(True)
     with pytest.raises(PartitionError, match="overwritten"):
         engine.backward(first)

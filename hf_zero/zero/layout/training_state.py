@@ -284,6 +284,11 @@ class GradientBuffer:
 
     # ---- 16 bits, then 32 ----
 
+    @property
+    def address(self) -> int:
+        """The address of the gradient in ``memory``, which an upcast changes."""
+        return self._on_device().data_ptr()
+
     def _on_device(self) -> torch.Tensor:
         """Return the gradient in ``memory``."""
         whole = self.accumulated_grad

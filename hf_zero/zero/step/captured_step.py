@@ -12,9 +12,10 @@ another form runs as it is.
 Graphs repeat what was launched, not what the host did: hooks and counters of a backward that is
 launched again are repeated from a record (:class:`_BackwardRecord`). A backward depends on what the
 window holds already (:meth:`CapturedStep._place_in_window`): one that overwrites and one that adds
-have graphs of their own. What else changes from step to step is in memory of the device that the
-host writes before the launch: the batch, the gradients of the outputs, and the settings of the
-optimizer's groups.
+have graphs of their own. The first at a place, and an update with other tensors than the last, run
+as they are: a graph would repeat an upcast of the gradients or a copy from the host. What else
+changes from step to step is in memory of the device that the host writes before the launch: the
+batch, the gradients of the outputs, and the settings of the optimizer's groups.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ class CapturedStep:
         self._form: Hashable = None  # the captured one
         self._known: set[Hashable] = set()  # places in the window at which a backward has run
         self._passes: dict[Hashable, _CapturedPass] = {}  # by place in the window
+        self._prepared: Hashable = None  # what the last update depended on, if it can be captured
         self._update: tuple[Hashable, Graph, torch.Tensor] | None = None  # key, graph, norm
         self._reached: _CapturedPass | None = None  # by the backward under way
         # the last forward, if it was launched and awaits its backward
@@ -213,16 +215,14 @@ class CapturedStep:
             log_rank0(text)
 
     def _place_in_window(self) -> Hashable:
-        """Return what a backward depends on before it begins: what the flat buffers hold, and
-        where, whether it reduces, and which parameters a script has frozen.
+        """Return what a backward depends on before it begins: what the flat buffers hold and where,
+        whether it reduces, and which parameters a script has frozen.
         """
-        held = []
-        for gradient in (flat.gradient for flat in self._model.trainable):
-            memory = (gradient.shard, gradient.accumulated_grad)  # new ones once they are upcast
-            held.append((gradient.state, *(t is not None and t.data_ptr() for t in memory)))
+        gradients = [flat.gradient for flat in self._model.trainable]
+        held = tuple((gradient.state, gradient.address) for gradient in gradients)
         with torch._C.DisableTorchFunctionSubclass():
             trains = tuple(map(_requires_grad, self._members))
-        return self._window.syncs, self._window.ends, self._window.steps, *held, trains
+        return self._window.syncs, self._window.ends, self._window.steps, held, trains
 
     def _capture_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CapturedPass:
         inputs: list[torch.Tensor] = []
@@ -337,15 +337,20 @@ class CapturedStep:
         """Run one optimizer step as :meth:`OptimizerStep.update` does, launched from a graph if it
         can be.
         """
-        step = self._step
-        if may_overflow or self._steps < WARM_UP or not self._repeats(step):
+        step, key = self._step, None
+        tensors: Sequence[torch.Tensor] = ()
+        if not may_overflow and self._steps >= WARM_UP - 1 and self._repeats(step):
+            self._model.wait_for_updates()
+            with step.changing_state(), step.bound.scaled_rates(step.lr_scale):
+                tensors = step.bound.prepare_launch(step.shards_to_write())
+            places = tuple(tensor.data_ptr() for tensor in tensors)
+            states = tuple(flat.gradient.state for flat in self._model.trainable)
+            key = places, step.max_norm, states
+        # one that is new runs as it is first: it compiles kernels and copies tables from the host
+        is_new, self._prepared = key is None or key != self._prepared, key
+        if is_new or self._steps < WARM_UP:
             self._steps += 1
             return step.update(steps, may_overflow)
-        self._model.wait_for_updates()
-        with step.changing_state(), step.bound.scaled_rates(step.lr_scale):
-            tensors = step.bound.prepare_launch(step.shards_to_write())
-        places = tuple(tensor.data_ptr() for tensor in tensors)
-        key = (places, step.max_norm, tuple(flat.gradient.state for flat in self._model.trainable))
         if self._update is None or self._update[0] != key:
             step.is_captured = True
             try:
