@@ -187,7 +187,7 @@ def test_windows_of_the_script_are_refused():
         engine_of(managed_gradient_accumulation=False)
 
 
-def test_experts_and_sequences_on_several_ranks_are_refused():
+def test_what_is_refused_on_several_ranks():
     def rank(number):
         init_parallel(ParallelDims.over(2, pipeline=2))
         experts = LayerSpec(MoE, 8, nn.Linear(8, 8), num_experts=2, ep_size=2)
@@ -196,6 +196,12 @@ def test_experts_and_sequences_on_several_ranks_are_refused():
         error = RankMismatchError if number else ConfigError
         with pytest.raises(error, match=r"spread over 2 ranks \(expert_parallel.autoep_size, ep_s"):
             hf_zero.initialize(model=module, config=config(1, 0), optimizer=sgd)
+
+    def saves(_):
+        init_parallel(ParallelDims.over(2, pipeline=2))
+        own = {**config(1, 0), "checkpoint": {"async_save": True}}
+        with pytest.raises(ConfigError, match=r"checkpoint\.async_save is true, which is not"):
+            hf_zero.initialize(model=PipelineModule(layers(), 2), config=own, optimizer=sgd)
 
     def reads(_):
         module = pipeline(1, 2)
@@ -206,6 +212,7 @@ def test_experts_and_sequences_on_several_ranks_are_refused():
             PipelineModule(layers(), 2)
 
     run_ranks(2, rank)
+    run_ranks(2, saves)
     run_ranks(2, reads)
 
 

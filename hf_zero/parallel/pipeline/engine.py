@@ -440,9 +440,9 @@ def check_pipeline(
     config: ZeroConfig, module: StagedModule, techniques: Collection[str], one_bit: bool
 ) -> None:
     """Raise ConfigError for features that the engine of ``module`` does not support: ZeRO beyond
-    stage 1, ``techniques`` (keys of the enabled ones), a one-bit optimizer, a schedule for another
-    number of stages per rank. Raise UnmanagedWindowError if the script is to end accumulation
-    windows itself.
+    stage 1, ``techniques`` (keys of the enabled ones), a one-bit optimizer, saves in the
+    background, a schedule for another number of stages per rank. Raise UnmanagedWindowError if
+    the script is to end accumulation windows itself.
     """
     if not config.managed_gradient_accumulation:
         raise UnmanagedWindowError(
@@ -464,6 +464,11 @@ def check_pipeline(
         raise ConfigError(
             "the optimizer sends its momentum in one bit over all ranks, which hold different "
             "layers in a pipeline; use Adam, AdamW or another one that reduces gradients"
+        )
+    if config.checkpoint.async_save and module.num_stages > 1:
+        raise ConfigError(
+            "checkpoint.async_save is true, which is not supported with pipeline parallelism: a "
+            "save joins the shards of several stages; remove the key"
         )
     if config.pipeline.activation_checkpoint_interval and not hasattr(
         module, "set_checkpoint_interval"
