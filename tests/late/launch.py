@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -91,6 +93,20 @@ def run(
     """
     own = environment() if env is None else env
     return _run(interpreter or of(own), [own], [module, *arguments], seconds)[0]
+
+
+def pass_tests(own: Mapping[str, str], *arguments: str, seconds: float) -> None:
+    """Run pytest with ``arguments`` in the environment ``own``; some test passes, and none fails or
+    is skipped.
+    """
+    out = run(
+        "pytest",
+        *("-o", "addopts=", "-q", *arguments),
+        seconds=seconds,
+        env=own,
+        interpreter=sys.executable,  # its own: hf_zero is what torch looks for as it is imported
+    )
+    assert re.search(r"\d passed", out) and not re.search(r"\d (skipped|failed)", out), out
 
 
 def run_ranks(

@@ -4,9 +4,6 @@ a wait, a question or an allocation in a launch; and faults show.
 
 from __future__ import annotations
 
-import re
-import sys
-
 import pytest
 
 from tests.late import launch
@@ -71,12 +68,6 @@ def test_the_tests_for_gpus_pass() -> None:
     own = launch.environment(
         as_cuda=True, HF_ZERO_BACKEND="hf_zero", HF_HUB_OFFLINE="1", LATE_DEVICES="1"
     )
-    out = launch.run(
-        "pytest",
-        *("-o", "addopts=", "-q", "-p", "tests.late.capture", "tests/gpu/test_capture.py"),
-        *("-k", "refused or resumed and 1 or waits or logits or outside or destroyed"),
-        seconds=300,
-        env=own,
-        interpreter=sys.executable,  # its own: hf_zero is what torch looks for as it is imported
-    )
-    assert re.search(r"\d passed", out) and not re.search(r"\d (skipped|failed)", out), out
+    path = ("-p", "tests.late.capture", "tests/gpu/test_capture.py")
+    chosen = "refused or resumed and 1 or waits or logits or outside or destroyed"
+    launch.pass_tests(own, *path, "-k", chosen, seconds=300)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -93,13 +92,7 @@ def test_tests_for_gpus_pass(name: str, tmp_path: Path) -> None:
         LATE_REPORTS=f"{tmp_path}/{{rank}}-{{process}}.json",
     )
     own.pop("TRITON_INTERPRET", None)
-    out = launch.run(
-        "pytest",
-        *("-o", "addopts=", "-q", f"tests/gpu/test_{name}_on_gpu.py", "-k", "not compiled"),
-        seconds=900,
-        env=own,
-        interpreter=sys.executable,  # its own: hf_zero is what torch looks for as it is imported
-    )
-    assert re.search(r"\d passed", out) and not re.search(r"\d (skipped|failed)", out), out
+    path = f"tests/gpu/test_{name}_on_gpu.py"
+    launch.pass_tests(own, path, "-k", "not compiled", seconds=900)
     told = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
     assert told and not any(each["reports"] for each in told), told
