@@ -31,6 +31,7 @@ from hf_zero.techniques.registry import follow
 from hf_zero.techniques.training_loader import data_loader
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.reduce.losses import Fp16LossScaler
+from hf_zero.zero.state_bytes import GATHERED, MASTERS, MOMENTS, tensors_on_device
 
 
 class _ScaledLoss(torch.autograd.Function):
@@ -356,6 +357,14 @@ class DeepSpeedEngine(ReportingEngine):
 # ---- Training state that is away in host memory ----
 
 KINDS = tuple(kind.value for kind in OffloadStateTypeEnum)
+# by the engine's kinds (``zero/state_bytes.py``)
+_NAMES = {
+    "parameters": "lp_params",
+    GATHERED: "lp_params",
+    "gradients": "lp_grads",
+    MASTERS: "hp_params",
+    MOMENTS: "optim_states",
+}
 
 
 class StatesAway:
@@ -375,9 +384,9 @@ class StatesAway:
         """
         chosen = set(include)
         storages: dict[int, tuple[torch.UntypedStorage, set[str]]] = {}
-        for kind, tensor in _state_of(engine):
+        for kind, tensor in tensors_on_device(engine):
             storage = tensor.untyped_storage()
-            storages.setdefault(storage._cdata, (storage, set()))[1].add(kind)
+            storages.setdefault(storage._cdata, (storage, set()))[1].add(_NAMES[kind])
         for storage, kinds_in_it in storages.values():
             if storage.nbytes() and kinds_in_it <= chosen:
                 host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
@@ -408,23 +417,6 @@ class StatesAway:
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     view = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return view.set_(storage)  # type: ignore[call-overload]
-
-
-def _state_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of an engine on its device, each with its kind."""
-    for flat in engine.flats:
-        optimizer_shard = flat.optimizer_shard
-        gradients = [flat.gradient.shard, flat.gradient.accumulated_grad]
-        shard = flat.shard if flat.cast_master is None else flat.cast_master
-        by_kind = {"lp_params": [flat.full, shard], "lp_grads": gradients}
-        if optimizer_shard.has_own_master:
-            by_kind["hp_params"] = [optimizer_shard.master]
-        if optimizer_shard.has_master and engine.bound is not None:
-            by_kind["optim_states"] = engine.bound.memory(optimizer_shard)
-        for kind, tensors in by_kind.items():
-            for tensor in tensors:
-                if isinstance(tensor, torch.Tensor) and tensor.device == engine.device:
-                    yield kind, tensor
 
 
 def checked(include: Any, device: object) -> tuple[str, ...]:

@@ -128,7 +128,7 @@ class BoundOptimizer:
             for piece in list(flat.layout.pieces(*flat.owned)):
                 first = piece.offset - flat.owned[0]
                 for kind, whole in carried.tensors.get(piece.name, {}).items():
-                    self.load_tensor(flat, kind, whole[piece.start : piece.stop], first)
+                    self._load_state(flat, kind, whole[piece.start : piece.stop], first)
         self.load_by_parameter(carried.numbers, ())
         self.factors.load(carried.factors)
 
@@ -351,20 +351,17 @@ class BoundOptimizer:
             UnsupportedOptimizerError: no group keeps a state of that name.
         """
         self.create_offloaded(flat)  # settings of groups may be new
-        last = first + tensor.numel()
-        if name == MASTER:
-            if flat.offloaded:
-                self._table.offloaded.load_tensor(flat, name, tensor, first)
-            else:
-                _copy(masters(flat)[first:last], tensor)
-            return
+        if name != MASTER:
+            self._load_state(flat, name, tensor, first)
+        elif flat.offloaded:
+            self._table.offloaded.load_tensor(flat, name, tensor, first)
+        else:
+            _copy(masters(flat)[first : first + tensor.numel()], tensor)
+
+    def _load_state(self, flat: Flat, name: str, tensor: Tensor, first: int) -> None:
+        """Make :meth:`load_tensor` for a state."""
         self.numbers.writes += 1
-        touched = [
-            (segment, part)
-            for segment in self._table.segments
-            for part in segment.parts
-            if part.flat is flat and part.start < last and first < part.stop
-        ]
+        touched = self._table.parts_between(flat, first, first + tensor.numel())
         kept = []  # the state of each, None if its group keeps none
         for segment, _ in touched:
             self._table.state_of(segment).create(segment)

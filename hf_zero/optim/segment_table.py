@@ -8,6 +8,7 @@ has a part of it, keeps all factors with equal values.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import (
     Callable,
     Hashable,
@@ -30,7 +31,7 @@ from hf_zero.optim.cpu_base import FORMATS, CPUOptimizer
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.offloaded_state import OffloadedState
 from hf_zero.optim.own_step import choose_fused
-from hf_zero.optim.segments import Flat, Segment, masters, replace_segments
+from hf_zero.optim.segments import Flat, Segment, SegmentPart, masters, replace_segments
 from hf_zero.optim.sharded_tensors import extent_of
 from hf_zero.optim.state import DeviceState, StateEntries
 from hf_zero.optim.whole_tensor import FACTORS, WholeTensorOptimizer
@@ -52,6 +53,8 @@ class SegmentTable:
         self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
         self.segments: list[Segment] = []
         self._segment_of: dict[Tensor, Segment] = {}
+        # by key of the flat buffer, in the order of elements; empty: to be listed again
+        self._parts: dict[str, list[tuple[Segment, SegmentPart]]] = {}
         self.stepped: list[Segment] = []  # all at once, by the optimizer's step
         # one zero each, for groups that own nothing on this rank
         self.stand_ins: list[Segment] = []
@@ -138,10 +141,25 @@ class SegmentTable:
             self.resting = rests
             self.stepped = [segment for segment in self.stepped if segment not in rests]
         self._segment_of = {segment.tensor: segment for segment in self.segments}
+        self._parts = {}
         for live in self._optimizer.param_groups:
             live["params"] = []
         for tensor, segment in self._segment_of.items():
             self._optimizer.param_groups[segment.group]["params"].append(tensor)
+
+    def parts_between(self, flat: Flat, first: int, last: int) -> list[tuple[Segment, SegmentPart]]:
+        """Return the parts of ``flat`` with elements ``[first, last)`` of its owned range, each
+        with its segment.
+        """
+        if not self._parts:
+            for segment in self.segments:
+                for part in segment.parts:
+                    self._parts.setdefault(part.flat.key, []).append((segment, part))
+            for parts in self._parts.values():
+                parts.sort(key=lambda found: found[1].start)
+        parts = self._parts.get(flat.key, [])
+        begin = bisect_right(parts, first, key=lambda found: found[1].stop)
+        return parts[begin : bisect_left(parts, last, key=lambda found: found[1].start)]
 
     def state_of(self, segment: Segment) -> DeviceState | OffloadedState:
         """Return the store that keeps the state of ``segment``."""

@@ -6,12 +6,15 @@ The functions are methods of :class:`hf_zero.Engine`, under their names.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 KINDS = ("parameters", "gradients", "optimizer")
 TIERS = ("device", "ram", "disk")
+GATHERED, MASTERS, MOMENTS = "gathered", "masters", "moments"
+_REPORTED = {kind: kind for kind in KINDS} | {MASTERS: "optimizer", MOMENTS: "optimizer"}
 
 
 def state_bytes(engine: Any) -> dict[str, int]:
@@ -34,41 +37,47 @@ def bytes_by_tier(engine: Any, counts: Counter[tuple[str, str]] | None = None) -
 
 def held_bytes(engine: Any) -> Counter[tuple[str, str]]:
     """Return the bytes by kind and tier."""
-    bound = engine.bound
     counts: Counter[tuple[str, str]] = Counter()
-    counted: set[int] = set()
-
-    def add(kind: str, tier: str, tensor: torch.Tensor | None) -> None:
-        if tensor is not None and tensor.numel() and tensor.data_ptr() not in counted:
-            counted.add(tensor.data_ptr())
-            counts[kind, tier] += tensor.nbytes
-
     for extension in engine.optimizer_step.extensions:
         for kind, nbytes in extension.state_bytes().items():
             counts[kind, "device"] += nbytes
     for unit in engine.units:
         counts["parameters", "device"] += unit.source.nbytes()
+    counted: set[int] = set()
+    for kind, tensor in tensors_on_device(engine):
+        if kind != GATHERED and tensor.numel() and tensor.data_ptr() not in counted:
+            counted.add(tensor.data_ptr())
+            counts[_REPORTED[kind], "device"] += tensor.nbytes
     for flat in engine.flats:
-        if flat.sharded:
-            for tier, nbytes in flat.shard_bytes().items():
-                counts["parameters", tier] += nbytes
-        else:
-            add("parameters", "device", flat.full)
-        for buffer in flat.computing.memory if flat.computing is not None else ():
-            add("parameters", "device", buffer)
-        if not flat.trainable:
-            continue
-        memory = flat.gradient.memory
-        if memory is not None and memory.nbytes:
-            whole = flat.gradient.accumulated_grad
-            add("gradients", "device", flat.gradient.shard if whole is None else whole)
+        away = [("parameters", flat.shard_bytes())] if flat.is_away else []
         if flat.optimizer_shard.offloaded:
-            add("gradients", "ram", flat.gradient.shard)
-            for tier, nbytes in flat.optimizer_shard.storage.nbytes().items():
-                counts["optimizer", tier] += nbytes
-            continue
-        if flat.optimizer_shard.has_own_master:
-            add("optimizer", "device", flat.optimizer_shard.master)
-        for tensor in bound.memory(flat.optimizer_shard) if bound is not None else ():
-            add("optimizer", "device", tensor)
+            counts["gradients", "ram"] += flat.gradient.shard.nbytes
+            away.append(("optimizer", flat.optimizer_shard.storage.nbytes()))
+        for kind, by_tier in away:
+            for tier, nbytes in by_tier.items():
+                counts[kind, tier] += nbytes
     return counts
+
+
+def tensors_on_device(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (kind, tensor) for the state of the flat buffers in memory of the device: parameters,
+    gradients, masters, moments, and whole parameters while they are :data:`GATHERED`. Masters that
+    a gather casts are yielded once more as parameters.
+    """
+    bound = engine.bound
+    for flat in engine.flats:
+        shard, gradient = flat.optimizer_shard, flat.gradient
+        if not shard.offloaded:
+            if shard.has_own_master:
+                yield MASTERS, shard.master
+            if flat.trainable and bound is not None:
+                yield from ((MOMENTS, tensor) for tensor in bound.memory(shard))
+        if gradient.memory is not None and gradient.memory.nbytes:
+            yield "gradients", gradient.on_device()
+        if flat.cast_master is not None:
+            yield "parameters", flat.cast_master
+        elif flat.sharded and not flat.is_away:
+            yield "parameters", flat.shard
+        yield GATHERED if flat.sharded else "parameters", flat.full
+        for buffer in flat.computing.memory if flat.computing is not None else ():
+            yield "parameters", buffer

@@ -287,9 +287,9 @@ class GradientBuffer:
     @property
     def address(self) -> int:
         """The address of the gradient in ``memory``, which an upcast changes."""
-        return self._on_device().data_ptr()
+        return self.on_device().data_ptr()
 
-    def _on_device(self) -> torch.Tensor:
+    def on_device(self) -> torch.Tensor:
         """Return the gradient in ``memory``."""
         whole = self.accumulated_grad
         if whole is not None:
@@ -302,7 +302,7 @@ class GradientBuffer:
         may be reading them.
         """
         self.upcast_on_accumulate = False
-        if self.memory is not None and self._on_device().itemsize == 2:
+        if self.memory is not None and self.on_device().itemsize == 2:
             self.memory.upcast()
         if self.shard is not None and self.offloaded:
             self.shard = self.shard.float()
