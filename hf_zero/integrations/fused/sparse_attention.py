@@ -14,6 +14,8 @@ sequence, soft-capping, biases by position, attention sinks.
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +34,8 @@ from hf_zero.zero.transaction import on_rollback
 
 NAME = "hf_zero_sparse"
 ATTRIBUTE = "hf_zero_sparsity"
+_registering = threading.Lock()
+_registered: Counter[str] = Counter()  # calls that have registered a name and are not undone
 _REFUSED = {
     "softcap": "soft-capped scores",
     "position_bias": "a bias by relative position",
@@ -52,15 +56,28 @@ def register() -> None:
 
 def register_attention(name: str, function: Any, mask: Any) -> None:
     """Register an attention function and its mask function with transformers under ``name``. Undone
-    with the transaction under way if the name is new.
+    with the transaction under way, unless another call has registered the name, too.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    for interface, value in ((AttentionInterface, function), (AttentionMaskInterface, mask)):
-        if name not in interface._global_mapping:
-            on_rollback(interface._global_mapping.pop, name, None)
-        interface.register(name, value)
+    with _registering:
+        known = name in AttentionInterface._global_mapping
+        _registered[name] = 1 + (_registered[name] if known else 0)
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, mask)
+    on_rollback(_unregister, name)
+
+
+def _unregister(name: str) -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    with _registering:
+        _registered[name] -= 1
+        if not _registered[name]:
+            for interface in (AttentionInterface, AttentionMaskInterface):
+                interface._global_mapping.pop(name, None)
 
 
 def sparsify(model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, Any]) -> Replacement:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import hf_zero
 from hf_zero.config.kernels import AUTO
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused import report
+from hf_zero.integrations.fused.sparse_attention import register_attention
 from hf_zero.ops.packed_linear import adjacent
+from hf_zero.zero.transaction import transaction
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.cells import in_one_item
 from tests.integrations.fused.animals import BLOCKS, build, error, inputs, step
@@ -183,3 +186,20 @@ def test_an_ordinary_module() -> None:
         ("", "its residual sums are in forwards of whole blocks; compile: blocks fuses them"),
     }
     torch.testing.assert_close(model(x), right)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_attention_that_another_call_has_registered_outlives_a_rollback(shared: bool) -> None:
+    """Two threads of a process call ``initialize``, and one call fails."""
+    registered = transformers.AttentionInterface._global_mapping
+
+    def call() -> None:
+        with transaction():
+            register_attention("hf_zero_of_two", len, len)
+
+    with pytest.raises(KeyError), ThreadPoolExecutor() as another, transaction():
+        register_attention("hf_zero_of_two", len, len)
+        if shared:
+            another.submit(call).result()
+        raise KeyError
+    assert (registered.pop("hf_zero_of_two", None) is not None) is shared
