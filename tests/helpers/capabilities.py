@@ -18,7 +18,17 @@ from torch.func import functional_call
 
 import hf_zero
 from hf_zero.activations import policy as activations
-from hf_zero.optim import Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from hf_zero.optim import (
+    Adam8bit,
+    AdamW8bit,
+    Lamb,
+    Lion8bit,
+    OneBitAdam,
+    OneBitLamb,
+    SGD8bit,
+    ZeroOneAdam,
+    bf16_state,
+)
 from hf_zero.optim.adam_lion import Adam
 from hf_zero.techniques.quantization import noise_for
 from hf_zero.zero.access.consolidate import whole_state_dict
@@ -27,9 +37,17 @@ from tests.helpers.engines import STAGES, OnEngine
 from tests.helpers.late_transfers import Late
 from tests.helpers.layer_drop import LayerDropJob
 from tests.helpers.models import ARCHITECTURES, LENGTH, Batch, Stack, seeded
-from tests.helpers.offloads import PLACES, offload
+from tests.helpers.offloads import DEVICE, PLACES, offload
 from tests.helpers.one_bit import ADAM, BLOCK, LAMB, RARE
-from tests.helpers.optimizers import ELEMENTWISE, MAIN, WHOLE, MuonAndAdamW, same_directions
+from tests.helpers.optimizers import (
+    ELEMENTWISE,
+    MAIN,
+    SEED,
+    WHOLE,
+    InBf16,
+    MuonAndAdamW,
+    same_directions,
+)
 from tests.helpers.plans import APART
 from tests.helpers.tensor_parallel import TensorJob
 from tests.helpers.token_drop import TokenDropJob
@@ -58,6 +76,10 @@ def near(got: Weights, want: Weights, initial: Weights) -> None:
 def dropped(got: Weights, want: Weights, initial: Weights) -> None:
     """What is kept is scaled up, which is up to a factor of 2.5 a block for rounding, too."""
     oracle.compare_tensors("weights", got, want, 1e-4, oracle.ADAM_ROUNDING)
+
+
+def exact(got: Weights, want: Weights, initial: Weights) -> None:
+    oracle.compare_tensors("weights", got, want, 0.0, 0.0)
 
 
 def in_16_bits(got: Weights, want: Weights, initial: Weights) -> None:
@@ -222,6 +244,15 @@ def _by_name(name: str, params: Keys, plain: Callable[[nn.Module], Any], **more:
     return Row(job, keys, plain=made, traced=False, **more).only("oracle")
 
 
+def _in_8_bits(way: str, make: Callable[[Any], Any]) -> Row:
+    """All ranks read the same rows, so that codes are those of one process, bit for bit. Matrices
+    have 8,192 elements, and sub-groups end with blocks of 256.
+    """
+    job = Way(f"8 bits {way}", lambda: Stack(2, 64), make_optimizer=make)
+    keys = _away(way, buffer_size=1000) if way != DEVICE else always()
+    return Row(job, keys, readers=1, elsewhere=4, compare=exact, traced=False)
+
+
 WHOLE_AWAY = [
     ("adafactor", "optimizer on cpu", STAGES),
     ("lamb", "optimizer in files", STAGES),
@@ -249,6 +280,12 @@ OPTIMIZERS: dict[str, Row] = {
         )
         for name, (params, kind) in BY_NAME.items()
     },
+    "AdamW in 8 bits": _in_8_bits(DEVICE, lambda m: AdamW8bit(trainable(m), 1e-3)),
+    "SGD in 8 bits": _in_8_bits(
+        "half on cpu", lambda m: SGD8bit(trainable(m), 1e-2, momentum=0.9, nesterov=True)
+    ),
+    "Lion in 8 bits": _in_8_bits("optimizer on cpu", lambda m: Lion8bit(trainable(m), 1e-4)),
+    "Adam in 8 bits": _in_8_bits("optimizer in files", lambda m: Adam8bit(trainable(m), 1e-3)),
     "Muon by name": replace(
         _by_name("Muon", MUONS, _muon_whose_adam_decays),
         compare=lambda got, want, initial: same_directions(got, want),
@@ -287,15 +324,75 @@ PRECISIONS: dict[str, Row] = {
     ).only("bytes", "destroy", "resume", "overflow")
     for precision in ("bf16", "fp16")
 }
-NARROW = {"enabled": True, "bf16_master_weights_and_grads": True}
+
+
+def nearest(got: Weights, want: Weights, initial: Weights) -> None:
+    """The errors of Kahan sums are beside the weights."""
+    exact(got, {name: value.bfloat16().float() for name, value in want.items()}, initial)
+
+
+def _in_bf16(
+    kind: str, way: str = DEVICE, moments: bool = False, kahan: bool = False, **more: Any
+) -> Row:
+    """All ranks read the same rows, so that bits are those of one process."""
+
+    def build() -> nn.Module:
+        return Stack(2, 64).bfloat16()  # to begin with the same values
+
+    make = IN_BF16[kind]
+    name = f"{kind} in bf16, {way}, {moments}, {kahan}"
+    section = {
+        "enabled": True,
+        "bf16_master_weights_and_grads": True,
+        "bf16_optimizer_states": moments,
+        "kahan_summation": kahan,
+        "stochastic_rounding_seed": SEED,
+    }
+
+    def keys(stage: int, folder: Path) -> Keys:
+        away = {} if way == DEVICE else _away(way, buffer_size=1000)(stage, folder)
+        return {"bf16": section, **away}
+
+    row = Row(
+        Way(name, build, make_optimizer=make),
+        keys,
+        plain=Way(
+            f"{name}, plainly",
+            build,
+            make_optimizer=lambda model: InBf16(model, make, moments, kahan),
+        ),
+        readers=1,
+        elsewhere=4,
+        plan={"precision": "bf16"},
+        compare=nearest if kahan else exact,
+        traced=False,
+        **more,
+    )
+    return row.only("oracle", "bytes", "destroy", "resume")
+
+
+IN_BF16: dict[str, Callable[[Any], Any]] = {
+    "AdamW": lambda m: torch.optim.AdamW(trainable(m), 1e-3, weight_decay=0.1, foreach=False),
+    "SGD": sgd,
+    "RMSprop": lambda m: torch.optim.RMSprop(trainable(m), 1e-3, momentum=0.5),
+    "AdamW8bit": lambda m: AdamW8bit(trainable(m), 1e-3, weight_decay=0.1),
+}
 PRECISIONS |= {
-    f"bf16 with {what}": replace(PRECISIONS["bf16"], keys=always(bf16={**NARROW, key: True})).only(
-        "bytes", "destroy", "resume"
-    )
-    for what, key in (
-        ("all state in bf16", "bf16_optimizer_states"),
-        ("Kahan sums", "kahan_summation"),
-    )
+    "AdamW in bf16": _in_bf16(
+        "AdamW",
+        moments=True,
+        around=lambda patch: patch.setattr(bf16_state, "WIDENED", 1024),  # several batches
+    ),
+    "SGD in bf16": _in_bf16("SGD"),
+    "RMSprop in bf16": _in_bf16("RMSprop", moments=True),
+    "AdamW in bf16 on cpu": _in_bf16("AdamW", "optimizer on cpu"),
+    "AdamW in bf16 in files": _in_bf16("AdamW", "optimizer in files", True),
+    "8 bits beside bf16 in files": _in_bf16("AdamW8bit", "optimizer in files"),
+    "Kahan sums": _in_bf16("SGD", kahan=True),
+    "Kahan sums of AdamW": _in_bf16("AdamW", moments=True, kahan=True),
+    "Kahan sums on cpu": replace(
+        _in_bf16("SGD", "optimizer on cpu", kahan=True), compare=in_16_bits
+    ),
 }
 
 # ---- meshes ----

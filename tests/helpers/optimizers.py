@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import transformers
 
+from hf_zero.ops import reference
 from hf_zero.optim import LARS, Adafactor, CPUAdam, Lamb, Lion, Muon
+from hf_zero.optim.bf16_state import key_of
 from tests.helpers import oracle
 from tests.helpers.training import trainable
 
@@ -151,3 +153,38 @@ WHOLE: dict[str, Row] = {
     "muon, other rates": muon(nesterov=False, adjust_lr_fn="match_rms_adamw"),
 }
 MAIN = ("adafactor", "lamb", "lars", "muon")
+
+
+SEED = 7  # of stochastic rounding
+
+
+def rounded(values: torch.Tensor, name: str, state: str, step: int) -> torch.Tensor:
+    """``values`` in bf16: up if the cut-off 16 bits and 16 random ones carry."""
+    random = reference.random_bits(key_of(SEED, name, state, step), 0, values.numel())
+    bits = values.reshape(-1).view(torch.int32).long() + (random & 0xFFFF)
+    return (bits >> 16 << 16).to(torch.int32).view(torch.float32).view(values.shape)
+
+
+class InBf16(torch.optim.Optimizer):
+    """An optimizer in fp32 whose weights, and whose moments if ``moments``, are rounded to bf16
+    after each step; ``kahan``: weights to the nearest, beside their errors.
+    """
+
+    def __init__(self, model: Any, make: Make, moments: bool = False, kahan: bool = False) -> None:
+        self.named, self.inner = dict(model.named_parameters()), make(model)
+        self.moments, self.kahan, self.steps = moments, kahan, 0
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.inner.step()
+        for name, p in self.named.items():
+            near = p.bfloat16().float()
+            error = (p - near).bfloat16().float()
+            p.copy_(near + error if self.kahan else rounded(p, name, "master", self.steps))
+            for key, value in self.inner.state[p].items() if self.moments else ():
+                if key != "step":
+                    value.copy_(rounded(value, name, key, self.steps))
+        self.steps += 1
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        self.inner.zero_grad()

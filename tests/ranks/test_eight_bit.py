@@ -1,36 +1,28 @@
-"""Moments in bitsandbytes' 8 bits: the same on any number of ranks, at every stage, in checkpoints
-and in memory.
+"""Moments in bitsandbytes' 8 bits: conversions, reads and writes of state. Bits at every stage,
+offloaded, and after a resume elsewhere are rows of ``test_capabilities.py``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import pairwise
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import hf_zero
 from hf_zero.deepspeed.engine import _state_of
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops.host import Blocks
-from hf_zero.optim import Adam8bit, AdamW8bit, Lion, Lion8bit, SGD8bit
-from hf_zero.optim.bound_optimizer import BoundOptimizer
-from hf_zero.zero.state_bytes import held_bytes
-from tests.helpers.cells import in_one_item
+from hf_zero.optim import AdamW8bit, Lion, SGD8bit
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.flats import shard
 from tests.helpers.models import seeded
-from tests.helpers.plans import planned
 from tests.helpers.stacks import on_ranks
 from tests.optim.test_eight_bit import FOREIGN, stand_in
 
 KINDS = {
     "adamw": lambda params: AdamW8bit(params, lr=1e-3, weight_decay=0.1),
-    "adam": lambda params: Adam8bit(params, lr=1e-3, weight_decay=0.01),
-    "lion": lambda params: Lion8bit(params, lr=1e-4, weight_decay=0.1),
     "sgd": lambda params: SGD8bit(params, lr=1e-2, momentum=0.9, nesterov=True),
 }
 WIDTH, HIDDEN, ROWS = 50, 90, 4
@@ -115,90 +107,6 @@ def assert_equal(got, want):
         assert torch.equal(got[name].view_as(value), value), name
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("world", [2, 1, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_state_of_any_number_of_ranks_is_that_of_one_process(stage, world):
-    kind = list(KINDS)[stage]
-    weights, want, _ = plainly(kind)
-
-    def train(rank, model):
-        engine = start(model, KINDS[kind](model.parameters()), config_of(stage))
-        run(engine, range(STEPS))
-        assert_equal(states(engine), want)
-        assert_equal(full_weights(engine), weights)
-        engine.destroy()
-
-    on_ranks(world, train, build=wide)
-
-
-@in_one_item(KINDS)
-def test_blocks_of_equal_gradients_do_not_depend_on_the_cut(kind):
-    """Codes and scales themselves, on three ranks and on those whose memory is in one piece."""
-    generator = torch.Generator().manual_seed(3)
-    shapes = {"a": (7,), "b": (70, 90), "c": (5000,), "d": (64, 64), "e": (9, 9)}
-    whole = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
-    gradients = [
-        {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        for _ in range(3)
-    ]
-
-    def blocks(world, together):
-        parameters = {name: nn.Parameter(p.detach().clone()) for name, p in whole.items()}
-        units = [{n: parameters[n].data for n in names} for names in ("abc", "de")]
-        found = {}
-        for flats in shard(units, world, together=together):
-            optimizer = KINDS[kind](parameters.values())
-            bound = BoundOptimizer(optimizer, flats, dict.fromkeys(shapes, 0), parameters)
-            for each in gradients:
-                for flat in flats:
-                    flat.write(each, flat.grad)
-                bound.step()
-            for segment in bound._table.segments:
-                for part in segment.parts:
-                    for name, begin, stop, at in part.pieces():
-                        for key, held in optimizer.state[segment.tensor].items():
-                            if isinstance(held, Blocks):
-                                own = slice(at // 256, -(-(at + stop - begin) // 256))
-                                codes = held.codes[at : at + stop - begin]
-                                found.setdefault((name, key, "codes"), []).append((begin, codes))
-                                scales = held.scales[own]
-                                found.setdefault((name, key, "scales"), []).append((begin, scales))
-        return {
-            key: torch.cat([part for _, part in sorted(parts, key=lambda part: part[0])])
-            for key, parts in found.items()
-        }
-
-    one = blocks(1, True)
-    assert {name for name, *_ in one} == {"b", "c", "d"}
-    for world, together in ((2, True), (3, False), (3, True), (4, True), (8, False)):
-        assert_equal(blocks(world, together), one)
-
-
-@pytest.mark.parametrize(("stage", "saves", "loads"), [(1, 2, 4), (3, 4, 1), (2, 1, 2)])
-def test_a_checkpoint_resumes_bit_for_bit_on_another_world(stage, saves, loads, tmp_path):
-    kind = list(KINDS)[stage]
-    weights, want, _ = plainly(kind)
-
-    def save(rank, model):
-        engine = start(model, KINDS[kind](model.parameters()), config_of(stage))
-        run(engine, range(2))
-        engine.save_checkpoint(tmp_path)
-        engine.destroy()
-
-    def load(rank, model):
-        other = 3 if stage != 3 else 2
-        engine = start(model, KINDS[kind](model.parameters()), config_of(other))
-        engine.load_checkpoint(tmp_path)
-        run(engine, range(2, STEPS))
-        assert_equal(states(engine), want)
-        assert_equal(full_weights(engine), weights)
-        engine.destroy()
-
-    on_ranks(saves, save, build=wide)
-    on_ranks(loads, load, build=wide)
-
-
 class Deep(nn.Module):
     """On some ranks only padding of one flat buffer is in front of moments of the next."""
 
@@ -252,7 +160,7 @@ FORMERS = {
 }
 
 
-@pytest.mark.parametrize("former", FORMERS)
+@in_turn("former", FORMERS)
 def test_a_load_keeps_the_formats_of_the_optimizer_that_loads(former, tmp_path):
     make, zero = FORMERS[former]
 
@@ -284,13 +192,11 @@ def test_a_load_keeps_the_formats_of_the_optimizer_that_loads(former, tmp_path):
 
 IN_FP32 = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
-    "adam": lambda params: torch.optim.Adam(params, lr=1e-3, weight_decay=0.01),
-    "lion": lambda params: Lion(params, lr=1e-4, weight_decay=0.1),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True),
 }
 
 
-@pytest.mark.parametrize("kind", IN_FP32)
+@in_turn("kind", IN_FP32)
 def test_runs_change_between_moments_in_8_bits_and_in_fp32(kind, tmp_path):
     _, _, losses = plainly(kind, range(6))
 
@@ -342,24 +248,6 @@ def test_an_object_of_bitsandbytes_with_the_name_of_a_class_here_resumes_from_it
         torch.testing.assert_close(found[name], p.detach(), rtol=0, atol=1e-7)
 
 
-def test_a_checkpoint_written_while_training_goes_on_has_the_state_of_its_step(tmp_path):
-    weights, want, _ = plainly("adamw")
-    config = {"checkpoint": {"async_save": True}}
-
-    def train(rank, model):
-        engine = start(model, KINDS["adamw"](model.parameters()), config_of(2, **config))
-        run(engine, range(2))
-        engine.save_checkpoint(tmp_path)
-        run(engine, range(2, STEPS))
-        engine.load_checkpoint(tmp_path)
-        run(engine, range(2, STEPS))
-        assert_equal(states(engine), want)
-        assert_equal(full_weights(engine), weights)
-        engine.destroy()
-
-    on_ranks(2, train, build=wide)
-
-
 def test_a_state_dict_and_state_from_before_the_engine_go_on():
     weights, want, _ = plainly("adamw")
 
@@ -384,66 +272,7 @@ def test_a_state_dict_and_state_from_before_the_engine_go_on():
     on_ranks(2, train, build=wide)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_bytes_that_a_plan_foresees_are_there(stage):
-    def train(rank, model):
-        engine = start(model, KINDS["adamw"](model.parameters()), config_of(stage))
-        run(engine, range(1))
-        held = held_bytes(engine)["optimizer", "device"]
-        engine.destroy()
-        plan = planned(
-            wide(), config_of(stage), 2, lambda m: KINDS["adamw"](m.parameters()), rank=rank
-        )
-        return held, sum(plan.optimizer_bytes(flat)["device"] for flat in plan.flats)
-
-    for held, foreseen in on_ranks(2, train, build=wide):
-        assert held == foreseen
-
-
-def test_steps_that_overflow_change_no_code_and_clipped_windows_follow_a_plain_run():
-    def train(rank, model):
-        fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
-        engine = start(model, KINDS["adamw"](model.parameters()), config_of(1, **fp16))
-        for step in range(3):
-            before = states(engine) if step else {}
-            loss = engine(batch(step).half()).float().pow(2).mean()
-            engine.backward(loss * (torch.inf if step == 1 else 1.0))
-            engine.step()
-            if step == 1:
-                assert_equal(states(engine), before)
-        assert engine.skipped_steps == 1
-        engine.destroy()
-
-    on_ranks(2, train, build=wide)
-
-    model, want = wide(), []
-    optimizer = KINDS["adamw"](model.parameters())
-    for step in range(STEPS):
-        loss = sum(loss_of(model, 10 * step + part) for part in range(4)) / 4
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-        want.append(float(loss.detach()))
-
-    def clipped(rank, model):
-        config = config_of(2, gradient_accumulation_steps=2, gradient_clipping=0.05)
-        engine = start(model, KINDS["adamw"](model.parameters()), config)
-        losses = []
-        for step in range(STEPS):
-            for micro in range(2):
-                loss = loss_of(engine, 10 * step + 2 * rank + micro)
-                engine.backward(loss)
-                engine.step()
-                losses.append(float(loss.detach()))
-        engine.destroy()
-        return losses
-
-    found = torch.tensor(on_ranks(2, clipped, build=wide)).view(2, STEPS, 2).mean((0, 2))
-    torch.testing.assert_close(found, torch.tensor(want), rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
+@in_turn("stage", [1, 3])
 def test_parameters_that_begin_to_train_keep_the_state_of_the_others(stage):
     """The engine is built again; the bits are those of the same lines in one process."""
     plain = wide()
@@ -492,108 +321,6 @@ def test_states_are_read_written_and_found_in_memory():
 
     for moments, masters in on_ranks(1, train, build=wide):
         assert moments < 0.8 * masters  # a quarter each, and fp32 of the small ones
-
-
-def test_the_start_summary_says_what_is_kept_in_8_bits(heard_in_full):
-    def train(rank, model):
-        start(model, KINDS["adamw"](model.parameters()), config_of(2)).destroy()
-
-    on_ranks(1, train, build=wide)
-    others = sum(p.numel() for p in wide().parameters()) - 2 * WIDTH * HIDDEN
-    said = f"moments of 9,000 parameters in 8 bits, of {others} in fp32"
-    assert any(said in message for message in heard_in_full)
-
-
-def test_losses_are_those_of_fp32_states():
-    losses = {}
-    for name, made in (("8", KINDS["adamw"]), ("32", None)):
-        model = wide()
-        settings = {"lr": 1e-3, "weight_decay": 0.1}
-        optimizer = (
-            made(model.parameters()) if made else torch.optim.AdamW(model.parameters(), **settings)
-        )
-        losses[name] = []
-        for step in range(60):
-            loss = loss_of(model, step % 8)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[name].append(float(loss.detach()))
-    off = max(abs(a - b) for a, b in zip(*losses.values()))
-    assert 0 < off < 0.01 and losses["8"][-1] < 0.5 * losses["8"][0]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_losses_of_300_steps_of_transformers_are_those_of_fp32_states(name, seed):
-    """Means of 20 steps, with new data in each step and embeddings in fp32. A model that learns
-    eight batches by heart, with embeddings in 8 bits, was 0.036 ahead of fp32 as its loss fell.
-    """
-    losses = {}
-    for bits in (8, 32):
-        torch.manual_seed(seed)
-        if name == "gpt2":
-            sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 97}
-            model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-        else:
-            sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-            sizes |= {"intermediate_size": 128, "vocab_size": 97}
-            model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
-        model.eval()  # without dropout
-        embedding = model.get_input_embeddings().weight
-        embedding.optim_bits = 32  # as the Trainer has it
-        generator = torch.Generator().manual_seed(seed)
-        optimizer = AdamW8bit(model.parameters(), lr=1e-3, optim_bits=bits)
-        losses[bits] = []
-        for step in range(300):
-            ids = torch.randint(3, 97, (8, 32), generator=generator).sort(1).values
-            given = ids if name == "gpt2" else ids.masked_fill(ids % 7 == step % 7, 1)
-            loss = model(input_ids=given, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[bits].append(float(loss.detach()))
-    eight, full = (torch.tensor(losses[bits]).view(15, 20).mean(1) for bits in (8, 32))
-    assert float((eight - full).abs().max()) < 0.01, (eight, full)
-    assert losses[8] != losses[32]
-
-
-@pytest.mark.turns
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_offloaded_state_is_that_of_the_device(kind, device, tmp_path):
-    """Also where it resumes on another number of ranks; sub-groups end with blocks."""
-    weights, want, _ = plainly(kind)
-    stage = 1 + list(KINDS).index(kind) % 3
-    section = {"device": device, "buffer_size": 1000}
-    section |= {"nvme_path": str(tmp_path)} if device == "nvme" else {}
-
-    def train(rank, model, steps, resumes):
-        config = config_of(stage)
-        config["zero_optimization"] |= {"offload_optimizer": section, "sub_group_size": 1000}
-        engine = start(model, KINDS[kind](model.parameters()), config)
-        if resumes:
-            engine.load_checkpoint(tmp_path / "saved")
-        run(engine, steps)
-        found, held = (states(engine), full_weights(engine)), held_bytes(engine)
-        engine.save_checkpoint(tmp_path / "saved")
-        engine.destroy()
-        plan = planned(
-            wide(),
-            config,
-            2 if not resumes else 4,
-            lambda model: KINDS[kind](model.parameters()),
-            rank=rank,
-        )
-        foreseen = sum((plan.optimizer_bytes(flat) for flat in plan.flats), Counter())
-        assert all(held["optimizer", tier] == foreseen[tier] for tier in ("device", "ram", "disk"))
-        return found
-
-    on_ranks(2, train, range(2), False, build=wide)
-    for found, whole in on_ranks(4, train, range(2, STEPS), True, build=wide):
-        assert_equal(found, want)
-        assert_equal(whole, weights)
 
 
 def test_other_offloaded_moments_are_refused():
