@@ -247,25 +247,6 @@ def test_a_skipped_step_leaves_weights_and_scheduler(stage, keys, heard):
     assert bool(said) == ("bf16" in keys)
 
 
-def test_a_scale_too_large_finds_its_level():
-    """From 2^32 the first steps overflow by themselves, in the model's own fp16 gradients."""
-
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(3, fp16=fp16(initial_scale_power=32)))
-        losses = []
-        for _ in range(20):
-            loss = squared(engine, At(0, 0, rank), HALF)
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss))
-        assert 5 < engine.counters.skipped_steps < 20
-        assert engine.optimizer.cur_scale == 2.0 ** (32 - engine.counters.skipped_steps)
-        return losses
-
-    for losses in on_ranks(RANKS, run):
-        assert losses[-1] < losses[0]
-
-
 @on_each_rank(1)
 def test_an_fp16_loss_that_cannot_carry_its_scale(rank, model):
     engine = start(

@@ -4,9 +4,7 @@ bytes, broken passes. The plain loop at every stage is a row of ``test_capabilit
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,8 @@ from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, engine_opener, full_grads, start, train_on_threads
 from tests.helpers.late_transfers import Late
 from tests.helpers.models import seeded
-from tests.helpers.offloads import ended, same
-from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared, stack
-from tests.helpers.training import At, Plan, adamw
+from tests.helpers.stacks import on_ranks, run_steps, stack
+from tests.helpers.training import Plan, adamw
 from tests.helpers.ways import WAYS
 
 
@@ -55,7 +52,6 @@ CHECKPOINTS_OFFLOADED = {
         ("reentrant checkpoint around two blocks, another block before and after", 3, OFFLOADED),
         ("gradient_checkpointing_enable(use_reentrant=False) on bert", 3, CHECKPOINTS_OFFLOADED),
     ],
-    long=[("gradient_checkpointing_enable(use_reentrant=False) on t5", 3, OFFLOADED)],
 )
 def test_models_that_checkpoint_by_themselves(way, stage, config, moved):
     del moved[:]
@@ -110,47 +106,6 @@ def test_where_the_device_is_the_host_nothing_moves(monkeypatch, heard_in_full):
 
     on_ranks(1, run)
     assert any("activations are not offloaded" in line for line in heard_in_full)
-
-
-def test_a_forward_that_is_broken_off():
-    on_the_host = RECOMPUTATION["checkpoints on the host"].keys(3, Path())
-
-    def run(rank, model, **config):
-        engine = start(model, adamw(model), config_of(3, **config))
-        block = model.blocks[1]
-        inner, calls = block.forward, itertools.count()
-
-        def once(*args, **kwargs):
-            if config and next(calls) == 1:
-                raise KeyboardInterrupt
-            return inner(*args, **kwargs)
-
-        block.forward = once
-        for number in (0, 1, 1) if config else (0, 1):
-            try:
-                engine.backward(squared(engine, At(number, 0, rank)))
-            except KeyboardInterrupt:
-                engine.zero_grad()
-                continue
-            engine.step()
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        block.forward = inner
-        return ended(engine)
-
-    found, plain = (on_ranks(1, partial(run, **keys))[0] for keys in (on_the_host, {}))
-    same(found, plain, exact=True)
-
-
-@on_each_rank(1)
-def test_host_memory_is_kept_over_steps_and_given_back(rank, model, moved):
-    engine = start(model, adamw(model), config_of(2, activation_offload=SMALL))
-    offload, sizes = engine.patches.activations.offload, []
-    for number in range(3):
-        run_steps(engine, rank, [number])
-        sizes.append(offload.slabs.nbytes)
-    assert sizes[0] > 0 and len(set(sizes)) == 1
-    engine.destroy()
-    assert offload.slabs.nbytes == 0
 
 
 class CheckpointsItself(torch.nn.Module):

@@ -18,7 +18,7 @@ from tests.helpers import oracle
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import OnEngine, config_of, engine_opener, start, train_on_threads
 from tests.helpers.models import ARCHITECTURES, Stack, features, llama, seeded, tokens
-from tests.helpers.training import ArchitectureJob, Plan, StackJob, plain_sgd
+from tests.helpers.training import ArchitectureJob, Plan, plain_sgd
 
 BLOCKS = {"blocks": True, "backend": "aot_eager"}  # what inductor is given too, without a compiler
 TRACED = {"blocks": True, "backend": "eager"}  # runs what was traced as it is
@@ -115,25 +115,6 @@ def test_dropout_is_recomputed_as_it_was(inside):
     engine.destroy()
 
 
-def test_autocast_around_compiled_blocks():
-    def losses(**more):
-        engine = start(model := seeded(Stack), plain_sgd(model), config_of(3, **more))
-        found = []
-        for number in range(3):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = engine(features(number, 0, 0)).square().mean()
-            assert loss.dtype == torch.bfloat16
-            engine.backward(loss)
-            engine.step()
-            found.append(loss.detach())
-        engine.destroy()
-        return found
-
-    want = losses()
-    assert torch.equal(torch.stack(losses(compile=BLOCKS)), torch.stack(want))
-    assert graphs() == 1
-
-
 @in_turn(
     "section, rows_and_graphs",
     [
@@ -184,15 +165,6 @@ def test_what_transformers_records_inside_blocks_is_recorded(heard):
     assert [message.partition(",")[0] for message in heard] == [
         "BertLayer has hooks on modules inside it"
     ]
-    engine.destroy()
-
-
-def test_a_reader_inside_gathered_parameters_runs_uncompiled():
-    engine = opened(model := seeded(Stack), 3, **TRACED)
-    with hf_zero.GatheredParameters(list(model.parameters())):
-        got = engine(features(0, 0, 0))
-    assert graphs() == 0
-    torch.testing.assert_close(got, seeded(Stack)(features(0, 0, 0)))
     engine.destroy()
 
 
@@ -395,15 +367,6 @@ def test_a_block_that_compiles_in_parts_is_named(heard):
     [message] = [message for message in heard if "in parts" in message]
     assert message.startswith("Block ") and "TORCH_LOGS=graph_breaks" in message
     engine.destroy()
-
-
-@pytest.mark.long
-def test_inductor():
-    """A C++ compiler runs, in processes that inductor starts."""
-    job, plan = StackJob(), Plan(steps=3)
-    got = train_on_threads(job, plan, engine_opener(3, compile="blocks"), timeout=600.0)
-    assert graphs() == 1
-    oracle.compare(got, oracle.run(job, plan))
 
 
 @in_turn("theirs", [False, True])

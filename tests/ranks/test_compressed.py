@@ -291,10 +291,6 @@ BLOCKS_OF_32: dict[str, Any] = {"compressed_communication": FEW}
         ("a part of the model alone: GPT-2's body, then its tied head by hand", 2, {}, FOUR),
         ("a block never used", 2, {}, {**FOUR, "replicate_size": 2}),
     ],
-    long=[
-        ("a block called three times, with others in between", 3, PLUS, {}),
-        ("each rank skips another block, by step", 1, {}, FOUR),
-    ],
 )
 def test_a_run_stays_beside_the_plain_loop(way, stage, zero, more):
     """Replicas add up what a shard group rounds, and hold the same."""

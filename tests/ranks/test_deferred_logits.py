@@ -1,6 +1,5 @@
-"""The oracle for losses of deferred logits: at every stage, inside the model's forward and after
-it, with adapters, recomputation, offload and units for which the head is one of its own, beside
-other features, and where ranks share sequences.
+"""The oracle for losses of deferred logits: inside the model's forward and after it, with adapters,
+recomputation and offload, and where ranks share sequences.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from hf_zero.ops.deferred import heads, tensor
 from hf_zero.ops.deferred.tensor import DeferredOutput
 from tests.helpers import oracle, sequences
 from tests.helpers.capabilities import SMALL
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
 from tests.helpers.late_transfers import Late
 from tests.helpers.models import ARCHITECTURES
@@ -103,10 +101,11 @@ CASES = {
     "a head of the adapter": Case(adapted(target_modules=["q_proj"], modules_to_save=["lm_head"])),
     "recomputed": Case(recomputed),
     "recomputed by the engine": Case(keys={"activation_checkpointing": {"blocks": True}}),
+    "offloaded weights": Case(keys={"zero_optimization": OFFLOAD}),
+    "offloaded activations": Case(keys={"activation_offload": SMALL}),
     "compiled blocks": Case(keys={"compile": {"blocks": True, "backend": "aot_eager"}}),
 }
 CELLS = [(name, 3) for name in CASES] + [("own loss", 2), ("LoRA on the head", 2)]
-MORE = [cell for cell in product(CASES, range(4)) if cell not in CELLS]
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +114,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads.chunked_head, "rows_of_a_chunk", lambda *_: 5)
 
 
-def check(name: str, stage: int, **keys: Any) -> None:
+@in_one_item(CELLS)
+def test_losses_as_in_one_process(cell: tuple[str, int]) -> None:
+    name, stage = cell
     case = CASES[name]
     computed: list[tuple[int, ...]] = []
     calls: list[Any] = []
@@ -127,8 +128,9 @@ def check(name: str, stage: int, **keys: Any) -> None:
 
     job = Way(f"deferred: {name}", case.make, case.loss, plain_sgd)
     plan = Plan(ranks=2, steps=2, accumulation=2)
-    opener = engine_opener(stage, kernels=["loss"], **case.keys, **keys)
+    opener = engine_opener(stage, kernels=["loss"], **case.keys)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "transfers_of", lambda device: Late())
         patch.setattr(DeferredOutput, "materialize", materialize)
         patch.setattr(DeferredOutput, "of_call", lambda *args: calls.append(1) or of_call(*args))
         found = train_on_threads(job, plan, opener)
@@ -136,76 +138,28 @@ def check(name: str, stage: int, **keys: Any) -> None:
     assert calls and bool(computed) == case.whole, computed
 
 
-@in_one_item(CELLS, long=MORE)
-def test_losses_as_in_one_process(cell: tuple[str, int]) -> None:
-    check(*cell)
-
-
-@in_one_item(["own loss", "loss of the script", "bert"])
-def test_with_offloaded_weights(name: str) -> None:
-    check(name, 3, zero_optimization=OFFLOAD)
-
-
-OPTIMIZER = ("on the device", "on the host")
-ACTIVATIONS: dict[str, dict[str, Any]] = {
-    "kept": {},
-    "recomputed": {"activation_checkpointing": {"blocks": True}},
-    "on the host": {"activation_offload": SMALL},
-}
-
-
 def adapted_llama() -> nn.Module:
     config = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "lm_head"])
     return get_peft_model(sequences.llama(), config)  # type: ignore[arg-type,return-value]
 
 
-MODELS = {"trained whole": sequences.llama, "LoRA on the head": adapted_llama}
-RANKS = {
-    "data parallel": None,
-    "sequence parallel": Ranks(2),
-    "context parallel": Ranks(1, context=2),
-}
-# each value of each feature at some stage, and pairs of features
-FEW = [
-    (0, "on the device", "on the host", "LoRA on the head", "sequence parallel"),
-    (3, "on the host", "recomputed", "trained whole", "context parallel"),
-    (2, "on the host", "on the host", "LoRA on the head", "data parallel"),
-]
-ALL = [*product(range(4), OPTIMIZER, ACTIVATIONS, MODELS, RANKS)]
-
-
-@in_one_item(FEW, long=[cell for cell in ALL if cell not in FEW])
-def test_beside_features(cell: tuple[int, str, str, str, str]) -> None:
-    stage, optimizer, activations, model, kind = cell
-    keys: dict[str, Any] = {"kernels": ["loss"], **ACTIVATIONS[activations]}
-    if optimizer == "on the host":
-        keys["zero_optimization"] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
-    job, ranks = sequences.SequenceJob(MODELS[model]), RANKS[kind]
-    job.name = f"deferred beside features: {model}"
-    plan = Plan(ranks=1 if ranks else 2, steps=2, accumulation=2)
-    calls: list[Any] = []
+@in_turn(
+    "make, ranks, stage",
+    [(adapted_llama, Ranks(2), 0), (sequences.llama, Ranks(1, context=2), 3)],
+)
+def test_ranks_that_share_sequences(
+    make: Callable[[], nn.Module], ranks: Ranks, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     computed: list[Any] = []
-    moved: list[Late] = []
-    of_call, materialize = DeferredOutput.of_call, DeferredOutput.materialize
-
-    def late(device: Any) -> Late:
-        moved.append(Late())
-        return moved[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy, "transfers_of", late)  # on a CPU they would have nowhere to go
-        patch.setattr(DeferredOutput, "of_call", lambda *a: calls.append(a) or of_call(*a))
-        patch.setattr(
-            DeferredOutput, "materialize", lambda one: computed.append(one) or materialize(one)
-        )
-        if ranks:
-            found, _ = sequences.train_on_threads(job, plan, ranks, stage, **keys)
-        else:
-            found = train_on_threads(job, plan, engine_opener(stage, **keys))
+    materialize = DeferredOutput.materialize
+    monkeypatch.setattr(
+        DeferredOutput, "materialize", lambda one: computed.append(one) or materialize(one)
+    )
+    job, plan = sequences.SequenceJob(make), Plan(ranks=1, steps=2, accumulation=2)
+    job.name = f"deferred: {make.__name__}"
+    found, _ = sequences.train_on_threads(job, plan, ranks, stage, kernels=["loss"])
     oracle.compare(found, oracle.kept(job, plan))
-    assert calls and not computed
-    if activations == "on the host":
-        assert moved and all(transfers.sent_bytes for transfers in moved)
+    assert not computed
 
 
 def test_what_one_rank_shows_or_stores_starts_no_collective() -> None:

@@ -309,17 +309,3 @@ def test_the_measure_sees_what_stays(tmp_path):
         engine.destroy()
 
     assert grown({"stage": 0}, keep, tmp_path)[0] > 2 * TIMES * ALLOWED
-
-
-def test_initialize_again_at_another_stage():
-    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 3, RANKS)
-
-    def run(rank, model):
-        for step, stage in enumerate((3, 1, 3)):
-            engine = start(model, plain_sgd(model), config_of(stage))
-            train(engine, rank, range(step, step + 1))
-            weights = full_weights(engine)
-            engine.destroy()
-        return weights
-
-    expect(want, run)

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import hf_zero
 from hf_zero.distributed.parallel_dims import ParallelDims
@@ -24,11 +22,11 @@ from tests.helpers.cells import in_turn
 from tests.helpers.engines import full_weights, start
 from tests.helpers.models import seeded
 from tests.helpers.ranks import run_ranks
-from tests.helpers.split import HIDDEN, Split, batches, check, config_of_split, split
+from tests.helpers.split import Split, batches, check, config_of_split, split
 from tests.helpers.training import adamw, plain_sgd
 
 TP, EP, BOTH = {"tensor": 2}, {"expert": 2}, {"tensor": 2, "expert": 2}
-CLIP, WORDS = 0.05, 7
+CLIP = 0.05
 
 
 def parted(whole, ranks=4):
@@ -83,35 +81,6 @@ def test_what_ranks_do_not_have_is_refused():
 # ---- as in one process ----
 
 
-class Turned(Split):
-    """Its blocks run in the other order where the first number of a step is negative."""
-
-    def forward(self, x):
-        y = self.embed(x)
-        for block in reversed(self.blocks) if float(x[0, 0]) < 0 else self.blocks:
-            y = block(y)
-        return self.head(y).square().mean()
-
-
-class Words(Split):
-    """With an embedding, whose gradient is sparse where the model is split."""
-
-    def __init__(self, experts=False):
-        super().__init__(experts)
-        self.words = nn.Parameter(torch.randn(WORDS, HIDDEN))
-
-    def forward(self, x):
-        numbers = (x[:, 0].abs() * 3).long() % WORDS
-        is_split = any(getattr(each, "axis", None) is not None for each in self.modules())
-        return super().forward(x + F.embedding(numbers, self.words, sparse=is_split))
-
-
-def turning(ranks):
-    data = batches(3, 1, ranks)
-    data[..., 0, 0] = data[..., 0, 0].abs() * torch.tensor([1.0, -1.0, 1.0])[:, None, None]
-    return data
-
-
 def send_states_away(engine):
     engine.offload_states()
     engine.reload_states()
@@ -157,16 +126,11 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "replicated": (TP, 0, 1, plain_sgd, CLIP, {}),
     "all on the host, updated in the backward": (EP, 3, 2, adamw, 0.0, HOST),
     "persistent, and all used": (TP, 3, 2, adamw, CLIP, STAYING),
-    "turned": (EP, 3, 1, adamw, 0.0, {"model": Turned, "data": turning(4)}),
-    "sparse": (TP, 2, 2, plain_sgd, CLIP, {"model": Words}),
     "both axes, away, written and loaded": (BOTH, 3, 1, adamw, CLIP, {"after": all_of_it}),
 }
 
 
-LONG = ("turned", "sparse")
-
-
-@in_turn("name", [name for name in ROWS if name not in LONG], long=LONG)
+@in_turn("name", ROWS)
 def test_as_in_one_process(name):
     sizes, stage, accumulation, optimizer, clip, more = ROWS[name]
     data = batches(2, accumulation, ParallelDims.over(4, **sizes).data)

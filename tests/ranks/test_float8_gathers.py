@@ -19,7 +19,6 @@ from hf_zero.zero.layout.float8_weights import FLOAT8, LARGEST, Float8Weights, i
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.float8 import cast
-from tests.helpers.models import features, llama, seeded
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, sgd
 from tests.ranks.test_quantized_linears import distance, needs_torchao
@@ -228,49 +227,6 @@ def test_bytes_and_messages(rank, model):
 
 
 @needs_torchao
-@in_turn(("ranks", "stage"), [(1, 3), (3, 3), (2, 1), (4, 0)])
-def test_a_run_resumes_on_other_ranks_and_stages(ranks, stage, tmp_path):
-    def saves(rank: int, model: Any) -> Any:
-        engine = start(model, adamw(model), keys(True, BF16))
-        run_steps(engine, rank, range(2))
-        engine.save_checkpoint(str(tmp_path))
-        return full_weights(engine)
-
-    def resumes(rank: int, model: Any, gathers: bool) -> Any:
-        config = keys(gathers, BF16, {"stage": stage})
-        engine = start(model, adamw(model), config)
-        engine.load_checkpoint(str(tmp_path))
-        weights = full_weights(engine)
-        return weights, run_steps(engine, rank, range(2, 4)), full_weights(engine)
-
-    saved = on_ranks(2, saves)[0]
-    wanted = on_ranks(ranks, resumes, False)
-    got = on_ranks(ranks, resumes, stage == 3)
-    for (read, losses, weights), (_, other, others) in zip(wanted, got):
-        assert all(torch.equal(read[name], value) for name, value in saved.items())
-        assert all(map(torch.equal, losses, other))
-        assert all(torch.equal(others[name], value) for name, value in weights.items())
-
-
-@needs_torchao
-@on_each_rank(3)
-def test_a_unit_that_is_fetched_has_the_values_of_a_gather(rank, model):
-    engine = start(model, adamw(model), keys(True, Plan()))
-    unit = engine.units[1]
-    for agree in engine.schedule.before_rounding:
-        agree()
-    unit.launch_gather()
-    unit.finish_gather()
-    gathered = [flat.views[name].clone() for flat in unit.sharded for name in flat.parameters]
-    unit.release()
-    chunks = engine.mesh.all_gather_object(unit.chunk_bytes())
-    unit.fill({other: data for other, data in enumerate(chunks) if other != rank})
-    filled = [flat.views[name] for flat in unit.sharded for name in flat.parameters]
-    assert all(map(torch.equal, filled, gathered))
-    unit.release()
-
-
-@needs_torchao
 @on_each_rank(2)
 def test_a_unit_that_stays_whole_across_a_step(rank, model):
     """It has the new values, by their scales."""
@@ -307,68 +263,6 @@ def test_a_write_in_a_forward_is_refused(rank, model):
 
 
 @needs_torchao
-@on_each_rank(2)
-def test_what_trains_changes(rank, model):
-    """An engine that is built again for it gathers in float8, too."""
-    model.blocks[1].requires_grad_(False)
-    optimizer = adamw(stack())
-    optimizer.param_groups.clear()
-    optimizer.add_param_group({"params": list(model.parameters())})
-    engine = start(model, optimizer, keys(True, BF16))
-    run_steps(engine, rank, [0])
-    model.blocks[1].requires_grad_(True)
-    run_steps(engine, rank, [1])
-    names = {name for flat in engine.flats if flat.spec.gather_codec for name in flat.parameters}
-    assert len(names) == 6 and all(flat.trainable for flat in engine.flats)
-    engine.mesh.stats.keep_log = True
-    run_steps(engine, rank, [2])
-    assert SCALES in [key for _, key, _ in engine.mesh.stats.log]
-
-
-class Tied(nn.Module):
-    """Blocks, one with the weight of an embedding, and two with the same weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(48, 32)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)) for _ in range(3)
-        )
-        self.blocks[0][0].weight = self.embedding.weight
-        self.blocks[2][2].weight = self.blocks[1][2].weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x @ self.embedding.weight.t() @ self.embedding.weight
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-@needs_torchao
-def test_tied_weights():
-    """One that an embedding holds is gathered as it is."""
-
-    def run(rank: int, model: Any, gathers: bool) -> Any:
-        engine = start(model, adamw(model), keys(gathers, BF16))
-        assert not is_float8(model.embedding.weight)
-        assert is_float8(model.blocks[1][2].weight) is gathers
-        losses = []
-        for step in range(3):
-            x = features(step, 0, rank).repeat(1, 32)[:, :32].bfloat16()
-            loss = engine(x).float().pow(2).mean()
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-        return [*losses, *full_weights(engine).values()]
-
-    wanted, got = (
-        on_ranks(2, run, gathers, build=lambda: seeded(Tied)) for gathers in (False, True)
-    )
-    for want, found in zip(wanted, got):
-        assert all(map(torch.equal, want, found))
-
-
-@needs_torchao
 @in_turn(
     ("change", "message"),
     [
@@ -390,24 +284,3 @@ def test_refusals(change, message):
 def test_without_linear_layers_in_blocks():
     with pytest.raises(ConfigError, match=r"float8_training .* this model has none there"):
         start(nn.Sequential(nn.Linear(7, 5)), None, keys(True, BF16))
-
-
-@needs_torchao
-def test_llama_with_checkpoints():
-    from tests.helpers.models import tokens
-
-    def run(rank: int, model: Any, gathers: bool) -> Any:
-        config = keys(gathers, BF16, activation_checkpointing={"blocks": True})
-        engine = start(model, adamw(model), config)
-        losses = []
-        for step in range(3):
-            ids = tokens(step, 0, rank)
-            loss = engine(input_ids=ids, labels=ids).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-        return [*losses, *full_weights(engine).values()]
-
-    wanted, got = (on_ranks(2, run, gathers, build=lambda: seeded(llama)) for gathers in (0, 1))
-    for want, found in zip(wanted, got):
-        assert all(map(torch.equal, want, found))

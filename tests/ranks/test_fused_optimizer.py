@@ -6,9 +6,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_zero.ops import dispatch
 from hf_zero.optim.fused import FusedStep
@@ -152,64 +149,3 @@ def test_sums_that_the_config_does_not_announce_are_widened_in_one_allocation(st
         assert [each[0] for each in found] == [{first}, {torch.float32}]
         assert [each[2:] for each in found] == [(1, 1, 1)] * 2
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
-
-
-class Living(TorchDispatchMode):
-    """The most bytes alive at once of ``tensors`` and of what operations make."""
-
-    def __init__(self, tensors):
-        super().__init__()
-        self._alive = {}
-        self.peak = 0
-        self._note(tensors)
-
-    def _note(self, tensors):
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.now)
-
-    @property
-    def now(self):
-        return sum(nbytes for reference, nbytes in self._alive.values() if not reference.expired())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self._note(tensor for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor))
-        return out
-
-
-@in_turn("filled", [False, True])
-def test_the_memory_that_widening_takes(filled):
-    """Narrow memory is free when the first flat is wide; before, if nothing is in it."""
-
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(0, Plan(ranks=1, precision="bf16")))
-        flats = engine.flats
-        for flat in flats:
-            flat.gradient.make_room()
-            flat.gradient.accumulated_grad.normal_()
-            if filled and flat is not flats[0]:
-                flat.gradient.mark_accumulated()
-            else:
-                flat.gradient.clear()
-        values = [flat.gradient.accumulated_grad.float() for flat in flats]
-        narrow = sum(flat.gradient.accumulated_grad.nbytes for flat in flats)
-        with Living([flat.gradient.accumulated_grad for flat in flats]) as living:
-            flats[-1].gradient.upcast()
-            first = living.now
-            for flat in flats:
-                flat.gradient.upcast()
-        assert (
-            len(flats) > 2
-            and first == living.now == 2 * narrow
-            and living.peak == (3 if filled else 2) * narrow
-        )
-        assert len(storages_of(flat.gradient.shard for flat in flats)) == 1
-        return all(
-            torch.equal(flat.gradient.accumulated_grad, value)
-            for flat, value in zip(flats, values)
-            if filled
-        )
-
-    assert on_ranks(1, run) == [True]

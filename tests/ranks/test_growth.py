@@ -51,7 +51,6 @@ def layers(width: int) -> Callable[[int], nn.Module]:
 
 # with the width of an input, the optimizer, and the smaller size
 MODELS: dict[str, tuple[Callable[[int], nn.Module], int, Any, int]] = {
-    "layers": (layers(4), 4, torch.optim.AdamW, FEW),
     "experts": (Experts, 4, torch.optim.AdamW, FEW),
     "blocks": (lambda size: Stack(size // 5), 7, torch.optim.AdamW, FEW),
     "8 bits": (layers(64), 64, AdamW8bit, 4 * FEW),
@@ -125,7 +124,7 @@ def measured(name: str, size: int, stage: int, folder: Path) -> dict[str, tuple[
 @in_turn(
     "name, stage",
     [("experts", 3)],
-    long=[("blocks", 3), ("layers", 1), ("experts", 1), ("8 bits", 2)],
+    long=[("blocks", 3), ("8 bits", 2)],
 )
 def test_four_times_the_model_costs_four_times(name: str, stage: int, tmp_path: Path) -> None:
     measured(name, 10, stage, tmp_path)  # imports, and what is kept for later

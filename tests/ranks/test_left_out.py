@@ -42,13 +42,6 @@ def test_each_rank_leaves_out_its_own_at_random(ranks, accumulation, checkpoints
     check(LeftOut(8, at_random(8, 0.4), checkpoints), ranks, accumulation, steps=2, **more)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("ranks, checkpoints", [(2, False), (3, True), (4, None)])
-def test_at_random_everywhere(ranks, checkpoints, stage):
-    check(LeftOut(40, at_random(40, 0.3), checkpoints), ranks, 3, stage, steps=6)
-
-
 @in_turn("config", [{}, {"replicate_size": 2}])
 def test_blocks_that_the_first_pass_leaves_out_are_used_later(config):
     """Whatever the length of the shard axis is: 1 on several ranks, too."""
@@ -80,7 +73,6 @@ class Explained(LeftOut):
         (first_used(1, 2, 3), lambda at: at.micro == 0, 3, 2),
         (at_random(6, 0.4), lambda at: at.micro == 1, 3, 3),
     ],
-    long=[(first_used(1, 2, 3), lambda at: at.step > 0, 3, 2)],
 )
 def test_gradients_asked_of_the_graph_of_a_loss(choose, when, stage, ranks):
     """They come in the order in which units are reduced, learned from backwards that reduce."""
