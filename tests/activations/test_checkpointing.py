@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.activations import checkpointing as recompute
@@ -142,16 +140,6 @@ def test_without_gradients_nothing_is_kept_or_run_again() -> None:
     engine.destroy()
 
 
-def test_a_copy_of_the_model_is_plain() -> None:
-    model = net()
-    engine = start(model, sgd(model), config_of(2, activation_checkpointing={"blocks": True}))
-    copied = copy.deepcopy(model)
-    copied(torch.randn(4, WIDTH)).backward()
-    assert [block.ran for block in copied.blocks] == [2, 1, 1]
-    assert [block.ran for block in model.blocks] == [0, 0, 0]
-    engine.destroy()
-
-
 class Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -180,30 +168,6 @@ def test_selective_recomputes_no_product_and_no_attention() -> None:
     assert sum(whole[name] for name in dear) > sum(plain[name] for name in dear)
     cheap = "silu.default"
     assert selective[cheap] == whole[cheap] == plain[cheap] + 2, "once more in each layer"
-
-
-def test_selective_refuses_what_changes_a_kept_result_in_place() -> None:
-    """torch's refusal: the recomputation would start from the changed one."""
-
-    class InPlace(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.exp(super().forward(x).mul_(2))
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(InPlace(WIDTH, WIDTH) for _ in range(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.blocks[1](self.blocks[0](x)).square().mean()
-
-    model = Two()
-    engine = start(
-        model, sgd(model), config_of(2, activation_checkpointing={"blocks": "selective"})
-    )
-    with pytest.raises(RuntimeError, match="selective activation checkpoint has been mutated"):
-        engine.backward(engine(torch.randn(4, WIDTH)))
-    engine.destroy()
 
 
 @in_one_item([("llama", True), ("t5", "selective")])
@@ -291,42 +255,6 @@ def test_a_forward_that_an_instance_had_comes_back_and_a_later_one_stays() -> No
     model.blocks[1].ran = 0
     model(torch.randn(4, WIDTH)).backward()
     assert model.blocks[1].ran == 1, "it calls through"
-
-
-@pytest.mark.parametrize(
-    "blocks, backend",
-    [(True, "eager"), pytest.param("selective", "aot_eager", marks=pytest.mark.long)],
-)
-def test_the_compiler_goes_around(blocks: Any, backend: str) -> None:
-    """One graph for all like blocks, without a break, and without a further compilation in later
-    steps.
-    """
-    counter = CompileCounterWithBackend(backend)
-    config = transformers.LlamaConfig(
-        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2,
-    )  # fmt: skip
-    batch = ARCHITECTURES["llama"].batch(0, 0, 0)
-
-    def build() -> nn.Module:
-        return seeded(lambda: transformers.LlamaForCausalLM(config))
-
-    def compiled(engine: Any) -> None:
-        for layer in engine.module.model.layers:
-            layer.forward = torch.compile(layer.forward, backend=counter, fullgraph=True)
-
-    def loss(engine: Any) -> torch.Tensor:
-        return engine(**batch, use_cache=False).loss
-
-    section = {"blocks": blocks}
-    found, _ = run(section, build, loss, stage=3, before=compiled, leaves_forwards=True)
-    torch._dynamo.reset()
-    assert counter.frame_count == 1
-    want, _ = run({}, build, loss, stage=3)
-    for (value, grads), (wanted, theirs) in zip(found, want, strict=True):
-        assert value == pytest.approx(wanted, rel=1e-6)
-        for name, grad in theirs.items():
-            torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=1e-7)
 
 
 def test_profile_tells_a_line_for_each_backward(heard_in_full: list[str]) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 from hf_zero.activations.host_copies import ALIGN, Plain, Slabs
 from hf_zero.activations.offload import Offload
@@ -98,20 +97,6 @@ def test_gradients_are_the_same_bits(case: Any) -> None:
         assert torch.equal(got, want)
 
 
-@in_one_item((torch.bfloat16, torch.float64))
-def test_any_dtype_and_odd_shapes(dtype: torch.dtype) -> None:
-    def run(away: Offload | None) -> torch.Tensor:
-        x = torch.arange(1, 3 * 5 * 7 + 1, dtype=dtype).div(100).view(3, 5, 7).requires_grad_()
-        away and away.begin(())
-        y = (x.transpose(0, 2)[1:, ::2] * x.permute(2, 1, 0)[1:, ::2]).exp().sum((0, 1))
-        away and away.end()
-        y.square().sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    assert torch.equal(run(offload(in_flight=1)), run(None))
-
-
 def test_what_many_operations_save_leaves_once() -> None:
     late, x = Late(), torch.randn(ROWS, WIDTH, requires_grad=True)
     away, layers = offload(late, in_flight=1), [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
@@ -182,18 +167,6 @@ def test_what_was_saved_before_is_on_its_way_when_something_is_used() -> None:
     assert brought == used == 6
 
 
-def test_what_the_backward_needs_first_is_not_sent() -> None:
-    late = Late()
-    away = offload(late, in_flight=1)
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with forward(away):
-        y = torch.tanh(x)
-        away.keep()
-        z = torch.exp(torch.sigmoid(y))
-    assert [what for what, _ in late.log] == ["send"]
-    z.sum().backward()
-
-
 @in_one_item(("on the device", "under copy", "too small to leave"))
 def test_a_saved_tensor_that_is_changed_in_place_is_refused(where: str) -> None:
     away = offload(in_flight=1, min_bytes=10**6 if where == "too small to leave" else 1)
@@ -234,40 +207,6 @@ def test_a_backward_of_a_part_and_forwards_side_by_side() -> None:
         (second,) = torch.autograd.grad(b, x, retain_graph=True)
         assert torch.equal(first + second, plain)
     unused.backward()
-
-
-def test_inputs_of_checkpoints_leave() -> None:
-    late = Late()
-    away, model = offload(late, in_flight=1), net()
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-
-    def run() -> torch.Tensor:
-        torch.manual_seed(5)
-        y = x
-        for _ in range(3):
-            y = checkpoint(model, y * 1, use_reentrant=True)
-        return y.square().sum()
-
-    (want,) = (run().backward(), x.grad)[1:]
-    x.grad = None
-    with forward(away, model):
-        loss = run()
-    assert [size for what, size in late.log if what == "send"] == [LAYER] * 4, (
-        "three inputs and the square"
-    )
-    loss.backward()
-    assert x.grad is not None and want is not None and torch.equal(x.grad, want)
-
-
-def test_host_memory_is_used_again_over_steps() -> None:
-    away, model = offload(in_flight=LAYER), net()
-    sizes = []
-    for _ in range(4):
-        gradients(model, away, 2)
-        sizes.append(away.slabs.nbytes)
-    assert sizes[0] > 0 and sizes[1:] == sizes[:1] * 3
-    away.close()
-    assert away.slabs.nbytes == 0
 
 
 def test_slabs_fill_in_order_empty_whole_and_double() -> None:

@@ -8,7 +8,6 @@ import errno
 import gc
 import os
 import resource
-import shutil
 
 import pytest
 import torch
@@ -80,32 +79,6 @@ def test_extents_hold_what_was_written_and_begin_as_zeros(backend, tmp_path):
     files.close()
 
 
-def test_blocks_go_round_the_paths(tmp_path):
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-    files = NvmeFiles(folders, block_size=BLOCK)
-    extent = files.allocate("r", 5 * BLOCK)
-    data = bytes_of(5 * BLOCK)
-    extent.write(0, data).wait()
-    blocks = data.view(5, BLOCK)
-    for file, expected in zip(files._files, (blocks[0::2], blocks[1::2])):
-        kept = os.pread(file.descriptor, 1 << 20, 0)
-        assert kept == expected.contiguous().numpy().tobytes()
-    assert files.nbytes == 5 * BLOCK
-    files.close()
-
-
-def test_room_is_taken_when_an_extent_is_allocated(files):
-    files.allocate("a", 1_000_001)
-    state = os.fstat(files._files[0].descriptor)
-    assert state.st_size == files.nbytes == 1_003_520
-    assert state.st_blocks * 512 >= state.st_size
-    files.reserve(1 << 20)
-    files.allocate("b", 1 << 20)
-    assert files.nbytes == 1_003_520 + (1 << 20)
-
-
 def test_a_read_asked_for_after_a_write_sees_it(files):
     extent = files.allocate("r", 10 * BLOCK)
     first, second = bytes_of(10 * BLOCK), bytes_of(3 * BLOCK)
@@ -153,36 +126,6 @@ def test_what_a_failed_write_should_have_replaced_is_not_read(files):
     extent.write(0, again)
     assert torch.equal(content(extent), again)
     files.flush()
-
-
-def test_a_failed_read_says_that_nothing_changed_and_can_be_repeated(files):
-    extent = files.allocate("r", BLOCK)
-    values = bytes_of(BLOCK)
-    extent.write(0, values)
-    inject(files, "read:1:EIO")
-    with pytest.raises(OSError, match="what it holds was not changed"):
-        content(extent)
-    assert torch.equal(content(extent), values)
-
-
-def test_a_removed_folder_and_a_lost_permission_reach_nobody(backend, tmp_path):
-    folder = tmp_path / "nvme"
-    folder.mkdir()
-    files = NvmeFiles([folder], block_size=BLOCK, backend=backend)
-    extent = files.allocate("r", 3 * BLOCK + 5)
-    values = bytes_of(3 * BLOCK + 5)
-    extent.write(0, values)
-    folder.chmod(0)
-    assert torch.equal(content(extent), values)
-    folder.chmod(0o700)
-    shutil.rmtree(folder)
-    values = bytes_of(3 * BLOCK + 5)
-    extent.write(0, values).wait()
-    later = files.allocate("later", BLOCK)
-    later.write(0, values[:BLOCK])
-    files.flush()
-    assert torch.equal(content(extent), values) and torch.equal(content(later), values[:BLOCK])
-    files.close()
 
 
 def test_a_full_disk_is_an_error_at_once_with_path_need_and_free_space(files, tmp_path):

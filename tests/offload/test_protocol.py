@@ -4,7 +4,6 @@ are fetched, in the storage's dtype, as a whole and by sub-group.
 
 import errno
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from hf_zero.offload.storage import (
     SHARD,
     DeviceStorage,
     HostStorage,
-    Storage,
     StorageFormat,
     numbers,
 )
@@ -26,7 +24,6 @@ from tests.helpers.accelerators import play_streams
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8]
 ROWS = ("device", "host", "files")
-Open = Callable[[int, torch.dtype], Storage]
 
 
 def zeros(numel, dtype):
@@ -84,33 +81,6 @@ def test_the_host_writes_in_place_part_by_part(row):
     storage.acquire(0, overwrite=True)[SHARD][6:8].fill_(9)
     storage.release(0)
     assert storage.fetch(SHARD)[0:8].tolist() == [1, 1, 1, 4, 4, 4, 9, 9]
-
-
-def test_more_shards_than_buffers_are_announced_and_read_in_any_order(tmp_path):
-    files, pool = NvmeFiles([tmp_path], 0), BufferPool(3, zeros)
-    shards = [in_files(str(i), 5000, torch.float32, files, pool) for i in range(6)]
-    for i, shard in enumerate(shards):
-        shard.store(SHARD, 0, torch.full((5000,), float(i)))
-    for order in (range(6), range(5, -1, -1), (3, 3, 0, 5, 0)):
-        for shard in shards:
-            shard.prefetch(0)
-        for i in order:
-            assert shards[i].fetch(SHARD)[0:5000].eq(i).all()
-    assert pool.nbytes == 3 * 20480
-
-
-def test_shards_that_are_larger_than_those_written_before(tmp_path):
-    files, pool = NvmeFiles([tmp_path], 0), BufferPool(2, zeros)
-    shards = []
-    for number, numel in enumerate((10, 5000, 3, 20_000, 9000)):
-        shards.append(in_files(f"shard {number}", numel, torch.float32, files, pool))
-        shards[-1].store(SHARD, 0, torch.full((numel,), float(number)))
-    assert pool.nbytes == 2 * 81920
-    for number, shard in enumerate(shards):
-        assert shard.fetch(SHARD)[0:3].eq(number).all()
-        shard.acquire(0, overwrite=True)[SHARD][0:3].fill_(-1)
-        shard.release(0)
-    assert all(shard.fetch(SHARD)[0:3].eq(-1).all() for shard in shards)
 
 
 def test_a_copy_to_the_device_is_not_waited_for_and_its_buffer_is_used_again_after_it(
@@ -288,14 +258,4 @@ def test_a_read_that_fails_raises_with_the_path(tmp_path, monkeypatch):
             storage.acquire(1)
         assert str(tmp_path) in str(raised.value.filename)
     update(storage, [1])
-    assert storage.fetch(MASTER)[4096:8192].eq(1).all()
-
-
-def test_a_fetch_leaves_an_acquired_sub_group_to_its_release(tmp_path):
-    storage, _ = state_in_files(tmp_path)
-    storage.add(MASTER, StorageFormat(torch.float32))
-    held = storage.acquire(1)[MASTER]
-    assert isinstance(held, torch.Tensor) and not storage.fetch(MASTER).any()
-    held += 1
-    storage.release(1)
     assert storage.fetch(MASTER)[4096:8192].eq(1).all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 from pathlib import Path
@@ -119,24 +118,3 @@ def test_a_file_system_without_locks_is_named(
     with pytest.raises(CheckpointError, match=f"{tmp_path} is on a file system without locks"):
         FileLock(tmp_path / "lock", fcntl.LOCK_EX)
     assert not list(tmp_path.iterdir())
-
-
-def test_other_errors_of_a_lock_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise OSError(errno.EIO, "broken")
-
-    monkeypatch.setattr(fcntl, "flock", fails)
-    with pytest.raises(OSError, match="broken"):
-        FileLock(tmp_path / "lock", fcntl.LOCK_EX)
-
-
-def test_a_file_that_cannot_be_looked_at_is_not_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(path: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output") as raised:
-        patch.setattr(os, "lstat", fail)
-        FileLock.on_current(tmp_path / "lock", fcntl.LOCK_EX)
-    assert free(tmp_path / "lock"), raised  # the error is still held, and so are its frames

@@ -4,7 +4,6 @@ the flat ones, at every stage and offloaded; one step of what is offloaded, flat
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +12,7 @@ from torch import nn
 
 from hf_zero.deepspeed import optimizers
 from hf_zero.errors import ConfigError
-from hf_zero.offload.storage import MASTER
-from hf_zero.offload.sub_group_update import Counted, Update
 from hf_zero.optim import Adam, CPUAdam
-from hf_zero.optim.segments import Segment, SegmentPart
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, full_weights, start
@@ -105,42 +101,3 @@ def test_groups_in_one_bit_agree_on_the_correction(rank, model):
     one_bit = {"bits": 1, "freeze_step": 2}
     with pytest.raises(ConfigError, match="bias_correction: groups differ"):
         start(model, optimizers.FusedAdam(groups), config_of(1, compressed_communication=one_bit))
-
-
-def segments_of(flat, count=3):
-    ends = [(4 * n, 4 * n + 4) for n in range(count)]
-    return [Segment(0, *of, [SegmentPart(flat, *of, 0)], n) for n, of in enumerate(ends)]
-
-
-@in_one_item(["abc", "cba", "cab", "bca"])
-def test_what_was_updated_is_not_announced_again(order):
-    """In whatever order flats are updated, what waits is what the next forward needs first."""
-    events: list[tuple[str, str, int]] = []
-
-    def storage(key):
-        """State that tells what was held and what was announced, by flat and sub_group."""
-        told = {
-            "acquire": lambda n: events.append(("held", key, n)) or {MASTER: torch.zeros(4)},
-            "prefetch": lambda n: events.append(("ahead", key, n)),
-            "release": lambda n: None,
-        }
-        return type("Storage", (), {name: staticmethod(each) for name, each in told.items()})()
-
-    made = {key: {"key": key, "storage": storage(key), "grad": torch.ones(12)} for key in "abc"}
-    flats = {key: SimpleNamespace(**each) for key, each in made.items()}
-    hosted = {key: segments_of(flat) for key, flat in flats.items()}
-    optimizer = SimpleNamespace(
-        offloaded_segments=lambda flat: hosted[flat.key],
-        count=lambda flat, rules: dict.fromkeys(hosted[flat.key], Counted()),
-        step_sub_group=lambda segment, held, grad, divisor, fresh: held[MASTER].add_(grad),
-    )
-    update = Update(optimizer, [None], [{}], 1.0, 0)
-    for flat in flats.values():
-        update.announce(flat)
-    for key in order:
-        update.run(flats[key], lambda start, stop: None, lambda start, stop, values: None)
-    held = [event for event in events if event[0] == "held"]
-    assert held == [("held", key, n) for key in order for n in range(3)]
-    for place, (what, key, n) in enumerate(events):
-        assert what == "held" or ("held", key, n) in events[place:]
-    assert len(set(events)) == 2 * len(held) - 1, "all but the first were announced"

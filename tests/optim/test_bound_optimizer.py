@@ -242,23 +242,6 @@ def test_gradients_of_16_bit_are_cast_first(cell):
     it.assert_equal(**CLOSE)
 
 
-def test_hyperparameters_stay_live_and_the_object_its_own():
-    it = world("AdamW", shards=2)
-    optimizer = it.bound[0].optimizer
-    dicts = [id(group) for group in optimizer.param_groups]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
-    it.step()
-    scheduler.step()
-    assert [group["lr"] for group in it.bound[0].groups] == [0.005, 0.0015]
-    for other in (it.plain, it.bound[1].optimizer):
-        for group, lr in zip(other.param_groups, (0.005, 0.0015)):
-            group["lr"] = lr
-    it.step()
-    it.assert_equal(**CLOSE)
-    assert [id(group) for group in optimizer.param_groups] == dicts
-    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.005
-
-
 @pytest.mark.filterwarnings("error")
 def test_schedulers_see_the_step():
     for before in (True, False):
@@ -285,17 +268,6 @@ def test_hooks_and_wrappers_of_the_user_run_once_a_step_and_not_for_a_load():
     it.step()
     assert calls == ["before", "after"]
     assert bound.scalars() == [{"step": 4.0}, {"step": 4.0}]
-
-
-def test_state_dict_goes_out_and_in():
-    it = world("Adam", steps_before=1)
-    it.step()
-    for bound in it.bound:
-        bound.optimizer.load_state_dict(bound.optimizer.state_dict())
-    it.step()
-    it.assert_equal(**CLOSE)
-    for flat in it.ranks[0]:
-        assert it.bound[0].tensors(flat)["exp_avg"].shape == flat.master.shape
 
 
 def test_gradients_are_gone_after_the_step_even_when_it_fails():

@@ -201,20 +201,6 @@ def test_state_is_known_before_a_step():
     assert optimizer.param_groups[0]["capturable"]
 
 
-class MadeAtOnce(torch.optim.Adagrad):
-    """torch.optim.Adagrad as it is up to torch 2.12: only its constructor makes state."""
-
-    def _init_group(self, group, *lists):
-        assert all(self.state[p] for p in group["params"] if p.grad is not None)
-        return super()._init_group(group, *lists)
-
-
-def test_state_that_only_a_constructor_makes_is_known_before_a_step():
-    optimizer = MadeAtOnce([torch.nn.Parameter(torch.zeros(1))], initial_accumulator_value=0.5)
-    fresh = fresh_state(optimizer, optimizer.param_groups[0], torch.zeros(1))
-    assert fresh == {"step": torch.zeros(()), "sum": torch.full((1,), 0.5)}
-
-
 @pytest.mark.parametrize("refuses", [False, True])
 def test_adagrad_is_fused_where_it_accepts_its_own_kernel(monkeypatch, refuses):
     """Up to torch 2.12 it refuses the one for CUDA, which is there."""

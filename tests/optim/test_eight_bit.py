@@ -119,14 +119,6 @@ def test_a_state_dict_goes_on_in_the_same_bits(kind):
     assert torch.equal(got, want)
 
 
-def test_a_state_dict_leaves_the_format_of_moments():
-    parameter, optimizer = stepped(lambda params: AdamW8bit(params, lr=1e-2, optim_bits=32))
-    other = AdamW8bit([parameter], lr=1.0)
-    other.load_state_dict(optimizer.state_dict())
-    assert isinstance(other.state[parameter]["exp_avg"], Blocks)
-    assert other.param_groups[0]["lr"] == 1e-2 and other.param_groups[0]["optim_bits"] == 8
-
-
 # ---- objects of bitsandbytes and torchao ----
 
 
@@ -363,21 +355,3 @@ def test_one_step_beside_bitsandbytes_from_equal_state(name, monkeypatch):
         off = (blocks.codes.int() - optimizer.state[theirs][f"state{number}"].int()).abs()
         assert int(off.max()) <= 1 and float(off.gt(0).float().mean()) <= 1e-3
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
-
-
-def test_steps_beside_torchao(monkeypatch):
-    optim = pytest.importorskip("torchao.optim")
-    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
-    theirs, ours = (nn.Parameter(spread(64 * 96, 1).view(64, 96)) for _ in range(2))
-    optimizer, other = optim.AdamW8bit([theirs]), optim.AdamW8bit([ours])
-    adopt(other)
-    for seed in (2, 3, 4):
-        theirs.grad = spread(64 * 96, seed).view(64, 96)
-        ours.grad = theirs.grad.clone()
-        optimizer.step()
-        other.step()
-    for name in ("exp_avg", "exp_avg_sq"):
-        codes = optimizer.state[theirs][name].codes.view(-1)
-        off = (other.state[ours][name].codes.int() - codes.int()).abs()
-        assert int(off.max()) <= 1 and float(off.gt(0).float().mean()) <= 1e-3
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)

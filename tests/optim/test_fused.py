@@ -14,7 +14,6 @@ from hf_zero.ops import dispatch
 from hf_zero.optim import Adam
 from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.bound_optimizer import BoundOptimizer
-from hf_zero.optim.fused import FusedStep
 from tests.helpers.flats import shard
 
 UNITS = [
@@ -227,14 +226,6 @@ def test_what_the_kernel_does_not_know_is_left_to_the_optimizer(forced):
             assert ours.step(0) == set(), change
         assert "adam_" not in forced, change
         assert ours.bound.scalars()[0]["step"] == 1.0
-
-
-def test_only_a_scheduler_s_wrapper_is_looked_through():
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
-    for _ in range(2):
-        assert FusedStep(optimizer, torch.optim.AdamW, optimizer.step, "auto")._own_step
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert not FusedStep(optimizer, torch.optim.AdamW, lambda: None, "auto")._own_step
 
 
 WANTED = [

@@ -96,18 +96,6 @@ def test_cpu_checkpointing_without_checkpoints_says_so(heard, moved):
     assert moved[0].sent_bytes == 0
 
 
-def test_where_the_device_is_the_host_nothing_moves(monkeypatch, heard_in_full):
-    monkeypatch.undo()
-
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(2, activation_offload=True))
-        assert engine.patches.activations.offload is None
-        engine.destroy()
-
-    on_ranks(1, run)
-    assert any("activations are not offloaded" in line for line in heard_in_full)
-
-
 class CheckpointsItself(torch.nn.Module):
     """Small blocks, each under a selective checkpoint of its own code."""
 

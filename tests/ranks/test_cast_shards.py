@@ -7,7 +7,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -15,7 +14,6 @@ import hf_zero
 from hf_zero.offload.storage import SHARD, CastStorage
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
-from tests.helpers.models import seeded
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import run_steps, stack
 from tests.helpers.training import Plan, adamw
@@ -76,23 +74,6 @@ def test_bits_are_those_of_shards_that_are_kept(
     for (values, nbytes, numel), (found, others, _) in zip(kept, cast):
         assert all(map(torch.equal, values, found))
         assert nbytes >= 2 * numel / RANKS and others == 0
-
-
-@pytest.mark.parametrize("more", [
-    {"offload_param": {"device": "cpu"}}, {"offload_optimizer": {"device": "cpu"}},
-    {"zero_quantized_weights": True},
-], ids=["parameters away", "masters away", "8-bit gathers"])  # fmt: skip
-def test_shards_that_a_gather_reads_as_they_are_stay(more: dict[str, Any]) -> None:
-    def on_rank(rank: int) -> None:
-        model = seeded(lambda: nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 1)))
-        engine = start(model, adamw(model), keys("bf16", False, **more))
-        coded = [flat for flat in engine.flats if flat.spec.gather_codec is not None]
-        assert bool(coded) is ("zero_quantized_weights" in more)
-        assert all(flat.cast_master is None for flat in coded or engine.flats)
-        assert engine.state_bytes()["parameters"] > 0
-        engine.destroy()
-
-    run_ranks(RANKS, on_rank)
 
 
 def test_a_write_keeps_masters_that_round_to_it() -> None:

@@ -115,23 +115,6 @@ def test_dropout_is_recomputed_as_it_was(inside):
     engine.destroy()
 
 
-@in_turn(
-    "section, rows_and_graphs",
-    [
-        ({}, [(9, 1), (6, 2), (9, 2), (5, 2), (7, 2), (4, 2)]),
-        ({"dynamic": False}, [(3, 1), (5, 2), (7, 3), (5, 3)]),
-    ],
-)
-def test_other_shapes_share_a_second_graph_unless_none_is_dynamic(section, rows_and_graphs):
-    nothing_is_compiled()
-    engine = opened(seeded(Stack), 1, **TRACED, **section)
-    for rows, count in rows_and_graphs:
-        engine.backward(engine(features(0, 0, 0, rows)).square().mean())
-        engine.step()
-        assert graphs() == count, rows
-    engine.destroy()
-
-
 def test_generation_evaluation_and_training_with_a_cache_are_not_compiled(heard):
     engine = opened(model := seeded(llama), 3, **TRACED)
     model.eval()

@@ -5,7 +5,6 @@ and offloaded optimizers; errors of gradients in four bits that are fed back (Lo
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ import hf_zero
 from hf_zero.compression.error_feedback import ErrorCodec
 from hf_zero.errors import PartitionError
 from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
-from tests.helpers import oracle
-from tests.helpers.capabilities import ERRORS, FEW, FOUR, in_few_bits
+from tests.helpers.capabilities import ERRORS, FEW, FOUR
 from tests.helpers.cells import in_turn
 from tests.helpers.compressed import (
     GRADIENTS,
@@ -29,12 +27,10 @@ from tests.helpers.compressed import (
     sent_bytes,
     trained,
 )
-from tests.helpers.engines import OnEngine, full_weights, start
+from tests.helpers.engines import start
 from tests.helpers.models import Stack, seeded
-from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
-from tests.helpers.training import At, Plan, adamw, plain_sgd, train
-from tests.helpers.ways import WAYS
+from tests.helpers.training import At, Plan, adamw
 
 BLOCK = FEW["block_size"]
 
@@ -279,72 +275,7 @@ def test_whole_weights_and_checkpoints_are_of_the_masters(tmp_path):
 
 # ---- beside dense training ----
 
-PLUS = {**GRADIENTS, **WEIGHTS}
 BLOCKS_OF_32: dict[str, Any] = {"compressed_communication": FEW}
-
-
-@in_turn(
-    ("way", "stage", "zero", "more"),
-    [
-        ("frozen parameters inside blocks, and a block frozen whole", 3, PLUS, {}),
-        ("each rank skips another block, by step", 3, PLUS, {}),
-        ("a part of the model alone: GPT-2's body, then its tied head by hand", 2, {}, FOUR),
-        ("a block never used", 2, {}, {**FOUR, "replicate_size": 2}),
-    ],
-)
-def test_a_run_stays_beside_the_plain_loop(way, stage, zero, more):
-    """Replicas add up what a shard group rounds, and hold the same."""
-    replicas = more.get("replicate_size", 1)
-    plan, job = Plan(ranks=2 * replicas, steps=3, accumulation=2), copy.copy(WAYS[way])
-    job.name, job.optimizer = f"{job.name}, plain SGD", plain_sgd
-
-    def run(rank, models):
-        model = models[rank]
-        engine = start(
-            model, plain_sgd(model), config(stage, plan, zero, **{**BLOCKS_OF_32, **more})
-        )
-        session = OnEngine(engine, plan)
-        train(session, job, plan, rank)
-        weights = full_weights(engine)
-        whole = [flat.full.clone() for flat in engine.flats if not flat.sharded]
-        masters = [flat.optimizer_shard.master.clone() for flat in engine.flats if flat.trainable]
-        session.close()
-        return weights, whole, masters
-
-    answers = run_ranks(plan.ranks, run, [job.build() for _ in range(plan.ranks)])
-    for _, whole, _ in answers[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(whole, answers[0][1])) or stage == 3
-    if replicas == 2:
-        for rank in (0, 1):
-            assert all(torch.equal(a, b) for a, b in zip(answers[rank][2], answers[rank + 2][2]))
-    initial = {name: p.detach() for name, p in job.build().named_parameters()}
-    in_few_bits(answers[0][0], oracle.kept(job, plan).weights, initial)
-
-
-@in_turn("stage", [2, 3])
-def test_the_optimizer_may_be_offloaded(stage):
-    """Gradients go up in few bits; new weights leave the host as they are."""
-    zero = {"offload_optimizer": {"device": "cpu"}, **(GRADIENTS if stage == 3 else {})}
-    more = {} if stage == 3 else FOUR
-
-    def run(rank, model, section, extra):
-        engine = start(
-            model, adamw(model), config(stage, zero=section, **{**BLOCKS_OF_32, **extra})
-        )
-        run_steps(engine, rank, range(3))
-        up = [flat for flat in engine.flats if flat.spec.reduce_codec is not None]
-        assert up and not any(flat.spec.sends_differences for flat in engine.flats)
-        weights = full_weights(engine)  # waits for the update
-        whole = [flat for flat in engine.flats if not flat.sharded]
-        return weights, {n: view.clone() for flat in whole for n, view in flat.views.items()}
-
-    (offloaded, seen), (_, others) = on_ranks(2, run, zero, more)
-    (resident, _), _ = on_ranks(2, run, GRADIENTS, {})
-    for name, weight in resident.items():
-        torch.testing.assert_close(offloaded[name], weight, rtol=1e-4, atol=1e-6)
-        if stage < 3:
-            assert torch.equal(seen[name], others[name])
-            assert torch.equal(seen[name].float(), offloaded[name])
 
 
 # ---- errors that are fed back ----

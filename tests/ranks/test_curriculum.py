@@ -14,11 +14,11 @@ from torch.nn import functional
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.sequence_length import of_config
-from tests.helpers.capabilities import GROWING, LEGACY, SCHEDULE, by_metric, cut
+from tests.helpers.capabilities import LEGACY, SCHEDULE, by_metric, cut
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES, LENGTH, VOCAB, tokens
-from tests.helpers.stacks import on_each_rank, on_ranks
+from tests.helpers.stacks import on_each_rank
 from tests.helpers.training import adamw
 
 
@@ -78,40 +78,6 @@ def test_however_a_model_is_called(rank, model):
     model.train()
     model(ids, ids)
     assert model.seen["idx"].shape[1] == LENGTH
-
-
-def test_a_step_that_overflows_counts_as_in_deepspeed():
-    """A skipped step makes the sequences longer, too: its number is the same in a resumed run."""
-    model = Words()
-    config = config_of(1, fp16={"enabled": True, "initial_scale_power": 30}, **LEGACY)
-    engine = start(model, adamw(model), config)
-    assert train(engine, model, range(len(GROWING))) == GROWING
-    assert engine.skipped_steps > 0
-    engine.destroy()
-
-
-def test_a_function_that_was_resumed(tmp_path):
-    """On another number of ranks; the script gives it again, and what was reached is kept."""
-    custom = {**LEGACY["curriculum_learning"], "schedule_type": "custom", "max_difficulty": 8}
-
-    def run(rank, model, first, last):
-        engine = start(model, adamw(model), config_of(3, curriculum_learning=custom))
-        # the second run's function would begin anew
-        engine.set_custom_curriculum_learning_schedule(
-            lambda step: GROWING[step - 1] if step < 4 else 4
-        )
-        if first:
-            engine.load_checkpoint(str(tmp_path / "part"))
-            return train(engine, model, range(first, last))
-        engine.save_checkpoint(str(tmp_path / "begun"))
-        lengths = train(engine, model, range(last))
-        engine.save_checkpoint(str(tmp_path / "part"))
-        engine.load_checkpoint(str(tmp_path / "begun"))
-        assert train(engine, model, [0]) == [GROWING[0]], "what was reached outlives the load"
-        return lengths
-
-    assert on_ranks(1, run, 0, 3, build=Words)[0] == [3, 5, 8]
-    assert on_ranks(2, run, 3, 5, build=Words)[0] == [8, 8]
 
 
 @on_each_rank(1)

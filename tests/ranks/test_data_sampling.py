@@ -19,7 +19,7 @@ from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of
 from tests.helpers.processes import forkserver
 from tests.helpers.ranks import run_ranks
-from tests.helpers.sampled import BATCH, ROWS, index_in, metric, section
+from tests.helpers.sampled import BATCH, index_in, metric, section
 from tests.helpers.training import adamw
 
 
@@ -121,17 +121,6 @@ def test_functions_are_the_schedule_and_make_the_batches(tmp_path, workers):
     engine.destroy()
     assert drawn == sampled.drawn(index, 7)
     assert found == [(step, {"hard": sampled.at(step)}, float(step)) for step in range(1, 8)]
-
-
-def test_a_metric_that_admits_every_sample(tmp_path):
-    """An epoch is a shuffle of all; the function sees its numbers."""
-    single = {"clustering_type": "single_cluster", "index_to_metric_path": None}
-    engine, loader = started(configured(index_in(tmp_path), 1, 1, **single))
-    assert {int(row) for batch in loader for row in batch["id"]} == {*range(ROWS)}
-    engine.set_data_post_process_func(tagged)
-    batch = next(iter(loader))
-    assert (batch["step"], batch["difficulties"]) == (1, {"hard": sampled.at(1)})
-    engine.destroy()
 
 
 def test_functions_and_data_that_nothing_draws_are_refused(tmp_path):

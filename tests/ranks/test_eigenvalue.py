@@ -48,10 +48,6 @@ def losing():
     return seeded(Losing)
 
 
-def without_dropout():
-    return seeded(lambda: Losing(0.0))
-
-
 def dense(weights, ranks, step, micro):
     """Return the eigenvalue of each block's Hessian by the iteration, over the largest of all."""
     model = losing().eval()
@@ -127,26 +123,6 @@ def test_eigenvalues_are_those_of_the_dense_hessian_and_set_the_bits():
     for (_, until, since), value in zip(state["layers"], state["eigenvalues"], strict=True):
         assert (since, until) == (2, 4 * (1 + math.floor(4 * value)))
     assert len({until for _, until, _ in state["layers"]}) > 1
-
-
-def test_goes_on_from_a_checkpoint(tmp_path):
-    """On another number of ranks, the bits and the last eigenvalues being in the manifest."""
-
-    def run(rank, model, loads, last):
-        engine = engine_of(model, 3, {})
-        if loads:
-            engine.load_checkpoint(str(tmp_path))
-        state = engine.techniques.state_dict()
-        bits = train(engine, 0, range(engine.global_steps, last))
-        if last == 2:
-            engine.save_checkpoint(str(tmp_path))
-            state = engine.techniques.state_dict()
-        return state, bits
-
-    state, bits = on_ranks(1, run, False, 2, build=without_dropout)[0]
-    loaded, rest = on_ranks(2, run, True, 5, build=without_dropout)[0]
-    assert loaded == state
-    assert bits + rest == on_ranks(1, run, False, 5, build=without_dropout)[0][1]
 
 
 def test_a_measurement_changes_nothing_but_bits():

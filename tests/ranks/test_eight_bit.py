@@ -14,12 +14,11 @@ import hf_zero
 from hf_zero.deepspeed.engine import _state_of
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops.host import Blocks
-from hf_zero.optim import AdamW8bit, Lion, SGD8bit
+from hf_zero.optim import AdamW8bit, SGD8bit
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import seeded
 from tests.helpers.stacks import on_ranks
-from tests.optim.test_eight_bit import FOREIGN, stand_in
 
 KINDS = {
     "adamw": lambda params: AdamW8bit(params, lr=1e-3, weight_decay=0.1),
@@ -218,34 +217,6 @@ def test_runs_change_between_moments_in_8_bits_and_in_fp32(kind, tmp_path):
     for (name, key), value in saved_in_fp32.items():
         coarse = value.abs().max() / 25 if name in ("up.weight", "down.weight") else 0.0
         assert (loaded[name, key] - value).abs().max() <= coarse, (name, key)
-
-
-def test_an_object_of_bitsandbytes_with_the_name_of_a_class_here_resumes_from_it(tmp_path):
-    """``Lion`` of both, of which only bitsandbytes' counts steps."""
-    module, name, options, groups = FOREIGN["lion"]
-    theirs = stand_in(module, name, {**options, "optim_bits": 32}, {**groups, "lr": 1e-4})
-    makers = [theirs, lambda params: Lion(params, lr=1e-4, weight_decay=0.0)]
-
-    def resume(rank, model, make, steps):
-        engine = start(model, make(model.parameters()), config_of(2))
-        if steps[0]:
-            engine.load_checkpoint(tmp_path)
-        run(engine, steps)
-        engine.save_checkpoint(tmp_path)
-        found = full_weights(engine)
-        engine.destroy()
-        return found
-
-    for at, make in enumerate([*makers, *makers]):
-        found = on_ranks(2, resume, make, [at], build=wide)[0]
-    plain = wide()
-    optimizer = makers[1](plain.parameters())
-    for step in range(4):
-        loss_of(plain, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, p in plain.named_parameters():
-        torch.testing.assert_close(found[name], p.detach(), rtol=0, atol=1e-7)
 
 
 def test_a_state_dict_and_state_from_before_the_engine_go_on():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import GenerationConfig
 
 import hf_zero
 from hf_zero.errors import ReleasedParameterError
@@ -114,40 +113,6 @@ def test_one_rank_without_room_decides_for_all(monkeypatch):
         return gathers(engine) - before > len(engine.units)
 
     assert on_ranks(RANKS, run, build=built) == [True, True]
-
-
-def test_what_the_caller_says_about_synchronising_is_kept():
-    def run(rank, model):
-        start(model, adamw(model), limited(1))
-        seen = []
-        kept = model._has_unfinished_sequences
-
-        def note(finished, synced_gpus, device):
-            seen.append(synced_gpus)
-            return kept(finished, synced_gpus, device)
-
-        model._has_unfinished_sequences = note
-        given = asked(rank)
-        config = GenerationConfig(max_new_tokens=2, pad_token_id=0)
-        by_place = given["inputs"], config, None, None, None, False
-        model.generate(*by_place, attention_mask=given["attention_mask"])
-        model.generate(**asked(rank, max_new_tokens=2), synced_gpus=None)
-        return seen
-
-    for seen in on_ranks(RANKS, run, build=built):
-        assert not any(seen[: len(seen) // 2]) and all(seen[len(seen) // 2 :])
-
-
-def test_an_assistant_that_is_sharded_too():
-    want, helpers = plainly(), [built() for _ in range(RANKS)]
-
-    def run(rank, model):
-        start(model, adamw(model), config_of(3))
-        start(helpers[rank], adamw(helpers[rank]), config_of(3))
-        made = model.generate(**asked(rank, max_new_tokens=NEW), assistant_model=helpers[rank])
-        assert torch.equal(made, want[rank])
-
-    on_ranks(RANKS, run, build=built)
 
 
 @in_turn("stage, writeback", [(1, False), (3, True), (3, False)])

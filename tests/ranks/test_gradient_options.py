@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import NotBuiltError
@@ -26,8 +25,8 @@ from tests.helpers.engines import (
 )
 from tests.helpers.models import features, seeded
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import on_ranks, run_steps, squared, stack
-from tests.helpers.training import At, Plan, StackJob, plain_sgd, sgd
+from tests.helpers.stacks import run_steps, squared, stack
+from tests.helpers.training import At, Plan, StackJob, plain_sgd
 from tests.ranks.cases import expect, trains_alike, values_of
 
 RANKS = 2
@@ -127,74 +126,6 @@ def test_the_norm_to_clip_to_may_change_between_steps():
         return full_weights(engine)
 
     expect(values_of(model), run)
-
-
-@in_turn("kind, fused", [("Adagrad", None), ("AdamW", None), ("SGD", False)])
-def test_clipping_beside_a_group_whose_parameters_are_frozen(kind, fused):
-    def made(model):
-        frozen, *trained = model.parameters()
-        frozen.requires_grad_(False)
-        groups = [{"params": trained}, {"params": [frozen], "fused": fused}]
-        return getattr(torch.optim, kind)(groups, lr=0.01)
-
-    model = stack()
-    optimizer = made(model)
-    for step in range(2):
-        for rank in range(RANKS):
-            (squared(model, At(step, 0, rank)) / RANKS).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def run(rank, model):
-        engine = start(model, made(model), config_of(1, gradient_clipping=0.05))
-        run_steps(engine, rank, range(2))
-        return full_weights(engine)
-
-    expect(values_of(model), run)
-
-
-PASSES_RANKS = 3  # no power of two
-
-
-class Passes(TorchDispatchMode):
-    """Elements multiplied in place, and calls over lists by the dtypes of both lists."""
-
-    def __init__(self):
-        super().__init__()
-        self.multiplied = 0
-        self.lists: set[tuple[str, torch.dtype, torch.dtype]] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, func._schema.name
-        if name == "aten::mul_" or (name == "aten::mul" and kwargs.get("out") is not None):
-            self.multiplied += args[0].numel()
-        if name.startswith("aten::_foreach_") and isinstance((*args, None)[1], (list, tuple)):
-            self.lists.add((name, args[0][0].dtype, args[1][0].dtype))
-        return func(*args, **kwargs)
-
-
-def passes_of(stage, plan):
-    """Of the last backward of a step, on each rank; and the elements of all flat buffers."""
-
-    def run(rank, model):
-        engine = start(model, sgd(model), config_of(stage, plan))
-        for micro in range(plan.accumulation):
-            loss = squared(engine, At(0, micro, rank), plan.dtype)
-            with Passes() as passes:
-                engine.backward(loss)
-        return passes, sum(flat.layout.padded for flat in engine.flats)
-
-    return on_ranks(plan.ranks, run)
-
-
-def test_passes_over_memory():
-    """One over this rank's chunk for the average; sums of other dtypes in one call."""
-    for passes, padded in passes_of(3, Plan(ranks=PASSES_RANKS, precision="bf16")):
-        assert 0 < passes.multiplied <= padded // PASSES_RANKS
-    for passes, _ in passes_of(1, Plan(ranks=2, precision="bf16", accumulation=2)):
-        added = [each for each in passes.lists if each[0] != "aten::_foreach_copy_"]
-        assert passes.lists and all(one == other for _, one, other in added), added
 
 
 class Words(nn.Module):

@@ -81,16 +81,6 @@ def test_the_engine_reads_nothing_back(build, stage, precision, clip, offload, m
 # -- the counter itself ----------------------------------------------------------------------------
 
 
-class Reads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * grad.sum().item()
-
-
 X = torch.arange(6.0)
 WAITS: dict[str, Callable[[], Any]] = {
     "_local_scalar_dense": lambda: X.sum().item(),
@@ -111,16 +101,3 @@ def test_what_waits_is_counted(name):
     with HostSyncs() as syncs:
         WAITS[name]()
     assert syncs.found == {("tests", "test_host_syncs.py", name): 1}
-
-
-def test_a_backward_is_counted_too_and_what_does_not_wait_is_not():
-    x = torch.ones(3, requires_grad=True)
-    with HostSyncs() as syncs:
-        Reads.apply(x).sum().backward()
-    assert sum(syncs.found.values()) == 1
-    with HostSyncs() as syncs:
-        y = X[torch.tensor([1, 2])] * 2
-        y[0] = 5.0
-        torch.where(y > 1, y, y + 1).sum()
-        torch.repeat_interleave(torch.tensor([1, 2]), output_size=3)
-    assert not syncs.found

@@ -23,7 +23,6 @@ from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import OnEngine, config_of, engine_opener, start, train_on_threads
 from tests.helpers.layer_drop import DEPTH, LayerDropJob, left_out, probabilities
 from tests.helpers.models import LENGTH, Stack, floats, seeded, tokens
-from tests.helpers.offloads import offload
 from tests.helpers.plans import APART
 from tests.helpers.token_drop import TokenDropJob, section
 from tests.helpers.training import At, Plan, plain_sgd
@@ -44,12 +43,6 @@ def check(job, plan, stage, **more):
 @in_turn("family", ["t5", "vit"])
 def test_families(family):
     check(LayerDropJob(family), Plan(1, 2, 2), 3)
-
-
-@in_turn("way, stage", [("optimizer on cpu", 2), ("all in files", 3)])
-def test_offloaded_and_updated_in_the_backward(way, stage, tmp_path):
-    zero = {**offload(way, stage, tmp_path, update_in_backward=True), **APART}
-    check(LayerDropJob("stack"), Plan(2, 4, 2), stage, zero_optimization=zero)
 
 
 @in_turn("more", [{**CHECKPOINTED, **COMPILED}, {"replicate_size": 2}])

@@ -300,23 +300,6 @@ def late(family, stage):
     return engine, model
 
 
-def test_evaluation_and_generation_run_every_block():
-    plain: Any = LayerDropJob("gpt2").build().eval()
-    engine, model = late("gpt2", 3)
-    ids = tokens(0, 0, 0)
-    want = plain(input_ids=ids).logits
-    assert not torch.equal(engine(input_ids=ids).logits, want)
-    with torch.no_grad():
-        assert torch.equal(engine(input_ids=ids).logits, want)
-    model.eval()
-    assert torch.equal(engine(input_ids=ids).logits, want)
-    made, wanted = (
-        each.generate(ids, max_new_tokens=4, do_sample=False) for each in (model, plain)
-    )
-    assert torch.equal(made, wanted)
-    engine.destroy()
-
-
 def test_outputs_are_those_of_the_whole_model():
     """Their kinds, the number of hidden states, and what a cache holds."""
     engine, model = late("t5", 1)

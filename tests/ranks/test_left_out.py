@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-import hf_zero
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
 from tests.helpers.left_out import Dropping, LeftOut, at_random, first_used
 from tests.helpers.models import features, floats, seeded
 from tests.helpers.plans import APART
-from tests.helpers.stacks import on_ranks, squared
-from tests.helpers.training import At, Plan, adamw
-from tests.ranks.cases import trains_alike
+from tests.helpers.stacks import on_ranks
+from tests.helpers.training import Plan, adamw
 
 
 def check(job, ranks=2, accumulation=1, stage=3, steps=3, **more):
@@ -78,27 +76,6 @@ def test_gradients_asked_of_the_graph_of_a_loss(choose, when, stage, ranks):
     """They come in the order in which units are reduced, learned from backwards that reduce."""
     zero = {"stage": stage, **APART}
     check(Explained(choose, when), ranks, 2, stage, zero_optimization=zero)
-
-
-@in_turn("place", ["before the forward", "before the backward", "before the step"])
-def test_a_forward_that_one_rank_adds_where_all_is_gathered(place):
-    """It concerns no other rank, and the next backward is the same on all."""
-
-    def micro(net, at):
-        def reach(here):
-            if here == place and hasattr(net, "engine"):
-                with hf_zero.GatheredParameters(list(net.module.parameters())):
-                    if at.rank == 0 and at.step:
-                        squared(net, At(9, 0, 0))
-
-        reach("before the forward")
-        loss = squared(net, at)
-        reach("before the backward")
-        net.backward(loss)
-        reach("before the step")
-        return loss
-
-    trains_alike(micro, 3, zero_optimization={"stage": 3, **APART})
 
 
 class Masking(Dropping):

@@ -17,7 +17,6 @@ from hf_zero.errors import PartitionError, ReleasedParameterError, UnusedParamet
 from hf_zero.loading.shard_only import hold
 from hf_zero.offload.update import Updater
 from hf_zero.zero.access.full import GatheredParameters
-from hf_zero.zero.layout.initial_values import pending
 from hf_zero.zero.layout.parameter import ReleasedParameter
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
@@ -30,24 +29,6 @@ from tests.helpers.training import At, Plan, adamw, plain_sgd, trainable
 from tests.ranks.cases import expect, trains_alike, values_of
 
 RANKS = 2
-
-
-@on_each_rank(RANKS)
-def test_names_of_the_engine(rank, model):
-    engine = start(model, adamw(model), config_of(3, Plan(precision="bf16")))
-    assert engine.stage == 3 and engine.config.precision == "bf16"
-    assert (engine.global_rank, engine.world_size, engine.device.type) == (rank, RANKS, "cpu")
-    assert engine.train_batch_size() == engine.train_micro_batch_size_per_gpu() * RANKS
-    assert engine.module is model and engine.head is model.head
-    with pytest.raises(AttributeError, match="no_such_name"):
-        engine.no_such_name  # noqa: B018
-    engine.eval()
-    assert not model.training
-    engine.train()
-    assert model.training
-    run_steps(engine, rank, [0])
-    engine.destroy(gather=True)
-    assert all(p.isfinite().all() for p in model.parameters())
 
 
 class OddBuffers(torch.nn.Linear):
@@ -334,44 +315,6 @@ def test_it_may_be_frozen_copied_and_read_before_it_is_trained(rank, model):
     assert torch.equal(kept, plain["head.weight"]), "the view lost its memory"
     found = full_weights(engine)
     assert all(torch.equal(found[name], value) for name, value in plain.items())
-
-
-class Counted:
-    """A source of elements that knows how many were read."""
-
-    def __init__(self, values, sliceable):
-        self.values, self.sliceable, self.dtype = values, sliceable, values.dtype
-        self.read_elements = 0
-
-    def read(self, start, out):
-        self.read_elements += out.numel()
-        out.copy_(self.values.reshape(-1)[start : start + out.numel()])
-
-    def whole(self):
-        self.read_elements += self.values.numel()
-        return self.values.clone()
-
-
-@in_turn("sliceable, dtype", [(True, torch.float32), (False, torch.bfloat16)])
-def test_each_rank_reads_its_own_elements_of_pending_parameters(sliceable, dtype):
-    sources: list[list[Counted]] = [[] for _ in range(4)]
-    plain = stack().to(dtype).state_dict()
-
-    def run(rank, model):
-        for module in model.modules():
-            for name, parameter in list(module._parameters.items()):
-                source = Counted(parameter.detach().to(dtype), sliceable)
-                sources[rank].append(source)
-                module._parameters[name] = pending(parameter.shape, source)
-        hold(model, ZeroConfig(stage=3))
-        assert {p.dtype for p in model.parameters()} == {dtype}
-        assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())
-
-    on_ranks(4, run)
-    read = [sum(source.read_elements for source in mine) for mine in sources]
-    total = sum(value.numel() for value in plain.values())
-    assert sum(read) == total, "something is read twice"
-    assert max(read) < 0.3 * total if sliceable else read == [total, 0, 0, 0]
 
 
 @on_each_rank(RANKS)
