@@ -126,20 +126,6 @@ def test_blocks_run_again_and_nothing_else_changes(case: Any) -> None:
     ), "the first ones"
 
 
-def test_without_gradients_nothing_is_kept_or_run_again() -> None:
-    model = net()
-    engine = start(model, sgd(model), config_of(3, activation_checkpointing={"blocks": True}))
-    with torch.no_grad():
-        engine(torch.randn(4, WIDTH))
-    assert [block.ran for block in model.blocks] == [2, 1, 1]
-    engine.eval()
-    engine(torch.randn(4, WIDTH)).backward()
-    assert [block.ran for block in model.blocks] == [6, 3, 3], (
-        "evaluation with gradients is checkpointed too"
-    )
-    engine.destroy()
-
-
 class Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

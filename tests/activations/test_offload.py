@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_zero.activations.host_copies import ALIGN, Plain, Slabs
 from hf_zero.activations.offload import Offload
@@ -127,44 +126,6 @@ def test_parameters_buffers_and_small_tensors_stay() -> None:
     # exp keeps its result, not the buffer
     assert [size for what, size in late.log if what == "send"] == [2 * WIDTH * 4]
     y.sum().backward()
-
-
-def deep(away: Offload, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, list[StorageWeakRef]]:
-    kept = []
-    with forward(away):
-        for _ in range(depth):
-            x = torch.tanh(x)  # saves its result
-            kept.append(StorageWeakRef(x.untyped_storage()))
-    return x, kept
-
-
-def test_memory_is_given_back_and_the_newest_stay() -> None:
-    late = Late()
-    away = offload(late, in_flight=3 * LAYER)
-    y, kept = deep(away, torch.randn(ROWS, WIDTH, requires_grad=True), 10)
-    late.close()
-    assert [alive.expired() for alive in kept] == [True] * 7 + [False] * 3
-    assert late.most_under_way == 4 * LAYER, (
-        "the newest, and those that fit beside it before the oldest has gone"
-    )
-    y.sum().backward()
-    assert [what for what, _ in late.log].count("bring") == 7
-    assert all(alive.expired() for alive in kept[:-1])
-
-
-def test_what_was_saved_before_is_on_its_way_when_something_is_used() -> None:
-    late = Late()
-    away = offload(late, in_flight=2 * LAYER)
-    y, _ = deep(away, torch.randn(ROWS, WIDTH, requires_grad=True), 8)
-    late.log.clear()
-    y.sum().backward()
-    brought = used = 0
-    for what, _ in late.log:
-        brought, used = brought + (what == "bring"), used + (what == "use")
-        assert brought - used <= 2, "no more is brought ahead than may be"
-        if what == "use" and brought < 6:
-            assert brought > used, "the next one is under way before this one is waited for"
-    assert brought == used == 6
 
 
 @in_one_item(("on the device", "under copy", "too small to leave"))

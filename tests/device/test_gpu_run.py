@@ -215,44 +215,6 @@ def test_a_process_that_fails_or_hangs_keeps_its_rows_and_leaves_nothing_behind(
     assert gone(rows[1]["child"])
 
 
-def test_the_table_says_of_each_goal_whether_it_is_met(bench: Any) -> None:
-    goal = bench.goals.Goal
-    rows = [
-        {"minutes": 9},
-        {"work": "w", "of": "ours", "step_s": 0.2, "gib": 50.0, "faster": 6.5},
-        {"work": "w", "of": "slow", "step_s": 0.4},
-        {"work": "w", "of": "fast", "step_s": 0.25},
-        {"work": "w", "of": "other", "step_s": 0.25},
-        {"work": "w", "of": "broken", "failed": "ended with 1"},
-        {"work": "w", "of": "none", "missing": "liger_kernel is not installed"},
-    ]
-    goals = [
-        goal("w", "step", "step_s", "ours", 0.21, ("slow", "fast", "none", "broken")),
-        goal("w", "memory", "gib", "ours", 41.0, ("slow",)),
-        goal("w", "faster", "faster", "ours", 6.0, least=True),
-        goal("w", "over", "step_s", "other", 1.05, over="ours"),
-        goal("w", "runs", "step_s", "ours", bench.goals.RUNS),
-        goal("w", "alone", "step_s", "ours", None),
-        goal("w", "absent", "step_s", "broken", 0.1, ("fast",)),
-    ]
-    drawn, _, below = bench.goals.table(rows, goals).partition("\n\n")
-    assert below.splitlines() == [
-        "failed: w broken: ended with 1",
-        "missing: w none: liger_kernel is not installed",
-    ]
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in drawn.splitlines()]
-    assert lines[0] == ["work", "peer", "hf-zero", "ratio", "goal", "met"]
-    assert lines[2:] == [
-        ["step", "fast 0.25", "0.2", "0.800", "≤ 0.21", "yes"],
-        ["memory", "–", "50", "–", "≤ 41", "no"],
-        ["faster", "–", "6.5", "–", "≥ 6", "yes"],
-        ["over", "ours 0.2", "0.25", "1.250", "≤ 1.05", "no"],
-        ["runs", "–", "0.2", "–", "runs", "yes"],
-        ["alone", "–", "0.2", "–", "–", "–"],
-        ["absent", "fast 0.25", "–", "–", "≤ 0.1", "not measured"],
-    ]
-
-
 def test_every_goal_is_about_cells_that_are_measured_and_a_row_names_the_kernels_that_ran(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,27 +252,3 @@ def test_a_tiny_run_from_the_command_to_the_table(tmp_path: Path) -> None:
     table = said.stdout[said.stdout.index("| work") :]
     again = completed([*command[:2], "--table", str(path)], env=env, timeout=300)
     assert again.stdout == table
-
-
-def test_the_first_hour_ends_where_later_answers_would_not_count(
-    bench: Any, tmp_path: Path
-) -> None:
-    """And goes on where they do; each part fits into its call, which ``tiny`` runs on the CPU."""
-    hour = bench.hour
-    for cells in hour.PARTS.values():
-        assert sum(cell.seconds for cell in cells) <= 60 * hour.MINUTES
-    assert {*hour.DECISIVE} <= {cell.work for cell in hour.PARTS[1]}
-    takes = {cell.name: 1.0 for cell in hour.PARTS[1]}
-
-    def asked(name: str) -> tuple[str, list[str], str]:
-        machine = FakeMachine(bench, takes, {name: "3 failed"})
-        path = tmp_path / f"{len([*tmp_path.iterdir()])}.jsonl"
-        run = bench.run.Run(path, machine.execute, 900, lambda tool: True, machine.clock)
-        stopped = hour.ask(1, run, hour.PARTS[1])
-        return stopped, [*machine.limits], hour.page(1, run.rows, stopped)
-
-    first, second, *others = (cell.name for cell in hour.PARTS[1])
-    stopped, ran, page = asked(second)
-    assert stopped == "ranks do not agree on this device (3 failed)" and ran == [first, second]
-    assert "**Ended early: ranks do not agree" in page and "failed 3 failed" in page
-    assert asked(others[0])[:2] == ("", [first, second, *others])

@@ -11,40 +11,12 @@ import torch
 from hf_zero.errors import PartitionError, UnmanagedWindowError
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item, in_turn
-from tests.helpers.engines import OnEngine, config_of, full_weights, start, train_on_threads
+from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ROWS, features
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared
-from tests.helpers.training import At, Plan, StackJob, adamw, plain_sgd
+from tests.helpers.training import At, Plan, adamw, plain_sgd
 
 RANKS = 2
-
-
-class PlainBackward(OnEngine):
-    def backward(self, loss):
-        loss.backward()
-
-
-class DividedByTheUser(OnEngine):
-    """A driver that divides the loss itself and tells the engine so, like the Trainer."""
-
-    def backward(self, loss):
-        steps = self.engine.gradient_accumulation_steps()
-        self.engine.backward(loss / steps, scale_wrt_gas=False)
-
-
-@in_turn(
-    "session, stage, precision",
-    [(PlainBackward, 3, "fp32"), (PlainBackward, 2, "fp16"), (DividedByTheUser, 1, "fp32")],
-)
-def test_other_backwards_give_the_same(session, stage, precision):
-    job = StackJob()
-    job.name = "plain stack"
-    plan = Plan(RANKS, 2, 3, precision, clip=0.1, scale=4096.0)
-
-    def opened(model, optimizer, plan):
-        return session(start(model, optimizer, config_of(stage, plan)), plan)
-
-    oracle.accept(train_on_threads(job, plan, opened), job, plan, stage)
 
 
 def compare(windows, loop, stage, accumulation, **more):

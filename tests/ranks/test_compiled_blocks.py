@@ -315,25 +315,6 @@ def test_modules_compiled_in_place_keep_their_hooks_outside():
     oracle.compare(got, oracle.kept(job, plan))
 
 
-class Uncached(ArchitectureJob):
-    def loss(self, net, at):
-        return net(**self.batch(at), use_cache=False).loss
-
-
-@in_turn("blocks", [False, True, "selective"])
-@in_turn("name", ["bert", "llama"])
-def test_blocks_with_fused_kernels_compile_whole(name, blocks):
-    nothing_is_compiled()
-    job, plan = Uncached(ARCHITECTURES[name]), Plan(steps=2)
-    more = {
-        "kernels": ["qkv", "norms", "activations", "rotary"],
-        "activation_checkpointing": {"blocks": blocks},
-    }
-    got = train_on_threads(job, plan, engine_opener(3, compile=TRACED, **more))
-    assert (graphs(), dict(counters["graph_break"])) == (1, {})
-    oracle.compare(got, oracle.kept(job, plan))
-
-
 def test_a_block_that_compiles_in_parts_is_named(heard):
     class Breaking(nn.Module):
         def forward(self, x):

@@ -8,8 +8,7 @@ import hf_zero
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
-from tests.helpers.engines import config_of, full_grads, full_weights, start
-from tests.helpers.models import Stack, features, seeded
+from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd, trainable
 from tests.ranks.cases import expect, trains_alike, values_of
@@ -127,62 +126,6 @@ def test_plain_parameters_are_broadcast(rank, model):
     assert plain.tolist() == [7.0] * 3
     with hf_zero.GatheredParameters([plain]):
         assert plain.tolist() == [7.0] * 3
-
-
-class Foreign(Stack):
-    """Its last layer multiplies by weights of the block before it and of the first one."""
-
-    def body(self, x):
-        x = super().body(x)
-        return (x @ self.blocks[2].up.weight.t()) @ self.blocks[0].up.weight * 0.1
-
-
-class Box:
-    __slots__ = ("inside",)
-
-    def __init__(self, inside):
-        self.inside = inside
-
-
-class Boxed(Foreign):
-    """Gives its output in an object that nobody can look into."""
-
-    def forward(self, x):
-        return Box(super().forward(x))
-
-
-def output(net, step, rank):
-    out = net(features(step, 0, rank))
-    return out.inside if isinstance(out, Box) else out
-
-
-def twice_over_one_graph(net, rank):
-    loss = output(net, 0, rank).pow(2).mean()
-    return [lambda: loss.backward(retain_graph=True), loss.backward]
-
-
-def first_in_first_out(net, rank):
-    return [output(net, step, rank).pow(2).mean().backward for step in range(2)]
-
-
-@in_turn("backwards, build", [(twice_over_one_graph, Foreign), (first_in_first_out, Boxed)])
-def test_weights_read_by_other_modules_are_there_for_every_backward(backwards, build):
-    plain = seeded(build)
-    for rank in range(RANKS):
-        for backward in backwards(plain, rank):
-            backward()
-
-    def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(3))
-        for warm in range(2):
-            engine.backward(output(engine, warm, rank).pow(2).mean())
-            engine.zero_grad()
-        for backward in backwards(engine, rank):
-            backward()
-        return full_grads(engine)
-
-    want = {name: p.grad / RANKS for name, p in plain.named_parameters()}
-    expect(want, run, build=lambda: seeded(build))
 
 
 RECORDED = {

@@ -5,7 +5,6 @@ traffic that it saves, backwards that meet other choices, and refusals.
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -231,50 +230,6 @@ def test_a_backward_through_forwards_that_have_left_out_other_blocks(losses, sta
     job = Several(losses)
     check(job, stage, 2)
     assert any(map(any, job.left_out.values()))
-
-
-def logged(net):
-    squared(net, At(9, 0, 0))
-
-
-def explained(net):
-    x = features(9, 0, 0).requires_grad_()
-    torch.autograd.grad(net(x).pow(2).mean(), x)
-
-
-def a_block(net):
-    net.module.blocks[DEPTH - 1](floats(9, 0, 0, 3, 8))
-
-
-class Beside(ByItself):
-    """The first rank alone runs ``extra`` too, at one place of a micro-batch after the other."""
-
-    def __init__(self, extra):
-        super().__init__()
-        self.extra, self.places = extra, itertools.cycle(range(3))
-
-    def micro(self, net, at):
-        runs = None
-        if hasattr(net, "engine") and at.rank == 0:
-            # a backward is reduced in the last micro-batch alone, at stages 0 and 1
-            runs = next(self.places) if at.micro == 0 or self.extra is not explained else None
-        if runs == 0:
-            self.extra(net)
-        loss = self.loss(net, at)
-        if runs == 1:
-            self.extra(net)
-        net.backward(loss)
-        if runs == 2 and self.extra is not explained:
-            self.extra(net)
-        return loss
-
-
-@in_turn("stage, extra", [(2, logged), (1, a_block), (1, explained)])
-def test_what_one_rank_alone_runs_changes_nothing_for_the_others(stage, extra):
-    """Blocks that are left out are those of plain PyTorch with the draws of the micro-batch."""
-    job = Beside(extra)
-    check(job, stage, 3)
-    assert sum(map(sum, job.left_out.values())) > 10
 
 
 # ---- what it leaves as it is ----

@@ -11,7 +11,7 @@ from torch import nn
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
-from tests.helpers.left_out import Dropping, LeftOut, at_random, first_used
+from tests.helpers.left_out import LeftOut, at_random, first_used
 from tests.helpers.models import features, floats, seeded
 from tests.helpers.plans import APART
 from tests.helpers.stacks import on_ranks
@@ -76,37 +76,6 @@ def test_gradients_asked_of_the_graph_of_a_loss(choose, when, stage, ranks):
     """They come in the order in which units are reduced, learned from backwards that reduce."""
     zero = {"stage": stage, **APART}
     check(Explained(choose, when), ranks, 2, stage, zero_optimization=zero)
-
-
-class Masking(Dropping):
-    """A stack with an optional keyword, for which its last block is there."""
-
-    def forward(self, x, mask=None):
-        self.chosen = range(len(self.blocks) - (mask is None))
-        return super().forward(x if mask is None else x * mask)
-
-
-class MaskOnSomeRanks(LeftOut):
-    """On other ranks than the first None or, ``absent``, nothing; from ``since`` on."""
-
-    def __init__(self, absent, since):
-        super().__init__(3, lambda at: ())
-        self.absent, self.since = absent, since
-
-    def build(self):
-        return seeded(lambda: Masking(self.depth, 8))
-
-    def loss(self, net, at):
-        given = {} if self.absent else {"mask": None}
-        if at.rank == 0 or at.step < self.since:
-            given = {"mask": torch.full((1,), 0.5, dtype=net.dtype)}
-        x = features(at.step, at.micro, at.rank).to(net.dtype)
-        return net(x, **given).float().pow(2).mean()
-
-
-@in_turn("absent, since", [(False, 0), (True, 2)])
-def test_an_optional_keyword_is_given_on_one_rank_only(absent, since):
-    check(MaskOnSomeRanks(absent, since), steps=4)
 
 
 class Leaving(nn.Module):

@@ -13,11 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
-from torch import nn
 
 from hf_zero.errors import ConfigError, DifficultyIndexError
-from hf_zero.techniques.blocks import layers_of
 from hf_zero.techniques.data_sampling import DifficultySampling
 from hf_zero.techniques.difficulty_index import (
     HEADER,
@@ -293,28 +290,3 @@ def test_files_that_are_refused(written, tmp_path):
     ours = write_index(tmp_path / "ours", ANALYZER_VALUES, "hard")
     with pytest.raises(ConfigError, match="has the samples beside it; write index_to_sample_path"):
         DifficultySampling({"hard": metric(ours, index_to_metric_path=values)}, 7)
-
-
-SMALL = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
-    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2,
-}  # fmt: skip
-
-
-def test_strided_convolutions_stay():
-    """Of speech models: layers that can be checkpointed, in a list of their own."""
-    model = transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**SMALL))
-    assert [layer.stack for layer in layers_of(model, "x")] == ["encoder.layers"] * 2
-
-    class Convolutions(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Conv1d(8, 8, 3, stride=2) for _ in range(3))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    with pytest.raises(ConfigError, match="Convolutions has none"):
-        layers_of(Convolutions(), "progressive_layer_drop")

@@ -66,18 +66,6 @@ def test_the_seed_decides_and_epochs_differ(index):
     assert first != second and sorted(first) == sorted(second) == list(range(ROWS))
 
 
-def test_all_of_the_pool_are_equally_likely(tmp_path):
-    """Old and new members of a pool that has grown, over many seeds."""
-    index = made(tmp_path, range(8))
-    order = [
-        SampleOrder(8, [Criterion("m", index, lambda s: 3 if s == 1 else 7)], 2, s)
-        for s in range(2000)
-    ]
-    firsts = np.bincount([next(each.after(2)) for each in order], minlength=8)
-    # 1/2 · 1/6 for the four of the first pool, of which half are drawn, and 1/6 for the others
-    assert np.abs(firsts / 2000 - np.array([1 / 12] * 4 + [1 / 6] * 4)).max() < 0.03
-
-
 @pytest.mark.parametrize("by", ["value", "percentile"])
 def test_pools_by_brute_force(tmp_path, by):
     values = np.random.default_rng(2).normal(size=ROWS).round(1)
@@ -95,25 +83,6 @@ def test_pools_by_brute_force(tmp_path, by):
         order = SampleOrder(ROWS, [criterion], 4, 0)
         if expected:
             assert order.pool(1).tolist() == expected
-
-
-def test_every_metric_must_admit_a_sample(tmp_path):
-    generator = np.random.default_rng(3)
-    lengths, rarities = generator.integers(0, 20, ROWS), generator.normal(size=ROWS)
-    order = SampleOrder(
-        ROWS,
-        [
-            Criterion("length", made(tmp_path, lengths, "length"), lambda step: 5 + step),
-            Criterion("rarity", made(tmp_path, rarities, "rarity"), lambda s: 40 + 5 * s, 100),
-        ],
-        4,
-        0,
-    )
-    for step in (1, 4, 9):
-        rare = np.argsort(np.argsort(rarities)) < ROWS * (40 + 5 * step) // 100
-        expected = np.flatnonzero((lengths <= 5 + step) & rare)
-        assert order.pool(step).tolist() == expected.tolist()
-    check_definition(order, list(itertools.islice(order.after(0), 200)))
 
 
 def test_a_step_that_admits_nothing_is_an_error(index):
@@ -147,13 +116,6 @@ def test_ranks_share_one_order(index, ranks, micro):
     assert together == whole
     for rank in range(ranks):
         assert len(RankBatches(sampler(), micro, ranks, rank)) == len(shares[rank])
-
-
-def test_an_epoch_of_the_loader_is_whole_batches():
-    order = SampleOrder(10, [], 4, 0)
-    assert len(sampler_over(order)) == 12
-    assert len(sampler_over(order, drop_last=True)) == 8
-    assert len(sampler_over(SampleOrder(3, [], 4, 0), drop_last=True)) == 4
 
 
 def test_an_iteration_begins_at_the_next_step(index):

@@ -23,7 +23,6 @@ from hf_zero.errors import (
     PartitionError,
     RankMismatchError,
     ReleasedParameterError,
-    UnsupportedOptimizerError,
 )
 from hf_zero.registered import registered
 from hf_zero.zero.layout.materialize import check_parameters
@@ -231,50 +230,12 @@ def test_a_released_parameter_cannot_be_copied_saved_or_written():
             attempt()
 
 
-@in_one_item((0, 3))
-def test_a_gradient_the_engine_has_taken(stage):
-    engine, model = begun(stage)
-    weight = model.blocks[1].up.weight
-    assert weight.grad is None
-    backward(engine)
-    with pytest.raises(PartitionError, match=rf"gradient of {NAME} has been taken in"):
-        _ = weight.grad
-    engine.step()
-    assert weight.grad is None
-
-
 def test_an_engine_cannot_be_copied():
     with pytest.raises(PartitionError, match=r"an engine cannot be copied.*engine\.state_dict\(\)"):
         copy.deepcopy(begun(1)[0])
 
 
-@in_one_item(("bf16", "fp16"))
-def test_a_batch_norm_in_two_dtypes_is_refused(precision):
-    def begin(**types):
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        section = {precision: {"enabled": True}, "data_types": types}
-        return start(model, adamw(model), config_of(2) | section)
-
-    with pytest.raises(ConfigError, match=r"BatchNorm1d 1 computes in .*buffer_dtype"):
-        begin()
-    for types in ({"buffer_dtype": precision}, {"keep_in_fp32_modules": ["1"]}):
-        engine = begin(**types)
-        dtype = next(engine.module.parameters()).dtype
-        engine.backward(engine(torch.randn(3, 4, dtype=dtype)).float().sum())
-        engine.step()
-        engine.destroy()
-
-
 # ---- whole values ----
-
-
-@in_one_item(("cpu", "none"))
-def test_there_is_no_state_before_the_first_step(device):
-    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": device}}}
-    model = stack()
-    start(model, adamw(model), config_of(2) | offload)
-    with pytest.raises(PartitionError, match=r"no state 'exp_avg' .*before the first step"):
-        hf_zero.safe_get_full_optimizer_state(model.blocks[1].up.weight, "exp_avg")
 
 
 def states(name, value):
@@ -432,23 +393,6 @@ def test_a_device_whose_tensors_torch_does_not_put_into_a_parameter(monkeypatch)
     monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda one, other: False)
     with pytest.raises(PartitionError, match="is on cpu, and torch cannot move it to 'xpu'"):
         check_parameters(specs, torch.device("xpu"))
-
-
-@in_one_item((1, 3))
-def test_state_that_cannot_be_carried_over_leaves_the_model_whole(stage):
-    model = stack()
-    optimizer = adamw(model)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.state[model.head.weight]["history"] = [1.0, 2.0]
-    with pytest.raises(UnsupportedOptimizerError, match=r"history.*head\.weight"):
-        start(model, optimizer, config_of(stage))
-    assert plain(model)
-    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
-    optimizer.state.clear()
-    start(model, optimizer, config_of(stage))
 
 
 def _other_head(model):

@@ -74,8 +74,3 @@ def test_configured_names_are_kept_too() -> None:
     assert compute_dtype("lm.blocks.0.wi.weight", weight, "bf16", kept) == torch.bfloat16
     with pytest.raises(ConfigError, match=r"wo\.weight"):
         compute_dtype("wo.weight", nn.Parameter(weight.bfloat16()), "fp32", kept)
-
-
-def test_no_declaration_is_none() -> None:
-    assert config_of(None) is None and config_of(nn.Linear(2, 2)) is None
-    assert declared(nn.Linear(2, 2), "_no_split_modules") == {}

@@ -9,13 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.zero.layout.precision import compute_dtype, kept_in_fp32
 from hf_zero.zero.reduce.losses import Fp16LossScaler, Scaling
-from hf_zero.zero.reduce.norm import squared_norm
 from tests.helpers.cells import in_one_item
 
 WIDE, HALF, BRAIN, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -123,34 +120,6 @@ def test_the_scale_is_that_of_deepspeeds_rule(
         assert scaler.scale == scale, step
 
 
-def scaler_of(**config):
-    return Fp16LossScaler.from_config(
-        ZeroConfig.from_dict({"zero_optimization": {"stage": 1}, **config}).resolve(1)
-    )
-
-
-def test_the_scaler_of_a_config():
-    for config in ({}, {"bf16": {"enabled": True}}):
-        assert scaler_of(**config).scale == 1.0 and not scaler_of(**config).dynamic
-    static = scaler_of(fp16={"enabled": True, "loss_scale": 512})
-    assert not static.dynamic
-    for overflow in (True, False, True, False):
-        static.update(overflow)
-        assert static.scale == 512
-    options = {"loss_scale": 0, "initial_scale_power": 5, "loss_scale_window": 2}
-    options |= {"hysteresis": 1, "min_loss_scale": 16}
-    dynamic = scaler_of(fp16={"enabled": True, **options})
-    assert dynamic.scale == 32 and dynamic.dynamic
-    for overflow, want in ((True, 16), (True, 16), (False, 16), (False, 16), (False, 32)):
-        dynamic.update(overflow)
-        assert dynamic.scale == want
-    patient = {**options, "hysteresis": 2, "consecutive_hysteresis": True}
-    scaler = scaler_of(fp16={"enabled": True, **patient})
-    for overflow, want in ((True, 32), (False, 32), (True, 32), (True, 16)):
-        scaler.update(overflow)
-        assert scaler.scale == want
-
-
 def test_where_the_average_and_the_weight_of_a_loss_are_multiplied_in():
     """After the reduction, over a chunk and with nothing small lost on the way; prescaling splits
     the average; the weight goes on a wire alone that could overflow.
@@ -170,33 +139,3 @@ def test_where_the_average_and_the_weight_of_a_loss_are_multiplied_in():
     assert (half.before(0.25, False), half.after(0.25, False)) == (0.25, 1 / 8), (
         "an accumulator is wide: it takes the weight"
     )
-
-
-class Crossings(TorchDispatchMode):
-    """Copies from the CPU to the device "meta"."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if (
-            isinstance(out, torch.Tensor)
-            and out.device.type == "meta"
-            and getattr(args[0], "device", out.device).type == "cpu"
-        ):
-            self.shapes.append(tuple(out.shape))
-        return out
-
-
-def flat(grad, squares=None):
-    return type("FlatOf", (), {"shard": grad, "grad_sq_norm": squares})()
-
-
-def test_sums_of_squares_taken_in_host_memory_cross_to_the_device_together():
-    flats = [flat(torch.randn(100)) for _ in range(5)]
-    flats.append(flat(torch.empty(3), torch.empty((), dtype=torch.float64, device="meta")))
-    with Crossings() as crossings:
-        total = squared_norm(flats, torch.device("meta"))
-    assert crossings.shapes == [(5,)] and total.device.type == "meta" and total.shape == ()

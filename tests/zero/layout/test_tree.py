@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import BatchEncoding, DynamicCache
+from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_zero.zero.layout.tree import is_cache, map_tensors, tensors_in
+from hf_zero.zero.layout.tree import map_tensors, tensors_in
 from tests.helpers.cells import in_one_item
 
 Pair = namedtuple("Pair", ["a", "b"])
@@ -92,13 +92,6 @@ def test_the_rest_of_a_container_survives():
     assert float(output.logits[0]) == 2
 
 
-@in_one_item([3, "text", None, torch.float16, torch.Size([2]), {1, 2}, range(3), len, Frozen])
-def test_what_holds_no_tensor_is_left_alone(value):
-    assert map_tensors(value, plus_ten) is value
-    unknown: list[Any] = []
-    assert list(tensors_in(value, unknown)) == [] and unknown in ([], [value])
-
-
 def test_unknown_objects_are_searched_one_level_and_reported():
     """As transformers' caches are."""
     cache = SimpleNamespace(keys=[t(1), t(2)], deeper=SimpleNamespace(hidden=t(3)))
@@ -108,17 +101,3 @@ def test_unknown_objects_are_searched_one_level_and_reported():
     assert unknown == [cache] and map_tensors(cache, plus_ten) is cache
     assert firsts({t(4)}) == [4] and firsts(frozenset([t(5)])) == [5]
     assert firsts(BatchEncoding({"input_ids": t(1), "mask": t(2)})) == [1, 2]
-
-
-@in_one_item([
-    (DynamicCache(), True),
-    (((t(1), t(2)), (t(3), t(4))), True),
-    ((t(1), t(2)), False),
-    ((), False),
-    (None, False),
-    (t(1), False),
-    ({"keys": t(1)}, False),
-])  # fmt: skip
-def test_a_cache_is_known_by_its_role(case):
-    value, expected = case
-    assert is_cache(value) is expected

@@ -10,7 +10,7 @@ from hf_zero.errors import PartitionError
 from hf_zero.zero.layout import wrap
 from hf_zero.zero.layout.wrap import find_units
 from tests.helpers.cells import in_one_item
-from tests.helpers.models import ARCHITECTURES, Block, Stack
+from tests.helpers.models import Block, Stack
 
 WIDE = wrap.MIN_UNIT // 256
 
@@ -36,27 +36,6 @@ def units_of(model):
         inside = {id(p) for p in spec.module.parameters()}
         assert all(id(parameter) in inside for _, parameter in spec.parameters)
     return specs, aliases
-
-
-LAYERS = {
-    "gpt2": ["transformer.h.0", "transformer.h.1"],
-    "t5": ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"],
-}
-TIED = {
-    "gpt2": {"lm_head.weight": "transformer.wte.weight"},
-    "t5": {
-        "encoder.embed_tokens.weight": "shared.weight",
-        "decoder.embed_tokens.weight": "shared.weight",
-        "lm_head.weight": "shared.weight",
-    },
-}
-
-
-@in_one_item(LAYERS)
-def test_transformers_models(name):
-    specs, aliases = units_of(ARCHITECTURES[name].build())
-    assert names(specs) == ["", *LAYERS[name]] and aliases == TIED[name]
-    assert set(TIED[name].values()) <= set(owned(specs)[""])
 
 
 @in_one_item((False, True))
@@ -217,16 +196,6 @@ def test_weights_under_several_names_belong_to_the_root():
         "blocks.2.up.weight": "blocks.0.up.weight",
         "blocks.1.norm.weight": "enter.extra",
     }
-
-
-def test_a_leaf_that_is_small_beside_its_blocks_stays_in_the_root(monkeypatch):
-    monkeypatch.setattr(wrap, "MIN_UNIT", 1)
-    model = Stack(2, 32)
-    quarter = sum(p.numel() for p in model.blocks[0].parameters()) / 4
-    assert sum(p.numel() for p in model.head.parameters()) < quarter
-    assert names(find_units(model)[0]) == ["", *STACK[:2]]
-    model.head = nn.Linear(32, int(quarter / 33) + 1)
-    assert names(find_units(model)[0]) == ["", *STACK[:2], "head"]
 
 
 def test_parameters_of_a_pack_follow_the_first_of_them():
