@@ -683,6 +683,12 @@ FOUR: Keys = {"compressed_communication": {"bits": 4, **FEW}}
 ERRORS = {"err_beta": 0.8, "reset_T": 3}
 
 
+def partly_frozen() -> nn.Module:
+    model = Stack(2)
+    model.blocks[0].requires_grad_(False)
+    return model
+
+
 def _compressed(keys: Keys, stages: tuple[int, ...], **zero: Any) -> Row:
     keys = {"compressed_communication": FEW, "zero_optimization": zero, **keys}
     return Row(
@@ -774,6 +780,19 @@ TECHNIQUES: dict[str, Row] = {
     "4 bits up, 8 down": _compressed(
         {}, (3,), zero_quantized_gradients=True, zero_quantized_weights=True
     ),
+    "4 bits both ways, replicated": replace(
+        _compressed({**FOUR, "replicate_size": 2}, (1, 2)), ranks=4, elsewhere=2
+    ).only("oracle", "resume"),
+    "4 bits up, 8 down, partly frozen": replace(
+        _compressed({}, (3,), zero_quantized_gradients=True, zero_quantized_weights=True),
+        job=Way("4 bits, partly frozen", partly_frozen, make_optimizer=plain_sgd),
+    ).only("oracle"),
+    "4 bits up, offloaded": _compressed(
+        {}, (2, 3), zero_quantized_gradients=True, offload_optimizer={"device": "cpu"}
+    ).only("oracle"),
+    "4 bits both ways, offloaded": _compressed(
+        FOUR, (2,), offload_optimizer={"device": "cpu"}
+    ).only("oracle"),
     "4 bits up, errors fed back": _compressed(
         {},
         (1, 2, 3),
