@@ -31,23 +31,6 @@ from tests.parallel.expert_cases import keys, spread
 from tests.ranks import test_moe
 from tests.ranks.test_moe import Routed
 
-# name, stage, (ranks, expert ranks, accumulation)
-CELLS = [
-    ("qwen2_moe", 3, (4, 2, 2)), ("deepseek_v3", 2, (2, 2, 1)), ("gpt_oss", 0, (3, 3, 1)),
-]  # fmt: skip
-
-
-def check(job, stage, ranks, size, accumulation, **more):
-    plan = Plan(ranks, 2, accumulation, clip=more.get("gradient_clipping", 0.0))
-    got = train_on_threads(job, plan, spread(stage, size, **more))
-    oracle.compare(got, oracle.kept(job, plan), weight_floor=oracle.ROUNDING)
-
-
-@in_one_item(CELLS)
-def test_models_of_transformers(cell):
-    name, stage, mesh = cell
-    check(Routed(name), stage, *mesh)
-
 
 class Unlike(Routed):
     """Eight experts of which routers choose two, or that train alone, or that are frozen."""
@@ -69,10 +52,30 @@ class Unlike(Routed):
         return model
 
 
-@in_one_item([("first", 3, 4), ("frozen", 3, 2), ("alone", 0, 2)])
-def test_ranks_without_tokens_and_frozen_experts(cell):
-    kind, stage, ranks = cell
-    check(Unlike(kind), stage, ranks, ranks, 1)
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+OTHERS: dict[str, Any] = {
+    "gradient_clipping": 0.05,
+    "activation_checkpointing": {"number_checkpoints": 2},
+    "zero_optimization": {"stage": 3, **OFFLOADED},
+}
+# job, stage, ranks, expert ranks, accumulation, further keys
+CELLS: list[Any] = [
+    (Routed("qwen2_moe"), 3, 4, 2, 2, {}),
+    (Routed("deepseek_v3"), 2, 2, 2, 1, {}),
+    (Routed("gpt_oss"), 0, 3, 3, 1, {}),
+    (Unlike("first"), 3, 4, 4, 1, {}),
+    (Unlike("frozen"), 3, 2, 2, 1, {}),
+    (Unlike("alone"), 0, 2, 2, 1, {}),
+    (Routed("mixtral"), 3, 2, 2, 2, OTHERS),
+]
+
+
+@in_one_item(CELLS, lambda cell: cell[0].name)
+def test_as_in_one_process(cell):
+    job, stage, ranks, size, accumulation, more = cell
+    plan = Plan(ranks, 2, accumulation, clip=more.get("gradient_clipping", 0.0))
+    got = train_on_threads(job, plan, spread(stage, size, **more))
+    oracle.compare(got, oracle.kept(job, plan), weight_floor=oracle.ROUNDING)
 
 
 def test_a_rank_that_has_no_tokens():
@@ -103,23 +106,6 @@ def test_a_rank_that_has_no_tokens():
     assert whole.grad is not None and nothing.shape == (0, 3)
     torch.testing.assert_close(out, want.detach())
     torch.testing.assert_close(torch.cat([first, second]), whole.grad)
-
-
-OFFLOADED = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-WHOLE = {"stage": 3, "stage3_param_persistence_threshold": 10_000}
-OTHERS: dict[str, dict[str, Any]] = {
-    "clipped, recomputed, offloaded": {
-        "gradient_clipping": 0.05,
-        "activation_checkpointing": {"number_checkpoints": 2},
-        "zero_optimization": {"stage": 3, **OFFLOADED},
-    },
-    "compiled, small ones whole": {"compile": "blocks", "zero_optimization": WHOLE},
-}
-
-
-@in_one_item(OTHERS)
-def test_with_other_keys(name):
-    check(Routed("mixtral"), 3, 2, 2, 2, **OTHERS[name])
 
 
 def test_bytes_on_the_wire():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -11,18 +9,14 @@ import hf_zero
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.tensor import agreement
-from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item
-from tests.helpers.engines import config_of, start
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import on_each_rank, on_ranks
+from tests.helpers.stacks import on_each_rank
 from tests.helpers.tensor_parallel import train_tensor_parallel
-from tests.helpers.training import At, Plan, adamw, plain_sgd
+from tests.helpers.training import Plan
 from tests.parallel.expert_cases import keys
 from tests.ranks.test_moe import Routed
-
-BOTH = {**keys(2), "tensor_parallel": {"autotp_size": 2}}
 
 
 class Shared(Routed):
@@ -91,54 +85,3 @@ def test_what_is_refused_leaves_the_job_as_it_was(rank, model):
     hf_zero.expert_parallel(model, 2)
     with pytest.raises(ConfigError, match=r"tensor_parallel before hf_zero\.expert_parallel"):
         hf_zero.tensor_parallel(model, 2)
-
-
-def test_whole_tensors(tmp_path):
-    """Checkpoints of both kinds of parallelism go on without any, and the reverse."""
-    whole = Shared("mixtral").build()
-    wanted = {name: value.clone() for name, value in whole.state_dict().items()}
-
-    def save(rank):
-        model = copy.deepcopy(whole)
-        engine = start(model, adamw(model), config_of(1, **BOTH))
-        for name, value in engine.state_dict().items():
-            assert torch.equal(value, wanted[name]), name
-        job = Shared("mixtral")
-        engine.backward(job.loss(engine, At(0, 0, 0)))
-        engine.step()
-        engine.save_checkpoint(tmp_path, tag="t")
-        state = whole_state_dict(engine, dtype=torch.float32)
-        engine.destroy()
-        return state
-
-    saved = run_ranks(4, save)[0]
-    converted = dict(hf_zero.checkpoint.iterate_state_dict(tmp_path, dtype="float32"))
-    for name in wanted:
-        assert torch.equal(saved[name], converted[name]), name
-
-    def load(rank, section, folder):
-        model = copy.deepcopy(whole)
-        engine = start(model, adamw(model), config_of(3, **section))
-        engine.load_checkpoint(folder, tag="t")
-        engine.save_checkpoint(tmp_path / "again", tag="t")
-        state = whole_state_dict(engine, dtype=torch.float32)
-        engine.destroy()
-        return state
-
-    for world, section, folder in ((1, {}, tmp_path), (4, BOTH, tmp_path / "again")):
-        for state in run_ranks(world, load, section, folder):
-            for name, value in saved.items():
-                assert torch.equal(state[name], value), name
-
-
-def test_the_estimate_is_what_a_rank_holds():
-    build = Shared("qwen2_moe").build
-    row = hf_zero.estimate(build(), 4, "fp32", stage=3, tensor_parallel=2, expert_parallel=2).at(3)
-
-    def held(rank, model):
-        engine = start(model, plain_sgd(model), config_of(3, **BOTH))
-        found = engine.state_bytes()["parameters"]
-        engine.destroy()
-        return int(found)
-
-    assert on_ranks(4, held, build=build) == [row.parameters] * 4

@@ -147,7 +147,7 @@ CELLS = [
 ]
 
 
-@in_one_item(CELLS, long=[("top 1, dropping", 2, 4, 2)])
+@in_one_item(CELLS)
 def test_experts_on_one_and_on_several_ranks(cell):
     name, stage, ranks, size = cell
     plan = Plan(ranks=ranks, steps=2, accumulation=2)

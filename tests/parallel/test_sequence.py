@@ -9,7 +9,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import deepspeed
 import peft
 import pytest
 import torch
@@ -18,21 +17,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import hf_zero
-from hf_zero.config import TiledMlpSection
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import fused
 from hf_zero.integrations.transformers.trainer_phases import counting_whole_batches
-from hf_zero.parallel.sequence import attention, batches
+from hf_zero.parallel.sequence import batches
 from hf_zero.parallel.sequence.attention import DistributedAttention
 from hf_zero.parallel.sequence.division import Division
 from hf_zero.parallel.sequence.documents import Documents
-from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
 from tests.helpers import oracle
 from tests.helpers.causal_zoo import tiny
 from tests.helpers.cells import in_one_item
 from tests.helpers.dropout import dropout_by
 from tests.helpers.engines import start
-from tests.helpers.host_syncs import HostSyncs
 from tests.helpers.models import Stack, seeded
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import (
@@ -43,7 +39,6 @@ from tests.helpers.sequences import (
     llama,
     mixtral,
     packed,
-    padded,
     plain,
     qwen3,
     train_on_threads,
@@ -64,14 +59,10 @@ def padded_inside(at):
 
 JOBS = {
     "llama": SequenceJob(llama),
-    "norms of heads, tied": SequenceJob(qwen3),
     "packed, one head of keys": SequenceJob(partial(llama, kv_heads=1, use_cache=False), packed),
-    "padding, learned positions": SequenceJob(gpt2, padded),
     "a rank without labels": SequenceJob(llama, half_labelled),
     # positions that the model counts from its padding: in a table, in embeddings
     "roberta": SequenceJob(partial(tiny, "roberta", pad_token_id=1), padded_inside),
-    "biogpt": SequenceJob(partial(tiny, "biogpt"), padded_inside),
-    "opt": SequenceJob(partial(tiny, "opt"), padded),
 }
 # name, ranks, stage, accumulation
 CELLS = [
@@ -80,11 +71,6 @@ CELLS = [
     ("packed, one head of keys", SP4, 3, 1),
     ("a rank without labels", SP2, 3, 1),
     ("roberta", SP2, 1, 1),
-]
-LONG_CELLS = [
-    ("norms of heads, tied", SP2, 0, 1),
-    ("padding, learned positions", SP2, 1, 1),
-    *((name, SP2, 1, 1) for name in ("biogpt", "opt")),
 ]
 
 
@@ -95,7 +81,7 @@ def check(name, ranks, stage, accumulation):
     return stats
 
 
-@in_one_item(CELLS, long=LONG_CELLS)
+@in_one_item(CELLS)
 def test_as_in_one_process(cell):
     check(*cell)
 
@@ -119,12 +105,6 @@ def adapted():
     return peft.get_peft_model(llama(), config)  # type: ignore[arg-type, return-value]
 
 
-def reentrant():
-    model: Any = llama(use_cache=False)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    return model  # type: ignore[no-any-return]
-
-
 BLOCKS = {"activation_checkpointing": {"blocks": True, "cpu_checkpointing": True}}
 SPARSE = {
     "mode": "fixed", "block": 16, "attention": "unidirectional", "num_local_blocks": 1,
@@ -134,7 +114,6 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     "adapters, offload": (adapted, plain, {"zero_optimization": {"stage": 3, **OFFLOAD}}),
     "recomputed documents": (partial(llama, use_cache=False), packed, BLOCKS),
-    "recomputed, reentrant": (reentrant, plain, {}),
     "no logits, a rank without labels": (llama, half_labelled, {"kernels": ["loss"]}),
     "all kernels, tied": (
         qwen3,
@@ -142,14 +121,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
         {"kernels": ["loss", "norms", "rotary", "qkv", "activations"]},
     ),
     "MLPs in three stretches": (llama, plain, {"tiled_mlp": {"enabled": True, "shards": 3}}),
-    "MLPs in stretches": (gpt2, plain, {"tiled_mlp": {"enabled": True}}),
 }
 
 
-LONG_CASES = ("recomputed, reentrant", "MLPs in stretches")
-
-
-@in_one_item([case for case in CASES if case not in LONG_CASES], long=LONG_CASES)
+@in_one_item(CASES)
 def test_features_as_in_one_process(case):
     make, batch, config = CASES[case]
     job, plan = SequenceJob(make, batch), Plan(steps=2)
@@ -226,36 +201,6 @@ def test_as_in_one_process_with_the_masks_of_all_ranks():
     oracle.compare(found, expected)
 
 
-def test_places_of_documents_are_made_once():
-    positions = torch.cat([torch.arange(length) for length in (5, 4, 7)])[None]
-    attention._places.cache_clear()
-    for inference in (True, False, False):
-        with torch.inference_mode(inference):
-            q = torch.randn(2, 1, 16, 3, requires_grad=not inference)
-            # as each block has it, from its mask
-            documents = Documents.from_mask(Documents.from_positions(1, positions).as_mask())
-            assert documents is not None
-            out = attention._by_document(lambda q, k, v: v.transpose(1, 2), q, q, q, documents)
-        assert torch.equal(out, q.transpose(1, 2))
-        if not inference:
-            out.sum().backward()
-            assert q.grad is not None and torch.equal(q.grad, torch.ones_like(q))
-    assert attention._places.cache_info().misses == 1
-
-
-def test_ranks_that_need_not_agree_on_stretches_read_nothing_back():
-    """A number on the meta device cannot be read."""
-    tiled = TiledMlps(TiledMlpSection(enabled=True))
-    alone, many = SimpleNamespace(size=1), SimpleNamespace(size=2)
-    model = torch.nn.Identity()
-    model.config = SimpleNamespace(hidden_size=8)  # type: ignore[assignment]
-    for stage, shard in ((3, alone), (2, many)):
-        mesh = SimpleNamespace(shard=shard, replicate=alone)
-        tiled._engine = SimpleNamespace(stage=stage, mesh=mesh, device=torch.device("meta"))
-        tiled._agree(model, (), {"input_ids": torch.ones(2, 20)})
-        assert tiled._shards == 3
-
-
 class Repeats:
     """An axis whose other ranks send what this one does."""
 
@@ -266,17 +211,6 @@ class Repeats:
         for whole, own in pairs:
             whole.view(self.size, -1).copy_(own)
         return SimpleNamespace(wait=lambda: None)
-
-
-def test_batches_of_all_ranks_come_with_two_waits():
-    batch = {"input_ids": torch.arange(12).view(2, 6)}
-    with HostSyncs() as syncs:
-        came = batches._gather_objects(Repeats(), batch)  # type: ignore[arg-type]
-    assert len(came) == 4
-    assert all(torch.equal(each["input_ids"], batch["input_ids"]) for each in came)
-    found = syncs.of("hf_zero")
-    found.pop("batches.py: numpy")  # of what is in host memory by then
-    assert found == {"batches.py: tolist": 1, "batches.py: cpu": 1}
 
 
 class Loader(list[Any]):
@@ -372,14 +306,6 @@ def test_own_attention_as_in_one_process(case):
     for each, value in enumerate(want):
         torch.testing.assert_close(torch.cat([found[each] for found, _ in got], at), value)
     assert [sent for _, sent in got] == [4] * size  # two, and two in the backward
-
-
-def test_without_sequence_parallelism_nothing_is_sent():
-    whole = drawn(HEADS)
-    module = deepspeed.sequence.layer.DistributedAttention(Local(False, False), None, gather_idx=1)
-    found = computed(module, whole, lambda m, q, k, v: m(q, k, v, 0, None, 0.3))
-    want = computed(Local(False, False), whole, lambda m, q, k, v: m(q, k, v, 0.3))
-    assert all(torch.equal(a, b) for a, b in zip(found, want))
 
 
 def test_what_is_refused():

@@ -49,10 +49,9 @@ CELLS = [
     ("llama-mqa", 3, WINDOWS),
     *((name, at, Plan(steps=1)) for at, name in enumerate(("bert", "t5", "deepseek"))),
 ]
-LIKE_OTHERS = [(name, at, Plan(steps=1)) for at, name in enumerate(("gpt2", "roberta", "vit"))]
 
 
-@in_one_item(CELLS, str, long=LIKE_OTHERS)
+@in_one_item(CELLS, str)
 def test_models(cell):
     name, stage, plan = cell
     job = TensorJob(name, plain_sgd)
@@ -76,7 +75,7 @@ FEATURES = (
 )
 
 
-@in_one_item(FEATURES, long=[(2, {"activation_checkpointing": {"blocks": True}})])
+@in_one_item(FEATURES)
 def test_with_other_features(case):
     stage, keys = case
     # AdamW has a host kernel

@@ -210,13 +210,10 @@ SMALL = {
     "stage3_param_persistence_threshold": 0,
 }
 APART = "each linear layer is a unit"
-RECOMPUTED = "recomputed, encoder and decoder"
-BLOCKS = {"activation_checkpointing": {"blocks": True}}
 BF16, ADDED = Plan(steps=1, precision="bf16"), Plan(steps=1, accumulation=2, clip=0.5)
 # model, stage, what is done to the model, keys, plan
 WAYS: dict[str, tuple[str, int, Callable[[Any], None], dict[str, Any], Plan]] = {
     "bf16": ("qwen3", 1, _as_it_is, {}, BF16),
-    RECOMPUTED: ("t5", 2, _as_it_is, BLOCKS, ADDED),
     "reentrant, weights that are frozen": ("llama", 3, _partly_frozen, {}, ADDED),
     APART: ("llama", 3, _as_it_is, {"zero_optimization": SMALL}, ADDED),
 }
@@ -235,7 +232,7 @@ def _trained(way):
     return train_tensor_parallel(TensorJob(name, plain_sgd), plan, 2, stage, prepare, **keys)
 
 
-@in_one_item([way for way in WAYS if way != RECOMPUTED], long=[RECOMPUTED])
+@in_one_item(WAYS)
 def test_bits_are_those_of_one_after_the_other(way):
     computed = []
     plain = WeightGradients.compute

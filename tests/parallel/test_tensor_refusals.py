@@ -23,7 +23,7 @@ from hf_zero.parallel.tensor import verification
 from hf_zero.parallel.tensor.layers import Rowwise
 from hf_zero.zero.layout.sharding import Sharding, set_sharding
 from tests.helpers.caches import cache_argument
-from tests.helpers.causal_zoo import batch_of, by_model_type, tiny
+from tests.helpers.causal_zoo import batch_of, tiny
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import seeded
@@ -31,7 +31,6 @@ from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.tensor_parallel import VOCAB, gpt2, llama, mixtral, qwen3
 from tests.helpers.training import plain_sgd
 from tests.parallel.expert_cases import keys
-from tests.parallel.test_tensor_placements import REFUSED
 
 TP: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}}
 VERIFIED_TP: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2, "verify": True}}
@@ -281,11 +280,3 @@ def test_a_whole_model_that_does_not_fit(monkeypatch):
     with pytest.raises(RankFailed, match="verify a smaller model") as raised:
         _train(llama)
     assert isinstance(raised.value.__cause__, DoesNotFitError)
-
-
-pytest_generate_tests = by_model_type((), without=REFUSED, with_plan=True)
-
-
-@pytest.mark.long
-def test_every_model_type_that_has_a_plan(model_type):
-    assert len(_train(lambda: tiny(model_type), steps=1, stage=2)) == 2
