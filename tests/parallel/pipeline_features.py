@@ -140,7 +140,6 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}, **
 # dtype, names of frozen parameters, keys
 HALVES: dict[str, tuple[torch.dtype, tuple[str, ...], dict[str, Any]]] = {
     "bf16": (torch.bfloat16, (), {"bf16": {"enabled": True}, **WIRE}),
-    "fp16": (torch.float16, (), FP16),
     "fp16, the last stage is frozen": (torch.float16, ("tied", "5.", "7."), FP16),
 }
 

@@ -17,7 +17,6 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import flat_mesh, stage_messages
 from hf_zero.distributed.collective_log import CollectiveStats
-from hf_zero.distributed.collectives import DimGroups, MeshDim
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.distributed.stage_messages import StageMessages
@@ -396,63 +395,3 @@ def test_the_communicator_is_made_with_its_group(monkeypatch):
     assert bound == [("cpu:gloo,cuda:nccl", DEVICE)] * 2
     monkeypatch.setattr(dist, "all_reduce", None)  # the host needs none
     flat_mesh.connect(None, (0, 1), torch.device("cpu"), Watchdog(enabled=False), "an axis")
-
-
-def _messages():
-    stats, watchdog = CollectiveStats(keep_log=True), Watchdog(enabled=False)
-    groups = DimGroups(None, None, "gloo")
-    dim = MeshDim([0, 1], 0, groups, stats, watchdog)
-    return StageMessages([0, 1], 0, None, torch.device("cpu"), dim, watchdog, "engine 1", 5.0)
-
-
-def _travel(sent, received):
-    """One operation on each side, of the same bytes."""
-    (out,), (into,) = sent, received
-    assert (out.op, into.op) == (dist.isend, dist.irecv)
-    assert out.tensor.dtype == into.tensor.dtype == torch.uint8
-    into.tensor.copy_(out.tensor)
-
-
-def test_a_message_of_several_tensors_is_one_operation(monkeypatch):
-    """They differ in dtype, strides and shape, one is empty and one is None; there and back."""
-    monkeypatch.setattr(
-        dist, "P2POp", lambda op, tensor, **_: SimpleNamespace(op=op, tensor=tensor)
-    )
-    for name in ("backend_serving", "group_backend"):
-        monkeypatch.setattr(stage_messages, name, lambda device: "gloo")
-    headers: list[torch.Tensor] = []
-    arrives = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
-
-    def isend(header, **_):
-        headers.append(header)
-        return arrives
-
-    def irecv(header, **_):
-        header.copy_(headers.pop())
-        return arrives
-
-    monkeypatch.setattr(dist, "isend", isend)
-    monkeypatch.setattr(dist, "irecv", irecv)
-    hidden = torch.randn(3, 5, 7).transpose(0, 1).requires_grad_()
-    mask = torch.rand(3, 5) < 0.5
-    given = (hidden, None, mask, torch.empty(0, 4), torch.randn(5, dtype=torch.bfloat16))
-    messages = _messages()
-    sent = messages.send(1, given, False, "micro-batch 0")
-    came, grads, single, received = messages.receive(1, "micro-batch 0")
-    _travel(sent, received)
-    assert grads == (True, False, False, False, False) and not single
-    for mine, theirs in zip(came, given, strict=True):
-        assert mine is theirs is None or torch.equal(mine, theirs)
-    saved = came[4] * came[4].requires_grad_()
-    came[0].zero_()  # a layer may change its input
-    saved.sum().backward()
-    assert torch.equal(came[4].grad, 2 * given[4])
-
-    outputs = [torch.empty(2, 3), torch.empty(5, dtype=torch.float64)]
-    gradients = [torch.randn(2, 3), torch.randn(5, dtype=torch.float64)]
-    into, received = messages.receive_gradients(1, outputs, "micro-batch 0", False)
-    _travel(messages.send_gradients(1, gradients, "micro-batch 0"), received)
-    assert all(map(torch.equal, into, gradients))
-    counted = [size for what, _, size in messages._dim.stats.log if what.startswith("send_")]
-    assert counted == [3 * 5 * 7 * 4 + 15 + 10, 6 * 4 + 5 * 8]
-    assert messages.receive_gradients(1, [], "micro-batch 1", False) == ([], [])

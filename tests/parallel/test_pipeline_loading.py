@@ -36,7 +36,6 @@ from hf_zero.parallel.pipeline.module import PipelineModule
 from hf_zero.parallel.pipeline.staged import set_tied
 from hf_zero.planning import checking
 from hf_zero.planning.estimate import propose
-from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.cells import in_one_item
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank
@@ -45,7 +44,6 @@ from tests.parallel.causal import SMALL, TYPES, batches_of, model_of
 from tests.parallel.pipelines import config, plain, sgd
 
 STAGES = 3
-AsRank = Callable[[int, int], None]
 
 
 def bytes_of(module):
@@ -95,33 +93,6 @@ def test_a_rank_initialises_its_own_layers_alone(as_rank, monkeypatch):
     tied = found["model.embed_tokens.weight"]
     assert len(tied) == 2 and torch.equal(*tied)
     assert 0.01 < float(found["model.layers.0.mlp.up_proj.weight"][0].std()) < 0.03
-
-
-@pytest.mark.usefixtures("loads_at_once")
-def test_layers_in_parts_are_read_in_parts(tmp_path):
-    whole = model_of("qwen3")
-    whole.save_pretrained(tmp_path)
-
-    def rank(_):
-        stages = hf_zero.pipeline_stages(
-            lambda: hf_zero.tensor_parallel(AutoModelForCausalLM.from_pretrained(tmp_path), 2), 1
-        )
-        parts = {name: (p.detach(), sharding_of(p).box) for name, p in stages.named_parameters()}
-        return parts
-
-    with counting() as read:
-        found = run_ranks(2, rank)
-    # what is cut along columns, which are short here, is read whole
-    assert read.bytes == sum(
-        (value if box is None or box.cuts[0][0] == 0 else whole.get_parameter(name)).nbytes
-        for parts in found
-        for name, (value, box) in parts.items()
-    )
-    for parts in found:
-        assert any(box is not None for _, box in parts.values())
-        for name, (value, box) in parts.items():
-            own = whole.get_parameter(name)
-            assert torch.equal(value, own if box is None else box.take(own)), name
 
 
 def test_every_family_is_tested():
@@ -275,17 +246,6 @@ def test_a_row_is_that_of_the_stage_that_needs_most(as_rank):
         assert row.state == max(states) and states[row.pipeline_stage] == row.state
         of_stage = held[row.pipeline_stage].at(row.stage)
         assert row.tiers == of_stage.tiers
-
-
-def test_with_tensor_parallelism():
-    alone = hf_zero.estimate(LLAMA, 8, config=ALONE, pipeline_parallel=2)
-    both = hf_zero.estimate(LLAMA, 8, config=ALONE, tensor_parallel=2, pipeline_parallel=2)
-    assert (both.tensor, both.pipeline, both.ranks) == (2, 2, 8)
-    assert both.total_parameters == alone.total_parameters
-    # matrices in halves; norms whole; padding
-    assert both.at(0).state < 0.7 * alone.at(0).state
-    written = {**ALONE, "tensor_parallel": {"autotp_size": 2}}
-    assert hf_zero.estimate(LLAMA, 8, config=written, pipeline_parallel=2) == both
 
 
 def free(device):

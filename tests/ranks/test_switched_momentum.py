@@ -1,20 +1,20 @@
 """A momentum of SGD that a script switches off and on: its buffers stay over every way of loading
-state, as torch keeps them, and a group without momentum gets none.
+state, as torch keeps them, and a group without momentum gets none. The same of amsgrad.
 """
 
 import copy
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from hf_zero.checkpoint import convert_checkpoint
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import features, seeded
 from tests.helpers.offloads import offload
-from tests.helpers.stacks import on_ranks, squared, stack
+from tests.helpers.stacks import on_ranks, run_steps, squared, stack
 from tests.helpers.training import At
 
 LOAD = 3  # the step before which state is saved and loaded
@@ -48,10 +48,15 @@ def plainly(momenta):
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("momenta", MOMENTA)
-@pytest.mark.parametrize("way", ["checkpoint", "universal", "state dict", "state dict of torch"])
-@pytest.mark.parametrize("tier, stage", [
-    ("device", 1), ("device", 3), ("optimizer on cpu", 1), ("all in files", 3),
+@in_turn("tier, stage, way, momenta", [
+    ("device", 1, "checkpoint", "off at the load"),
+    ("device", 3, "universal", "off at the save alone"),
+    ("device", 1, "state dict", "off at the load"),
+    ("device", 3, "state dict of torch", "off before the save"),
+    ("optimizer on cpu", 1, "universal", "off at the load"),
+    ("optimizer on cpu", 1, "state dict", "off at the save alone"),
+    ("all in files", 3, "checkpoint", "off at the save alone"),
+    ("all in files", 3, "state dict of torch", "off at the load"),
 ])  # fmt: skip
 def test_a_momentum_that_is_switched_off_stays_over_a_load(
     tier: str, stage: int, way: str, momenta: str, tmp_path: Path
@@ -100,49 +105,6 @@ def test_a_momentum_that_is_switched_off_stays_over_a_load(
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("way", ["none", "checkpoint", "universal"])
-@pytest.mark.parametrize("tier", ["device", "optimizer on cpu", "optimizer in files"])
-def test_the_step_that_switches_a_momentum_on_sets_it(tier: str, way: str, tmp_path: Path) -> None:
-    """As in torch, dampening does not scale the first gradient of a momentum, where steps without a
-    momentum came before it.
-    """
-    (tmp_path / "files").mkdir()
-    section = offload(tier, 1, tmp_path / "files")
-    momenta = (0.0, 0.0, 0.9, 0.9)
-
-    def made(model):
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
-
-    def make_steps(opened, optimizer, numbers):
-        for step in numbers:
-            optimizer.param_groups[0]["momentum"] = momenta[step]
-            squared(opened, At(step, 0, 0)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def train(rank, models):
-        engine = start(models[0], made(models[0]), config_of(1, zero_optimization=section))
-        make_steps(engine, engine.optimizer, range(2))
-        if way != "none":
-            engine.save_checkpoint(tmp_path / "run")
-            engine.destroy()
-            engine = start(models[1], made(models[1]), config_of(1, zero_optimization=section))
-            if way == "universal" and rank == 0:
-                convert_checkpoint(tmp_path / "run", tmp_path / "other", to="universal")
-            torch.distributed.barrier()
-            engine.load_checkpoint(tmp_path / ("run" if way == "checkpoint" else "other"))
-        make_steps(engine, engine.optimizer, range(2, 4))
-        found = full_weights(engine)
-        engine.destroy()
-        return found
-
-    model = stack()
-    make_steps(model, made(model), range(4))
-    for found in on_ranks(2, train, build=lambda: (stack(), stack())):
-        for name, value in model.named_parameters():
-            torch.testing.assert_close(found[name], value.detach(), rtol=1e-5, atol=1e-6, msg=name)
-
-
 class Later(nn.Module):
     """Two weights in one flat buffer, of which the second one is used from step 2 on."""
 
@@ -155,8 +117,7 @@ class Later(nn.Module):
         return (rows if step < 2 else rows + self.second).pow(2).mean()
 
 
-@pytest.mark.parametrize("way", ["checkpoint", "universal"])
-@pytest.mark.parametrize("tier", ["device", "optimizer on cpu"])
+@in_turn("tier, way", [("device", "universal"), ("optimizer on cpu", "checkpoint")])
 def test_what_was_never_stepped_has_no_momentum_after_a_load(
     tier: str, way: str, tmp_path: Path
 ) -> None:
@@ -191,7 +152,7 @@ def test_what_was_never_stepped_has_no_momentum_after_a_load(
             torch.testing.assert_close(found[name], value.detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@in_turn("stage", [1, 3])
 def test_state_dicts_of_torch_have_the_same_entries_on_all_ranks(stage: int) -> None:
     """Some ranks have no element whose group had a momentum."""
 
@@ -223,3 +184,29 @@ def test_counts_of_steps_are_no_states_of_a_momentum() -> None:
         engine.destroy()
 
     on_ranks(2, train)
+
+
+@in_turn("tier, stage", [("device", 3), ("optimizer on cpu", 2)])
+def test_a_load_gives_a_stepped_adam_the_maxima_of_amsgrad(
+    tier: str, stage: int, tmp_path: Path
+) -> None:
+    config = config_of(stage, zero_optimization=offload(tier, stage, tmp_path))
+
+    def train(rank, models):
+        saving, loading = (
+            start(model, torch.optim.AdamW(model.parameters(), 1e-2, amsgrad=amsgrad), config)
+            for model, amsgrad in zip(models, (True, False))
+        )
+        run_steps(saving, rank, range(2))
+        saving.save_checkpoint(tmp_path / "run")
+        run_steps(saving, rank, range(2, 4))
+        run_steps(loading, rank, range(3))
+        loading.load_checkpoint(tmp_path / "run")
+        run_steps(loading, rank, range(2, 4))
+        want = full_weights(saving)
+        for name, value in full_weights(loading).items():
+            torch.testing.assert_close(value, want[name], msg=name)
+        saving.destroy()
+        loading.destroy()
+
+    on_ranks(2, train, build=lambda: (stack(), stack()))

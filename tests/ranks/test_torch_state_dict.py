@@ -4,7 +4,6 @@ process: optimizers, options, groups, and state dicts that do not fit.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -27,8 +26,7 @@ from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.parts import whole
-from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, stack
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps
 from tests.helpers.training import adamw
 
 RANKS, SAVED_AFTER, STEPS = 2, 2, 4
@@ -279,104 +277,3 @@ def test_tied_names_and_extra_state(rank, model, stage):
     set_model_state_dict(model, given)
     assert model.note == "saved"
     assert torch.equal(full_weights(engine)["first.weight"], given["second.weight"])
-
-
-class Switched(nn.Module):
-    """Two layers, of which the second is used once ``both`` is true."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.both = nn.Linear(8, 4), nn.Linear(8, 4), False
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.first(rows) + self.second(rows) if self.both else self.first(rows)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_parameter_without_a_step_begins_after_a_load(stage: int) -> None:
-    rows = [torch.randn(2 * RANKS, 8, generator=torch.Generator().manual_seed(s)) for s in range(5)]
-    models = [seeded(Switched) for _ in range(RANKS + 1)]
-
-    def steps(model: Any, update: Any, chosen: slice, numbers: range) -> None:
-        for step in numbers:
-            update(model(rows[step][chosen]).square().mean())
-
-    plain = models.pop()
-    optimizer = torch.optim.AdamW(plain.parameters(), 1e-2)
-
-    def by_hand(loss: torch.Tensor) -> None:
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    steps(plain, by_hand, slice(None), range(3))
-    plain.both = True
-    steps(plain, by_hand, slice(None), range(3, 5))
-
-    def run(rank: int) -> dict[str, torch.Tensor]:
-        own = slice(2 * rank, 2 * rank + 2)
-
-        def begin(model: nn.Module) -> tuple[Any, Any]:
-            engine = start(model, torch.optim.AdamW(model.parameters(), 1e-2), config_of(stage))
-
-            def update(loss: torch.Tensor) -> None:
-                engine.backward(loss)
-                engine.step()
-
-            return engine, update
-
-        engine, update = begin(models[rank])
-        steps(engine, update, own, range(3))
-        weights, state = get_state_dict(models[rank], engine.optimizer)
-        assert float(state["state"]["second.weight"]["step"]) == 0.0
-        engine.destroy()
-        model = Switched()
-        engine, update = begin(model)
-        set_state_dict(model, engine.optimizer, model_state_dict=weights, optim_state_dict=state)
-        model.both = True
-        steps(engine, update, own, range(3, 5))
-        return full_weights(engine)
-
-    for got in run_ranks(RANKS, run):
-        compare_tensors("weights", got, dict(plain.named_parameters()))
-
-
-@pytest.mark.parametrize("way", ["parts", "whole", "optimizer.load_state_dict"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_load_takes_the_state_of_what_was_unfrozen_before_it(stage: int, way: str) -> None:
-    def made(model):
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def train(rank, models):
-        engine = start(models[0], made(models[0]), config_of(stage))
-        run_steps(engine, rank, range(2))
-        options = StateDictOptions(full_state_dict=way == "whole")
-        weights, states = copy.deepcopy(
-            get_state_dict(models[0], engine.optimizer, options=options)
-        )
-        packed = copy.deepcopy(engine.optimizer.state_dict())
-        run_steps(engine, rank, range(2, 4))
-        want = full_weights(engine)
-        engine.destroy()
-
-        for name, parameter in models[1].named_parameters():
-            parameter.requires_grad_("bias" not in name)
-        engine = start(models[1], made(models[1]), config_of(stage))
-        models[1].requires_grad_(True)
-        put = {"model_state_dict": weights, "optim_state_dict": states}
-        if way == "parts":  # as torch.distributed.checkpoint does, which loads the entries there
-            asked = get_state_dict(models[1], engine.optimizer)[1]["state"]
-            assert {n: {*of} for n, of in asked.items()} == {
-                n: {*of} for n, of in states["state"].items()
-            }
-        if way == "optimizer.load_state_dict":
-            set_model_state_dict(models[1], weights)
-            engine.optimizer.load_state_dict(packed)
-        else:
-            set_state_dict(models[1], engine.optimizer, **put, options=options)
-        run_steps(engine, rank, range(2, 4))
-        for name, value in full_weights(engine).items():
-            torch.testing.assert_close(value, want[name], msg=name)
-        engine.destroy()
-
-    on_ranks(2, train, build=lambda: (stack(), stack()))
