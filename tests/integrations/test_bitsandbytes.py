@@ -1,5 +1,5 @@
 """4-bit layers of bitsandbytes, by what their modules have; its own layers are in
-``ranks/test_qlora.py``.
+``ranks/test_weights_of_parts.py``.
 """
 
 from types import SimpleNamespace

@@ -271,8 +271,6 @@ def _check(launched, name):
     ]
 
 
-
-
 def test_features(launched):
     def check(name):
         features.CASES[name][1]([answers[name] for answers in launched], RANKS // 2)

@@ -23,7 +23,6 @@ from tests.loading.zoo import MORE, ZOO, animal
 
 RANKS, ACCUMULATION, PRECISIONS = (1, 2, 4), (1, 3), ("fp32", "bf16", "fp16")
 NAMES = tuple(ARCHITECTURES)
-PRODUCT = list(itertools.product(STAGES, RANKS, ACCUMULATION, PRECISIONS, NAMES))
 TURNS = [
     (
         stage,
@@ -43,12 +42,6 @@ def accept(job, plan, stage):
 @in_turn("stage, ranks, accumulation, precision, name", TURNS)
 def test_against_the_oracle(stage, ranks, accumulation, precision, name):
     accept(ArchitectureJob(ARCHITECTURES[name]), Plan(ranks, 2, accumulation, precision), stage)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("stage, ranks, accumulation, precision, name", PRODUCT)
-def test_the_product(stage, ranks, accumulation, precision, name):
-    accept(ArchitectureJob(ARCHITECTURES[name]), Plan(ranks, 5, accumulation, precision), stage)
 
 
 @in_turn("stage", STAGES)

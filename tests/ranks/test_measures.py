@@ -20,7 +20,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_zero
-from hf_zero.distributed import world_group
 from hf_zero.distributed.collectives import Handle
 from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.logging import logger
@@ -182,44 +181,6 @@ def test_the_loss_is_a_mean_over_the_micro_batches_that_a_step_has(way, tmp_path
     assert [row["samples_seen"] for row in rows] == [3 * each, 5 * each]
 
 
-@in_turn("late", [False, True])
-def test_samples_without_a_batch_size_are_those_of_the_batches(late, tmp_path, monkeypatch):
-    """Of all ranks, over a resume, and where a save or load comes before the numbers."""
-    if late:
-        monkeypatch.setattr("hf_zero.measures.figures.is_over", lambda point: False)
-
-    def size(step, rank):
-        return 1 + (step + rank) % 3
-
-    def run(rank, model):
-        config = config_of(1, **on(tmp_path / "run"))
-        del config["train_micro_batch_size_per_gpu"]
-
-        def take(engine, steps):
-            for step in steps:
-                batch = features(step, 0, rank, size(step, rank))
-                engine.backward(engine(batch).pow(2).mean())
-                engine.step()
-
-        engine = start(model, adamw(model), config)
-        take(engine, range(2))
-        engine.save_checkpoint(str(tmp_path / "saved"))
-        take(engine, range(2, 4))
-        engine.load_checkpoint(str(tmp_path / "saved"))
-        take(engine, range(2, 3))
-        engine.destroy()
-        engine = start(model, adamw(model), config)
-        engine.load_checkpoint(str(tmp_path / "saved"))
-        take(engine, range(2, 5))
-        engine.destroy()
-
-    on_ranks(RANKS, run)
-    rows = list(read_metrics(tmp_path / "run"))
-    samples = [sum(size(step, rank) for rank in range(RANKS)) for step in range(5)]
-    assert [row["samples"] for row in rows] == samples
-    assert [row["samples_seen"] for row in rows] == [sum(samples[: n + 1]) for n in range(5)]
-
-
 def test_an_evaluation_is_no_part_of_a_step(tmp_path, monkeypatch):
     """Between two steps, two micro-batches, or a backward and its step."""
     now = [0.0]
@@ -379,19 +340,6 @@ def test_files_are_rotated_and_repeats_removed(tmp_path):
     assert numbers(tmp_path) == [4, 5, 6, 7, 8]
     replaced = (tmp_path / REPLACED).read_text().splitlines()
     assert sorted(json.loads(line)["step"] for line in replaced) == [5, 6, 7, 8]
-
-
-def test_records_before_a_load_follow_the_step_that_it_continues(tmp_path):
-    """A warning of a resumed run, before its load is over, is none of the run's beginning."""
-    for after in (0, 3):
-        file = MetricsFile(1 << 20, {"ranks": 1})
-        file.note("warning", f"then {after}")
-        file.keep_in(tmp_path)
-        if after:
-            file.resume_after(after)
-        write(file, range(after + 1, after + 4))
-    told = [(row["warning"], row["after_step"]) for row in read_rows(tmp_path) if "warning" in row]
-    assert told == [("then 0", 0), ("then 3", 3)]
 
 
 @in_turn("cut", [False, True])
@@ -613,19 +561,3 @@ def test_a_resumed_run_traces_no_later_steps(rank, model, first, tmp_path, monke
     assert len(list(tmp_path.glob("trace-*.gz"))) == (first < 3)
     assert len(list(tmp_path.glob("again/trace-*.gz"))) == (first == 3)
     assert set(levels) == {"5" if first == 2 else "99"}
-
-
-def test_traces_come_in_several_rounds(monkeypatch):
-    monkeypatch.setattr(world_group, "ROUND", 8)
-    own = [bytes(range(19)), b"", b"other"]
-    found: dict[int, bytes] = {}
-
-    def take(place, part):
-        found[place] = found.get(place, b"") + part
-
-    def run(rank, model):
-        engine = start(model, None, config_of(0))
-        engine.mesh.job.gather_bytes(own[rank], take, "traces")
-
-    on_ranks(3, run)
-    assert {place: part for place, part in found.items() if part} == {0: own[0], 2: own[2]}

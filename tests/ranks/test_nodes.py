@@ -58,7 +58,6 @@ SKIPPED = "each rank skips another block, by step"
         (FROZEN, {}, HOPS),
         ("a block called three times, with others in between", HPZ, HOPS),
     ],
-    long=[("non-reentrant checkpoint around each block", EIGHT, HPZ)],
 )
 def test_a_run_is_bit_for_bit_the_one_without(way, zero, more, monkeypatch):
     """``more`` is the second sharding, or gathers in two hops."""

@@ -13,7 +13,6 @@ import random
 import threading
 import time
 from collections import defaultdict
-from concurrent.futures import Future
 from contextlib import nullcontext
 
 import pytest
@@ -22,12 +21,10 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero.zero.step.optimizer_step as optimizer_step
-from hf_zero.distributed import collectives, watchdog
+from hf_zero.distributed import collectives
 from hf_zero.offload import update_gathers
-from hf_zero.offload.nvme import NvmeStorage
 from hf_zero.offload.sub_group_update import Update
 from hf_zero.offload.update import Updater
-from hf_zero.offload.update_gathers import UpdateGathers
 from hf_zero.ops import native
 from hf_zero.optim import CPUAdam
 from tests.helpers import oracle
@@ -187,52 +184,6 @@ def gradients(rank, model, section, said):
     return found
 
 
-@in_turn("stage, ranks, said", [(0, 2, "boundary"), (1, 2, "no_sync")])
-def test_sums_are_those_of_the_device(stage, ranks, said, tmp_path):
-    want = on_ranks(ranks, gradients, {"stage": stage}, said)[0]
-    got = on_ranks(ranks, gradients, offload("optimizer on cpu", stage, tmp_path), said)[0]
-    for step, (one, other) in enumerate(zip(want, got)):
-        # the first updates differ by a rounding, and their gradients agree all the same
-        close = 1e-3 if step < 2 else 2e-2
-        for name, gradient in one.items():
-            assert (other[name] - gradient).norm() < close * gradient.norm(), (step, name)
-
-
-class Growing(nn.Module):
-    """Blocks of which each is larger than the one before."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(7, width), nn.Tanh(), nn.Linear(width, 7))
-            for width in (16, 32, 64, 128, 256, 512)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-@in_turn("prefetch, count", [(0, 1), (5_000_000, 2)])
-def test_shards_are_read_ahead_of_their_gather(prefetch, count, tmp_path, monkeypatch):
-    found, fetch = [], NvmeStorage.fetch_into
-
-    def counted(self, name, start, out):
-        found.append(0 in self._blocks)
-        fetch(self, name, start, out)
-
-    monkeypatch.setattr(NvmeStorage, "fetch_into", counted)
-    section = offload("all in files", 3, tmp_path, max_in_cpu=0)
-    section["stage3_prefetch_bucket_size"] = prefetch
-    section["offload_param"]["buffer_count"] = count
-    want, got = (trained(each, build=Growing, ranks=2) for each in ({"stage": 3}, section))
-    same(got, want)
-    # three steps after the first, two ranks; of the six units that a backward gathers half
-    assert sum(found) >= 3 * 2 * 3
-
-
 def train(engine, step, rank=0):
     engine.backward(engine(**LLAMA.batch(step, 0, rank)).loss)
     engine.step()
@@ -265,34 +216,6 @@ def test_step_returns_while_units_are_updated_and_a_forward_waits_unit_by_unit(
     assert engine.updater.units[-1] is blocks[1], "it is needed last"
     train(engine, 2)
     assert reached[0] == "model.layers.0" and order[-1] is not None
-    engine.destroy()
-
-
-def test_a_thread_that_reads_for_other_ranks_waits_by_itself(gate, tmp_path, monkeypatch):
-    """The thread that trains has to wait all the same: in its stream, and under its watch."""
-    engine = opened(LLAMA.build(), offload("all on cpu", 3, tmp_path))
-    train(engine, 0)
-    engine.updater.finish()
-    unit = engine.units[1]
-    before = unit.chunk_bytes()
-    gate.clear()
-    train(engine, 1)
-    finished, answers, finish = [], [], engine.updater.finish
-
-    def noted(*units):
-        finished.append(threading.current_thread().name)
-        return finish(*units)
-
-    monkeypatch.setattr(engine.updater, "finish", noted)
-    reader = threading.Thread(target=lambda: answers.append(unit.chunk_bytes()), name="reader")
-    reader.start()
-    reader.join(0.05)
-    assert not answers
-    gate.set()
-    reader.join(120)
-    assert "reader" not in finished and unit in engine.updater.pending
-    own = b"".join(flat.shard.detach().view(torch.uint8).numpy().tobytes() for flat in unit.sharded)
-    assert answers == [own] and own != before
     engine.destroy()
 
 
@@ -373,41 +296,6 @@ def test_one_rank_reads_while_the_others_stand_in_a_barrier(how, gate, tmp_path)
     assert all(left for left, _ in seen[1:]), "the others have not asked for their parameters"
     for _, weights in seen[1:]:
         same(weights, seen[0][1], exact=True)
-
-
-def _nobody_asks(rank, model, folder):
-    engine = on_host(model, 2, folder)
-    train(engine, 0, rank)
-    for future, _ in engine.updater._pending.values():
-        future.result()
-    dist.barrier()
-    time.sleep(3 * update_gathers.POLL_SECONDS)
-    sent = [gather.issued.done() for _, gather in engine.updater._pending.values()]
-    dist.barrier()  # who ends needs them, and says so
-    engine.destroy()
-    return sent
-
-
-def test_nothing_leaves_that_no_rank_needs(tmp_path, monkeypatch):
-    """The thread that trains may be about to issue something else."""
-    monkeypatch.setattr(update_gathers, "GRACE_SECONDS", 0.0)
-    for sent in on_ranks(2, _nobody_asks, tmp_path, build=LLAMA.build):
-        assert sent and not any(sent)
-
-
-def test_exit_waits_for_the_thread_as_for_others(monkeypatch):
-    """One that returns from native code as the interpreter shuts down aborts the process."""
-    gathers, limits, join = UpdateGathers([], None, lambda: None), [], threading.Thread.join
-    gathers.add("unit", [], Future(), None)
-
-    def noted(thread, timeout=None):
-        limits.append(timeout)
-        join(thread, timeout)
-
-    monkeypatch.setattr(update_gathers, "_running", [gathers])
-    monkeypatch.setattr(threading.Thread, "join", noted)
-    update_gathers._end_threads()
-    assert limits == [watchdog.JOIN_SECONDS] and not gathers._thread.is_alive()
 
 
 def _breaks(rank, model, folder):

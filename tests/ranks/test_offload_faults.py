@@ -122,23 +122,6 @@ def test_what_cannot_be_read_is_said_wherever_it_is_needed_and_never_saved(rank,
     assert not list(disk.iterdir())
 
 
-def test_two_engines_share_a_disk(tmp_path):
-    others = [stack() for _ in range(2)]
-
-    def run(rank, model):
-        first = opened(model, "all in files", 3, tmp_path)
-        second = opened(others[rank], "optimizer in files", 2, tmp_path)
-        for step in range(3):
-            train(first, rank, [step])
-            train(second, rank, [step])
-        return ended(first), ended(second)
-
-    want = after(3, 3)
-    for found in on_ranks(2, run):
-        for weights in found:
-            same(weights, want)
-
-
 def trained_by_workers(way, stage, folder, beside):
     """Weights after steps whose batches workers load, forked beside an update or between."""
     forked = threading.Event()

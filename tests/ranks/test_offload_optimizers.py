@@ -4,7 +4,6 @@ that goes back; groups of which a rank owns nothing.
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
 from typing import Any
@@ -19,12 +18,11 @@ from hf_zero.ops import native
 from hf_zero.ops.native import Share
 from hf_zero.optim import CPUSGD, CPUAdam, Lion
 from hf_zero.optim.own_step import OwnStep
-from hf_zero.zero.layout import materialize
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.offloads import DEVICE, PLACES, ended, offload, opened, same, train, trained
-from tests.helpers.stacks import on_each_rank, on_ranks, squared, stack
-from tests.helpers.training import At, Plan, adamw
+from tests.helpers.stacks import on_each_rank, on_ranks, stack
+from tests.helpers.training import Plan, adamw
 
 
 def halves(model, one, other):
@@ -127,42 +125,6 @@ def test_it_trains_as_on_the_device(kind, core, tmp_path, monkeypatch):
             same(got, want)
     finally:
         native._loaded.cache_clear()
-
-
-@in_turn("make", [rprop, averaged, adagrad, dampened])
-def test_state_dicts_from_before_the_first_step_have_no_state(make, tmp_path):
-    """A load of one begins anew: with the rates of the step after it, as in one process."""
-
-    def lower(optimizer):
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.25
-
-    def life(optimizer, steps):
-        before = copy.deepcopy(optimizer.state_dict())
-        lower(optimizer)
-        steps(range(2))
-        optimizer.load_state_dict(before)
-        lower(optimizer)
-        steps(range(2, 5))
-
-    def run(rank, model, way):
-        engine = opened(model, offload(way, 2, tmp_path), make)
-        life(engine.optimizer, lambda steps: train(engine, 0, steps))
-        return ended(engine)
-
-    model = stack()
-    optimizer = make(model)
-
-    def alone(steps):
-        for step in steps:
-            optimizer.zero_grad()
-            squared(model, At(step, 0, 0)).backward()
-            optimizer.step()
-
-    life(optimizer, alone)
-    for way in (DEVICE, *PLACES):
-        for got in on_ranks(2, run, way):
-            same(got, dict(model.named_parameters()))
 
 
 def test_parameters_of_64_bits(tmp_path):
@@ -282,19 +244,6 @@ def test_memory_goes_back_with_the_engine_though_the_optimizer_stays(rank, model
     gc.collect()
     assert sum(arena.nbytes for arena in arenas) == 0
     assert len(optimizer.param_groups[0]["params"]) > 1  # and none of its segments
-
-
-@in_turn("way", [DEVICE, "all in files"])
-@on_each_rank(1)
-def test_memory_of_the_model_goes_back_unit_by_unit_where_the_host_needs_it(
-    rank, model, way, tmp_path, monkeypatch
-):
-    called = []
-    monkeypatch.setattr(materialize, "release_freed", lambda: called.append(1))
-
-    engine = opened(model, offload(way, 3, tmp_path))
-    assert len(called) == (0 if way == DEVICE else len(engine.units))
-    engine.destroy()
 
 
 def with_a_bias_apart(rank, model, make, section):

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 import hf_zero
 from hf_zero.checkpoint import convert_checkpoint
-from hf_zero.errors import CheckpointError, PartitionError, RankMismatchError
+from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.zero import sharded_model
 from hf_zero.zero.access import full, local
 from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter, owner_of
@@ -31,7 +31,6 @@ from tests.helpers.cells import in_turn
 from tests.helpers.models import features
 from tests.helpers.offloads import (
     DEVICE,
-    PLACES,
     WAYS,
     ended,
     offload,
@@ -41,8 +40,8 @@ from tests.helpers.offloads import (
     train,
     trained,
 )
-from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared
-from tests.helpers.training import At, adamw
+from tests.helpers.stacks import on_each_rank, on_ranks, squared
+from tests.helpers.training import At
 
 NAME = "blocks.1.up.weight"
 
@@ -151,22 +150,6 @@ def test_readers_see_the_gather_of_updated_parameters(rank, model, overlapped, t
     total = parameter.detach().clone()
     dist.all_reduce(total)
     assert type(parameter) is torch.nn.Parameter and torch.equal(total, 2 * parameter)
-
-
-@on_each_rank(2)
-def test_a_unit_waits_for_its_update_and_its_gather(rank, model, overlapped, tmp_path):
-    """The state of a unit is offloaded in part: the two kinds of parameters end by themselves."""
-    keys = {"bf16": {"enabled": True}, "keep_in_fp32_modules": ["norm"]}
-    engine = opened(model, offload("half on cpu", 2, tmp_path), **keys)
-    train(engine, rank, range(1))
-    block = engine.module.blocks[1]
-    there = {block.norm.weight: False, block.up.weight: True}
-    assert {p: owner_of(p).optimizer_shard.offloaded for p in there} == there
-    block.up.weight.data  # noqa: B018
-    assert [type(p) for p in there] == [UpdatingParameter, OwnedParameter]
-    block.norm.weight.data  # noqa: B018
-    assert type(block.norm.weight) is OwnedParameter
-    engine.destroy()
 
 
 LOST = r"all-gather of updated blocks\.1.*connection closed"
@@ -327,16 +310,6 @@ def test_the_state_of_the_optimizer_is_read_and_written_behind_the_update(
     engine.destroy()
 
 
-@in_turn("way", [DEVICE, *PLACES])
-def test_state_that_is_cleared_begins_anew(way, tmp_path):
-    def told(step, optimizer):
-        if step == 1:
-            optimizer.state.clear()
-
-    want, _ = by_hand(adamw, [[(1.0, 0)]] * 4, 1, after_step=lambda step, _, it: told(step, it))
-    same(trained(offload(way, 3, tmp_path), told=told), want)
-
-
 class Broken(Exception):
     """The exception that breaks a backward."""
 
@@ -414,21 +387,6 @@ def with_frozen(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def test_a_refused_load_leaves_a_half_updated_model_to_its_step(tmp_path):
-    def run(rank, model, loads):
-        engine = opened_early(model, tmp_path)
-        train(engine, rank, range(2))
-        backward(engine, 2, rank)
-        if loads:
-            with pytest.raises(CheckpointError, match="Nothing was loaded"):
-                engine.load_checkpoint(str(tmp_path / "missing"))
-        engine.step()
-        train(engine, rank, range(3, 4))
-        return ended(engine)
-
-    same(on_ranks(2, run, True)[0], on_ranks(2, run, False)[0], exact=True)
-
-
 @in_turn("unfreezes", [False, True])
 def test_a_load_of_weights_alone_leaves_a_half_updated_optimizer(unfreezes, tmp_path):
     def run(rank, model):
@@ -468,19 +426,3 @@ def test_a_backward_that_breaks_after_updates_have_begun(mended, tmp_path):
     if mended:
         section = offload("optimizer on cpu", 2, tmp_path, update_in_backward=True)
         same(got, trained(section), exact=True)
-
-
-def test_windows_whose_end_is_said_from_outside(tmp_path):
-    """Backwards before the last one begin nothing."""
-
-    def run(rank, model, early):
-        section = offload("optimizer on cpu", 2, tmp_path, update_in_backward=early)
-        engine = offloads.opened(model, section)
-        for step in range(4):
-            for micro in range(3):
-                engine.set_gradient_accumulation_boundary(micro == 2)
-                engine.backward(squared(engine, At(step, micro, rank)) / 3)
-            engine.step()
-        return ended(engine)
-
-    same(on_ranks(2, run, True)[0], on_ranks(2, run, False)[0], exact=True)

@@ -10,7 +10,6 @@ import re
 
 import pytest
 import torch
-import transformers
 
 import hf_zero
 from hf_zero.errors import HfZeroError
@@ -18,11 +17,10 @@ from hf_zero.optim import Adafactor, Muon
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.offloads import offload
 from tests.helpers.optimizers import MUON, WHOLE, Row, parted, same_directions
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd, trainable
-from tests.ranks.cases import expect, values_of
+from tests.ranks.cases import expect
 
 RANKS = 2
 STEPS = 4
@@ -52,37 +50,6 @@ def test_the_coefficients_of_lamb_are_those_of_a_plain_run():
     by_hand(lambda model: kept.append(row.ours(model)) or kept[0], WINDOWS, RANKS)
     for _, _, found in trained(row, config_of(3)):
         assert found == pytest.approx(row.read(kept[0]), rel=1e-4) and len(found) > 3
-
-
-def test_a_state_dict_of_shards_goes_on(tmp_path):
-    """Loaded into an optimizer whose segments are cut elsewhere."""
-    row = WHOLE["adafactor"]
-
-    def run(rank, model):
-        optimizer = row.ours(model)
-        engine = start(model, optimizer, config_of(1))
-        run_steps(engine, rank, range(2))
-        engine.save_checkpoint(tmp_path, tag="weights")
-        packed = optimizer.state_dict()
-        engine.destroy(gather=True)
-        section = offload("optimizer on cpu", 1, tmp_path, buffer_size=500)
-        optimizer = row.ours(model)
-        engine = start(model, optimizer, config_of(1, zero_optimization=section))
-        engine.load_checkpoint(tmp_path, tag="weights", load_optimizer_states=False)
-        optimizer.load_state_dict(packed)
-        run_steps(engine, rank, range(2, STEPS))
-        return full_weights(engine)
-
-    for weights in on_ranks(RANKS, run):
-        oracle.compare_tensors("weights", weights, plainly(row))
-
-
-def test_an_object_of_another_library():
-    row = Row(lambda model: transformers.Adafactor([{"params": each} for each in parted(model)]))
-    want = plainly(row)
-    for weights, optimizer, _ in trained(row, config_of(2)):
-        oracle.compare_tensors("weights", weights, want)
-        assert type(optimizer) is transformers.Adafactor
 
 
 def test_torchs_own_muon_is_taken():
@@ -201,23 +168,6 @@ def test_the_users_object(stage):
     want, _ = by_hand(adamw, WINDOWS, RANKS, after_step=halve)
     for weights in on_ranks(RANKS, run):
         oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
-
-
-def test_an_optimizer_object_goes_on_under_another_engine():
-    """What it has learnt is gone."""
-
-    def run(rank, model):
-        built = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for _ in range(2):
-            weights = values_of(model)
-            engine = start(model, built, config_of(3))
-            run_steps(engine, rank, [0])
-            engine.destroy(gather=True)
-        after = values_of(model)
-        return max(float((after[name] - weights[name]).abs().max()) for name in weights)
-
-    for moved in on_ranks(RANKS, run):
-        assert moved == pytest.approx(1e-2, rel=0.05)  # Adam's first step
 
 
 # ---- schedules ----

@@ -13,11 +13,8 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.config import ZeroConfig
 from hf_zero.deepspeed.zero_config import DEFAULTS
 from hf_zero.errors import PartitionError, ReleasedParameterError
-from hf_zero.loading.shard_only import hold
-from hf_zero.offload.update import Updater
 from hf_zero.zero.layout import wrap
 from hf_zero.zero.layout.parameter import LiveParameter, ReleasedParameter, ZeroParamStatus
 from hf_zero.zero.layout.wrap import persistent_names
@@ -26,7 +23,6 @@ from tests.helpers.cells import in_turn
 from tests.helpers.engines import (
     OnEngine,
     config_of,
-    engine_opener,
     full_weights,
     start,
     train_on_threads,
@@ -35,7 +31,6 @@ from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import offload
 from tests.helpers.stacks import by_hand, on_ranks, run_steps
 from tests.helpers.training import Plan, StackJob, adamw
-from tests.helpers.ways import WAYS
 
 # of SMALL are biases, norms and the scale; of ROOT all outside of blocks, too
 NONE, SMALL, ROOT, ALL = 0, 64, 256, 1_000_000
@@ -124,16 +119,6 @@ def test_against_the_oracle(threshold, ranks, accumulation, precision, way, tmp_
         assert found == pytest.approx(scales, rel=rel)
 
 
-def compare_way(way):
-    """With small parameters of each block whole, the rest sharded."""
-    plan, opener = Plan(2, 2), engine_opener(3, zero_optimization=zero_of(SMALL))
-    oracle.compare(train_on_threads(WAYS[way], plan, opener), oracle.kept(WAYS[way], plan))
-
-
-test_some_ways_of_calling_a_model = in_turn("way", list(WAYS)[::25])(compare_way)
-test_every_way_of_calling_a_model = pytest.mark.long(in_turn("way", WAYS)(compare_way))
-
-
 # ---- what a script may do with them ----
 
 
@@ -206,25 +191,6 @@ def test_they_cost_no_gather_but_one_message_a_step_and_share_a_reduction(thresh
             assert sent[3:] == ["blocks.2|trainable|float32|whole..|trainable|float32"]
 
 
-def test_what_is_updated_in_the_backward_does_not_wait_for_them(monkeypatch):
-    sent: list[int] = []  # messages, when the update of the last block begins
-    early = Updater.start_early
-
-    def start_early(self, update, unit):
-        if unit.label == "blocks.2":
-            log = unit.flats[0].engine().mesh.stats.log
-            sent.append(sum(what == "reduce_scatter" for what, _, _ in log))
-        early(self, update, unit)
-
-    monkeypatch.setattr(Updater, "start_early", start_early)
-    first, second = travelled(
-        SMALL, offload_optimizer={"device": "cpu", "update_in_backward": True}
-    )
-    assert first == second
-    # those of the blocks, of four in all
-    assert sent[-2:] == [3, 3]
-
-
 # ---- which they are ----
 
 
@@ -250,17 +216,6 @@ def test_which_parameters_stay_whole():
     assert len(persistent_names(Attention(), 64)) == 6
     default = runpy.run_path(wrap.__file__)["PERSISTENCE"]  # tests have another one
     assert default == DEFAULTS["stage3_param_persistence_threshold"] == 100_000
-
-
-def test_a_model_that_is_held_keeps_its_small_parameters_sharded():
-    def run(rank, model):
-        hold(model, ZeroConfig.from_dict(config_of(3, zero_optimization=zero_of(SMALL))))
-        assert all(type(p) is ReleasedParameter for p in model.parameters())
-        opened(model, SMALL)
-        assert type(model.head.weight) is ReleasedParameter
-        return model.logit_scale.item()
-
-    assert on_ranks(2, run, build=scaled) == [pytest.approx(0.3)] * 2
 
 
 # ---- checkpoints and memory ----

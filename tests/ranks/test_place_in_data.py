@@ -135,20 +135,6 @@ def test_a_run_resumes_with_the_window_it_left(tmp_path: Path, kind: str) -> Non
     run_ranks(RANKS, stopped, kind, tmp_path)
 
 
-def test_a_loop_that_is_left_and_begun_again_has_another_place(tmp_path: Path) -> None:
-    def over(rank: int) -> None:
-        engine, loader = initialized("map", rank)
-        train(engine, loader, WINDOW)
-        again = train(engine, loader, 1)  # the first micro-batch of the next window
-        engine.save_checkpoint(str(tmp_path))
-        engine.destroy()
-        engine, loader = initialized("map", rank, resume=str(tmp_path))
-        assert train(engine, loader, 1) == again
-        engine.destroy()
-
-    run_ranks(RANKS, over)
-
-
 def test_a_place_at_the_end_of_an_epoch_is_the_next_one(tmp_path: Path) -> None:
     def over(rank: int) -> None:
         engine, loader = initialized("map", rank, window=1)

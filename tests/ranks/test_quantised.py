@@ -15,7 +15,6 @@ from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError, RankMismatchError, ReleasedParameterError
 from hf_zero.loading.shard_only import hold
-from hf_zero.logging import in_units
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.attributes import refusal
 from hf_zero.zero.layout.parameter import OwnedParameter, ReleasedParameter
@@ -23,7 +22,7 @@ from tests.helpers import oracle
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import HIDDEN, Stack
-from tests.helpers.packed import Linear4bit, LinearOfBytes, Params4bit, dequantise, quantise
+from tests.helpers.packed import Linear4bit, LinearOfBytes, Params4bit, quantise
 from tests.helpers.ranks import RankFailed
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, stack
 from tests.helpers.training import Plan
@@ -208,19 +207,6 @@ def test_an_initialize_that_fails_leaves_the_scales_as_they_were(rank, model):
     assert torch.equal(scales, values)
 
 
-@on_each_rank(RANKS, build=build())
-def test_ranks_that_differ_take_rank_0s_bytes_and_scales(rank, model):
-    weight = model.get_parameter(PACKED[1])
-    other = weight.data.clone()
-    want = dequantise(other, weight.quant_state)
-    if rank == 1:
-        weight.data = torch.zeros_like(other)
-        weight.quant_state.absmax = weight.quant_state.absmax * 2
-    start(model, adam(model), config_of(3))
-    with hf_zero.GatheredParameters(weight):
-        assert torch.equal(dequantise(weight, weight.quant_state), want)
-
-
 def test_ranks_with_other_scales_are_told():
     def run(rank, model):
         if rank == 1:
@@ -325,51 +311,3 @@ def test_a_model_that_is_only_held_can_be_cast(rank, model):
     assert alike(whole[PACKED[0]], want[PACKED[0]])
     with pytest.raises(ReleasedParameterError, match=r"to on enter\.weight"):
         enter.data.to(torch.bfloat16)
-
-
-@in_turn("stage, kept", [(2, "{whole} whole on each rank"), (3, "{shards} in shards and {rest} ")])
-def test_the_start_says_what_is_kept_in_how_many_bits(stage, kept):
-    def run(rank, model):
-        hold(model, ZeroConfig(stage=3), stage)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("lora_" in name)
-        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-        request = config_of(stage, zero_optimization=zero)
-        engine = start(model, adam(model), request)
-        engine.destroy()
-
-    lines = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "hf_zero.planning.start_summary.logger.info",
-            lambda form, *args: lines.append(form % args),
-        )
-        on_ranks(RANKS, run, build=build(width=128))
-    said = next(line for line in lines if "stage" in line)
-    model = build(width=128)()
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.element_size() == 1]
-    states = [block.up.base_layer.weight.quant_state for block in model.blocks]
-    scales = sum(state.absmax.nbytes for state in states)
-    rest = sum(state.code.nbytes for state in states)
-    bits = sum(state.shape.numel() for state in states)
-    sizes = sum(p.nbytes for p in frozen) + scales
-    bytes_of = sum(p.numel() for p in frozen if not hasattr(p, "quant_state"))
-    wanted = kept.format(whole=in_units(sizes + rest), shards=in_units(sizes), rest=in_units(rest))
-    assert f"frozen quantized weights: {bits:,} in 4 bits, {bytes_of:,} in 8 bits; " in said
-    assert f"with their scales {wanted}" in said
-    more = f"stage 2 would keep them whole with {in_units(sizes // 2)} more on each rank"
-    assert (more in said) == (stage == 3)
-
-
-@on_each_rank(RANKS, build=build(width=128))
-def test_the_state_dict_has_the_scales_of_a_merged_weight(rank, model):
-    """A merge quantizes another weight in its place."""
-    layer = model.blocks[0].up.base_layer
-    engine = start(model, adam(model), config_of(3))
-    made = Params4bit.quantised(torch.randn(256, 128), torch.uint8, layer)
-    with hf_zero.GatheredParameters(list(model.parameters())):
-        layer.weight = made
-        state = model.state_dict()
-    for name, value in (("", made), (".absmax", made.quant_state.absmax)):
-        assert alike(state[PACKED[0] + name], value)
-    engine.destroy()

@@ -16,7 +16,7 @@ from tests.helpers.capabilities import MOQ, RoundedJob
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
 from tests.helpers.models import Stack, features, gpt2, seeded, tokens
-from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared, stack
+from tests.helpers.stacks import on_each_rank, squared, stack
 from tests.helpers.training import At, Plan, sgd
 
 STEPS = 4  # in 32, 6, 5 and 4 bits
@@ -78,35 +78,6 @@ class Sharing(Stack):
 def test_which_weights_are_where(model, ranks, stage, more):
     zero = {"stage": stage, **more}
     check(RoundedJob(MOQ, model), Plan(ranks, STEPS), stage, zero_optimization=zero)
-
-
-def test_goes_back_to_before_the_offset(tmp_path):
-    """A checkpoint loaded into the engine that wrote it: weights as they are until the offset."""
-
-    def run(rank, model):
-        engine = start(model, sgd(model), config_of(3, quantize_training=MOQ))
-        engine.save_checkpoint(str(tmp_path))
-        runs = []
-        for _ in range(2):
-            runs.append([float(loss) for loss in run_steps(engine, rank, range(STEPS))])
-            engine.load_checkpoint(str(tmp_path))
-            assert engine.techniques.by_key["quantize_training"].bits() == {}
-        return runs
-
-    for first, again in on_ranks(2, run):
-        assert first == again
-
-
-def test_sends_the_bytes_of_training_without():
-    def sent(rank, model, config):
-        engine = start(model, sgd(model), config)
-        engine.mesh.stats.keep_log = True
-        run_steps(engine, rank, range(STEPS))
-        return list(engine.mesh.stats.log)
-
-    plain = on_ranks(2, sent, config_of(3))
-    assert on_ranks(2, sent, config_of(3, quantize_training=MOQ)) == plain
-    assert plain[0]
 
 
 def at_once(**more):
@@ -262,31 +233,3 @@ def test_a_model_without_blocks_is_refused():
     model = nn.Sequential(nn.Linear(7, 5))
     with pytest.raises(ConfigError, match="no block"):
         start(model, sgd(model), config_of(1, quantize_training=at_once()))
-
-
-def test_logs_each_fall_of_a_bit(caplog):
-    model = stack()
-    config = config_of(1, quantize_training={**MOQ, "quantize_verbose": True})
-    with caplog.at_level("INFO", logger="hf_zero"):
-        run_steps(engine := start(model, sgd(model), config), 0, range(STEPS))
-    engine.destroy()
-    said = [line for line in caplog.messages if "weights in" in line]
-    assert said == [f"quantize_training: weights in {bits} bits" for bits in (6, 5, 4)]
-
-
-class Headed(Stack):
-    """Its head is large enough to be a unit of its own, and is no block."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(self.head.in_features, 1 << 14)
-
-
-def test_a_large_head_is_no_block():
-    model = seeded(Headed)
-    engine = start(model, sgd(model), config_of(3, quantize_training=at_once()))
-    assert len(engine.units) > 1 and engine.units[-1].label == "head"
-    assert {*engine.techniques.by_key["quantize_training"].bits()} == {
-        f"blocks.{number}.{name}.weight" for number in range(3) for name in ("up", "down")
-    }
-    engine.destroy()

@@ -21,6 +21,7 @@ from hf_zero.errors import CheckpointError, ConfigError, HfZeroError
 from hf_zero.parallel.pipeline.module import PipelineModule
 from hf_zero.setup import parallelize
 from tests.helpers import tensor_parallel
+from tests.helpers.cells import in_turn
 from tests.helpers.models import llama, seeded
 from tests.helpers.ranks import run_ranks
 from tests.helpers.snapshots import snapshot
@@ -94,11 +95,9 @@ def test_what_a_feature_refuses_is_refused_before_anything_changes(build, keys, 
         )
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("make, error", [
-    (partial(torch.optim.SGD, lr=0.1, momentum=0.9), "'momentum_buffer' of SGD"),
-    (torch.optim.Adagrad, "'sum' of Adagrad"),
-    (partial(torch.optim.AdamW, amsgrad=True), "'max_exp_avg_sq' of AdamW"),
+@in_turn("make, error, stage", [
+    (partial(torch.optim.SGD, lr=0.1, momentum=0.9), "'momentum_buffer' of SGD", 1),
+    (partial(torch.optim.AdamW, amsgrad=True), "'max_exp_avg_sq' of AdamW", 3),
 ])  # fmt: skip
 def test_moments_in_fewer_bits_are_refused_before_anything_changes(
     make, error, stage, monkeypatch
@@ -193,31 +192,28 @@ WHICH = {
 }
 
 
-@pytest.mark.parametrize("name", ["plain", "tensor parallel", "offloaded"])
-@pytest.mark.parametrize("kind", WHICH)
-def test_another_checkpoint_is_refused_on_all_ranks_before_anything_changes(
-    name, kind, tmp_path, monkeypatch
-):
-    feature = replace((FEATURES | FURTHER)[name], build=tensor_parallel.llama)
-    another_checkpoint(tmp_path, kind, feature)
-    monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
-    refuse([seeded(feature.build) for _ in range(2)], feature, tmp_path, WHICH[kind])
+OTHER_SCHEDULE = "holds the state of another lr scheduler: this engine has ExponentialLR"
 
 
-@pytest.mark.parametrize("name, to", [("plain", "dcp"), ("tensor parallel", "universal")])
-@pytest.mark.parametrize("kind, error", [
-    ("names", WHICH["names"]),
-    ("shapes", WHICH["shapes"]),
-    ("schedule", "holds the state of another lr scheduler: this engine has ExponentialLR"),
+@pytest.mark.parametrize("name, to, kind, error", [
+    ("plain", "", "names", WHICH["names"]),
+    ("tensor parallel", "", "shapes", WHICH["shapes"]),
+    ("offloaded", "", "optimizer", WHICH["optimizer"]),
+    ("plain", "", "schedule", WHICH["schedule"]),
+    ("plain", "dcp", "names", WHICH["names"]),
+    ("tensor parallel", "universal", "shapes", WHICH["shapes"]),
+    ("plain", "dcp", "schedule", OTHER_SCHEDULE),
 ])  # fmt: skip
-def test_that_of_another_program_is_refused_before_anything_changes(
+def test_another_checkpoint_is_refused_on_all_ranks_before_anything_changes(
     name, to, kind, error, tmp_path, monkeypatch
 ):
-    feature = replace(FEATURES[name], build=tensor_parallel.llama)
+    feature = replace((FEATURES | FURTHER)[name], build=tensor_parallel.llama)
     another_checkpoint(tmp_path / "run", kind, feature)
-    convert_checkpoint(tmp_path / "run", tmp_path / to, to=to)
+    if to:
+        convert_checkpoint(tmp_path / "run", tmp_path / to, to=to)
     monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
-    refuse([seeded(feature.build) for _ in range(2)], feature, tmp_path / to, error)
+    models = [seeded(feature.build) for _ in range(2)]
+    refuse(models, feature, tmp_path / (to or "run"), error)
 
 
 def test_stages_refuse_a_checkpoint_of_other_layers_before_anything_changes(tmp_path, monkeypatch):
@@ -244,16 +240,3 @@ def test_stages_refuse_a_checkpoint_of_other_layers_before_anything_changes(tmp_
     run_ranks(2, save)
     monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
     run_ranks(2, on_rank)
-
-
-def test_the_check_of_a_schedule_leaves_a_rate_that_is_a_tensor() -> None:
-    """A schedule of torch takes the rate that it finds for the first one."""
-    rates = []
-    for rate in (0.5, torch.tensor(0.5)):
-        model = nn.Linear(4, 4)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-        config = {"scheduler": {"type": "LinearLR", "params": {"start_factor": 0.25}}}
-        engine, *_ = hf_zero.initialize(model=model, optimizer=optimizer, config=config)
-        rates.append(float(optimizer.param_groups[0]["lr"]))
-        engine.destroy()
-    assert rates == [0.125, 0.125]

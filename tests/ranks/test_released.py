@@ -14,7 +14,6 @@ from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
 from tests.helpers.stacks import on_each_rank, run_steps, squared
 from tests.helpers.training import At, adamw
-from tests.ranks.cases import values_of
 
 RANKS = 2
 NAME = r"blocks\.0\.up\.weight"
@@ -64,20 +63,6 @@ def test_what_a_released_parameter_answers_and_what_is_refused(rank, model):
             take(model)
     with pytest.raises((HfZeroError, RuntimeError)):
         torch.utils.swap_tensors(model.head.weight, torch.nn.Parameter(torch.zeros(5, 32)))
-
-
-@on_each_rank(RANKS)
-def test_a_copy_of_a_whole_model_is_a_plain_one(rank, model):
-    """It shares neither memory nor hooks with the engine."""
-    engine = start(model, adamw(model), config_of(2))
-    run_steps(engine, rank, [0])
-    copied, before = copy.deepcopy(model), values_of(model)
-    assert {type(p) for p in copied.parameters()} == {torch.nn.Parameter}
-    copied.half().float()
-    squared(copied, At(1, 0, rank)).backward()
-    torch.optim.SGD(copied.parameters(), lr=0.1).step()
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    run_steps(engine, rank, [1])
 
 
 @in_turn("stage", (1, 3))

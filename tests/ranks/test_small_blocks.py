@@ -1,34 +1,27 @@
 """Small blocks that share a unit: what travels, and that nothing else changes."""
 
 import gc
-import itertools
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hf_zero
 from hf_zero.zero.layout import wrap
-from hf_zero.zero.layout.parameter import WatchedParameter
 from hf_zero.zero.layout.wrap import find_units
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import (
-    STAGES,
     config_of,
-    engine_opener,
     full_weights,
     start,
-    train_on_threads,
 )
 from tests.helpers.models import Stack, features, seeded
-from tests.helpers.stacks import on_ranks, run_steps, squared
-from tests.helpers.training import Plan, adamw
-from tests.helpers.ways import WAYS
-from tests.ranks.cases import expect, trains_alike, values_of
+from tests.helpers.stacks import on_ranks, run_steps
+from tests.helpers.training import adamw
+from tests.ranks.cases import expect, values_of
 
 BLOCK = sum(p.numel() for p in Stack(1).blocks[0].parameters())
 
@@ -81,7 +74,7 @@ def travelled(stage, blocks, depth=9):
     return first
 
 
-@in_turn("stage", [1, 3], long=[0, 2])
+@in_turn("stage", [1, 3])
 def test_they_travel_together_and_small_units_share_a_message(stage):
     """A message takes as many elements as four units of that size."""
     with pytest.MonkeyPatch.context() as patch:
@@ -110,54 +103,6 @@ def test_a_state_dict_gathers_a_unit_once(ask):
 
     for gathered, held in on_ranks(2, run, build=of_depth(9)):
         assert len(gathered) == len(set(gathered)) == 4 and held == 0
-
-
-@in_turn("stage", (1, 3))
-def test_a_message_of_several_units_changes_no_bit(stage):
-    def run(rank, model, packed):
-        plan = Plan(2, 2, clip=1.0)
-        engine = start(model, adamw(model), config_of(stage, plan, **joined(stage, 1)))
-        engine.sharded_model.packed_elements = packed * BLOCK
-        engine.backward_pass.reducer._reductions._pack.limit = packed * BLOCK
-        run_steps(engine, rank, range(2), 2)
-        return full_weights(engine)
-
-    want = on_ranks(2, run, 0, build=of_depth(5))[0]
-    expect(want, run, 4, build=of_depth(5), tolerance=0.0, floor=0.0)
-
-
-def compare_way(way, stage):
-    """With all blocks in one unit or two."""
-    more = {"zero_optimization": {"stage": stage, "stage3_module_granularity_threshold": 5000}}
-    got = train_on_threads(WAYS[way], Plan(2, 2), engine_opener(stage, **more))
-    oracle.compare(got, oracle.kept(WAYS[way], Plan(2, 2)))
-
-
-EVERY = list(itertools.product(WAYS, STAGES))
-test_some_ways_of_calling_a_model = in_turn("way, stage", EVERY[3::67])(compare_way)
-test_every_way_of_calling_a_model = pytest.mark.long(in_turn("way, stage", EVERY)(compare_way))
-
-
-class Reads(Stack):
-    """Operations on weights of blocks that are not running, one of them of the unit that is."""
-
-    def body(self, x):
-        x = super().body(x)
-        weights = self.blocks[0].down.weight, self.blocks[4].up.weight
-        self.kinds = {type(weight) for weight in weights}
-        return x + sum(weight.sum() for weight in weights)
-
-
-def test_a_weight_of_another_block_of_the_unit_that_is_at_work_is_watched():
-    """An operation recorded on it keeps the unit for the backward."""
-
-    def micro(net, at):
-        loss = squared(net, at)
-        assert not hasattr(net, "engine") or WatchedParameter in net.module.kinds
-        net.backward(loss)
-        return loss
-
-    trains_alike(micro, 3, make=lambda: Reads(6), optimizer=adamw, **joined(3, 2))
 
 
 @in_turn("stage, together, most", [(2, 0, 76), (3, 0, 141), (2, 20, 7), (3, 20, 21)])
@@ -244,38 +189,3 @@ def test_backwards_that_begin_or_end_between_blocks_of_a_unit(stage):
         optimizer.step()
         optimizer.zero_grad()
     expect(values_of(model), run, build=of_depth(5, Forks), floor=oracle.ADAM_ROUNDING)
-
-
-class Recomputes(Stack):
-    """Recomputes each block, inside the backward."""
-
-    def forward(self, x):
-        x = self.enter(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        return x
-
-
-def twice(out, backward):
-    backward(out.pow(2).mean(), retain_graph=True)
-    backward(out.sin().mean())
-
-
-@in_turn("stage", (0, 1, 3))
-def test_two_backwards_that_each_rerun_the_blocks_of_a_unit(stage):
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage, **joined(stage, 5)))
-        for number in range(3):
-            twice(engine(features(number, 0, rank)), engine.backward)
-            engine.step()
-        return full_weights(engine)
-
-    model = of_depth(5, Recomputes)()
-    optimizer = adamw(model)
-    for number in range(3):
-        for rank in range(2):
-            out = model(features(number, 0, rank))
-            twice(out, lambda loss, **more: (loss / 2).backward(**more))
-        optimizer.step()
-        optimizer.zero_grad()
-    expect(values_of(model), run, build=of_depth(5, Recomputes), floor=oracle.ADAM_ROUNDING)

@@ -15,7 +15,6 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import parse_rate, rate_in_units
 from hf_zero.planning.estimate import traffic
 from hf_zero.planning.needs import gathered_bytes
-from hf_zero.planning.traffic import Traffic
 from hf_zero.zero.layout.parameter import raw_grad
 from hf_zero.zero.layout.stage_policy import bytes_per_parameter
 from tests.helpers.cells import in_turn
@@ -205,17 +204,6 @@ def test_one_bit_is_a_fifteenth():
 def big():
     with torch.device("meta"):
         return Stack(4, 512)
-
-
-def test_fewer_bits_pay_below_a_link():
-    """The break-even link, where the time saved on it equals the time of encoding the elements."""
-    dense, few = Traffic("dense", 4_000), Traffic("few", 1_000, 1e-3)
-    link = few.pays_below(dense)
-    assert link == 8 * 3_000 / 1e-3
-    assert few.seconds(link) == pytest.approx(dense.seconds(link))
-    assert few.seconds(link / 2) < dense.seconds(link / 2)
-    assert dense.pays_below(dense) is None and Traffic("more", 5_000, 1.0).pays_below(dense) is None
-    assert Traffic("free", 1_000).pays_below(dense) == float("inf")
 
 
 def test_speeds_of_links():

@@ -12,7 +12,7 @@ from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.models import ARCHITECTURES, seeded
+from tests.helpers.models import ARCHITECTURES
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 from tests.ranks.cases import expect
@@ -63,22 +63,6 @@ def test_whole_of_the_engine_the_bare_model_and_submodules(stage, name):
             assert value.device.type == "cpu" and torch.equal(value, want[name]), name
 
     on_ranks(RANKS, run, build=build)
-
-
-@in_turn("stage", (1, 3))
-def test_a_model_whose_parameters_are_all_in_blocks(stage):
-    """Its root unit is empty."""
-
-    def layers():
-        return seeded(lambda: nn.Sequential(nn.Linear(7, 7), nn.Sequential(nn.Linear(7, 5))))
-
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage))
-        want = plain_state(layers)
-        same(dict(engine.consolidated()), want)
-        same(engine.state_dict(rank0_only=True) or {}, want if rank == 0 else {})
-
-    on_ranks(RANKS, run, build=layers)
 
 
 @in_turn("stage, precision", [(0, "bf16"), (1, "fp32"), (3, "bf16")])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,16 +143,6 @@ def test_no_number_depends_on_it(monkeypatch, stage, precision, in_no_sync):
         assert not any(torch.isnan(value).any() for value in own_state.values())
 
 
-@pytest.mark.parametrize("numel", [(8, 8, 8), (64, 8)])
-def test_allocations_are_of_neighbours(monkeypatch, numel):
-    """Gradients of one dtype are adjacent up to the largest allocation; a larger one is alone."""
-    monkeypatch.setattr(training_state, "LARGEST", 64)
-    pieces = [(size, torch.float32) for size in numel]
-    found = list(training_state.gradient_memories(pieces, torch.device("cpu")))
-    sizes = [memory.nbytes for memory in dict.fromkeys(found)]
-    assert sizes == ([64, 32] if len(numel) == 3 else [256, 32])
-
-
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -173,34 +162,3 @@ def test_large_memory_on_the_host_has_huge_pages():
             elif here and line.startswith("VmFlags"):
                 flags = line
         assert " hg" in flags, flags
-
-
-class Stream:
-    def __init__(self):
-        self.device, self.awaited = torch.device("cpu"), []
-
-    def wait_event(self, event):
-        self.awaited.append(event)
-
-
-def test_another_stream_waits_until_the_allocating_one_has_left_the_memory(monkeypatch):
-    """torch's allocator hands memory out again that earlier work on the allocating stream reads."""
-    first, second = streams = Stream(), Stream()
-    here, recorded, used = [first], [], []
-    fakes = SimpleNamespace(
-        current_stream=lambda device: here[0],
-        record_event=lambda stream: recorded.append(stream) or len(recorded),
-        record_use=lambda tensor, stream: used.append(stream),
-    )
-    monkeypatch.setattr(training_state, "streams", fakes)
-    memory = training_state.GradientMemory([8, 8], torch.float32, torch.device("cpu"))
-    memory._on_streams = True
-    memory.set_allocated(False)
-    assert used == [first] and not memory.is_ready
-    memory.set_allocated(True)
-    assert recorded == [first] and not memory.is_ready, "each writer has to ask"
-    memory.set_allocated(True)
-    assert [stream.awaited for stream in streams] == [[], []]
-    here[0] = second
-    memory.set_allocated(True)
-    assert second.awaited == [1] and used == [first, second] and not first.awaited

@@ -18,7 +18,7 @@ from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.launched import environment, python
 from tests.helpers.ranks import RankFailed
 from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared, stack
-from tests.helpers.training import At, Plan, plain_sgd
+from tests.helpers.training import At, plain_sgd
 
 LIMIT = 50  # steps after which nobody waits any longer
 
@@ -67,29 +67,6 @@ def test_all_ranks_stop_after_the_same_step(quick, stage, ranks, when):
     want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * steps, ranks)
     for _, weights in answers:
         oracle.compare_tensors("weights", weights, want)
-
-
-def test_many_are_told_at_different_times_and_again(quick):
-    """All stop at the end of the accumulation window in which somebody was told, or the next."""
-    told = (3, 0, 2, 1)
-
-    def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(1, Plan(accumulation=2)))
-        engine.stop_on()
-        seen = []
-        for number in range(6):
-            for micro in range(2):
-                if number >= told[rank]:
-                    engine.request_stop()
-                engine.backward(squared(engine, At(number, micro, rank)))
-                engine.step()
-                seen.append(engine.stop_requested)
-        return seen
-
-    answers = on_ranks(4, run)
-    assert answers[1:] == answers[:-1]
-    first = answers[0].index(True)
-    assert first in (2 * min(told) + 1, 2 * min(told) + 3) and all(answers[0][first:])
 
 
 def test_steps_in_which_nobody_is_told_cost_nothing(quick):

@@ -18,7 +18,6 @@ from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, ROWS
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import on_each_rank
 from tests.helpers.training import adamw
 
 # By step: micro-batches of a rank, tokens of a row, and what multiplies the learning rate.
@@ -141,21 +140,6 @@ def test_resumed_in_a_phase(tmp_path):
     assert rest[1] == pytest.approx(rates[4:])
 
 
-def test_a_step_that_overflows_counts():
-    def run(rank):
-        model = ARCHITECTURE.build()
-        config = config_of(
-            1, training_phases=phases(1), fp16={"enabled": True, "initial_scale_power": 30}
-        )
-        engine = start(model, adamw(model), config)
-        micros: list[int] = []
-        trained(engine, rank, range(5), micros, [])
-        assert engine.skipped_steps > 0
-        return micros
-
-    assert run_ranks(1, run) == [[1, 1, 2, 2, 2]]
-
-
 def test_micro_batches_of_the_engines_own_loader():
     """They shrink where sequences grow, in the middle of an epoch."""
     section = {
@@ -276,26 +260,6 @@ def test_phases_that_are_refused(section, said, more):
         start(model, optimizer, config)
 
 
-def test_steps_beyond_a_decay_to_zero_are_told_once(caplog):
-    section = {"phases": [{"steps": 1}, {"steps": 2, "lr_decay_power": 1}]}
-
-    def run(rank):
-        model = ARCHITECTURE.build()
-        config = config_of(0, training_phases=section)
-        engine = start(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
-        told = []
-        for step in range(5):
-            engine.backward(engine(**ARCHITECTURE.batch(step, 0, 0)).loss)
-            engine.step()
-            told.append([each for each in caplog.messages if "is over" in each])
-        engine.destroy()
-        return told
-
-    told = run_ranks(1, run)[0]
-    assert told[:3] == [[], [], []] and len(told[3]) == 1 and told[3] == told[4]
-    assert "phases[1] is over" in told[3][0] and "from step 4 on" in told[3][0]
-
-
 def test_a_batch_that_the_script_sets():
     """It stays where phases change none, and is refused where they do."""
     model = ARCHITECTURE.build()
@@ -313,11 +277,3 @@ def test_a_batch_that_the_script_sets():
     with pytest.raises(ConfigError, match=r"script has set 2 micro-batches .* leave set_train"):
         trained(engine, 0, range(1), [], [])
     engine.destroy()
-
-
-@on_each_rank(1)
-def test_nothing_is_installed_without_phases(rank):
-    model = nn.Linear(2, 2)
-    config = config_of(0, training_phases={"lr_scaling_method": "sqrt"})
-    engine = start(model, adamw(model), config)
-    assert engine.techniques.by_key == {} and engine.get_lr() == [1e-3]

@@ -6,7 +6,6 @@ loop; warnings about a training that goes wrong without an error, once, of rank 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError, RankMismatchError
-from hf_zero.zero.layout.parameter import raw_grad
-from hf_zero.zero.step.step_reports import SanityChecks
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_grads, full_weights, start
@@ -62,22 +59,6 @@ def test_rank_0s_values_reach_every_rank(stage):
         return full_weights(start(model, adamw(model), config_of(stage)))
 
     expect(values_of(stack()), run, tolerance=0.0, floor=0.0)
-
-
-@in_turn("stage", (1, 3))
-def test_parameters_outside_the_optimizer_rest_and_leave_no_gradient_behind(stage):
-    """Gradients flow through, nothing is trained, nothing piles up."""
-
-    def half(model):
-        return torch.optim.SGD([*model.blocks[0].parameters(), *model.head.parameters()], lr=0.05)
-
-    def run(rank, model):
-        engine = start(model, half(model), config_of(stage))
-        run_steps(engine, rank, range(3))
-        assert [name for name, p in model.named_parameters() if raw_grad(p) is not None] == []
-        return {name: p.detach().clone() for name, p in engine.consolidated()}
-
-    expect(by_hand(half, [[(1.0, 0)]] * 3, RANKS)[0], run)
 
 
 def test_autocast_around_the_engine():
@@ -301,26 +282,6 @@ def test_loops_and_their_warnings(script, heard):
     assert all(words in said[0] for words in LOOPS[script])
 
 
-def test_on_a_device_the_norm_is_read_when_its_copy_is_over(monkeypatch, heard):
-    over_yet: list[bool] = [False]
-    event, copies = SimpleNamespace(query=lambda: over_yet[0]), []
-    monkeypatch.setattr(
-        "hf_zero.zero.step.step_reports.streams.record_here",
-        lambda device: copies.append(device) or event,
-    )
-    checks = SanityChecks(torch.device("cpu"), SimpleNamespace(steps=1), "fp32", 0)
-    monkeypatch.setattr(checks, "_on_host", False)
-    nan: Any = torch.tensor(float("nan"), dtype=torch.float64)
-    for step in (1, 2, 3):
-        checks.on_norm(nan, step)
-        assert len(copies) == 1 and not heard
-    over_yet[0] = True
-    checks.on_norm(nan, 4)
-    checks.on_norm(nan, 5)
-    (message,) = heard
-    assert message.startswith("step 1: the gradient norm is nan") and len(copies) <= 2
-
-
 # ---- torch.func: as in plain torch at stages 0 to 2, refused at stage 3 ----
 
 X = floats(0, 0, 0, 3, 7)
@@ -341,11 +302,6 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 ALONE: dict[str, Callable[..., Any]] = {  # torch keeps levels of forward mode for all threads
     "jvp": lambda net, model: jvp(net, (X,), (X,)),
     "hessian": lambda net, model: hessian(lambda x: net(x).sum())(X[:1]),
-}
-MORE: dict[str, dict[str, Any]] = {
-    "checkpointed": {"activation_checkpointing": {"blocks": True}},
-    "activations on the CPU": {"activation_checkpointing": {"cpu_checkpointing": True}},
-    "fp16": {"fp16": {"enabled": True, "loss_scale": 64.0}},
 }
 
 
@@ -378,17 +334,6 @@ def test_forward_mode(rank, model, way):
     run_steps(engine, rank, range(1))
 
 
-@in_turn("more, way", [*((more, "grad of the input") for more in MORE)])
-@on_each_rank(1)
-def test_a_transform_of_a_model_with_more_around_its_blocks(rank, model, more, way):
-    want = TRANSFORMS[way](stack(), stack())
-    engine = start(model, plain_sgd(model), config_of(2, **MORE[more]))
-    half = more == "fp16"
-    got = TRANSFORMS[way](lambda x: model(x.half()).float() if half else engine(x), model)
-    torch.testing.assert_close(got, want, **({"rtol": 3e-2, "atol": 3e-2} if half else {}))
-    run_steps(engine, rank, range(1))
-
-
 def test_stage_3_refuses_a_transform_before_it_does_anything():
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(3))
@@ -415,18 +360,3 @@ def test_a_loss_through_a_transform_trains_the_weights(loss, stage):
         return found
 
     trains_alike(micro, stage, Plan(2, 1))
-
-
-def test_first_order_maml_trains_as_in_plain_torch():
-    """A backward without gradients of parameters comes first (arXiv:1703.03400)."""
-
-    def micro(net, at):
-        x, weights = floats(at.step, at.micro, at.rank, 3, 7), dict(net.module.named_parameters())
-        inner = functional_call(net.module, weights, (x,)).pow(2).mean()
-        grads = torch.autograd.grad(inner, list(weights.values()))
-        fast = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), grads)}
-        loss = functional_call(net.module, fast, (x,)).pow(2).mean()
-        net.backward(loss)
-        return loss
-
-    trains_alike(micro, 2, Plan(2, 2, 2))

@@ -17,7 +17,6 @@ import hf_zero
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.update import StagedCopies
 from hf_zero.ops import dispatch
-from hf_zero.zero.reduce.norm import Usage
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.checked_triton import checked_triton
@@ -33,7 +32,7 @@ from tests.helpers.offloads import DEVICE, offload
 from tests.helpers.optimizers import OF_GROUPS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank, on_ranks
-from tests.helpers.training import At, Job, Plan, merge, train, trainable
+from tests.helpers.training import At, Job, Plan, trainable
 from tests.ranks.cases import values_of
 
 HEADS = 4
@@ -103,10 +102,6 @@ REPLICAS = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}
         ("adamw", Plan(2, 5, precision="fp16", clip=1.0), 2, {}),
         *((kind, Plan(2, 5, clip=1.0), 3, {}) for kind in ("sgd", "lamb")),
     ],
-    long=[
-        ("adamw", Plan(2, 5, precision="bf16", clip=1.0), 3, {}),
-        *((kind, Plan(2, 5, clip=1.0), 3, {}) for kind in ("adagrad", "nadam")),
-    ],
 )
 def test_an_unused_parameter_is_left_as_it_is(kind, plan, stage, more):
     check(kind, plan, stage, **more)
@@ -148,56 +143,6 @@ def test_memory_for_copies_to_a_device_gets_all_values(tmp_path, monkeypatch):
     monkeypatch.setattr(StagedCopies, "placed", placed)
     section = offload("optimizer on cpu", 2, tmp_path, buffer_size=512)
     check("adamw", Plan(2, 5), 2, zero_optimization=section)
-
-
-@on_each_rank(1, build=lambda: seeded(Heads))
-def test_moments_in_8_bits(rank, model, tmp_path):
-    """Used and unused parameters share blocks; those keep weights, and nearly moments."""
-    job = HeadsJob("adamw", 1)
-    section = offload("optimizer on cpu", 2, tmp_path, moments="int8", buffer_size=512)
-    engine = start(model, job.optimizer(model), config_of(2, zero_optimization=section))
-    net = OnEngine(engine, Plan(1))
-
-    def step(number):
-        net.backward(job.loss(net, At(number, 0, 0)))
-        engine.step()
-        held = {flat.key: engine.bound.tensors(flat.optimizer_shard) for flat in engine.flats}
-        return {key: {n: t.clone() for n, t in each.items()} for key, each in held.items()}
-
-    step(0)
-    before, after = step(1), step(2)  # with heads 2 and 3, and not 0 and 1
-    for flat in engine.flats:
-        for slot in flat.layout.slots:
-            was, now = (
-                {n: t[slot.offset : slot.end] for n, t in states[flat.key].items()}
-                for states in (before, after)
-            )
-            unused = slot.name.startswith(("heads.0", "heads.1", "late.1"))
-            assert torch.equal(now["master"], was["master"]) == unused, slot.name
-            if unused:
-                largest = after[flat.key]["exp_avg"].abs().max()
-                assert (now["exp_avg"] - was["exp_avg"]).abs().max() <= largest / 10
-    engine.destroy()
-
-
-def test_a_rank_that_has_used_everything_reads_nothing(monkeypatch):
-    """On a GPU that would wait for the device in every step."""
-    job = HeadsJob()
-    monkeypatch.setattr(Usage, "_read", None)
-
-    def loss(net, at):
-        return net(features(at.step, 0, at.rank), tuple(range(HEADS)), True).pow(2).mean()
-
-    monkeypatch.setattr(job, "loss", loss)
-
-    def run(rank, model):
-        model.late[1].requires_grad_(False)
-        session = OnEngine(start(model, job.optimizer(model), config_of(3)), Plan(2))
-        trace = train(session, job, Plan(2), rank)
-        session.close()
-        return trace
-
-    merge(on_ranks(2, run, build=job.build))
 
 
 @in_turn(
@@ -345,56 +290,33 @@ def goes_back(kind, *sections):
             oracle.compare_tensors(f"run {which}", mine, plain, floor=oracle.ADAM_ROUNDING)
 
 
-def keeping(threshold):
-    """Stage 3, at which smaller parameters stay whole."""
-    return {"stage": 3, "stage3_param_persistence_threshold": threshold}
-
-
-NONE, SOME, ALL = map(keeping, (0, 40, 10**6))
 CPU, FILES = "optimizer on cpu", "optimizer in files"
+WHOLE = "stage3_param_persistence_threshold"
+SOME, ALL = 40, 10**6  # elements up to which parameters stay whole at stage 3
 
 
 @in_turn(
-    "kind, first, second",
+    "kind, stages, ways, whole",
     [
-        ("unfused", 1, 1),
         # a rank has the same elements at stages 1 to 3
-        ("adamw", 3, 1),
+        ("unfused", (3, 1), (DEVICE, DEVICE), (0, 0)),
         # ranks exchange what they keep; parameters that had made other steps keep their counts
-        ("adamw", SOME, NONE),
-        ("sgd", 1, SOME),
-        ("lamb", NONE, ALL),
-        ("adafactor", SOME, NONE),  # with the factors of whole tensors
+        ("adamw", (3, 3), (DEVICE, DEVICE), (SOME, 0)),
+        ("sgd", (1, 3), (DEVICE, DEVICE), (0, SOME)),
+        ("lamb", (3, 3), (DEVICE, DEVICE), (0, ALL)),
+        ("adafactor", (3, 3), (DEVICE, DEVICE), (SOME, 0)),  # with the factors of whole tensors
+        ("nadam", (2, 2), (CPU, CPU), (0, 0)),
+        ("adagrad", (3, 3), ("half on cpu", "all in files"), (0, 0)),
+        ("adamw", (3, 3), (FILES, CPU), (0, ALL)),
     ],
 )
-def test_a_snapshot_is_loaded_whatever_was_cut_since(kind, first, second):
-    goes_back(
-        kind, *({"stage": each} if isinstance(each, int) else each for each in (first, second))
-    )
-
-
-@in_turn(
-    "kind, stage, ways, thresholds",
-    [
-        ("nadam", 2, (CPU, CPU), (0, 0)),
-        ("lamb", 1, (FILES, FILES), (0, 0)),
-        ("adagrad", 3, ("half on cpu", "all in files"), (0, 0)),
-        ("adamw", 3, (DEVICE, CPU), (0, 10**6)),
-        ("adamw", 3, (FILES, DEVICE), (0, 10**6)),
-    ],
-)
-def test_a_snapshot_of_offloaded_state(kind, stage, ways, thresholds, tmp_path):
-    """Pieces are small, so that segments are cut at their ends, too; between ways, as well."""
-    goes_back(
-        kind,
-        *(
-            {
-                **offload(way, stage, tmp_path, buffer_size=512),
-                "stage3_param_persistence_threshold": threshold,
-            }
-            for way, threshold in zip(ways, thresholds)
-        ),
-    )
+def test_a_snapshot_is_loaded_whatever_was_cut_since(kind, stages, ways, whole, tmp_path):
+    """Pieces are small, so that segments are cut at their ends, too."""
+    sections = [
+        offload(way, stage, tmp_path, buffer_size=512) | {WHOLE: threshold}
+        for stage, way, threshold in zip(stages, ways, whole)
+    ]
+    goes_back(kind, *sections)
 
 
 @on_each_rank(RANKS, build=Heads)
@@ -443,13 +365,13 @@ def test_other_parameters_stay_whole_of_another_number_of_ranks():
     dicts: list[dict[str, Any]] = [{}] * RANKS
 
     def saved(rank, model):
-        optimizer, step, _, close = run_on_rank(job, model, NONE, rank)
+        optimizer, step, _, close = run_on_rank(job, model, {"stage": 3, WHOLE: 0}, rank)
         step(0)
         dicts[rank] = copy.deepcopy(optimizer.state_dict())
         close()
 
     def loaded(rank, model, given, message):
-        optimizer, _, _, close = run_on_rank(job, model, ALL, rank)
+        optimizer, _, _, close = run_on_rank(job, model, {"stage": 3, WHOLE: ALL}, rank)
         with pytest.raises(UnsupportedOptimizerError, match=message):
             optimizer.load_state_dict(copy.deepcopy(given or dicts[rank]))
         close()

@@ -1,6 +1,6 @@
-"""Adapters over int8 layers of bitsandbytes and over weights without memory of their own, as those
-of torchao, at every stage against the same model in one process. Those libraries have stand-ins;
-they run where they are installed: ``pip install bitsandbytes torchao``.
+"""Adapters over 4-bit and int8 layers of bitsandbytes, and over weights without memory of their own
+as those of torchao, at every stage against the same model in one process. Those libraries have
+stand-ins; they run where they are installed: ``pip install bitsandbytes torchao``.
 """
 
 from __future__ import annotations
@@ -45,27 +45,34 @@ def of_torchao(name: str) -> Callable[[nn.Linear], nn.Linear]:
     return quantised
 
 
-def of_bitsandbytes() -> Callable[[nn.Linear], nn.Linear]:
+def of_bitsandbytes(**bits: Any) -> Callable[[nn.Linear], nn.Linear]:
+    """Layers of 4 bits with the settings ``bits``, or of int8."""
     layers = pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes").nn
 
     def quantised(linear: nn.Linear) -> nn.Linear:
-        made = layers.Linear8bitLt(
-            linear.in_features, linear.out_features, has_fp16_weights=False, threshold=6.0
-        )
-        weight = layers.Int8Params(
-            linear.weight.detach(), requires_grad=False, has_fp16_weights=False
-        )
-        made.weight, made.bias = weight.to("cpu"), linear.bias
+        weight, sizes = linear.weight.detach(), (linear.in_features, linear.out_features)
+        if bits:
+            made = layers.Linear4bit(*sizes, **bits)
+            made.weight = layers.Params4bit(weight, module=made, **bits).to("cpu")
+        else:
+            made = layers.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0)
+            int8 = layers.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+            made.weight = int8.to("cpu")
+        made.bias = linear.bias
         return made
 
     return quantised
 
 
+NF4 = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.uint8}
+FP4 = {"quant_type": "fp4", "compress_statistics": False, "quant_storage": torch.bfloat16}
 KINDS: dict[str, Callable[[], Callable[[nn.Linear], nn.Linear]]] = {
     "stand-in": lambda: RowsOfBytes.quantised,
     "torchao int8": lambda: of_torchao("Int8WeightOnlyConfig"),
     "torchao float8": lambda: of_torchao("Float8WeightOnlyConfig"),
     "bitsandbytes int8": of_bitsandbytes,
+    "bitsandbytes nf4": lambda: of_bitsandbytes(**NF4),
+    "bitsandbytes fp4": lambda: of_bitsandbytes(**FP4),
 }
 
 
@@ -204,22 +211,6 @@ def test_an_initialize_that_fails_leaves_the_weights_as_they_were(rank: int, mod
     assert any(p is weight for p in optimizer.param_groups[0]["params"])
     start(model, optimizer, config_of(3))
     assert "weight" not in layer._parameters and layer.weight is weight
-
-
-@pytest.mark.parametrize("kind", ["torchao int8", "torchao float8"])
-def test_compiled_blocks_have_the_numbers_of_one_process(kind: str) -> None:
-    made = build(kind)
-    want, _ = by_hand(adam, [[(1.0, 0)]] * STEPS, RANKS, build=made)
-    section = {"blocks": True, "backend": "aot_eager"}
-    for stage in (0, 3):
-
-        def run(rank: int, model: Any, stage: int = stage) -> Any:
-            engine = start(model, adam(model), config_of(stage, compile=section))
-            run_steps(engine, rank, range(STEPS))
-            return full_weights(engine)
-
-        for weights in on_ranks(RANKS, run, build=made):
-            oracle.compare_tensors("weights", adapters(weights), adapters(want))
 
 
 def with_memory(weight: torch.Tensor) -> Any:
