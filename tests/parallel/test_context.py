@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence.attention import DistributedAttention
 from hf_zero.parallel.sequence.division import Division
@@ -214,33 +213,3 @@ def test_a_job_has_one_division():
             DistributedAttention(torch.nn.Identity())
 
     run_ranks(2, twice)
-
-
-def test_dimensions_of_a_job():
-    """Of 16 ranks, with tensor parallelism the fastest; other sizes leave the ring as it is."""
-    dims = ParallelDims.over(16, tensor=2, sequence=2, context=2)
-    assert (dims.data, dims.tokens, dims.batches) == (2, 4, 8)
-    assert dims.ranks_along(1, "sequence") == (1, 3)
-    assert dims.ranks_along(1, "context") == (1, 5)
-    assert dims.ranks_along(1, "tokens") == (1, 3, 5, 7)
-    assert dims.ranks_along(1, "data") == (1, 9)
-    assert [dims.coordinate(13, axis) for axis in ("data", "context", "sequence")] == [1, 1, 0]
-    assert dims.resized(tensor=1) == ParallelDims.over(16, sequence=2, context=2)
-    with pytest.raises(ConfigError, match="2 sequence x 3 context x 1 pipeline"):
-        dims.resized(context=3)
-
-
-def test_a_loader_of_each_rank():
-    """The ranks of a ring train on the batches of all of them in turn."""
-
-    def read(rank):
-        sequence = hf_zero.sequence_parallel(context_parallel_size=2)
-        return [
-            part["input_ids"].tolist()
-            for part in sequence.batches([{"input_ids": BATCH["input_ids"] + rank}])
-        ]
-
-    first, second = run_ranks(2, read)
-    for rank, parts in enumerate(zip(first, second)):
-        joined = Division(context=2).whole([torch.tensor(part) for part in parts])
-        assert torch.equal(joined, BATCH["input_ids"] + rank)

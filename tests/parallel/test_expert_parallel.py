@@ -16,8 +16,8 @@ import hf_zero
 from hf_zero.deepspeed import groups
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.parallel.expert.dispatch import Routes, _Kept, run_experts
-from hf_zero.parallel.expert.marks import expert_axis, is_expert_parameter
+from hf_zero.parallel.expert.dispatch import Routes, _Kept
+from hf_zero.parallel.expert.marks import is_expert_parameter
 from hf_zero.parallel.expert.moe_layer import MoE
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers import oracle, tensor_parallel
@@ -76,36 +76,6 @@ def test_as_in_one_process(cell):
     plan = Plan(ranks, 2, accumulation, clip=more.get("gradient_clipping", 0.0))
     got = train_on_threads(job, plan, spread(stage, size, **more))
     oracle.compare(got, oracle.kept(job, plan), weight_floor=oracle.ROUNDING)
-
-
-def test_a_rank_that_has_no_tokens():
-    """It sends none, and its experts compute those of others."""
-    weights = torch.randn(4, 3, 3)
-
-    def run(rank):
-        axis = expert_axis(2, "the test")
-        assert axis is not None
-        own = weights[2 * rank : 2 * rank + 2].clone().requires_grad_()
-        tokens_ = torch.arange(15.0 * rank).view(-1, 3)
-        experts = torch.arange(len(tokens_))[:, None] % 4
-
-        def compute(rows, numbers, sizes):
-            return torch.einsum("nd,ndh->nh", rows, own[numbers])
-
-        shares = torch.ones(len(tokens_), 1)
-        out = run_experts(tokens_, experts, shares, 4, compute, axis)
-        out.sum().backward()
-        assert own.grad is not None
-        return out.detach(), own.grad
-
-    (nothing, first), (out, second) = run_ranks(2, run)
-    tokens_ = torch.arange(15.0).view(5, 3)
-    whole = weights.clone().requires_grad_()
-    want = torch.einsum("nd,ndh->nh", tokens_, whole[torch.arange(5) % 4])
-    want.sum().backward()
-    assert whole.grad is not None and nothing.shape == (0, 3)
-    torch.testing.assert_close(out, want.detach())
-    torch.testing.assert_close(torch.cat([first, second]), whole.grad)
 
 
 def test_bytes_on_the_wire():

@@ -9,24 +9,18 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.config import ZeroConfig
-from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.process_group import get_rank
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.parallel.expert import routing
 from hf_zero.parallel.expert.marks import is_expert_parameter, split, split_groups
-from hf_zero.parallel.expert.model import spread_experts
-from hf_zero.parallel.expert.moe_layer import Experts, MoE, MOELayer, TopKGate
+from hf_zero.parallel.expert.moe_layer import MoE, TopKGate
 from hf_zero.parallel.expert.routing import Capacity
-from hf_zero.parallel.planned_cuts import planned_cuts, planned_dims
-from hf_zero.planning.estimate import estimate
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.sharding import WholeNames, sharding_of
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import OnEngine, config_of, start, train_on_threads
 from tests.helpers.models import HIDDEN, features, seeded
-from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Job, Plan, plain_sgd, train
 from tests.parallel.expert_cases import LOCAL, OnSpreadExperts
@@ -197,26 +191,6 @@ def test_experts_that_two_ranks_share_each(tmp_path):
     assert all(value.equal(converted[name]) for name, value in answers[0][2].items())
 
 
-def test_the_plan_is_that_of_the_parts_on_each_rank():
-    """Layers that were made with an expert-parallel size hold other experts on each rank."""
-    models = [seeded(lambda: Mixed(ep_size=2)) for _ in range(2)]
-    config = ZeroConfig(3, bf16=True).resolve(2)
-
-    def on_rank(rank):
-        model = models[rank]
-        dims = planned_dims(model, ParallelDims(2))
-        cuts = planned_cuts(model, 1, 1, dims, rank)
-        before = planned(model, config, dims, rank=rank, cuts=cuts)
-        spread_experts(model, config)
-        after = planned(model, config, dims, rank=rank)
-        return [[vars(flat.spec) for flat in plan.flats] for plan in (before, after)]
-
-    whole = sum(p.numel() for p in seeded(Mixed).parameters())
-    assert estimate(models[0], 4, "fp32", stage=3).total_parameters == whole
-    for before, after in run_ranks(2, on_rank):
-        assert before == after and any("expert" in spec["key"] for spec in after)
-
-
 @in_one_item(("Jitter", "RSample"))
 def test_gates_compute_in_fp32_and_draw_in_training_alone(policy):
     gate = TopKGate(HIDDEN, EXPERTS, 1, 100.0, 100.0, 0, policy, use_rts=False)
@@ -235,14 +209,6 @@ def test_gates_compute_in_fp32_and_draw_in_training_alone(policy):
         assert aux.dtype == weights.dtype == torch.float32 and mask.dtype == torch.bool
         assert weights.shape == mask.shape == (8, EXPERTS, capacity)
         assert counts.shape == (EXPERTS,)
-
-
-def test_parts_of_dimension_one_without_sizes():
-    experts = Experts(nn.Linear(HIDDEN, HIDDEN), 2, "ep_size_1")
-    experts.deepspeed_experts[1].weight.data.zero_()
-    experts.deepspeed_experts[1].bias.data.zero_()
-    out = experts(torch.ones(1, 2, 3, HIDDEN))
-    assert out.shape == (1, 2, 3, HIDDEN) and out[:, 0].any() and not out[:, 1].any()
 
 
 def test_groups_of_an_optimizer():
@@ -277,14 +243,6 @@ def test_what_is_refused(words):
     error, call = REFUSED[words]
     with pytest.raises(error, match=words):
         call()
-
-
-def test_a_layer_from_its_parts():
-    gate = TopKGate(HIDDEN, 2, 1, 8.0, use_rts=False)
-    layer = MOELayer(gate, Experts(nn.Linear(HIDDEN, 3), 2, "all"), "all", 1, 2)
-    used = torch.tensor([1, 0, 1, 1])
-    out = layer(torch.randn(2, 2, HIDDEN), used)
-    assert out.shape == (2, 2, 3) and not out[0, 1].any() and out[0, 0].any()
 
 
 TOKENS, GATED = 13, 4

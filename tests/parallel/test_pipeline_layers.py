@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.config import ZeroConfig
-from hf_zero.distributed import flat_mesh, stage_messages
-from hf_zero.distributed.collective_log import CollectiveStats
 from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
-from hf_zero.distributed.stage_messages import StageMessages
-from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError, PipelineError, RankMismatchError, UnmanagedWindowError
 from hf_zero.parallel.expert.moe_layer import MoE
-from hf_zero.parallel.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec, bounds_of
+from hf_zero.parallel.pipeline.module import LayerSpec, PipelineModule, bounds_of
 from hf_zero.parallel.pipeline.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
@@ -31,11 +23,8 @@ from hf_zero.parallel.pipeline.topology import (
     ProcessTopology,
 )
 from tests.helpers.cells import in_one_item
-from tests.helpers.engines import config_of, start
-from tests.helpers.models import seeded, tokens
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank
-from tests.helpers.tensor_parallel import llama
 from tests.parallel.pipelines import Whole, batches, config, layers, loss_of, pipeline, sgd
 
 # ---- which stage holds which ----
@@ -82,7 +71,9 @@ def test_a_rank_builds_the_layers_of_its_stages_alone(as_rank):
         assert names == {f"{index}.{name}" for index in built for name in ("weight", "bias")}
         assert module.stage_owner(built[0]) == module.stage_id == rank
         held |= names
-    assert len(held) == 16
+    assert len(held) == 16 and repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == (
+        "Linear(2, 3, bias=False)"
+    )
     with pytest.raises(ConfigError, match="needs the topology of a PipelineModule"):
         PipelineParallelGrid()
     with pytest.raises(ConfigError, match="layer 8 is in no stage"):
@@ -215,17 +206,6 @@ def test_what_is_refused_on_several_ranks():
     run_ranks(2, reads)
 
 
-def test_keys_and_specs():
-    assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
-    assert TiedLayerSpec("a", nn.Linear, 2, 3, tied_weight_attr="bias").tied_weight_attr == ["bias"]
-    read = ZeroConfig.from_dict({"pipeline": {"activation_checkpoint_interval": 2}})
-    assert read.pipeline.activation_checkpoint_interval == 2
-    assert read.pipeline.schedule_for(1) == "1f1b"
-    assert read.pipeline.schedule_for(2) == "interleaved_1f1b"
-    with pytest.raises(ConfigError, match=r"pipeline\.schedule"):
-        ZeroConfig.from_dict({"pipeline": {"schedule": "zero_bubble"}})
-
-
 # ---- the engine, on one rank ----
 
 
@@ -331,67 +311,3 @@ def test_another_number_of_stages(rank):
     PipelineModule(layers(), 2)
     with pytest.raises(ConfigError, match=r"number of stages stays for the life .* new ones"):
         PipelineModule(layers(), 1)
-
-
-def test_a_model_without_stages_after_a_pipeline_is_data_parallel():
-    ids = [tokens(0, 0, rank) for rank in range(2)]
-    whole, models = seeded(llama), [seeded(llama) for _ in range(2)]
-    whole(input_ids=torch.cat(ids), labels=torch.cat(ids)).loss.backward()
-    with torch.no_grad():
-        wanted = {name: p - 0.1 * p.grad for name, p in whole.named_parameters()}
-
-    def run(rank):
-        PipelineModule(layers(), 2)
-        model = models[rank]
-        engine = start(model, torch.optim.SGD(model.parameters(), lr=0.1), config_of(3))
-        assert engine.train_batch_size() == 2 * len(ids[0])
-        engine.backward(engine(input_ids=ids[rank], labels=ids[rank]).loss)
-        engine.step()
-        state = model.state_dict()
-        PipelineModule(layers(), 2)  # and the next one finds its stages
-        groups = get_parallel()
-        assert groups is not None and groups.dims.pipeline == 2
-        return state
-
-    for state in run_ranks(2, run):
-        for name, value in wanted.items():
-            assert torch.allclose(state[name], value, atol=1e-6), name
-
-
-DEVICE = torch.device("cuda", 0)
-
-
-def test_the_communicator_is_made_with_its_group(monkeypatch):
-    """All ranks of a pipeline have to come to it, and messages are between two of them."""
-    dims, reduced = ParallelDims.over(6, pipeline=3), list[Any]()
-    world = SimpleNamespace(watchdog=Watchdog(enabled=False))
-    groups: Any = SimpleNamespace(
-        dims=dims,
-        rank=3,
-        device=DEVICE,
-        stats={"pipeline": CollectiveStats()},
-        along=lambda axis: None,
-    )
-    bound = []
-
-    def new_group(ranks, timeout, backend, device_id):
-        bound.append((backend, device_id))
-        return tuple(ranks)
-
-    monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: reduced.append((tensor, group)))
-    monkeypatch.setattr(torch, "zeros", lambda size, device: (size, device))
-    monkeypatch.setattr(stage_messages, "get_world_group", lambda: world)
-    monkeypatch.setattr(stage_messages, "backend_serving", lambda device: "gloo")
-    monkeypatch.setattr(stage_messages, "group_backend", lambda device: "nccl")
-    monkeypatch.setattr(stage_messages, "backends_of_parts", lambda: "cpu:gloo,cuda:nccl")
-    environ: dict[str, str] = {}
-    monkeypatch.setattr(os, "environ", environ)
-    messages = StageMessages.over(groups, "engine 1", 5.0)
-    assert environ == {stage_messages.WARNING: "0"}
-    assert messages.ranks == [1, 3, 5]
-    assert reduced == [((1, DEVICE), (1, 3, 5))]
-    # NCCL would make others for messages that are in no batch
-    assert bound == [("cpu:gloo,cuda:nccl", DEVICE)] * 2
-    monkeypatch.setattr(dist, "all_reduce", None)  # the host needs none
-    flat_mesh.connect(None, (0, 1), torch.device("cpu"), Watchdog(enabled=False), "an axis")

@@ -150,13 +150,6 @@ def test_a_division_joins_what_it_cuts():
     assert Division(1, 4).part(whole, 1)[0].tolist() == [3, 4, 5, 18, 19, 20]
 
 
-def test_documents_survive_as_a_mask():
-    for lengths, window in ((WHOLE, 0), (PACKED, 3)):
-        documents = documents_of(lengths, window)
-        assert Documents.from_mask(documents.as_mask()) == documents
-    assert documents_of(WHOLE, 5).windowed and not documents_of(PACKED, 15).windowed
-
-
 def test_devices_without_kernels():
     with pytest.raises(ConfigError, match="none for xla; write sequence_parallel_size"):
         kernels_on(torch.device("xla"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -23,18 +21,15 @@ from hf_zero.integrations.transformers.trainer_phases import counting_whole_batc
 from hf_zero.parallel.sequence import batches
 from hf_zero.parallel.sequence.attention import DistributedAttention
 from hf_zero.parallel.sequence.division import Division
-from hf_zero.parallel.sequence.documents import Documents
 from tests.helpers import oracle
 from tests.helpers.causal_zoo import tiny
 from tests.helpers.cells import in_one_item
-from tests.helpers.dropout import dropout_by
 from tests.helpers.engines import start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import (
     Ranks,
     SequenceJob,
-    gpt2,
     half_labelled,
     llama,
     mixtral,
@@ -120,7 +115,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
         plain,
         {"kernels": ["loss", "norms", "rotary", "qkv", "activations"]},
     ),
-    "MLPs in three stretches": (llama, plain, {"tiled_mlp": {"enabled": True, "shards": 3}}),
+    "MLPs in stretches": (llama, plain, {"tiled_mlp": {"enabled": True}}),
 }
 
 
@@ -171,36 +166,6 @@ def test_in_16_bits():
     oracle.compare_mixed(found, oracle.run(job, plan), exact, plan.dtype, 1.5)
 
 
-def dropping():
-    return gpt2(resid_pdrop=0.25, embd_pdrop=0.25, attn_pdrop=0.25)
-
-
-def test_as_in_one_process_with_the_masks_of_all_ranks():
-    masks: dict[str, list[torch.Tensor]] = defaultdict(list)
-    generators: dict[str, torch.Generator] = {}
-
-    def draw(shape, p):
-        rank = threading.current_thread().name
-        generator = generators.setdefault(rank, torch.Generator().manual_seed(ord(rank[-1])))
-        masks[rank].append((torch.rand(shape, generator=generator) >= p).float())
-        return masks[rank][-1]
-
-    job, plan = SequenceJob(dropping), Plan(steps=2, accumulation=2)
-    with dropout_by(draw):
-        found, _ = train_on_threads(job, plan, SP2, 3)
-    # of [rows, tokens, width] and of [rows, heads, tokens, tokens]
-    whole = [torch.cat(parts, 1) for parts in zip(*(masks[f"rank-{rank}"] for rank in (0, 1)))]
-    assert len(whole) == 2 * 2 * (1 + 2 * 3)
-
-    def drawn(shape, p):
-        return whole.pop(0)
-
-    with dropout_by(drawn):
-        expected = oracle.run(job, plan)
-    assert not whole
-    oracle.compare(found, expected)
-
-
 class Repeats:
     """An axis whose other ranks send what this one does."""
 
@@ -224,21 +189,6 @@ def test_the_place_leaves_out_batches_that_were_not_yielded():
     loader = Loader([{"input_ids": torch.arange(16).view(2, 8)}])
     shared = batches.SequenceBatches(loader, Repeats(), Division(4))
     assert [shared.place["samples"] for _ in shared] == [2, 4, 6, 8]
-
-
-def test_documents_of_a_part_are_known_without_its_values():
-    """Positions on the meta device cannot be read; a part that was modified is unknown."""
-    ids = torch.zeros(2, 16, dtype=torch.int64, device="meta")
-    positions = batches.cut({"input_ids": ids}, 1, Division(2))["position_ids"]
-    assert batches.documents_of(positions) == Documents.one_a_row(16)
-    places = torch.cat([torch.arange(length) for length in (5, 4, 7)]).expand(2, -1)
-    packed = batches.cut({"input_ids": places, "position_ids": places}, 1, Division(2))[
-        "position_ids"
-    ]
-    assert batches.documents_of(packed) == Documents.from_positions(0, places)
-    assert batches.documents_of(packed[:1]) is None
-    packed += 1
-    assert batches.documents_of(packed) is None
 
 
 ROWS, TOKENS, HEADS, WIDTH = 2, 12, 4, 5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +13,9 @@ import transformers
 from torch import nn
 
 import hf_zero
-from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError, NotBuiltError, RankMismatchError
-from hf_zero.parallel.alike import due
+from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.parallel.sequence.batches import cut
 from hf_zero.parallel.sequence.division import Division
-from hf_zero.techniques.registry import TrainingTechniques
 from tests.helpers.caches import cache_argument
 from tests.helpers.causal_zoo import tiny
 from tests.helpers.cells import in_one_item
@@ -114,32 +110,6 @@ def test_a_batch_is_cut_after_its_labels_are_shifted():
     positions = torch.where(PADDED == 0, 1, PADDED.cumsum(1) - 1)
     part = cut(batch | {"position_ids": positions}, 1, Division(2))
     assert part["position_ids"].tolist() == positions[:, TOKENS // 2 :].tolist()
-
-
-SEQLEN = {"curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 16,
-          "schedule_type": "fixed_linear",
-          "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8}}  # fmt: skip
-LTD = {"total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0],
-       "random_ltd_schedule": {"min_value": 8, "max_value": 16, "schedule_type": "fixed_linear",
-                               "schedule_config": {"require_steps": 4, "seq_per_step": 8}},
-       }  # fmt: skip
-
-
-SHORTENING = {
-    "curriculum_learning": {"enabled": True, **SEQLEN},
-    "data_efficiency": {
-        "enabled": True,
-        "data_routing": {"enabled": True, "random_ltd": {"enabled": True, **LTD}},
-    },
-    "training_phases": {"phases": [{"steps": 4, "sequence_length": 8}]},
-}
-
-
-@in_one_item(SHORTENING)
-def test_techniques_that_shorten_sequences(key):
-    config = config_of(1, sequence_parallel_size=2, **{key: SHORTENING[key]})
-    with pytest.raises(ConfigError, match=f"{key}.* shortens sequences"):
-        TrainingTechniques(ZeroConfig.from_dict(config).resolve(2))
 
 
 # ---- forwards ----
@@ -291,25 +261,6 @@ def test_sizes_that_cannot_be(row):
     refused(match, ranks, lambda rank: call(models[rank]))
 
 
-def test_batch_sizes_count_groups():
-    values = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 3,
-        "sequence_parallel_size": 4,
-    }
-    config = ZeroConfig.from_dict(values).resolve(8)
-    assert config.train_batch_size == 2 * 3 * 2
-    assert "ranks / sequence_parallel_size" in config.sources["train_batch_size"]
-    with pytest.raises(ConfigError, match=r"= 4 .* does not divide 6 ranks"):
-        ZeroConfig.from_dict(values).resolve(6)
-
-
-def test_another_mpu_with_parts_of_sequences():
-    other = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
-    with pytest.raises(NotBuiltError, match="sequence parallelism"):
-        hf_zero.initialize(model=seeded(llama), mpu=other, config="zero1")
-
-
 SP2 = Ranks(2)
 Given = Callable[[Any, int, int], Any]
 
@@ -397,9 +348,3 @@ def alike_in_other_batches(sequence, rank, step):
 @in_one_item((cut_by_hand, alike_in_other_batches))
 def test_ranks_that_are_given_parts_of_one_batch(given):
     run(given, SP2, 5)
-
-
-def test_when_ranks_compare():
-    assert [count for count in range(1, 1025) if due(count)] == [
-        1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024,
-    ]  # fmt: skip

@@ -17,7 +17,7 @@ from tests.helpers.causal_zoo import batch_of
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, start
 from tests.helpers.host_syncs import HostSyncs
-from tests.helpers.models import ROWS, seeded, tokens
+from tests.helpers.models import seeded
 from tests.helpers.oracle import (
     FP32_TOLERANCE,
     compare,
@@ -181,35 +181,6 @@ def test_batch_sizes_count_groups():
     assert [total for total, _ in found] == [12] * 4
     assert found[0] == found[1] and found[2] == found[3]
     assert sorted(found[0][1] + found[2][1]) == list(range(8))
-
-
-def test_models_of_one_job_are_cut_into_different_sizes():
-    """Each engine goes by the size of its own model, also one that is made after others."""
-    ids = tokens(0, 0, 0)
-    batch, wanted = {"input_ids": ids, "labels": ids}, seeded(lambda: llama(4))
-    wanted(**batch).loss.backward()
-    norm = float(torch.nn.utils.get_total_norm([p.grad for p in wanted.parameters()]))
-    sizes = (2, 4, 1)
-    models = [{size: seeded(lambda: llama(4)) for size in sizes} for _ in range(4)]
-
-    def run(rank):
-        for size, model in models[rank].items():
-            hf_zero.tensor_parallel(model, size)
-        norms, batches = [], []
-        for size in sizes:
-            model = models[rank][size]
-            still = torch.optim.SGD(model.parameters(), lr=0.0)
-            engine = start(model, still, config_of(1, gradient_clipping=1e6))
-            engine.backward(engine(**batch).loss)
-            engine.step()
-            norms.append(float(engine.get_global_grad_norm()))
-            batches.append(engine.train_batch_size())
-            engine.destroy()
-        return norms, batches
-
-    for norms, batches in run_ranks(4, run):
-        assert norms == pytest.approx([norm] * 3, rel=1e-5)
-        assert batches == [ROWS * 4 // size for size in sizes]
 
 
 CACHES = {

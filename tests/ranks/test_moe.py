@@ -77,13 +77,6 @@ def check(job, want, plan, stage=3, **limits):
     oracle.compare(got, oracle.kept(want, plan), **limits)
 
 
-ROUTES = Plan(ranks=2, steps=3)
-
-
-def test_a_model_of_transformers():
-    check(Routed("gpt_oss"), Routed("gpt_oss"), ROUTES, weight_floor=oracle.ROUNDING)
-
-
 class Expert(nn.Module):
     def __init__(self):
         super().__init__()

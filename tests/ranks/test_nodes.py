@@ -16,7 +16,7 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.errors import ConfigError
 from tests.helpers.cells import in_turn
-from tests.helpers.engines import OnEngine, config_of, full_weights, start
+from tests.helpers.engines import OnEngine, config_of, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.plans import APART
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
@@ -66,23 +66,6 @@ def test_a_run_is_bit_for_bit_the_one_without(way, zero, more, monkeypatch):
     for plain, found in zip(without, within):
         assert found.losses == plain.losses
         assert all(torch.equal(found.weights[name], value) for name, value in plain.weights.items())
-
-
-def test_a_copy_over_two_nodes_of_several(monkeypatch):
-    """Two copies (MiCS) of two nodes of two ranks; some weights stay whole."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-
-    def run(rank, model, more):
-        small = {"stage3_param_persistence_threshold": 100}
-        engine = start(model, adamw(model), config({"mics_shard_size": 4, **small, **more}))
-        run_steps(engine, rank, range(2))
-        first, own = rank - rank % 4 + rank % 2, rank // 2 * 2
-        hops = [axis.ranks for axis in engine.mesh.uncut.hops]
-        assert hops == ([[first, first + 2], [own, own + 1]] if more else [])
-        return full_weights(engine)
-
-    for wanted, found in zip(on_ranks(8, run, {}), on_ranks(8, run, HOPS)):
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @in_turn("here, message", [("3", "hosts have 3: choose"), ("4", "")])

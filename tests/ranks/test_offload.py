@@ -8,11 +8,7 @@ Each place against the plain loop is a row of ``test_capabilities.py``.
 from __future__ import annotations
 
 import gc
-import math
-import random
 import threading
-import time
-from collections import defaultdict
 from contextlib import nullcontext
 
 import pytest
@@ -21,8 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero.zero.step.optimizer_step as optimizer_step
-from hf_zero.distributed import collectives
-from hf_zero.offload import update_gathers
 from hf_zero.offload.sub_group_update import Update
 from hf_zero.offload.update import Updater
 from hf_zero.ops import native
@@ -226,47 +220,6 @@ STEPS = 3
 
 def on_host(model, stage, folder, **more):
     return opened(model, offload("optimizer on cpu", stage, folder, **more))
-
-
-@pytest.fixture
-def issued(monkeypatch):
-    """Record the collectives of each rank in order; updates are delayed, differently on each."""
-    found: dict[int, list[str]] = defaultdict(list)
-    start, run = collectives._Starting.__init__, Update.run
-    pauses = random.Random(3)
-
-    def noted(starting, watchdog, pending, *named):
-        if len(pending.needs) > 1:
-            found[dist.get_rank()].append(pending.what)
-        start(starting, watchdog, pending, *named)
-
-    def slow(update, *args):
-        time.sleep(pauses.uniform(0.0, 0.02) * dist.get_rank())
-        run(update, *args)
-
-    monkeypatch.setattr(collectives._Starting, "__init__", noted)
-    monkeypatch.setattr(Update, "run", slow)
-    # a rank that comes late, as on a machine with much to do, is not taken for one that stays away
-    monkeypatch.setattr(update_gathers, "GRACE_SECONDS", math.inf)
-    return found
-
-
-def _steps(rank, model, stage, folder, more):
-    engine = on_host(model, stage, folder, **more)
-    for step in range(STEPS):
-        train(engine, step, rank)
-    engine.destroy()
-
-
-@in_turn("stage, ranks, more", [(1, 3, {}), (2, 2, {"update_in_backward": True})])
-def test_all_ranks_issue_their_collectives_in_one_order(stage, ranks, more, issued, tmp_path):
-    issued.clear()
-    on_ranks(ranks, _steps, stage, tmp_path, more, build=LLAMA.build)
-    assert len(issued) == ranks
-    assert all(order == issued[0] for order in issued.values())
-    gathers = [place for place, what in enumerate(issued[0]) if " of updated " in what]
-    assert len(gathers) >= 3 * STEPS
-    assert not [each for each in threading.enumerate() if "update gathers" in each.name]
 
 
 def _one_reads(rank, model, folder, how, gate):

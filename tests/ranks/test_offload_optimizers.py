@@ -5,7 +5,6 @@ that goes back; groups of which a rank owns nothing.
 from __future__ import annotations
 
 import gc
-import math
 from typing import Any
 
 import pytest
@@ -17,12 +16,10 @@ from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops import native
 from hf_zero.ops.native import Share
 from hf_zero.optim import CPUSGD, CPUAdam, Lion
-from hf_zero.optim.own_step import OwnStep
 from tests.helpers.cells import in_turn
-from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.offloads import DEVICE, PLACES, ended, offload, opened, same, train, trained
 from tests.helpers.stacks import on_each_rank, on_ranks, stack
-from tests.helpers.training import Plan, adamw
+from tests.helpers.training import adamw
 
 
 def halves(model, one, other):
@@ -244,42 +241,3 @@ def test_memory_goes_back_with_the_engine_though_the_optimizer_stays(rank, model
     gc.collect()
     assert sum(arena.nbytes for arena in arenas) == 0
     assert len(optimizer.param_groups[0]["params"]) > 1  # and none of its segments
-
-
-def with_a_bias_apart(rank, model, make, section):
-    """Rank 0 owns nothing of the second group, the end of a flat."""
-    bias = model.head.bias
-    groups = [{"params": [p for p in model.parameters() if p is not bias]}, {"params": [bias]}]
-    config = config_of(2, Plan(ranks=2, clip=0.1), zero_optimization=section)
-    engine = start(model, make(groups, lr=1e-2), config)
-    train(engine, rank, range(3))
-    weights, counted = full_weights(engine), engine.bound.scalars()
-    held = [value for entry in engine.optimizer.state.values() for value in entry.values()]
-    assert all(math.isfinite(float(torch.as_tensor(value).float().sum())) for value in held)
-    stand_ins = len(engine.bound._table.stand_ins)
-    engine.destroy()
-    return weights, counted, stand_ins
-
-
-@in_turn("make", [torch.optim.RMSprop, torch.optim.NAdam])
-def test_a_stand_in_is_stepped_apart_and_counts_as_the_others_do(make, monkeypatch):
-    """Neither with what is on the device, nor scaled as that is."""
-    calls, over = [], OwnStep._over
-
-    def recorded(self, segments, gradients, grad_scale, *more):
-        calls.append(([bool(segment.parts) for segment in segments], grad_scale))
-        over(self, segments, gradients, grad_scale, *more)
-
-    def run(section):
-        return on_ranks(2, with_a_bias_apart, make, section)
-
-    plain = run({"stage": 2})
-    monkeypatch.setattr(OwnStep, "_over", recorded)
-    offloaded = run({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}})
-    assert [stand_ins for *_, stand_ins in offloaded] == [1, 0]
-    assert any(not all(owned) for owned, _ in calls), "no stand-in was stepped"
-    for owned, scale in calls:
-        assert all(owned) or not (any(owned) or scale is not None)
-    for (weights, counted, _), (expected, counts, _) in zip(offloaded, plain):
-        assert counted == counts
-        same(weights, expected)

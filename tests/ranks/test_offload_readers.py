@@ -176,21 +176,6 @@ def test_a_lost_gather_is_an_error_of_every_read_and_of_destroy(rank, model, ove
     assert {type(parameter) for parameter in model.parameters()} == {torch.nn.Parameter}
 
 
-@in_turn("way", [DEVICE, *WAYS])
-@on_each_rank(2)
-def test_a_state_dict_that_is_loaded_at_once_changes_nothing(rank, model, way, tmp_path):
-    """It refers to the state that the load resets."""
-    engine = opened(model, offload(way, 2, tmp_path))
-    train(engine, rank, range(2))
-    kept = ("exp_avg", "exp_avg_sq")
-    before = [hf_zero.safe_get_full_optimizer_state(weight(engine), key).clone() for key in kept]
-    assert all(float(each.abs().max()) > 0 for each in before)
-    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
-    after = [hf_zero.safe_get_full_optimizer_state(weight(engine), key) for key in kept]
-    assert all(map(torch.equal, after, before))
-    engine.destroy()
-
-
 def halved(engine):
     with hf_zero.GatheredParameters([weight(engine)], modifier_rank=0):
         weight(engine).data.mul_(0.5)

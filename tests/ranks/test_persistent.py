@@ -23,7 +23,6 @@ from tests.helpers.cells import in_turn
 from tests.helpers.engines import (
     OnEngine,
     config_of,
-    full_weights,
     start,
     train_on_threads,
 )
@@ -219,28 +218,3 @@ def test_which_parameters_stay_whole():
 
 
 # ---- checkpoints and memory ----
-
-
-@in_turn("before, after, stage", [(ALL, NONE, 3), (SMALL, None, 1), (None, SMALL, 1)])
-def test_a_checkpoint_goes_across_thresholds(before, after, stage, tmp_path):
-    """``None`` and a stage: saved, or loaded, at that stage."""
-    folder = str(tmp_path)
-
-    def run(rank, model, threshold, steps, load, save):
-        model.blocks[0].requires_grad_(False)  # frozen ones stay whole, too
-        zero = {"stage": stage} if threshold is None else zero_of(threshold)
-        engine = start(model, adamw(model), config_of(3, zero_optimization=zero))
-        if load:
-            engine.load_checkpoint(folder)
-            if threshold:
-                scale = model.logit_scale
-                assert scale.item() == float(hf_zero.safe_get_full_fp32_param(scale))
-        run_steps(engine, rank, steps)
-        if save:
-            engine.save_checkpoint(folder)
-        return full_weights(engine)
-
-    on_ranks(2, run, before, (0, 1), False, True, build=scaled)
-    got = on_ranks(2, run, after, (2, 3), True, False, build=scaled)[0]
-    want = on_ranks(2, run, NONE, (0, 1, 2, 3), False, False, build=scaled)[0]
-    oracle.compare_tensors("weights", got, want, 0.0, 0.0)

@@ -16,7 +16,7 @@ from tests.helpers.capabilities import MOQ, RoundedJob
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
 from tests.helpers.models import Stack, features, gpt2, seeded, tokens
-from tests.helpers.stacks import on_each_rank, squared, stack
+from tests.helpers.stacks import on_each_rank, run_steps, squared, stack
 from tests.helpers.training import At, Plan, sgd
 
 STEPS = 4  # in 32, 6, 5 and 4 bits
@@ -229,7 +229,11 @@ def test_refuses(case):
         start(model, sgd(model), config_of(1, **more))
 
 
-def test_a_model_without_blocks_is_refused():
-    model = nn.Sequential(nn.Linear(7, 5))
-    with pytest.raises(ConfigError, match="no block"):
-        start(model, sgd(model), config_of(1, quantize_training=at_once()))
+def test_logs_each_fall_of_a_bit(caplog):
+    model = stack()
+    config = config_of(1, quantize_training={**MOQ, "quantize_verbose": True})
+    with caplog.at_level("INFO", logger="hf_zero"):
+        run_steps(engine := start(model, sgd(model), config), 0, range(STEPS))
+    engine.destroy()
+    said = [line for line in caplog.messages if "weights in" in line]
+    assert said == [f"quantize_training: weights in {bits} bits" for bits in (6, 5, 4)]

@@ -13,9 +13,7 @@ from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.zero.step.preemption import _Handler
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
-from tests.helpers.commands import completed
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.launched import environment, python
 from tests.helpers.ranks import RankFailed
 from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, plain_sgd
@@ -178,36 +176,3 @@ def test_a_handler_that_was_put_over_ours_stays(one_process, heard_before):
     engine.destroy()
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
     signal.signal(signal.SIGUSR1, above)
-
-
-GROUP = """
-import os, signal, subprocess
-import torch
-import hf_zero
-
-model = torch.nn.Linear(4, 1)
-config = {"train_micro_batch_size_per_gpu": 2}
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
-engine.stop_on(signal.SIGTERM, signal.SIGUSR1)
-data = torch.utils.data.DataLoader(
-    torch.ones(40, 4), 2, num_workers=2, multiprocessing_context="fork"
-)
-told = 0
-for number, batch in enumerate(data):
-    if number in (2, 6):
-        name = "TERM" if number == 2 else "USR1"
-        kill = ["kill", f"-{name}", "--", f"-{os.getpgid(0)}"]
-        subprocess.run(kill, check=True, start_new_session=True)
-    engine.backward(engine(batch).mean())
-    engine.step()
-    told += engine.stop_requested
-print("told", told, "of", number + 1)
-"""
-
-
-def test_a_signal_to_the_group_of_a_rank_leaves_workers_of_its_loader(tmp_path):
-    """torchrun and Accelerate signal it. The rank itself ends its workers by the same signal."""
-    (tmp_path / "group.py").write_text(GROUP)
-    done = completed([python(), tmp_path / "group.py"], env=environment())
-    assert done.returncode == 0 and "told 18 of 20" in done.stdout, done.stderr
