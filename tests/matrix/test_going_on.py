@@ -1,7 +1,6 @@
 """Runs that end early go on: killed, told to end, on other ranks, from disk and memory."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -104,34 +103,6 @@ def test_from_the_memory_of_other_ranks(saved, tmp_path):
 
 
 # ---- signals ----
-
-
-def begun(out, rank):
-    file = out / f"begun-{rank}"
-    return len(file.read_text().splitlines()) if file.exists() else 0
-
-
-@pytest.mark.long
-def test_ranks_that_are_told_to_end_save_one_checkpoint_at_one_step(tmp_path):
-    """The launcher gets SIGTERM in the second step or after, and tells its ranks."""
-    given, until = ["--listens", "--stage", "3"], time.monotonic() + PATIENCE
-    whole = run(2, tmp_path / "whole", "--stage", "3")
-    with launched.started(launched.torchrun_command(SCRIPT), tmp_path, given) as process:
-        while begun(tmp_path, 0) < 2 or begun(tmp_path, 1) < 2:
-            assert process.poll() is None, (tmp_path / "log.txt").read_text()[-8000:]
-            assert time.monotonic() < until, "training does not begin"
-            time.sleep(0.02)
-        process.terminate()
-        # torchrun itself ends with an error, its ranks never do
-        assert launched.ended(process, PATIENCE) not in (0, None)
-    before = [found["trainer"] for found in launched.reports(tmp_path, 2)]
-    after = [found["trainer"] for found in run(2, tmp_path, *given, "--resume")]
-    (ended,) = {len(each["losses"]) for each in before}
-    assert 0 < ended < STEPS
-    for one, other, want in zip(before, after, whole, strict=True):
-        assert one["code"] == 85 and other["code"] is None and other["first"] == ended
-        losses = one["losses"] + other["losses"]
-        assert losses == pytest.approx(want["trainer"]["losses"], rel=1e-5)
 
 
 @pytest.mark.parametrize(

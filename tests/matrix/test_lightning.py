@@ -169,11 +169,3 @@ def test_other_stages_and_offload(plain, model, tmp_path):
     given = chosen("zero_stage_3", ["resumed"], resume=source)
     four = cases(tmp_path / "four", *given, ranks=4, start=partial(torchrun, ranks=4))
     same_weights(four.weights("zero_stage_3", "resumed"), plain.weights("plain", "fit"))
-
-
-@pytest.mark.long
-def test_the_package_pytorch_lightning(tmp_path, plain):
-    given = chosen("zero_stage_3", ("fit", "saved"), package="pytorch_lightning")
-    run = cases(tmp_path, *given, ranks=2)
-    same_course(run, plain, "zero_stage_3", "fit")
-    same_weights(run.weights("zero_stage_3", "saved"), plain.weights("plain", "fit"))

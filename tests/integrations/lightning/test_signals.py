@@ -1,5 +1,5 @@
 """Lightning and signals: one checkpoint and exit code 85 at a step, and the requeue of SLURM jobs.
-``matrix/test_signals.py`` sends signals to ranks.
+``matrix/test_going_on.py`` sends signals to ranks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The Trainer and signals: one checkpoint and exit code 85, handlers of others, and the key that
-switches it off. ``matrix/test_signals.py`` sends signals to ranks.
+switches it off. ``matrix/test_going_on.py`` sends signals to ranks.
 """
 
 from __future__ import annotations

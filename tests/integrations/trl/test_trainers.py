@@ -1,9 +1,13 @@
-"""TRL's trainers with LoRA on one rank at stage 3, against the same trainers without an engine."""
+"""TRL's trainers with LoRA on one rank at stage 3, against the same trainers without an engine, and
+the weights that they send to vLLM.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +18,20 @@ from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
+from trl.experimental.online_dpo import OnlineDPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from hf_zero.engine import Engine
 from hf_zero.integrations.fused.deferred_heads import defer_head
 from hf_zero.ops.deferred import DeferredOutput, heads, tensor
 from tests.helpers.cells import in_turn
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.stacks import on_ranks, run_steps
 from tests.helpers.trainers import assert_same_training, options
-from tests.matrix.scripts import trl_material
-from tests.matrix.scripts.trl_drawing import DrawingLlama, Letters
+from tests.helpers.training import adamw
+from tests.integrations.trl.drawing import DrawingLlama, Letters
+from tests.integrations.trl.material import save_model, save_rows
 
 TRAINERS = {"sft": (trl.SFTTrainer, trl.SFTConfig), "dpo": (trl.DPOTrainer, trl.DPOConfig)}
 
@@ -30,23 +39,26 @@ TRAINERS = {"sft": (trl.SFTTrainer, trl.SFTConfig), "dpo": (trl.DPOTrainer, trl.
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("material")
-    trl_material.save_models(folder)
-    trl_material.save_rows(folder)
+    save_model(folder)
+    save_rows(folder)
     return folder
+
+
+def rows_of(material: Path, folder: Path, kind: str) -> Any:
+    file, cache = str(material / "rows.jsonl"), str(folder / "cache")
+    rows = load_dataset("json", data_files=file, split="train", cache_dir=cache)
+    return rows.select_columns("prompt").rename_column("prompt", "text") if kind == "sft" else rows
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_adapters_train_as_without_an_engine(kind: str, material: Path, tmp_path: Path) -> None:
     trainer, config = TRAINERS[kind]
-    file, cache = str(material / "rows.jsonl"), str(tmp_path / "cache")
-    rows = load_dataset("json", data_files=file, split="train", cache_dir=cache)
-    if kind == "sft":
-        rows = rows.select_columns("prompt").rename_column("prompt", "text")
+    rows = rows_of(material, tmp_path, kind)
 
     def trained(**changes: Any) -> Any:
         args = config(**options(tmp_path, bf16=False, max_length=64, **changes))
         lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        run = trainer(str(material / "untied"), args=args, train_dataset=rows, peft_config=lora)
+        run = trainer(str(material / "model"), args=args, train_dataset=rows, peft_config=lora)
         run.train()
         return run
 
@@ -56,28 +68,21 @@ def test_adapters_train_as_without_an_engine(kind: str, material: Path, tmp_path
     assert_same_training(run, plain)
 
 
-LOSSES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("sft", {}), ("sft", {"label_smoothing_factor": 0.1}), ("dpo", {}),
-    ("grpo", {"beta": 0.1, "top_entropy_quantile": 0.8, "temperature": 0.9}),
-)  # fmt: skip
-SAMPLED = {"num_generations": 2, "max_completion_length": 12}
+GRPO = {"beta": 0.1, "top_entropy_quantile": 0.8, "temperature": 0.9}
+GRPO |= {"num_generations": 2, "max_completion_length": 12}
 
 
-@in_turn("kind, more", LOSSES)
+@in_turn("kind, more", [("sft", {"label_smoothing_factor": 0.1, "max_length": 64}), ("grpo", GRPO)])
 def test_losses_without_whole_logits(
     kind: str, more: dict[str, Any], material: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """TRL computes most losses in chunks itself, and those with label smoothing from logits."""
     trainer, config = TRAINERS.get(kind, (trl.GRPOTrainer, trl.GRPOConfig))
-    file, cache = str(material / "rows.jsonl"), str(tmp_path / "cache")
-    rows = load_dataset("json", data_files=file, split="train", cache_dir=cache)
-    if kind == "sft":
-        rows = rows.select_columns("prompt").rename_column("prompt", "text")
-    chosen = more | (SAMPLED if kind == "grpo" else {"max_length": 64})
+    rows = rows_of(material, tmp_path, kind)
 
     def trained(**changes: Any) -> Any:
-        args = config(**options(tmp_path, bf16=False, **chosen, **changes))
-        model: Any = str(material / "untied")
+        args = config(**options(tmp_path, bf16=False, **more, **changes))
+        model: Any = str(material / "model")
         given: dict[str, Any] = {"reward_funcs": Letters()} if kind == "grpo" else {}
         if kind == "grpo":  # tokens hang on the row alone
             model = DrawingLlama.from_pretrained(model)
@@ -86,16 +91,66 @@ def test_losses_without_whole_logits(
         return run
 
     plain, computed = trained(), []
-    of_call, materialize = DeferredOutput.of_call, DeferredOutput.materialize
-    made: list[Any] = []
+    materialize = DeferredOutput.materialize
     monkeypatch.setattr(tensor, "rows_of_a_chunk", lambda *_: 5)
-    monkeypatch.setattr(DeferredOutput, "of_call", lambda *a: made.append(a) or of_call(*a))
     monkeypatch.setattr(
         DeferredOutput, "materialize", lambda one: computed.append(one.shape) or materialize(one)
     )
     run = trained(deepspeed={"zero_optimization": {"stage": 3}, "kernels": ["loss"]})
-    assert not computed and bool(made) == ("label_smoothing_factor" in more)
+    assert not computed
     assert_same_training(run, plain)
+
+
+class Rollouts:
+    """vLLM as TRL's trainers see it: what was sent to the server, or loaded beside the trainer."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, torch.Tensor] = {}
+        self.llm_engine = self.model_executor = self.driver_worker = self.model_runner = self
+        self.model = self
+
+    def load_weights(self, named: Any) -> None:
+        for name, value in named:
+            assert name not in self.sent
+            self.sent[name] = value
+
+    def update_named_params(self, infos: Any, named: Any) -> None:
+        values = list(named)
+        told = [(name, str(v.dtype).removeprefix("torch."), list(v.shape)) for name, v in values]
+        assert told == infos
+        self.load_weights(values)
+
+    def reset_prefix_cache(self) -> None:
+        """Weights are whole."""
+
+
+@in_turn("mode, stage", [("server", 3), ("colocate", 3), ("server", 0)])
+def test_rollouts_are_of_the_weights_in_training(mode: str, stage: int) -> None:
+    """By GRPO's and RLOO's way to send weights, and by online DPO's, after each of two steps."""
+
+    def run(rank: int, model: Any) -> None:
+        engine = start(model, adamw(model), config_of(stage))
+        rollouts = Rollouts()
+        trainer: Any = SimpleNamespace(
+            model=model, mode=mode, vllm_mode=mode, llm=rollouts, vllm_client=rollouts,
+            accelerator=SimpleNamespace(is_main_process=rank == 0),
+            enable_sleep_mode=False, _weight_metadata=None,
+        )  # fmt: skip
+        trainer._iter_named_params = partial(VLLMGeneration._iter_named_params, trainer)
+        for step in range(2):
+            run_steps(engine, rank, [step])
+            want = full_weights(engine)
+            for send in (VLLMGeneration.sync_weights, OnlineDPOTrainer._move_model_to_vllm_inner):
+                rollouts.sent.clear()
+                send(trainer)
+                if mode == "server" and rank:
+                    assert not rollouts.sent
+                    continue
+                assert rollouts.sent.keys() == want.keys()
+                assert all(torch.equal(rollouts.sent[name], want[name]) for name in want)
+        engine.destroy()
+
+    on_ranks(2, run)
 
 
 class LargestRows(TorchDispatchMode):

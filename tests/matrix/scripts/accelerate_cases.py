@@ -1,20 +1,16 @@
-"""Loops as scripts write them for Accelerate, with one model or several, one after another; nothing
-in them knows of ZeRO. A case ``NAME:3,2`` gives its two models a DeepSpeedPlugin each, of these
-stages; else the launcher says what is used.
+"""Loops as scripts write them for Accelerate, one after another; nothing in them knows of ZeRO: the
+launcher says what is used.
 """
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration, find_executable_batch_size
+from accelerate.utils import ProjectConfiguration, find_executable_batch_size
 from script import given, report
-from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers.models import ARCHITECTURES, VOCAB
 
 LENGTH, LIMIT = 9, 0.5
-WIDTH, ROWS = 9, 8  # of the case with two models
 
 
 def rows(count):
@@ -128,82 +124,12 @@ def fitted(accelerator, out):
     return {**run(), "tried": tried}
 
 
-# ---- two models ----
-
-
-def net(seed):
-    torch.manual_seed(seed)
-    body = (nn.Tanh(), nn.Linear(24, 24), nn.Tanh())
-    return nn.Sequential(nn.Linear(WIDTH, 24), *body, nn.Linear(24, WIDTH))
-
-
-def features(accelerator, batches):
-    made = torch.randn(ROWS * batches, WIDTH, generator=torch.Generator().manual_seed(11))
-    return DataLoader(made, batch_size=ROWS // accelerator.num_processes)
-
-
-def adversarial(accelerator, out):
-    """One step each in turn, clipped; where each has a plugin, by a second Accelerator."""
-    several = accelerator.state.deepspeed_plugins
-    other = Accelerator(gradient_accumulation_steps=1) if several else accelerator
-    generator, critic, numbers = net(1), net(2), []
-    of_generator, of_critic = (
-        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6) for model in (generator, critic)
-    )
-    slower = torch.optim.lr_scheduler.StepLR(of_generator, accelerator.num_processes, gamma=0.8)
-    if several:
-        accelerator.state.select_deepspeed_plugin("first")
-    generator, of_generator, data, slower = accelerator.prepare(
-        generator, of_generator, features(accelerator, 5), slower
-    )
-    if several:
-        other.state.select_deepspeed_plugin("second")
-    critic, of_critic, _ = other.prepare(critic, of_critic, features(accelerator, 1))
-
-    def step(accelerator, model, optimizer, loss):
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        numbers.append(float(accelerator.clip_grad_norm_(model.parameters(), LIMIT)))
-        optimizer.step()
-        numbers.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
-
-    for real in data:
-        made = generator(real.roll(1, dims=-1))
-        loss = (critic(real) - 1).pow(2).mean() + critic(made.detach()).pow(2).mean()
-        step(other, critic, of_critic, loss)
-        step(accelerator, generator, of_generator, (critic(made) - 1).pow(2).mean())
-        slower.step()
-        numbers.append(slower.get_last_lr()[0])
-    stages = [getattr(each, "stage", 0) for each in (generator, critic)]
-    return {"losses": numbers, "stages": stages}
-
-
-def plugin(stage):
-    config = {
-        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": LIMIT,
-    }
-    return DeepSpeedPlugin(hf_ds_config=config)
-
-
 def main():
     args, seen = given(cases=[]), {}
     for case in args.cases:
-        name, _, stages = case.partition(":")
-        chosen = {}
-        if stages:
-            AcceleratorState._reset_state()
-            GradientState._reset_state()
-            first, second = map(int, stages.split(","))
-            chosen = {"deepspeed_plugins": {"first": plugin(first), "second": plugin(second)}}
-        accelerator = Accelerator(
-            gradient_accumulation_steps=1 if name == "adversarial" else 3,
-            project_config=ProjectConfiguration(project_dir=str(args.out)),
-            **chosen,
-        )
-        seen[case] = globals()[name](accelerator, args.out / name)
+        project = ProjectConfiguration(project_dir=str(args.out))
+        accelerator = Accelerator(gradient_accumulation_steps=3, project_config=project)
+        seen[case] = globals()[case](accelerator, args.out / case)
         seen[case]["type"] = str(accelerator.distributed_type)
         accelerator.free_memory()
     report(args.out, seen)

@@ -5,14 +5,12 @@ what was said.
 ``--resume``: goes on from the newest save, in memory where there is a folder for it, or from the
 save after the first ``--at`` steps. ``--fails N``: the first attempt also trains without an
 interruption, for comparison; then rank 1 is killed in step N, and the memory of its host is lost.
-``--listens``: steps take long enough for a signal, and the run saves on nothing else.
 """
 
 import logging
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import torch
@@ -55,11 +53,7 @@ def zero_config(args, folder):
 
 
 def begin(args, engine, step):
-    """What comes between steps: the notes of a test that sends a signal, and the end of rank 1."""
-    with open(args.out / f"begun-{RANK}", "a") as file:
-        file.write(f"{step}\n")
-    if args.listens:
-        time.sleep(0.2)
+    """Kill rank 1, with the memory of its host, where it is to fail at ``step``."""
     if step == args.fails and ATTEMPT == 0:
         if engine.memory is not None:
             engine.memory.wait()
@@ -76,8 +70,8 @@ def micro_of(args):
 
 
 def saves_on_disk(args):
-    """Else into memory, or once it is told to end, or not at all."""
-    return not (args.memory or args.listens or args.at)
+    """Else into memory, or not at all."""
+    return not (args.memory or args.at)
 
 
 def trainer(args, folder, resume):
@@ -109,15 +103,11 @@ def trainer(args, folder, resume):
         train_dataset=data(),
         callbacks=[between],
     )  # fmt: skip
-    code = None
-    try:
-        run.train(resume_from_checkpoint=f"{folder}/checkpoint-{args.at}" if args.at else resume)
-    except SystemExit as ended:  # by a signal; the test wants a report
-        code = ended.code
+    run.train(resume_from_checkpoint=f"{folder}/checkpoint-{args.at}" if args.at else resume)
     losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
     first = between.first if resume else 0
     found = {"first": first, "rows": run.rows, "losses": losses[first:] if resume else losses}
-    return {**found, "code": code, "accumulation": run.args.gradient_accumulation_steps}
+    return {**found, "accumulation": run.args.gradient_accumulation_steps}
 
 
 def accelerated(args, folder, resume):
@@ -177,7 +167,7 @@ def accelerated(args, folder, resume):
 def main():
     numbers = {"stage": 2, "accumulate": 1, "micro": 0, "fails": -1, "at": 0}
     texts = {"routes": ["trainer"], "runs": "", "memory": ""}
-    args = given("resume", "listens", dropout=0.0, **texts, **numbers)
+    args = given("resume", dropout=0.0, **texts, **numbers)
     runs = Path(args.runs or args.out / "runs")
     if args.memory:
         os.environ["HF_ZERO_HOST"] = "abcd"[RANK]  # each rank is a host

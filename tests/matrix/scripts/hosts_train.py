@@ -1,8 +1,7 @@
-"""A plain loop of hf_zero.initialize, on any number of ranks; without a launcher the same loop in
-plain torch: the oracle.
+"""A loop of hf_zero.initialize at stage 3, and the same loop in plain torch: the oracle.
 
-``--case NAME=STAGE/REPLICAS`` may be given several times. ``--until-lost SECONDS`` steps on until a
-peer is gone, which has to be an error, with that time as the limit of a silent wait.
+``--until-lost SECONDS`` steps on until a peer is gone, which has to be an error, with that time as
+the limit of a silent wait.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -78,13 +76,11 @@ def share(step, rank, world):
     return x[rank * part : (rank + 1) * part], y[rank * part : (rank + 1) * part]
 
 
-def case(stage, replicas):
+def trained():
     import hf_zero
 
     model, optimizer = build()
-    config = hf_zero.ZeroConfig(
-        stage=stage, replicate_size=replicas, train_micro_batch_size_per_gpu=1, timeout=60.0
-    )
+    config = hf_zero.ZeroConfig(stage=3, train_micro_batch_size_per_gpu=4, timeout=60.0)
     engine, _, _, _ = hf_zero.initialize(model=model, optimizer=optimizer, config=config)
     losses = []
     for step in range(STEPS):
@@ -95,9 +91,8 @@ def case(stage, replicas):
         losses.append(loss.item())
     with hf_zero.GatheredParameters(list(model.parameters())):
         final = weights(model)
-    mesh = {"shards": engine.mesh.shard.ranks, "replicas": engine.mesh.replicate.ranks}
     engine.destroy()
-    return {"losses": losses, "weights": final, **mesh}
+    return {"losses": losses, "weights": final}
 
 
 def until_lost(out, limit):
@@ -136,29 +131,15 @@ def place():
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--case", action="append", default=[])
     parser.add_argument("--until-lost", type=float)
-    parser.add_argument("--oracle", action="store_true")
-    parser.add_argument("--local_rank", type=int)
     given, _ = parser.parse_known_args()
     torch.set_num_threads(1)
-    if given.oracle:
-        report: dict[str, Any] = alone()
-    elif given.until_lost:
+    if given.until_lost:
         until_lost(given.out, given.until_lost)
         return
-    else:
-        import hf_zero
-
-        hf_zero.init_distributed(timeout=120.0)
-        cases = {}
-        for text in given.case:
-            name, _, spec = text.partition("=")
-            stage, replicas = spec.split("/")
-            cases[name] = case(int(stage), int(replicas))
-        report = {"cases": cases, "place": place(), "local_rank": given.local_rank}
-        print(f"rank {os.environ['RANK']} is done")
-    (given.out / f"report-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(report))
+    report = {**trained(), "place": place()}
+    print(f"rank {os.environ['RANK']} is done")
+    (given.out / f"report-{os.environ['RANK']}.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -8,27 +8,23 @@ what else the case shows; weights lie in ``FOLDER/<strategy>-<case>.pt``. With t
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import json
 import os
 from pathlib import Path
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from script import given
 from torch import nn
 
 arguments = given(
-    package="lightning.pytorch", accelerator="cpu", devices=1, strategies="plain", cases="",
-    samples=52, model="", resume="",
+    devices=1, strategies="plain", cases="", samples=52, model="", resume="",
 )  # fmt: skip
-
-pl = importlib.import_module(arguments.package)
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 ROWS, WIDTH = 8, 8  # rows of a step over all ranks
 WINDOWS = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-# Lightning makes a plain model on its GPU, whose generator draws other values than the CPU's.
-ON_CPU = torch.device("cpu") if arguments.accelerator == "gpu" else contextlib.nullcontext()
 
 
 class Net(pl.LightningModule):
@@ -42,8 +38,7 @@ class Net(pl.LightningModule):
     def configure_model(self):
         if not hasattr(self, "body"):
             torch.manual_seed(0)
-            with ON_CPU:
-                self.make(self.hparams.width)
+            self.make(self.hparams.width)
 
     def make(self, width):
         self.body = nn.ModuleList(
@@ -116,9 +111,8 @@ class Net(pl.LightningModule):
 class Manual(Net):
     """Two micro-batches a step, the schedule stepped by hand, inside training_step."""
 
-    def __init__(self, width=WIDTH, rate=0.05, clip=0.5):
+    def __init__(self, width=WIDTH, rate=0.05):
         super().__init__(width, rate)
-        self.clip = clip
         self.automatic_optimization = False
 
     def loss(self, batch):
@@ -135,8 +129,7 @@ class Manual(Net):
         self.manual_backward(loss / 2)
         if index % 2:
             self.note_norm()
-            if self.clip:
-                self.clip_gradients(optimizer, self.clip, "norm")
+            self.clip_gradients(optimizer, 0.5, "norm")
             optimizer.step()
             optimizer.zero_grad()
             self.lr_schedulers().step()
@@ -215,9 +208,9 @@ def batches_of(data):
 
 def trainer_of(name, **more):
     quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    place = {"accelerator": arguments.accelerator, "devices": arguments.devices}
     chosen = {
-        **place,
+        "accelerator": "cpu",
+        "devices": arguments.devices,
         "strategy": "auto" if name == "plain" else name,
         "max_epochs": 2,
         **dict.fromkeys(quiet, False),
@@ -261,16 +254,8 @@ def trained(name, case, module, **settings):
     return shown(module, name, case)
 
 
-def callbacks():
-    return importlib.import_module(f"{arguments.package}.callbacks")
-
-
 def manual(name):
     return trained(name, "manual", Manual())
-
-
-def manual_unclipped(name):
-    return trained(name, "manual_unclipped", Manual(clip=0.0, rate=0.005))
 
 
 def own_hooks(name):
@@ -297,7 +282,7 @@ def evaluated_first(name):
 def saved(name):
     """An epoch and a checkpoint by callback; a second epoch by a new module and Trainer."""
     folder = arguments.out / f"{name}-checkpoints"
-    checkpoint = callbacks().ModelCheckpoint(
+    checkpoint = ModelCheckpoint(
         folder, save_last=True, monitor="val_loss", filename="epoch-{epoch}"
     )
     settings = {"callbacks": [checkpoint], "enable_checkpointing": True, **WINDOWS}
@@ -325,9 +310,8 @@ def resumed(name):
 def converted(name):
     """A sharded checkpoint as one file by Lightning's own function, and a module from it."""
     whole = arguments.out / "whole.ckpt"
-    utilities = importlib.import_module(f"{arguments.package}.utilities.deepspeed")
     last = Path(arguments.resume).with_name("last.ckpt")
-    utilities.convert_zero_checkpoint_to_fp32_state_dict(last, whole)
+    convert_zero_checkpoint_to_fp32_state_dict(last, whole)
     module = Net.load_from_checkpoint(whole)
     weights = {key: p.detach().cpu() for key, p in module.named_parameters()}
     torch.save(weights, arguments.out / f"{name}-converted.pt")

@@ -1,21 +1,15 @@
-"""A stock Trainer, and TRL's on rows and packed rows; at a ``--stage`` ranks share sequences, by
-heads or in a ``--ring``, or in rings of ranks that exchange ``--heads``.
+"""A stock Trainer; at a ``--stage`` ranks share sequences, by heads or in a ``--ring``, or in rings
+of ranks that exchange ``--heads``.
 """
 
 import torch
 import transformers
 from accelerate import ParallelismConfig
-from datasets import Dataset
 from script import RANK, given, report
-from tokenizers import Tokenizer, models
-from trl import SFTConfig, SFTTrainer
 
 from tests.helpers.models import VOCAB, seeded
 from tests.helpers.sequences import TOKENS, llama
 from tests.helpers.trainers import options, weights
-
-LONGEST = 32  # tokens of a packed row
-LENGTHS = {"sft": [LONGEST, LONGEST - 3] * 8, "packed": [32, 16, 16, 32, 8, 24, 32, 16] * 2}
 
 
 def arguments(out, stage, **changes):
@@ -59,34 +53,5 @@ def trainer(out, stage):
     return found
 
 
-def tuned(case, out, stage):
-    words = {f"w{number}": number for number in range(VOCAB)}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w1")),
-        pad_token="w0",
-        eos_token="w2",
-        unk_token="w1",
-    )
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, VOCAB, (16, LONGEST), generator=generator).tolist()
-    rows = [row[:length] for row, length in zip(ids, LENGTHS[case])]
-    chosen = {"max_length": LONGEST, "pad_to_multiple_of": 4, "packing": case == "packed"}
-    args = SFTConfig(**arguments(out, stage, max_steps=3, bf16=False, **chosen))
-    data = Dataset.from_dict({"input_ids": rows})
-    run = SFTTrainer(seeded(llama), args, train_dataset=data, processing_class=tokenizer)
-    run.train()
-    kept = ("loss", "grad_norm", "num_tokens")
-    history = [entry for entry in run.state.log_history if "loss" in entry]
-    return {"log": [{key: entry[key] for key in kept} for entry in history]}
-
-
-args = given("ring", cases=["trainer"], stage=-1, heads=1)
-report(
-    args.out,
-    {
-        case: trainer(args.out, args.stage)
-        if case == "trainer"
-        else tuned(case, args.out, args.stage)
-        for case in args.cases
-    },
-)
+args = given("ring", stage=-1, heads=1)
+report(args.out, trainer(args.out, args.stage))

@@ -1,21 +1,15 @@
 """The samples that a rank sees through every loader that Accelerate and the Trainer make, those
-that metrics count, and the lengths of loaders. ``--meshes 2x1``: two ranks share layers, no ranks
-share sequences.
+that metrics count, and the lengths of loaders. ``--tensor 2``: two ranks share layers.
 """
-
-from types import SimpleNamespace
 
 import accelerate
 import datasets
 import torch
 import transformers
-from accelerate import ParallelismConfig
 from accelerate.utils import DataLoaderConfiguration
-from script import WORLD, given, report
+from script import given, report
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.distributed.parallel_groups import init_parallel
 from tests.helpers.trainers import options
 
 SAMPLES, BATCH, TOKENS = 19, 2, 4
@@ -97,31 +91,18 @@ LOADERS = {
 
 
 def read(loader):
-    seen = []
-    for batch in loader:
-        seen.append(batch["index"].tolist())
-        if "shift_labels" in batch or "position_ids" in batch:  # a part of each sequence
-            whole = batch["index"][:, None] * TOKENS + torch.arange(TOKENS)
-            part = whole.gather(1, batch["position_ids"])
-            assert torch.equal(batch["input_ids"], part) and part.shape[1] < TOKENS
-    return seen
+    return [batch["index"].tolist() for batch in loader]
 
 
-def for_training(accelerator, loader):
-    return accelerator.deepspeed_ulysses_dl_adapter(loader, SimpleNamespace(device="cpu"))
-
-
-def by_accelerate(config, parallelism, make, cut=None, **chosen):
+def by_accelerate(config, make, cut=None, **chosen):
     accelerate.state.AcceleratorState._reset_state()
     accelerator = accelerate.Accelerator(
         cpu=True,
         deepspeed_plugin=accelerate.DeepSpeedPlugin(hf_ds_config=config),
-        parallelism_config=parallelism,
         dataloader_config=DataLoaderConfiguration(**chosen),
     )
     torch.manual_seed(7 + accelerator.process_index)
-    prepared = accelerator.prepare_data_loader(make(), slice_fn_for_dispatch=cut)
-    loader = for_training(accelerator, prepared)
+    loader = accelerator.prepare_data_loader(make(), slice_fn_for_dispatch=cut)
     found = {"read": read(loader)}
     if isinstance(make().dataset, Rows):
         found["length"] = len(loader)
@@ -129,7 +110,7 @@ def by_accelerate(config, parallelism, make, cut=None, **chosen):
     found["resumed"] = read(accelerate.skip_first_batches(loader, 2))
     sizes = [None] * accelerator.num_processes
     torch.distributed.all_gather_object(sizes, [*map(len, found["read"])])
-    if parallelism is None and sizes[1:] == sizes[:-1]:  # as many samples of each rank
+    if sizes[1:] == sizes[:-1]:  # as many samples of each rank
         found["counted"] = counted(accelerator, loader)
     return found
 
@@ -141,7 +122,7 @@ def counted(accelerator, loader):
     return seen
 
 
-def by_trainer(out, config, parallelism, data, **more):
+def by_trainer(out, config, data, **more):
     accelerate.state.AcceleratorState._reset_state()
     args = transformers.TrainingArguments(
         **options(
@@ -155,48 +136,36 @@ def by_trainer(out, config, parallelism, data, **more):
             remove_unused_columns=False,
             seed=5,
             deepspeed=config,
-            parallelism_config=parallelism,
             **more,
         )
     )
     trainer = transformers.Trainer(torch.nn.Linear(1, 1), args, train_dataset=data)
     seen = counted(trainer.accelerator, trainer.get_eval_dataloader(data))
-    prepared = trainer.get_train_dataloader()
-    steps = trainer.set_initial_training_values(args, prepared)
-    loader = for_training(trainer.accelerator, prepared)
+    loader = trainer.get_train_dataloader()
     return {
-        "steps": steps,
+        "steps": trainer.set_initial_training_values(args, loader),
         "read": read(loader),
         "resumed": read(accelerate.skip_first_batches(loader, 1)),
-        "counted": seen if parallelism is None else None,
+        "counted": seen,
     }
 
 
 def main():
-    args, seen = given(meshes=["1x1"]), {}
-    for mesh in args.meshes:
-        tensor, sequence = map(int, mesh.split("x"))
-        config = {
-            "zero_optimization": {"stage": 1},
-            "tensor_parallel": {"autotp_size": tensor},
-            "train_micro_batch_size_per_gpu": BATCH,
-            "gradient_accumulation_steps": 1,
-        }
-        parallelism = None
-        if sequence > 1:
-            init_parallel(ParallelDims.over(WORLD, tensor=tensor, sequence=sequence))
-            parallelism = ParallelismConfig(sp_size=sequence, sp_backend="deepspeed")
-        found = seen[mesh] = {
-            name: by_accelerate(config, parallelism, make, **chosen)
-            for name, (make, chosen) in LOADERS.items()
-        }
-        del config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
-        for name, data, more in (
-            ("Trainer", Rows(), {}),
-            ("Trainer, streamed", Stream(), {}),
-            ("Trainer, dispatched", Rows(), {"accelerator_config": {"dispatch_batches": True}}),
-        ):
-            found[name] = by_trainer(args.out, config, parallelism, data, **more)
+    args = given(tensor=1)
+    config = {
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": args.tensor},
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": 1,
+    }
+    seen = {name: by_accelerate(config, make, **chosen) for name, (make, chosen) in LOADERS.items()}
+    del config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+    for name, data, more in (
+        ("Trainer", Rows(), {}),
+        ("Trainer, streamed", Stream(), {}),
+        ("Trainer, dispatched", Rows(), {"accelerator_config": {"dispatch_batches": True}}),
+    ):
+        seen[name] = by_trainer(args.out, config, data, **more)
     report(args.out, seen)
 
 

@@ -1,16 +1,10 @@
 """Runs that get a signal: the Trainer with stock arguments and with hf-zero's, Lightning, a loop of
 Accelerate and a plain one, each with its engine of its own, one after the other in this process.
 
-``--to RANK``: the rank that gets ``--kind``, -1 for all. It comes in the forward of step AT, with
-``--between`` when the rows of the step after it are read, or with ``--late SECONDS`` at a random
-moment after it. Each run is resumed once, for MORE steps.
-
-``--once``: one run, which ends this process with its exit code, or is resumed from ``--step``, and
-notes rows and losses; ``--to -2``: somebody else sends the signal, once each rank has written
-``begun-RANK``. The route ``plain`` trains on the rows that both ranks have noted, with torch alone.
+``--to RANK``: the rank that gets ``--kind``, -1 for all. It comes in the forward of step AT, or
+with ``--late SECONDS`` at a random moment after it. Each run is resumed once, for MORE steps.
 """
 
-import json
 import os
 import random
 import shutil
@@ -36,13 +30,10 @@ ZERO = {
     "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2,
     "gradient_clipping": 0.0,
 }  # fmt: skip
-# under `accelerate launch` with its own configuration
-LAUNCHED = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-ROWS, LOSSES = [], []  # of this rank, by step
 
 
 class Net(nn.Module):
-    """A regression; ``told`` runs in the forward of step AT. Losses are noted."""
+    """A regression; ``told`` runs in the forward of step AT."""
 
     def __init__(self, told):
         super().__init__()
@@ -53,32 +44,22 @@ class Net(nn.Module):
     def forward(self, x=None, labels=None):
         if self.training:
             self.calls += 1
-            ROWS.append(x[:, 0].tolist())
             if self.calls == AT:
                 self.told()
-        loss = nn.functional.mse_loss(self.layers(x), labels)
-        if self.training:
-            LOSSES.append(float(loss.detach()))
-        return {"loss": loss}
+        return {"loss": nn.functional.mse_loss(self.layers(x), labels)}
 
 
 class Rows(Dataset):
-    """Rows for 2 ranks, as dicts, which begin with their numbers over LIMIT; ``told`` runs when a
-    rank reads the rows of the step after AT.
-    """
+    """Rows for 2 ranks, as dicts."""
 
-    def __init__(self, told):
+    def __init__(self):
         x = torch.randn(4 * LIMIT, WIDTH, generator=torch.Generator().manual_seed(1))
-        x[:, 0] = torch.arange(4 * LIMIT) / LIMIT
-        self.rows, self.told, self.calls = (x, x.sum(1, keepdim=True)), told, 0
+        self.rows = x, x.sum(1, keepdim=True)
 
     def __len__(self):
         return len(self.rows[0])
 
     def __getitem__(self, index):
-        self.calls += 1
-        if self.calls == 2 * AT + 1:
-            self.told()
         return dict(zip(("x", "labels"), (part[index] for part in self.rows), strict=True))
 
 
@@ -104,11 +85,6 @@ def silent():
     """The signal of a resumed run, which gets none."""
 
 
-def places(told):
-    """Return what the model and what the data call: one of both is ``told``."""
-    return (silent, told) if getattr(told, "between", False) else (told, silent)
-
-
 def trainer(kind, folder, told, resume):
     """An evaluation is due after each step, also after that of the save."""
     more = {
@@ -119,17 +95,11 @@ def trainer(kind, folder, told, resume):
         "max_grad_norm": 0.0, "eval_strategy": "steps", "eval_steps": 1,
     }  # fmt: skip
     if kind == "stock":
-        config = {} if LAUNCHED else {"deepspeed": ZERO}
-        arguments = transformers.TrainingArguments(str(folder), **config, **more)
+        arguments = transformers.TrainingArguments(str(folder), deepspeed=ZERO, **more)
     else:
-        config = {} if LAUNCHED else {"zero_config": ZERO}
-        arguments = hf_zero.TrainingArguments(str(folder), **config, **more)
-    in_model, in_data = places(told)
+        arguments = hf_zero.TrainingArguments(str(folder), zero_config=ZERO, **more)
     run = transformers.Trainer(
-        Net(in_model),
-        arguments,
-        train_dataset=Rows(in_data),
-        eval_dataset=Subset(Rows(silent), range(4)),
+        Net(told), arguments, train_dataset=Rows(), eval_dataset=Subset(Rows(), range(4))
     )
     try:
         run.train(resume_from_checkpoint=bool(resume))
@@ -147,12 +117,10 @@ def ours(folder, told, resume):
 
 
 def lightning(folder, told, resume):
-    in_model, in_data = places(told)
-
     class Module(pl.LightningModule):
         def configure_model(self):
             if not hasattr(self, "net"):
-                self.net = Net(in_model)
+                self.net = Net(told)
 
         def training_step(self, batch, index):
             return self.net(**batch)["loss"]
@@ -165,7 +133,7 @@ def lightning(folder, told, resume):
         max_steps=resume + MORE if resume else LIMIT, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder, use_distributed_sampler=False,
     )  # fmt: skip
-    rows = Rows(in_data)
+    rows = Rows()
     loader = Placed(rows, 2, sampler=DistributedSampler(rows, WORLD, RANK, shuffle=False))
     code = None
     try:
@@ -176,12 +144,10 @@ def lightning(folder, told, resume):
 
 
 def accelerated(folder, told, resume):
-    plugin = None if LAUNCHED else DeepSpeedPlugin(hf_ds_config=ZERO)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
-    in_model, in_data = places(told)
-    model = Net(in_model)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ZERO))
+    model = Net(told)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    loader = DataLoader(Rows(in_data), batch_size=2)
+    loader = DataLoader(Rows(), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if resume:
         accelerator.load_state(str(folder / "state"))
@@ -201,10 +167,9 @@ def accelerated(folder, told, resume):
 
 def loop(folder, told, resume):
     config = {**ZERO, "optimizer": {"type": "AdamW", "params": ADAMW}}
-    in_model, in_data = places(told)
     engine, _, loader, _ = hf_zero.initialize(
-        model=Net(in_model), config=config, training_data=Rows(in_data), resume=folder,
-    )  # fmt: skip
+        model=Net(told), config=config, training_data=Rows(), resume=folder
+    )
     engine.stop_on(signal.SIGTERM, signal.SIGUSR1)
     for batch in loader:
         engine.backward(engine(**batch)["loss"])
@@ -217,45 +182,15 @@ def loop(folder, told, resume):
     return None, engine.global_steps, engine
 
 
-def plain(out, step):
-    """Train on the rows of both ranks in one process."""
-    model, data = Net(silent), Rows(silent)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    for part in (0, step):
-        ranks = [json.loads((out / f"rank-{rank}-{part}.json").read_text()) for rank in range(2)]
-        for rows in zip(*(rank["rows"] for rank in ranks), strict=True):
-            numbers = [round(row * LIMIT) for part in rows for row in part]
-            model(**data[numbers])["loss"].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return [[round(row * LIMIT) for row in rows] for rows in ROWS]
-
-
-def once(args, told):
-    """Run one route to its end, which is that of this process."""
-    code = None
-    try:
-        code, _, _ = globals()[args.routes[0]](args.out / "run", told, args.step)
-    finally:
-        seen = {"code": code, "rows": ROWS, "losses": LOSSES}
-        (args.out / f"rank-{RANK}-{args.step}.json").write_text(json.dumps(seen))
-    raise SystemExit(code)
-
-
 def main():
     args = given(
-        "between", "once",
         routes=["stock", "ours", "lightning", "accelerated", "loop"],
-        kind="SIGTERM", to=-1, late=0.0, times=1, step=0,
+        kind="SIGTERM", to=-1, late=0.0, times=1,
     )  # fmt: skip
-    if args.routes == ["plain"]:
-        rows = plain(args.out, args.step)
-        return report(args.out, {"rows": rows, "losses": LOSSES})
     number, chance = getattr(signal, args.kind), random.Random(f"{RANK} {args.kind}")
     seen, timers = [], []
 
     def told():
-        (args.out / f"begun-{RANK}").touch()
         if args.to not in (-1, RANK):
             return
         if args.late:
@@ -265,9 +200,6 @@ def main():
         else:
             os.kill(os.getpid(), number)
 
-    told.between = args.between
-    if args.once:
-        once(args, silent if args.step else told)
     for name in args.routes:
         for time in range(args.times):
             folder, before = Path(args.out, f"{name}-{time}"), signal.getsignal(number)

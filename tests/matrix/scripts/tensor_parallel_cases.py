@@ -5,7 +5,6 @@ none runs them plainly.
 
 import accelerate
 import torch
-import torch.distributed.nn.functional
 import transformers
 from script import WORLD, given, report
 from torch.utils.data import DataLoader
@@ -68,43 +67,21 @@ def trainer(out, stage, start):
     }
 
 
-def loss_of_parts(accelerator, output, labels):
-    """The loss of parts of sequences, each with other numbers of labels."""
-    from deepspeed.utils import groups
-
-    group = groups._get_sequence_parallel_group()
-    loss_of = accelerator.unwrap_model(output["model"]).loss_function
-    own = loss_of(output["logits"], None, vocab_size=VOCAB, shift_labels=labels)
-    counts = (labels != -100).sum()
-    gather = torch.distributed.nn.functional.all_gather
-    own, counts = (gather(each, group=group) for each in (own, counts))
-    return sum(each * count for each, count in zip(own, counts)) / sum(counts)
-
-
-def loop(out, stage, start, sequences=1):
-    plugin = parallelism = None
-    groups = max(GROUPS // sequences, 1)  # of ranks that train on one batch
+def loop(out, stage, start):
+    plugin = None
     if stage is not None:
         written = config(stage) | {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
         plugin = accelerate.utils.DeepSpeedPlugin(hf_ds_config=written)
-        if sequences > 1:
-            parallelism = accelerate.ParallelismConfig(sp_size=sequences)
-    accelerator = accelerate.Accelerator(
-        cpu=True, deepspeed_plugin=plugin, parallelism_config=parallelism
-    )
-    model = seeded(gpt2 if sequences == 1 else llama)
+    accelerator = accelerate.Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model = seeded(gpt2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
     # Accelerate steps a schedule once for each batch that is trained on
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step // groups))
-    data, few = (DataLoader(rows(n), 4 // groups, collate_fn=together) for n in (16, 7))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step // GROUPS))
+    data, few = (DataLoader(rows(n), 4 // GROUPS, collate_fn=together) for n in (16, 7))
     model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
     found = {"losses": [], "rates": [], "sizes": {}, "seen": [], "named": []}
     for batch in data:
-        output = model(**batch)
-        loss = output.loss
-        if loss is None:
-            made = {"model": model, "logits": output.logits}
-            loss = loss_of_parts(accelerator, made, batch["shift_labels"])
+        loss = model(**batch).loss
         accelerator.backward(loss)
         optimizer.step()
         schedule.step()
@@ -120,19 +97,13 @@ def loop(out, stage, start, sequences=1):
     return found
 
 
-def sequences(out, stage, start):
-    return loop(out, stage, start, sequences=2)
-
-
 def main():
-    args, seen = given(model="", cases=["trainer", "loop"], stages=[]), {}
+    args, seen = given(model="", stages=[]), {}
     for stage in map(int, args.stages) if args.stages else [None]:
-        for name in args.cases:
-            if name != "trainer":
-                accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-            seen[f"{name} {stage}"] = globals()[name](
-                args.out / f"{name}-{stage}", stage, args.model
-            )
+        for case in (trainer, loop):
+            accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+            name = case.__name__
+            seen[f"{name} {stage}"] = case(args.out / f"{name}-{stage}", stage, args.model)
     report(args.out, seen)
 
 

@@ -1,8 +1,4 @@
-"""Material of the TRL scripts: a tokenizer trained on Python's own help texts, rows of that text,
-and tiny models in folders.
-
-Made once, before anything is trained: the scripts then load all of it from disk, as users do.
-"""
+"""A tokenizer trained on Python's own help texts, rows of that text, and a tiny model."""
 
 import json
 import re
@@ -50,15 +46,9 @@ def save_tokenizer(folder):
     made.save_pretrained(folder)
 
 
-def save_models(folder):
+def save_model(folder):
     """Values are large enough to tell runs apart."""
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        LlamaForSequenceClassification,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-    )
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
@@ -66,15 +56,9 @@ def save_models(folder):
         "max_position_embeddings": 256, "initializer_range": 0.1, "bos_token_id": None,
         "eos_token_id": 2, "pad_token_id": 3,
     }  # fmt: skip
-    torch.manual_seed(11)
-    for name, made in (
-        ("tied", Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))),
-        ("untied", LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))),
-        ("reference", LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))),
-        ("judge", LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=1))),
-    ):
-        save_tokenizer(folder / name)
-        made.save_pretrained(folder / name)
+    torch.manual_seed(13)
+    save_tokenizer(folder / "model")
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "model")
 
 
 def save_rows(folder):

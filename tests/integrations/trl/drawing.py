@@ -19,14 +19,13 @@ ENDS = 4.0  # how much likelier the end is than the model believes
 class Drawn(LogitsProcessor):
     """A draw whose noise comes from the tokens of the row and its number in the group."""
 
-    def __init__(self, pad, end, halves):
-        self.pad, self.end, self.halves = pad, end, halves
+    def __init__(self, pad, end):
+        self.pad, self.end = pad, end
 
     def __call__(self, input_ids, scores):
         drawn = torch.full_like(scores, -torch.inf)
         for number, (row, score) in enumerate(zip(input_ids, scores)):
-            member = number * GROUP // len(scores) if self.halves else number % GROUP
-            said = [member, *(token for token in row.tolist() if token != self.pad)]
+            said = [number % GROUP, *(token for token in row.tolist() if token != self.pad)]
             generator = torch.Generator().manual_seed(zlib.crc32(str(said).encode()))
             noise = -torch.empty(score.shape).exponential_(generator=generator).log()
             noise[self.end] += ENDS
@@ -35,35 +34,16 @@ class Drawn(LogitsProcessor):
 
 
 class DrawingLlama(LlamaForCausalLM):
-    # whether the completions of a prompt lie half a batch apart, and not side by side
-    halves = False
-
     def _get_logits_processor(self, *args, **kwargs):
         processors = super()._get_logits_processor(*args, **kwargs)
-        processors.append(Drawn(self.config.pad_token_id, self.config.eos_token_id, self.halves))
+        processors.append(Drawn(self.config.pad_token_id, self.config.eos_token_id))
         return processors
 
 
 class Letters:
-    """Rewards vowels, and keeps what it was shown."""
+    """Rewards vowels."""
 
     __name__ = "letters"
 
-    def __init__(self):
-        self.seen: list[list[str]] = []
-
     def __call__(self, completions, **kwargs):
-        self.seen.append(list(completions))
         return [sum(letter in "aeiou" for letter in text) / 10 for text in completions]
-
-
-def prompts(run):
-    return (
-        run.rows()
-        .select_columns("prompt")
-        .map(lambda row: {"prompt": " ".join(row["prompt"].split()[:5])})
-    )
-
-
-def model(run):
-    return DrawingLlama.from_pretrained(run.model("untied"))
