@@ -1,11 +1,7 @@
-"""The recipe of SLURM: its job script against commands that answer as SLURM's, the environment of a
-real job, and, with ``--long``, the job on a SLURM cluster of two nodes on this machine, requeued
-and stopped: the losses are those of one plain process.
-"""
+"""The recipe of SLURM: its job script against stand-ins for SLURM's commands, and ranks' places."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -15,12 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hf_zero.distributed.rendezvous import Place, discover
-from hf_zero.measures.metrics_file import read_metrics
-from hf_zero.report.run import read_run
-from tests.helpers import launched
 from tests.integrations.test_recipes import RECIPES, module_of
 
 SLURM = RECIPES / "slurm"
@@ -102,49 +94,3 @@ def test_why_there_is_no_cluster(
     assert "no command 'munged' (Debian: slurm-wlm, munge)" in cluster.missing()
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert "take root, and you are not" in cluster.missing()
-
-
-def plain_losses(script: Any, args: argparse.Namespace, rows: int) -> list[float]:
-    model, losses = script.build(args), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    stream, _ = script.load_text(script.LENGTH)
-    for step in range(args.num_iterations):
-        ids = script.batch_of(step, rows, stream, args.seed)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-@pytest.mark.long
-def test_a_job_is_requeued_and_stopped(
-    imported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster, script = imported("cluster.py"), imported("train_on_slurm.py")
-    link = cluster.missing() or cluster.join_hosts(2)
-    if isinstance(link, str):
-        pytest.skip(f"no SLURM cluster: {link}")
-    link.remove()
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    out = tmp_path / "out"
-    said = launched.output(
-        [launched.python(), "cluster.py", "--requeue", "20", "--stop", "40", "--num_iterations",
-         "60", "--pause", "0.2", "--output_dir", str(out)],
-        SLURM, tmp_path / "log.txt", timeout=500,
-    )  # fmt: skip
-    assert "scontrol requeue" in said and "scancel --signal=TERM" in said
-    starts = read_run(out / "interrupted").starts
-    assert [start.header["ranks"] for start in starts] == [2, 2, 2], said
-    assert 20 <= starts[1].after < starts[2].after < 60
-    assert all(start.repeated == 0 for start in starts), "a step was trained twice"
-    saved = {path.name for path in (out / "interrupted").glob("global_step*")}
-    assert saved == {f"global_step{each}" for each in (starts[1].after, starts[2].after, 50, 60)}
-    want = plain_losses(script, script.parse_args(["--num_iterations", "60"]), 8)
-    for run in ("whole", "interrupted"):
-        losses = [row["loss"] for row in read_metrics(out / run)]
-        assert losses == pytest.approx(want, rel=1e-4)
-    assert (out / "loss_over_steps.svg").is_file()

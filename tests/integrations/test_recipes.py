@@ -15,12 +15,16 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub import ModelCard
 
-from hf_zero.config import PRESETS, ZeroConfig
+from hf_zero.config import PRESETS, OffloadOptimizer, ZeroConfig
+from hf_zero.distributed.parallel_dims import check_mpu
+from hf_zero.errors import NotBuiltError
 from tests.helpers import launched
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -259,3 +263,63 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(recipe: Path, tmp_
     resumed = launch(recipe, again, *arguments, *kind.resume(again))
     assert len(losses(whole)) == 152
     assert losses(resumed) == losses(whole)
+
+
+# -- data, and refusals that cards quote --
+
+
+def test_phrases_are_different_and_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES / "translation"))
+    translation = module_of(script_of(RECIPES / "translation"))
+    pairs = translation.phrases(3000, 1)
+    assert len({source for source, _ in pairs}) == 3000 and pairs == translation.phrases(3000, 1)
+    assert dict(translation.phrases(20_000, 1))["at ten to four"] == "um zehn vor vier"
+    sys.modules.pop("phrases", None)
+
+
+def test_the_presets_of_hello_bert_and_the_card_of_gpt2() -> None:
+    """Offload needs one word; what is refused is quoted."""
+    for preset in sorted((RECIPES / "hello-bert").glob("zero*.json")):
+        config = json.loads(preset.read_text())
+        assert config["zero_optimization"]["offload_optimizer"] == {"device": "none"}
+        config["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
+        assert ZeroConfig.from_dict(config).offload_optimizer == OffloadOptimizer("cpu")
+    with pytest.raises(NotBuiltError) as refused:
+        check_mpu(SimpleNamespace(get_model_parallel_world_size=lambda: 2), 2)
+    assert str(refused.value) in (RECIPES / "gpt2" / "README.md").read_text()
+
+
+LOADERS = {
+    "bert-mlm": "load_texts",
+    "cifar10": "load_images",
+    "gpt2": "load_texts",
+    "hello-bert": "load_texts",
+    "lightning": "load_images",
+    "translation": "load_pairs",
+}
+
+
+def test_a_data_set_that_cannot_be_loaded_is_not_replaced_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = {script.parent.name: script.read_text() for script in RECIPES.glob("*/run_*.py")}
+    taking = {name for name, text in texts.items() if "dataset_name" in text}
+    # those that call load_data have the loader of starting.py
+    assert {name for name in taking if "load_data(" not in texts[name]} == set(LOADERS)
+    args = SimpleNamespace(dataset_name="nobody/wikitxt", dataset_config_name=None, catalogue=None)
+    args.train_images = args.phrases = 8
+    unknown = Mock(side_effect=ValueError("BuilderConfig 'wrong' not found"))
+    monkeypatch.setattr("datasets.load_dataset", unknown)
+    said = r"nobody/wikitxt cannot be loaded \(.*\); correct"
+    for recipe, loader in LOADERS.items():
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(RECIPES / recipe))
+            script = module_of(script_of(RECIPES / recipe))
+        with pytest.raises(SystemExit, match=said):
+            getattr(script, loader)(args, *([1] if recipe == "translation" else []))
+        sys.modules.pop("phrases", None)
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import starting
+
+    with pytest.raises(SystemExit, match=said):
+        starting.load_data("nobody/wikitxt", None, list, ("train", "test"))

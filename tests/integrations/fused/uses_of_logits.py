@@ -5,8 +5,6 @@ return a number or a text. They are run on an untouched model and on one with de
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,11 +93,8 @@ def chosen(log_probs: torch.Tensor) -> torch.Tensor:
 uses(
     "log-probabilities",
     {
-        "by gather": lambda x: chosen(x.log_softmax(-1)),
         "by gather, capped": lambda x: chosen(capped(x).log_softmax(-1)),
-        "by gather, in double": lambda x: chosen(x.log_softmax(-1, dtype=torch.float64)),
         "of a copy in double": lambda x: chosen(x.double().log_softmax(-1)),
-        "by logsumexp": lambda x: (capped(x).logsumexp(-1) * VECTOR[:TOKENS]).mean(),
         "by logsumexp, kept": lambda x: x.logsumexp(-1, keepdim=True).square().mean(),
         "by logsumexp, words masked": lambda x: masked(x, -torch.inf).logsumexp(-1).mean(),
         "by logsumexp, words far below": lambda x: masked(x, -1e30).logsumexp(-1).mean(),
@@ -112,9 +107,6 @@ uses(
         ),
         "by an unreduced loss": lambda x: (ce(x, reduction="none") * VECTOR[:22]).sum(),
         "by weights": lambda x: ce(capped(x), weight=VECTOR, reduction="sum"),
-        "by nll_loss": lambda x: F.nll_loss(shifted(x).log_softmax(-1), NEXT, reduction="none")[
-            5:
-        ].mean(),
     },
 )
 
@@ -122,55 +114,22 @@ uses(
     "loss",
     {
         "plain": ce,
-        "nll of log_softmax": lambda x: F.nll_loss(shifted(x.float().log_softmax(-1)), NEXT),
-        "shift, contiguous, view": lambda x: F.cross_entropy(
-            x[..., :-1, :].contiguous().view(-1, WORDS), NEXT
-        ),
-        "a loss module": lambda x: nn.CrossEntropyLoss()(
-            x[..., :-1, :].contiguous().view(-1, WORDS), NEXT
-        ),
-        "weights by position": lambda x: F.cross_entropy(shifted(x), NEXT, VECTOR),
-        "all by name": lambda x: F.cross_entropy(input=shifted(x), target=NEXT),
         "classes in the middle": lambda x: F.cross_entropy(
             x[:, :-1].transpose(1, 2), LABELS[:, 1:]
         ),
-        "one token": lambda x: F.cross_entropy(x[0, 5], LABELS[0, 6]),
         "label smoothing": lambda x: ce(x, label_smoothing=0.1),
         "weights and smoothing": lambda x: ce(x, label_smoothing=0.2, weight=VECTOR),
         "weights of zero": lambda x: ce(x, weight=torch.zeros(WORDS)),
-        "weights of zero and smoothing": lambda x: ce(
-            x,
-            weight=(torch.arange(WORDS) < 3).float(),
-            label_smoothing=0.2,  # no label is below 3
-        ),
-        "weights, and no label counts": lambda x: F.cross_entropy(
-            shifted(x), torch.full_like(NEXT, -100), VECTOR
-        ),
-        "unreduced": lambda x: ce(x, reduction="none").mean(),
         "sum": lambda x: ce(x, reduction="sum"),
-        "probabilities as targets": lambda x: F.cross_entropy(
-            shifted(x), TEACHER[:, 1:].exp().reshape(-1, WORDS)
-        ),
         "distillation": lambda x: F.kl_div(
             F.log_softmax(x, -1), TEACHER, log_target=True, reduction="batchmean"
         ),
         "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean(),
-        "selected log-probabilities": lambda x: (
-            (x / 0.7)[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0] - (x / 0.7)[:, :-1].logsumexp(-1)
-        ).mean(),
-        "no rows": lambda x: F.cross_entropy(x[:0].reshape(-1, WORDS), NEXT[:0], reduction="sum"),
         "no rows, unreduced": lambda x: F.cross_entropy(
             x[:, :0].flatten(0, 1), NEXT[:0], VECTOR, reduction="none"
         ).sum(),
-        "no label counts": lambda x: F.cross_entropy(shifted(x), torch.full_like(NEXT, -100)),
-        "a label outside": lambda x: F.cross_entropy(shifted(x), NEXT.where(NEXT != 5, 999)),
         "one label too few": lambda x: F.cross_entropy(shifted(x), NEXT[:-1]),
-        "two losses": lambda x: (
-            ce(x) + F.cross_entropy(x[:, :-2].reshape(-1, WORDS), LABELS[:, 2:].reshape(-1))
-        ),
-        "with a metric": lambda x: ce(x) + 0 * (x.argmax(-1)[:, :-1] == LABELS[:, 1:]).sum(),
         "with the largest": lambda x: ce(x) + 0.1 * x.max(-1)[0].sum(),
-        "with a detached sum": lambda x: ce(x) + 0 * x.detach().sum(),
         "z-loss": lambda x: ce(x) + 1e-2 * x.logsumexp(-1).square().mean(),
     },
 )
@@ -184,11 +143,6 @@ def labels_of_the_model(model: Any) -> Any:
 @use
 def items_of_the_step(model: Any) -> Any:
     return own(model, num_items_in_batch=torch.tensor(37)).loss
-
-
-@use
-def a_tuple(model: Any) -> Any:
-    return own(model, return_dict=False)[0]
 
 
 @use
@@ -210,46 +164,25 @@ def log_probabilities_of_trl(model: Any) -> Any:
 uses(
     "rows",
     {
-        "clone": lambda x: ce(x.clone()),
-        "from the end": lambda x: F.cross_entropy(
-            x[:, -3:-1].reshape(-1, WORDS), LABELS[:, -2:].reshape(-1)
-        ),
-        "a mask": lambda x: F.cross_entropy(
-            x[:, :-1][LABELS[:, 1:] != -100], LABELS[:, 1:][LABELS[:, 1:] != -100]
-        ),
-        "flatten": lambda x: F.cross_entropy(x[:, :-1].flatten(0, 1), NEXT),
-        "a new dimension": lambda x: F.cross_entropy(x[None, :, :-1].reshape(-1, WORDS), NEXT),
         "split": lambda x: sum(
             F.cross_entropy(part, labels)
             for part, labels in zip(shifted(x).split(5), NEXT.split(5))
             if (labels != -100).any()
         ),
-        "unbound": lambda x: torch.stack([row.logsumexp(-1) for row in x]).sum(),
-        "a view over words": lambda x: x.view(ROWS, -1).square().mean(),
         "words in two": lambda x: x[:, :1].reshape(ROWS, 1, 8, 8).square().sum(),
         "a view that torch refuses": lambda x: F.cross_entropy(x[:, :-1].view(-1, WORDS), NEXT),
-        "words alone": lambda x: x[..., 3:9].square().mean(),
-        "concatenated": lambda x: ce(torch.cat([x, x])[:ROWS]),
     },
 )
 uses(
     "arithmetic",
     {
-        "a vector over words": lambda x: ce(x + VECTOR),
         "a vector, scaled": lambda x: ce(torch.add(x, VECTOR, alpha=3)),
-        "by row and word": lambda x: ce(x + torch.linspace(0, 1, TOKENS).view(1, -1, 1) * VECTOR),
         "more dimensions": lambda x: (torch.zeros(WORDS, 1, 1) + x[:1, :1]).square().sum(),
         "a row of words": lambda x: (x[:1, :1] + VECTOR.view(1, -1)).square().sum(),
-        "reversed division": lambda x: (1.0 / (x + 3.0)).mean(),
-        "division by logits": lambda x: torch.div(torch.ones(()), x[:, :-1].exp() + 1).sum(),
         "torch.div": lambda x: ce(torch.div(x, 2.0)),
         "a soft cap": lambda x: ce(3.0 * torch.tanh(x / 3.0)),
         "a scale, then a vector": lambda x: ce(x * 0.5 + VECTOR),
         "more dimensions, one element": lambda x: str((x * torch.ones(1, 1, 1, 1)).shape),
-        "promotion": lambda x: str(
-            ((x * torch.ones(1, dtype=torch.float64)).dtype,
-             (x * torch.tensor(1.0, dtype=torch.float64)).dtype)
-        ),
     },
 )  # fmt: skip
 
@@ -261,12 +194,6 @@ def a_parameter_over_words(model: Any) -> Any:
 
 
 @use
-def a_learned_temperature(model: Any) -> Any:
-    model.register_parameter("temperature", nn.Parameter(torch.tensor(1.3)))
-    return ce(logits(model) * model.temperature)
-
-
-@use
 def an_output_given(model: Any) -> Any:
     out = torch.empty(ROWS, TOKENS, WORDS)
     with torch.no_grad():
@@ -275,20 +202,6 @@ def an_output_given(model: Any) -> Any:
 
 
 # ---- writes ----
-
-
-@use
-def divided_in_place(model: Any) -> Any:
-    made = logits(model)[:, :-1]
-    made /= 0.7
-    return F.cross_entropy(made.reshape(-1, WORDS), NEXT)
-
-
-@use
-def divided_by_a_method(model: Any) -> Any:
-    made = logits(model)[:, :-1]
-    made.div_(0.7)
-    return F.cross_entropy(made.reshape(-1, WORDS), NEXT)
 
 
 @use
@@ -366,11 +279,6 @@ for _name, _function in {
     USES[f"dimension outside: {_name}"] = _dimension(_function)
 
 
-@use
-def clone_by_keyword(model: Any) -> Any:
-    return torch.clone(input=logits(model)).sum()
-
-
 # ---- autograd ----
 
 
@@ -415,34 +323,10 @@ def gradient_of_the_logits(model: Any) -> Any:
 
 
 @use
-def gradient_of_a_loss_in_chunks_and_of_values(model: Any) -> Any:
-    made = logits(model)
-    loss = ce(made) + made.square().mean() + made.topk(3)[0].sum()
-    return norms(torch.autograd.grad(loss, made))
-
-
-@use
-def gradient_of_the_logits_after_they_were_read(model: Any) -> Any:
-    outputs = own(model)
-    outputs.logits.sum()
-    return norms(torch.autograd.grad(outputs.loss, outputs.logits))
-
-
-@use
 def gradients_of_two_logits(model: Any) -> Any:
     one, other = logits(model), logits(model)
     loss = ce(one + other) + other.logsumexp(-1).sum()
     return norms(torch.autograd.grad(loss, [one, other, model.lm_head.weight]))
-
-
-@use
-def gradients_of_the_logits_themselves(model: Any) -> Any:
-    made = logits(model)
-    double = made * 2
-    return norms(
-        torch.autograd.grad(double, made, TEACHER, retain_graph=True)
-        + torch.autograd.grad(made, list(model.parameters()), TEACHER)
-    )
 
 
 @use
@@ -474,44 +358,11 @@ def gradient_kept(model: Any) -> Any:
 
 
 @use
-def hook_on_the_logits(model: Any) -> Any:
-    made, seen = logits(model), []
-    made.register_hook(lambda grad: seen.append(1) or grad * 2)
-    ce(made).backward()
-    return len(seen)
-
-
-@use
-def facts_of_autograd(model: Any) -> Any:
-    made = logits(model)
-    with torch.no_grad():
-        inside = made * 2
-    facts = [made, made.detach(), made[:, 1:], made * 2, inside]
-    return str([(x.requires_grad, x.is_leaf, x.grad_fn is None) for x in facts])
-
-
-@use
-def read_without_gradients(model: Any) -> Any:
-    made = logits(model)
-    with torch.no_grad():
-        made.float().sum()
-    return ce(made)
-
-
-@use
 def read_without_gradients_then_in_another_way(model: Any) -> Any:
     made = logits(model)
     with torch.no_grad():
         made.softmax(-1)
     return F.nll_loss(F.log_softmax(shifted(made), -1), NEXT)
-
-
-@use
-def read_in_inference_mode(model: Any) -> Any:
-    made = logits(model)
-    with torch.inference_mode():
-        float(made.softmax(-1).sum())
-    return F.nll_loss(F.log_softmax(shifted(made), -1), NEXT) + made.square().mean()
 
 
 @use
@@ -527,17 +378,6 @@ def head_is_frozen(model: Any) -> Any:
     return ce(logits(model))
 
 
-@use
-def losses_of_two_forwards(model: Any) -> Any:
-    return sum(ce(each) for each in [logits(model) for _ in range(2)])
-
-
-@use
-def concatenated_forwards(model: Any) -> Any:
-    made = torch.cat([logits(model) for _ in range(2)])
-    return F.cross_entropy(shifted(made), NEXT.repeat(2))
-
-
 class Squares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -551,17 +391,7 @@ class Squares(torch.autograd.Function):
 
 uses("autograd", {
     "a function": Squares.apply,
-    "a function of a view": lambda x: Squares.apply(x[:, 1:]),
-    "a function of a product": lambda x: Squares.apply(x * 2),
 })  # fmt: skip
-
-
-@use
-def anomalies(model: Any) -> Any:
-    with torch.autograd.set_detect_anomaly(True):
-        loss = own(model).loss
-        loss.backward()
-    return loss.detach()
 
 
 @use
@@ -580,33 +410,11 @@ def autocast(model: Any) -> Any:
 
 
 @use
-def autocast_dtypes(model: Any) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
-        made = logits(model)
-    return str((made.dtype, made.float().dtype, made.log_softmax(-1).dtype))
-
-
-@use
-def autocast_before_the_loss(model: Any) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
-        made = logits(model)
-    return ce(made.float())
-
-
-@use
 def autocast_before_a_function(model: Any) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
         made = logits(model)
         double = made * 2
     return Squares.apply(double) + Squares.apply(made)
-
-
-@use
-def autocast_entered_before_reading(model: Any) -> Any:
-    made = logits(model)
-    double = made.log_softmax(-1) * 2
-    with torch.autocast("cpu", torch.bfloat16):
-        return made.topk(3)[0].sum() + double.topk(3)[0].sum() + double.logsumexp(-1).sum()
 
 
 @use
@@ -616,31 +424,7 @@ def half_precision(model: Any) -> Any:
     return str(loss.dtype)
 
 
-@use
-def half_precision_dtypes(model: Any) -> Any:
-    made = logits(model.bfloat16())
-    return str((made.float().dtype, made.to(torch.float32).dtype, made.type(), (made * 2).dtype))
-
-
-@use
-def outputs_in_full_precision(model: Any) -> Any:
-    from accelerate.utils.operations import convert_outputs_to_fp32
-
-    model.bfloat16()
-    model.forward = convert_outputs_to_fp32(model.forward)
-    outputs = own(model)
-    outputs.loss.backward()
-    return str((outputs.logits.dtype, outputs.loss.dtype))
-
-
 # ---- reads of values ----
-
-
-def saved(made: torch.Tensor) -> str:
-    file = io.BytesIO()
-    torch.save(made.detach(), file)
-    file.seek(0)
-    return type(torch.load(file, weights_only=True)).__name__
 
 
 uses(
@@ -650,43 +434,12 @@ uses(
             (isinstance(x, torch.Tensor), x.shape, x.stride(), x.is_contiguous(),
              x.storage_offset(), x.numel(), len(x), x.ndim, x.device, x.is_floating_point())
         ),
-        "numpy": lambda x: float(x.detach().numpy().sum()),
         "an item": lambda x: x[0, 0, 0].item(),
-        "a list": lambda x: sum(x[0, 0].tolist()),
         "repr": lambda x: repr(x)[:40],
-        "pickle": lambda x: float(pickle.loads(pickle.dumps(x.detach())).sum()),
-        "deepcopy": lambda x: float(copy.deepcopy(x.detach()).sum()),
-        "torch.save": saved,
         "vmap": lambda x: float(torch.vmap(lambda row: row.sum())(x).detach().sum()),
-        "dlpack": lambda x: float(torch.from_dlpack(x.detach()).sum()),
         "to a device": lambda x: float(x.detach().to("cpu", copy=True).sum()),
-        "top words": lambda x: str(x.topk(3).indices.tolist()),
     },
 )  # fmt: skip
-
-
-@use
-def detached_by_the_trainer(model: Any) -> Any:
-    from transformers.trainer_pt_utils import nested_detach
-
-    return float(nested_detach(logits(model)).sum())
-
-
-@use
-def gathered_by_accelerate(model: Any) -> Any:
-    from accelerate.utils.operations import gather, pad_across_processes
-
-    return float(gather(pad_across_processes(logits(model).detach(), 1)).sum())
-
-
-@use
-def mapped_as_a_tree(model: Any) -> Any:
-    from torch.utils._pytree import tree_map
-
-    outputs = tree_map(
-        lambda x: x * 1 if isinstance(x, torch.Tensor) else x, model(input_ids=IDS, use_cache=False)
-    )
-    return ce(outputs.logits)
 
 
 # ---- hooks, wrappers, transforms ----
@@ -702,32 +455,6 @@ def data_parallel(model: Any) -> Any:
 
 
 @use
-def data_parallel_logits(model: Any) -> Any:
-    return ce(logits(distributed(model)))
-
-
-@use
-def data_parallel_with_unused(model: Any) -> Any:
-    return ce(logits(distributed(model, find_unused_parameters=True)))
-
-
-@use
-def hook_on_the_head(model: Any) -> Any:
-    seen = []
-    model.lm_head.register_forward_hook(lambda *given: seen.append(float(given[2].detach().norm())))
-    own(model).loss.backward()
-    return seen[0]
-
-
-@use
-def backward_hook_on_the_head(model: Any) -> Any:
-    seen = []
-    model.lm_head.register_full_backward_hook(lambda *given: seen.append(float(given[2][0].norm())))
-    own(model).loss.backward()
-    return sum(seen)
-
-
-@use
 def checkpointed_head(model: Any) -> Any:
     plain = model.lm_head.forward
     model.lm_head.forward = lambda x: checkpoint(plain, x, use_reentrant=False)
@@ -735,22 +462,9 @@ def checkpointed_head(model: Any) -> Any:
 
 
 @use
-def checkpointed_head_reentrant(model: Any) -> Any:
-    plain = model.lm_head.forward
-    model.lm_head.forward = lambda x: checkpoint(plain, x, use_reentrant=True)
-    return own(model).loss
-
-
-@use
 def checkpointed_layers(model: Any) -> Any:
     model.gradient_checkpointing_enable()
     return own(model).loss
-
-
-@use
-def checkpointed_model(model: Any) -> Any:
-    return ce(checkpoint(lambda x: model(inputs_embeds=x).logits, model.model.embed_tokens(IDS),
-                         use_reentrant=False))  # fmt: skip
 
 
 @use
@@ -787,11 +501,6 @@ def generation(model: Any) -> Any:
 
 
 @use
-def generation_in_training(model: Any) -> Any:
-    return str(model.generate(IDS[:, :4], max_new_tokens=3, do_sample=False).tolist())
-
-
-@use
 def a_copy_of_the_model(model: Any) -> Any:
     copied = copy.deepcopy(model)
     with torch.no_grad():
@@ -814,8 +523,6 @@ def compiled(**settings: Any) -> Use:
 
 
 COMPILED.update({
-    "the model": compiled(backend="eager"),
-    "the model and its backward": compiled(backend="aot_eager"),
-    "the model in one graph": compiled(backend="aot_eager", fullgraph=True),
+    "the model in one graph": compiled(backend="eager", fullgraph=True),
     "the loss": lambda model: torch.compile(ce, backend="aot_eager")(logits(model)),
 })  # fmt: skip
