@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from hf_zero.distributed.collective_log import CollectiveLog
+from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.distributed.recovery import PassTracker, RecoveryBoard
 from hf_zero.distributed.store import TimeoutStore
 from hf_zero.distributed.watchdog import Watchdog
@@ -22,11 +24,20 @@ TIMEOUT = 30.0
 SETTINGS: dict[str, Any] = {"delays": (0.3, 2.0, 70.0), "deaths": 1, "seconds": 900.0}
 Passes = list[tuple[str, int, bool]]  # kind, collectives, whether an exception ends it
 WHOLE: Passes = [("forward", 2, False), ("forward", 2, False)]
+STEP: Passes = [("backward", 1, False), ("norm", 1, False)]
 # the passes of each rank, and whether they go on alike
 CASES: dict[str, tuple[list[Passes], bool]] = {
     "all break alike": ([[("forward", 1, True), ("forward", 2, False)]] * 3, True),
     "one breaks after its collectives": ([[("forward", 2, True), WHOLE[0]], WHOLE], True),
     "one breaks early": ([[("forward", 1, True), WHOLE[0]], WHOLE], False),
+    "one breaks before its first collective": (
+        [[("backward", 0, True), STEP[1]], STEP],
+        False,
+    ),
+    "one repeats a pass that broke before its first collective": (
+        [[("backward", 0, True), *STEP], STEP],
+        True,
+    ),
     "into different passes": (
         [[("forward", 1, True), ("evaluation", 1, False)], [("forward", 1, True), WHOLE[0]]],
         False,
@@ -34,7 +45,7 @@ CASES: dict[str, tuple[list[Passes], bool]] = {
 }
 
 
-def passes(scripts: list[Passes], alike: bool, simulation: Simulation) -> Judge:
+def run_passes(scripts: list[Passes], alike: bool, simulation: Simulation) -> Judge:
     def run(world: World, rank: int) -> None:
         def gone(ranks: list[int]) -> dict[int, str]:
             dead = [process.rank for process in world.processes if not process.alive]
@@ -90,10 +101,31 @@ def passes(scripts: list[Passes], alike: bool, simulation: Simulation) -> Judge:
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_go_on_alike(case: str, schedules: Callable[..., int]) -> None:
-    explore(partial(passes, *CASES[case]), schedules(30, len(CASES)), **SETTINGS)
+    explore(partial(run_passes, *CASES[case]), schedules(30, len(CASES)), **SETTINGS)
 
 
 def test_a_rank_goes_on_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     seed_fault(monkeypatch, PassTracker, "broke", ("broken is not None", "False"))
-    fault = find(partial(passes, *CASES["into different passes"]), 100, **SETTINGS)
+    fault = find(partial(run_passes, *CASES["into different passes"]), 100, **SETTINGS)
     assert "different collectives" in fault.text
+
+
+def test_an_engine_that_ends_takes_its_broken_pass_with_it() -> None:
+    """The next engine issues on communicators that both share."""
+    store = dist.HashStore()
+    watchdog = Watchdog(enabled=False, rank_status=RankStatus(store, 0, 2))
+    shared = CollectiveLog("sequence", (0, 1), 60.0)
+    first, second = (
+        PassTracker(
+            name, 0, range(2), {"sequence": shared}, watchdog, 60.0, RecoveryBoard(store, 0)
+        )
+        for name in ("engine 1", "engine 2")
+    )
+    for passes in (first, second):
+        passes.begin("forward", "f")
+        passes.broke()
+    first.close()
+    assert shared.before_issue == second._resume_with, "that of another engine stays"
+    second.close()
+    assert shared.issue("sizes of batches").number == 0
+    assert store.add("resumes", 0) == 0, "nothing was stated"
