@@ -25,7 +25,7 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.distributed.world_group import BROADCAST, common_size, get_world_group
+from hf_zero.distributed.world_group import BROADCAST, get_world_group
 from hf_zero.errors import ConfigError
 from hf_zero.launch.hosts import free_port
 from tests.helpers.accelerators import play_accelerator
@@ -187,17 +187,6 @@ class Work:
         self.seen.append("" if current is None else current[0].what)
 
 
-def test_a_handle_waits_once_and_says_for_what() -> None:
-    watchdog = Watchdog(enabled=False)
-    works = [Work(watchdog), Work(watchdog)]
-    handle = Handle(works, watchdog, PendingCollective("all-gather of layer.1"))
-    handle.wait()
-    handle.wait()
-    assert [work.seen for work in works] == [["all-gather of layer.1"]] * 2
-    Handle([], watchdog, PendingCollective("nothing")).wait()
-    assert watchdog.current is None
-
-
 ENDS = itertools.product((1, 3), (torch.float32, torch.bfloat16), (1.0, 0.25), (False, True))
 
 
@@ -302,18 +291,6 @@ def test_each_axis_has_one_group_for_gathers_and_one_for_reductions(
         assert made == [list(range(8))] * 2 and mesh.sums.each is mesh.shard
 
 
-def test_receive_buffers_are_used_again() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    axis, out = Mesh(2, CPU).shard, torch.zeros(8)
-    axis.reduce_scatter(torch.zeros(16), "a").reduce_into(out, False, 1.0)
-    [(key, [(buffer, stream)])] = axis.spare._free.items()
-    assert key == (8, torch.float32) and stream is None
-    handle = axis.reduce_scatter(torch.zeros(16), "b")
-    assert handle._parts[0] is buffer and axis.spare._free[key] == []
-    handle.reduce_into(out, False, 1.0)
-    assert axis.spare._free[key] == [(buffer, None)]
-
-
 def test_values_in_host_memory_need_a_backend_that_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -378,18 +355,6 @@ def test_the_limit_of_open_files_is_raised_to_what_ranks_need(
             process_group.allow_connections(world)
         assert limits == {resource.RLIMIT_NOFILE: (limit, hard)}
         assert any("Too many open files" in line for line in heard_in_full) == told
-
-
-def test_what_all_send_together_is_what_costs_least() -> None:
-    for sizes, common in (
-        ([0, 0], 0),
-        ([100, 100, 100], 100),
-        ([90, 100, 80], 100),  # less padding than one more collective costs
-        ([5 << 20, 100, 100], 100),
-        ([5 << 20, *[50_000] * 1023], 50_000),
-        ([1 << 20, 0, 0, 0], 0),
-    ):
-        assert common_size(sizes) == common
 
 
 def test_each_rank_has_the_bytes_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

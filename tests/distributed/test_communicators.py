@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hf_zero.config import ZeroConfig
 from hf_zero.distributed import communicators, flat_mesh, init, mesh, process_group
 from hf_zero.distributed.collective_log import CollectiveStats
-from hf_zero.distributed.flat_mesh import DimMaker, MeshOptions
+from hf_zero.distributed.flat_mesh import DimMaker
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError
 from tests.helpers.accelerators import play_accelerator
-from tests.helpers.ranks import run_ranks
 
 DEVICE = torch.device("cuda", 0)
 WORLD, SHARDS = 1024, 8
@@ -154,14 +152,6 @@ def test_a_backend_that_copies_its_options_is_not_split(play: Any) -> None:
     assert (len(job.splits), len(job.groups)) == (0, 272)
 
 
-def test_a_rank_without_others_takes_part_in_the_split(play: Any) -> None:
-    job = play()
-    maker = DimMaker(0, DEVICE, "nccl", Watchdog(enabled=False), 5.0)
-    dim = maker.make([[0], [1, 2], [3, 4]], "engine 1", CollectiveStats(), 1)
-    assert dim.size == 1 and dim.group is None
-    assert job.splits == [[[1, 2], [3, 4]]]
-
-
 def test_the_fields_reach_each_communicator_and_gathers_have_high_priority(play: Any) -> None:
     job = play()
     both_dimensions(max_ctas=4, cta_policy="zero")
@@ -179,29 +169,6 @@ def test_an_older_nccl_names_the_field_and_the_release(
     said = r"nccl\.cta_policy: this build of torch .* without cta_policy; .* wheels of torch 2\.11"
     with pytest.raises(ConfigError, match=said):
         both_dimensions(cta_policy="zero")
-
-
-def test_the_keys_of_a_configuration() -> None:
-    section = ZeroConfig(stage=3, nccl={"max_ctas": 4, "cta_policy": "efficiency"}).nccl
-    assert section.written == {"max_ctas": 4, "cta_policy": "efficiency"}
-    assert ZeroConfig(stage=3).nccl.written == {}
-    on_gloo = ZeroConfig(stage=3, nccl={"max_ctas": 4}, distributed_backend="gloo")
-    assert "no effect: distributed_backend is gloo" in str(on_gloo.explain())
-
-
-def test_on_gloo_the_log_says_that_the_keys_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(mesh, "log_rank0", lines.append)
-
-    def run(rank: int) -> None:
-        for nccl in ({}, {"max_ctas": 4, "min_ctas": 2}):
-            mesh.Mesh(2, torch.device("cpu"), options=MeshOptions(nccl=nccl)).close()
-
-    run_ranks(2, run)
-    assert len(lines) == 2, "on each rank, for the second mesh alone"
-    assert set(lines) == {
-        "nccl.max_ctas, nccl.min_ctas has no effect: the communicators are of threaded"
-    }
 
 
 @pytest.fixture

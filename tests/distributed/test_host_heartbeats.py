@@ -94,13 +94,6 @@ def test_two_hosts_watch_each_other_and_one_watches_nobody() -> None:
     assert alone.unreachable() == [[], []]
 
 
-def test_neighbouring_hosts_that_become_unreachable_together_end_the_job() -> None:
-    job = Job(range(5))
-    job.run(REGULAR)
-    job.run(TIMEOUT + 2 * SLACK, without=[1, 2])
-    assert job.unreachable()[3:] == [[1, 2], [1, 2]] and job.unreachable()[0] == [1, 2]
-
-
 def test_a_pause_shorter_than_the_timeout_raises_nothing() -> None:
     job = Job([0, 0, 1, 1])
     for stopped in ([0, 1], [2, 3]):
@@ -139,38 +132,6 @@ def test_another_rank_of_the_host_takes_over(stopped: list[int]) -> None:
     job.run(5 * TIMEOUT, without=stopped)
     job.run(REGULAR)
     assert job.unreachable() == [[]] * 4
-
-
-def test_one_rank_of_a_host_sends() -> None:
-    """The others are heard by nobody, unless the first sends nothing."""
-    job = Job([0, 0, 1])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listens:
-        listens.bind(("127.0.0.2", 0))
-        listens.setblocking(False)
-        job.members[2] = (1, *listens.getsockname())
-        for rank in (0, 1):
-            job.join(rank)
-
-        def senders() -> set[int]:
-            found = set()
-            try:
-                while True:
-                    found.add(struct.unpack("!4I16s", listens.recv(100))[2])
-            except BlockingIOError:
-                return found
-
-        job.run(5, without=[2])
-        assert senders() == {0}
-        job.run(5, without=[0, 2])
-        assert senders() == {1}
-        job.run(2 * INTERVAL)
-        senders()
-        job.run(5, without=[2])
-        assert senders() == {0}, "it goes on, and the other sends nothing again"
-        job.ranks[0].stop()
-        senders()
-        job.run(2 * INTERVAL, without=[0, 2])
-        assert senders() == {1}, "at once: the first has said that it leaves"
 
 
 def test_packets_without_the_token_of_the_attempt_are_ignored() -> None:
@@ -277,18 +238,6 @@ def test_a_host_whose_processes_have_exited_is_not_unreachable(exits: list[int])
         other.sockets[rank].close()
 
 
-def test_a_rank_that_is_heard_again_has_not_exited() -> None:
-    """A firewall may refuse packets for a while, too."""
-    job = Job([0, 1])
-    other = Exiting(job, [1])
-    other.beat(REGULAR)
-    other.sockets[1].close()
-    job.run(2 * SLACK, without=[1])
-    assert job.ranks[0].exited() == [1]
-    other.beat(INTERVAL)
-    assert job.ranks[0].exited() == []
-
-
 def threads() -> int:
     """The number of threads that beat in this process."""
     found = 0
@@ -389,13 +338,6 @@ def test_without_the_native_core_one_warning_names_the_consequence(
 
 
 @pytest.mark.usefixtures("hosts")
-def test_the_key_turns_them_off(monkeypatch: pytest.MonkeyPatch, heard: list[str]) -> None:
-    monkeypatch.setattr(core, "Heartbeats", lambda address: SimpleNamespace(port=1))
-    assert learnt(monkeypatch, ["a", "b"], host_timeout=0.0) is None
-    assert heard == []
-
-
-@pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_engine_without_heartbeats_leaves_them_to_the_next_one(
     rank: int, monkeypatch: pytest.MonkeyPatch, heard: list[str]
@@ -411,21 +353,6 @@ def test_an_engine_without_heartbeats_leaves_them_to_the_next_one(
     assert heartbeats is not None
     assert learn_hosts(store, 0, 2, TIMEOUT, 1800.0) is heartbeats
     assert learn_hosts(store, 0, 2, 0.0, 1800.0) is None
-
-
-@pytest.mark.usefixtures("hosts")
-def test_the_thread_runs_while_an_engine_of_the_process_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    heartbeats = learnt(monkeypatch, ["a", "b"])
-    assert heartbeats is not None and threads() == 0
-    for _ in range(2):
-        heartbeats.hold(TIMEOUT)
-        heartbeats.hold(TIMEOUT)
-        heartbeats.release()
-        assert threads_become(1)
-        heartbeats.release()
-        assert threads_become(0)
 
 
 class Native:
@@ -591,21 +518,3 @@ def test_a_network_without_udp_is_reported_once(
         heartbeats.report_unheard()
     (said,) = heard
     assert said.startswith("the heartbeats of ranks 1, 2 on b do not arrive") and "1800 s" in said
-
-
-@pytest.mark.usefixtures("hosts")
-def test_a_start_costs_the_store_what_hosts_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    class Counted:
-        def __init__(self, store: Any) -> None:
-            self._store = store
-
-        def __getattr__(self, name: str) -> Any:
-            asked.append(name)
-            return getattr(self._store, name)
-
-    monkeypatch.setattr(dist, "HashStore", lambda make=dist.HashStore: Counted(make()))
-    assert learnt(monkeypatch, ["a", "b", "c"]) is not None
-    of_the_test, own = asked[:2], asked[2:]
-    assert of_the_test == ["set", "set"] and own == ["add", "set", "multi_get", "set", "get"]

@@ -99,20 +99,6 @@ def test_a_name_that_does_not_resolve_is_an_error_that_names_its_variable(
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
 
 
-def test_a_name_that_resolves_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubernetes publishes the name of a pod only after the pod has started."""
-    unknown = iter([socket.gaierror(-2, "Name or service not known")])
-
-    def look_up(*_: object, **__: object) -> list[object]:
-        for error in unknown:
-            raise error
-        return []
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    rank_hosts.wait_for_address("pod-0.job", "MASTER_ADDR=pod-0.job", 5.0, 0.01)
-    assert not list(unknown)
-
-
 SLURM = {
     **dict.fromkeys(("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_NODEID"), "0"),
     "SLURM_NTASKS": "2",

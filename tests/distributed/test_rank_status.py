@@ -197,28 +197,6 @@ def test_a_lost_connection_of_the_script_itself_is_explained(pair: Any, heard: l
     assert pair[1].rank_status.publish_exit() is None, "it is said once"
 
 
-def test_a_post_of_another_thread_does_not_replace_the_reason_of_an_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The watchdog's thread gives up while the training's posts that it waits."""
-    store = dist.HashStore()
-    status = RankStatus(store, 0, 2)
-    watchdog = threading.Thread(target=status.publish, args=("broken", "rank 1 has failed"))
-    post = status.post
-
-    def meanwhile(*args: Any) -> StatusPost:
-        if watchdog.ident is None:
-            watchdog.start()
-            watchdog.join(0.2)  # it waits for this post, or has gone before it
-        return post(*args)
-
-    monkeypatch.setattr(status, "post", meanwhile)
-    status.publish("waits")
-    watchdog.join()
-    told = json.loads(store.get("0"))
-    assert (told["state"], told["why"]) == ("broken", "rank 1 has failed")
-
-
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(sys, "last_exc", error, raising=False)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
@@ -297,22 +275,6 @@ def test_a_process_that_is_killed_is_known_to_be_dead(monkeypatch: pytest.Monkey
             assert all(each and SAID in each.text for each in verdicts)
 
 
-def test_a_rank_that_has_ended_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process is gone before its post is in a digest."""
-    store = dist.HashStore()
-    here = RankStatus(store, 0, 3)
-    assert here.failure_cause(0.0) is None
-    with subprocess.Popen("cat", stdin=subprocess.PIPE) as child:
-        there = rank_of(child.pid, store, 1, monkeypatch)
-        other = RankStatus(store, 2, 3)
-        other.look()
-        here.look()
-        there.publish("ended", "its script is over")
-    for status in (here, other):
-        reason = status.exit_reasons([1])[1]
-        assert reason.startswith("rank 1 has ended (its script is over)") and not status.troubled
-
-
 def test_a_post_that_the_store_holds_up_blocks_no_other_and_the_newest_one_stays() -> None:
     """A post of the watchdog's thread, while the training's ends its engine."""
     store, held, go_on = dist.HashStore(), threading.Event(), threading.Event()
@@ -386,21 +348,3 @@ def test_a_rank_is_gone_once_its_interpreter_has_ended_and_not_before() -> None:
     assert "rank 1 has ended (its script is over)" in other.exit_reasons([1])[1]
     reasons = RankStatus(Gone(), 1, 2, store_host=0).exit_reasons([0])
     assert reasons[0].startswith("rank 0, which hosts the ranks' store, cannot be reached")
-
-
-def test_a_digest_that_an_earlier_leader_has_overwritten_is_made_again() -> None:
-    """A look finds another digest than before, which is older: it counts as an old look."""
-    store = dist.HashStore()
-    first, second, third = (RankStatus(store, rank, 3) for rank in range(3))
-    first.look()
-    old = store.get("digest")
-    second.publish("here")
-    first.look()
-    third.look()
-    second.publish("here")
-    store.set("digest", old)
-    store.set("digested", store.get("version"))
-    for _ in range(module.PATIENT_LOOKS + 1):
-        third.look()
-    assert store.get("leader") == b"2"
-    assert store.get("digest").partition(b"\n")[0] == store.get("version")

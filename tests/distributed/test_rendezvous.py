@@ -117,13 +117,6 @@ def test_all_ranks_of_srun_come_to_one_answer() -> None:
         assert found({**without, name: "a[3-4],b"}).master_addr == "a3"
 
 
-def test_what_is_set_explicitly_counts_beside_a_launcher() -> None:
-    given = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000", "WORLD_SIZE": "3", "RANK": "2"}
-    assert discover({**SRUN, **given}) == Place(2, 3, 0, 1, "10.0.0.1", 4000, "srun")
-    assert found({**MPIRUN, "MASTER_PORT": "4000"}, port=5000).master_port == 4000
-    assert found(MPIRUN, port=5000).master_port == 5000
-
-
 OWN = {key: value for key, value in TORCHRUN.items() if key != "TORCHELASTIC_RUN_ID"}
 
 

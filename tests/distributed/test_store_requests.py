@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -18,15 +17,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_zero.checkpoint import save_job
 from hf_zero.distributed import rank_requests, rank_status
 from hf_zero.distributed import store as job_store
 from hf_zero.distributed import watchdog as watching
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.consensus import Consensus
-from hf_zero.distributed.rank_status import PATIENT_LOOKS, RankStatus
+from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.distributed.recovery import RecoveryBoard
-from hf_zero.distributed.store import StoreMessages
 from hf_zero.distributed.watchdog import Watchdog
 from tests.distributed.threads import on_threads
 
@@ -152,27 +149,6 @@ def test_a_waiting_rank_asks_the_store_less_than_once_a_second(
     assert max(job.requests()) <= 12
 
 
-def test_dead_ranks_are_named_on_all_ranks(job_of: Callable[[int], Job]) -> None:
-    """Two at once, one of which makes the digest."""
-    job = job_of(MANY)
-    dead = set(job.victims)
-    alive = [rank for at, rank in enumerate(job.ranks) if at not in dead]
-    for rank in (job.ranks[0], *alive):  # the maker of the digest dies in its wait
-        rank.wait(job._clock.now)
-    assert job.look(job.ranks, 10) == {""}
-    assert job.ranks[0].status._leader == "0", "the first to look makes the digest"
-    job.ranks[0].log.withdraw()  # its post holds the collective, which the next ones do not
-    for rank in alive:
-        rank.wait(job._clock.now, "gather of y")
-    job.requests()
-    job.kill()
-    verdicts = job.look(alive, 5)
-    assert all("exited without reporting why" in each for each in verdicts)
-    named = {at for at in dead for each in verdicts if f" {at}" in each.rpartition("rank")[2]}
-    assert named and named <= dead
-    assert max(job.requests()) <= 20
-
-
 def test_ranks_of_unknown_hosts_are_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(rank_status, "_identity", lambda process: f"? {process} ?")
@@ -180,24 +156,6 @@ def test_ranks_of_unknown_hosts_are_not_taken_for_dead(monkeypatch: pytest.Monke
     here.look()
     assert here._identities.keys() == {0, 1} and not here._neighbours
     assert here.failure_cause(0.0) is None and not here.troubled
-
-
-def test_another_rank_makes_the_digest_when_its_maker_leaves(
-    job_of: Callable[[int], Job],
-) -> None:
-    """Ranks in different collectives are found although the first maker goes on computing."""
-    job = job_of(MANY)
-    for rank in job.ranks:
-        rank.wait(job._clock.now)
-    assert job.look(job.ranks, 10) == {""}
-    job.ranks[0].watchdog.current = None
-    others = job.ranks[1:]
-    for at, rank in enumerate(others):
-        rank.wait(job._clock.now, "gather of y" if at else "gather of z")
-    verdicts = job.look(job.ranks, 2.0 * (PATIENT_LOOKS + 3))
-    assert verdicts >= {""} and job.ranks[0].watchdog.verdict == ""
-    verdicts = {rank.watchdog.verdict for rank in others}
-    assert all("gather of y" in each and "gather of z" in each for each in verdicts)
 
 
 def test_an_agreement_costs_each_rank_the_same_whatever_the_world() -> None:
@@ -272,32 +230,6 @@ def test_ranks_that_are_threads_end_together_at_exit(monkeypatch: pytest.MonkeyP
     rank_requests._end_threads()
     assert all(rank.fetches.serving.ending.is_set() for rank in ranks)
     assert job_store.leaving(store, 0).entered() == 3
-
-
-def test_the_rank_that_commits_reads_many_outcomes_by_one_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    store = dist.HashStore()
-    clients = [Counted(dist.PrefixStore("saves", store)) for _ in range(MANY)]
-    mails = [StoreMessages(each, at, 60.0, lambda ranks: {}) for at, each in enumerate(clients)]
-    for number in (1, 2):
-        exchanges = [
-            save_job._ByStore(mail, number, SimpleNamespace(rank=rank, world=MANY))  # type: ignore
-            for rank, mail in enumerate(mails)
-        ]
-        for client in clients:
-            client.asked.clear()
-        for rank, exchange in enumerate(exchanges[1:], 1):
-            assert exchange.gather(save_job.Outcome(None, f"error {rank}")) == []
-        outcomes = exchanges[0].gather(save_job.Outcome(None, "error 0"))
-        assert [each.error for each in outcomes] == [f"error {rank}" for rank in range(MANY)]
-        assert exchanges[0].broadcast("failed") == "failed"
-        assert [each.broadcast("") for each in exchanges[1:]] == ["failed"] * (MANY - 1)
-        assert clients[0].asked.total() == 1 + 2 + 2 + 2, "count, outcomes, old counts, verdict"
-        assert {client.asked.total() for client in clients[1:]} == {4}
-    kept = {key for key in store.list_keys() if "/n" in key}
-    assert len(kept) == 1, "counts of older saves are deleted"
-    assert json.loads(mails[5].receive("verdict", 2, 0)) == "failed"
 
 
 class Silent:

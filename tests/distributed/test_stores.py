@@ -18,18 +18,6 @@ from hf_zero.errors import LaunchError, RankMismatchError
 from hf_zero.launch.hosts import free_port
 
 
-def test_it_answers_as_the_store_does_and_its_thread_ends_with_it() -> None:
-    store = TimeoutStore(dist.HashStore(), 60.0)
-    store.set("a", "x")
-    assert (store.get("a"), store.check(["a"]), store.check(["a", "b"])) == (b"x", True, False)
-    assert (store.add("n", 2), store.add("n", 1)) == (2, 3)
-    thread = store._thread
-    assert thread is not None
-    del store
-    thread.join(60)
-    assert not thread.is_alive()
-
-
 class Silent:
     """A store behind a cable that was cut."""
 
@@ -63,17 +51,6 @@ class Locking:
 def test_a_process_that_stood_still_has_not_lost_its_store() -> None:
     store = TimeoutStore(Locking(), 0.5)
     assert store.check(["a"]) and store.check(["a"])
-
-
-def test_each_word_replaces_the_last_and_is_told_by_its_number() -> None:
-    store = dist.HashStore()
-    here, there = (StoreMessages(store, rank, 60.0, lambda ranks: {}) for rank in range(2))
-    there.send("wrote", 1, "a|b")
-    assert here.receive("wrote", 1, 1) == "a|b"
-    timer = threading.Timer(0.1, there.send, ("wrote", 2, "second"))
-    timer.start()
-    assert here.receive("wrote", 2, 1) == "second", "not the first one again"
-    timer.join()
 
 
 def test_a_rank_that_is_gone_is_looked_for_once_more() -> None:

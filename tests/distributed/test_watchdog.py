@@ -79,21 +79,6 @@ def test_a_silent_wait_is_warned_about_each_minute(clock: Clock, heard: list[str
     assert heard == [], "nobody waits after an end or an error"
 
 
-def test_each_wait_has_a_minute_of_its_own(clock: Clock, heard: list[str]) -> None:
-    watchdog = Watchdog()
-    waits = [watchdog.watching(PendingCollective(name)) for name in ("first", "second")]
-    waits[0].__enter__()
-
-    def change() -> None:
-        waits[0].__exit__(None, None, None)
-        waits[1].__enter__()
-
-    clock.at[clock.now + 90] = change
-    clock.run(watchdog, 90 + 61)
-    said = [message.split(":")[0] for message in heard]
-    assert said == [f"still waiting for {name} after 60 s" for name in ("first", "second")]
-
-
 def test_one_thread_serves_all_waits_and_ends_when_closed() -> None:
     off, watchdog = Watchdog(enabled=False), Watchdog(warn_after=0.01)
     with off.watching(PendingCollective("nothing")):
@@ -149,35 +134,6 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watchdog], list[Col
         watches.append(Watchdog(rank_status=rank_status))
         monkeypatch.setattr(watches[-1], "start", lambda: None)
     return watches, logs
-
-
-def test_what_only_a_stream_waits_for_is_followed(
-    clock: Clock, heard: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watches, logs = two_ranks(monkeypatch)
-    done, late = Work(), Work()
-    done.completed = True
-    for name, work in (("layer.0", done), ("layer.1", late)):
-        watches[0].follow(logs[0].issue(f"all-gather of {name}"), work.is_completed)
-    clock.run(watches[0], 61)
-    assert len(heard) == 1
-    name = "all-gather of layer.1 (number 1 of gathers)"
-    assert heard[0].startswith(f"still waiting for {name} after 60 s: rank 1 has not")
-    logs[1].issue("all-gather of layer.0")
-    status: Any = watches[1].rank_status
-    elsewhere = status.register(CollectiveLog("reductions", range(2), 1000.0))
-    watches[1].follow(elsewhere.issue("reduce-scatter of layer.9"), Work().is_completed)
-    clock.run(watches[1], 2)
-    heard.clear()
-    clock.run(watches[0], 2)
-    assert len(heard) == 1
-    assert f"rank 0 waits for {name}, which rank 1 has not issued" in heard[0]
-    assert "reduce-scatter of layer.9" in heard[0]
-    assert not watches[0].verdict, "its host may go on: no proof"
-    late.completed = True
-    heard.clear()
-    clock.run(watches[0], 200)
-    assert heard == []
 
 
 def test_a_collective_that_is_followed_keeps_no_tensor_alive(
@@ -242,23 +198,6 @@ def test_followed_collectives_that_differ_end_both_ranks(
     for watchdog in watches:
         with pytest.raises(RankMismatchError, match=r"layer.1.*layer.2|layer.2.*layer.1"):
             watchdog.check()
-
-
-def test_followed_works_of_one_communicator_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    watches, logs = two_ranks(monkeypatch)
-    works = [Work() for _ in range(1000)]
-    for work in works:
-        watches[0].follow(logs[0].issue("all-gather"), work.is_completed)
-    kept = watches[0]._followed[logs[0]]
-    assert len(kept) == module.FOLLOWED and kept[0][1] == works[0].is_completed
-    assert kept[-1][1] == works[-1].is_completed, "the newest is followed however many there are"
-    for work in works[:-1]:
-        work.completed = True
-    assert watches[0]._oldest_followed() is kept[0][0] and len(kept) == 1
-    for work in works:
-        work.completed = True
-    watches[0].follow(logs[0].issue("all-gather"), Work().is_completed)
-    assert len(kept) == 1
 
 
 def test_communicators_are_aborted_together(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,14 +5,18 @@ failing one is shrunk and told in full.
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import os
 import random
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import pytest
 
 from tests.protocols.simulation import Replay, Schedule, Simulation, entered
 
@@ -171,19 +175,23 @@ def explore(
     assert failure is None, explorer.told(failure)
 
 
-def find(
-    protocol: Callable[[Simulation], Judge],
-    schedules: int,
-    known: dict[int, int] | None = None,
-    **settings: Any,
-) -> Failure:
-    """Return the failure that ``schedules`` of a protocol with a fault find. ``known``: the choices
-    of a schedule that has found it, tried before the others.
-    """
-    explorer = Explorer(protocol, **settings)
-    text = explorer.run(Replay(known))[0] if known else ""
-    failure = Failure(text, known or {}) if text else explorer.search(schedules)
+def find(protocol: Callable[[Simulation], Judge], schedules: int, **settings: Any) -> Failure:
+    """Return the failure that ``schedules`` of a protocol with a fault find."""
+    failure = Explorer(protocol, **settings).search(schedules)
     assert failure is not None, f"{schedules} schedules of a protocol with a fault end well"
-    if not text:
-        print(f"found by schedule {failure.schedules}: {failure.choices}")
     return failure
+
+
+def seed_fault(patch: pytest.MonkeyPatch, owner: Any, name: str, *edits: tuple[str, str]) -> None:
+    """Replace the function ``name`` of ``owner``, a module or a class, by one with ``edits``: pairs
+    of a text that occurs in its source and the text in its place.
+    """
+    function = getattr(owner, name)
+    source = textwrap.dedent(inspect.getsource(function))
+    for text, other in edits:
+        assert source.count(text) == 1, f"{name} has changed: seed its fault anew"
+        source = source.replace(text, other)
+    made: dict[str, Any] = {}
+    names = vars(sys.modules[function.__module__])
+    exec(compile("from __future__ import annotations\n" + source, name, "exec"), names, made)
+    patch.setattr(owner, name, made[name])

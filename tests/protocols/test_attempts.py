@@ -11,8 +11,7 @@ import pytest
 from hf_zero.distributed import attempts
 from hf_zero.errors import LaunchError
 from tests.protocols import store
-from tests.protocols.explore import Judge, explore, find
-from tests.protocols.faults import seed_fault
+from tests.protocols.explore import Judge, explore, find, seed_fault
 from tests.protocols.simulation import START, Process, Replay, Simulation, entered
 
 SECONDS, RANKS = 8.0, 1024
@@ -99,19 +98,6 @@ def test_a_wait_takes_one_request_a_second() -> None:
     assert counts[0.0] <= 5 and counts[1.0] <= 12, counts
     for late in (10.0, 60.0, 300.0):
         assert counts[late] <= counts[1.0] + late, counts
-
-
-def test_an_own_confirmation_is_taken_for_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed_fault(
-        monkeypatch,
-        attempts,
-        "_answer",
-        (
-            "for over in _looks(seconds, world):\n",
-            "for over in _looks(seconds, world):\n        answered.clear()\n",
-        ),
-    )
-    find(partial(meeting, 3, "none"), 500, **SETTINGS)
 
 
 def test_the_timeout_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.consensus import GatherAgreement
 from hf_zero.distributed.store import RollCall, StoreWait
 from hf_zero.distributed.watchdog import Watchdog
-from tests.protocols.explore import Judge, explore, find
-from tests.protocols.faults import seed_fault
+from tests.protocols.explore import Judge, explore, find, seed_fault
 from tests.protocols.ranks import World
 from tests.protocols.simulation import Simulation
 
@@ -87,33 +86,6 @@ def test_ranks_issue_the_same_gathers(case: str, schedules: Callable[..., int]) 
 def test_ranks_are_held_up_as_they_withdraw(schedules: Callable[..., int]) -> None:
     held = {"delays": (0.3,), "seconds": 600.0, "at": "/0/n -1"}
     explore(partial(gathers, *CASES["two of three may leave"]), schedules(300), **held)
-
-
-def leave_by_the_count(self: RollCall, rank: int, complete: object = None) -> bool:
-    """``RollCall.leave`` with a fault: a second rank sees a count that is one short."""
-    if self._store.add(self._count, -1) == self._size - 1:
-        self._store.add(self._count, 1)
-        return False
-    self._store.append(self._entries, f"[{rank}, null]\n")
-    return True
-
-
-def test_two_withdraw_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RollCall, "leave", leave_by_the_count)
-    known = {10: 1, 14: 2, 15: 2, 19: 2, 34: 1, 36: 1, 37: 1, 44: 1, 47: 1, 48: 1}
-    find(partial(gathers, 3, (0, 1)), 3000, known, seconds=600.0)
-
-
-def test_nobody_publishes_a_call_that_a_rank_completes_by_staying(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seed_fault(monkeypatch, RollCall, "leave", ("complete()", "pass"))
-    find(partial(gathers, 2, (0,)), 3000, seconds=600.0)
-
-
-def test_a_rank_that_stays_asks_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed_fault(monkeypatch, GatherAgreement, "_agree", ("may_leave = False", "pass"))
-    assert "for ever" in find(partial(gathers, 2, (0,)), 1000, **SETTINGS).text
 
 
 def test_a_rank_that_is_lost_as_it_comes_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from hf_zero.checkpoint.memory import inventory, saving
+from hf_zero.checkpoint.memory import inventory
 from hf_zero.checkpoint.memory.folders import job_folder
 from hf_zero.checkpoint.memory.record import RankRecord, record_path
 from hf_zero.checkpoint.tensorfile import hash_of
 from hf_zero.errors import CheckpointError
 from tests.protocols import memory
-from tests.protocols.explore import Judge, explore, find
-from tests.protocols.faults import seed_fault
+from tests.protocols.explore import Judge, explore
 from tests.protocols.files import folder_of
 from tests.protocols.ranks import CollectiveFailed, World, run_attempts
 from tests.protocols.simulation import Simulation
@@ -27,7 +26,6 @@ TIMEOUT, ATTEMPTS, SAVES = 50.0, 2, 3
 SETTINGS = {"delays": (0.3,), "deaths": 2, "seconds": 900.0}
 # processes that die in a commit, and as they write records
 COMMITTING = {"deaths": 2, "seconds": 900.0, "at": ("replace", "send")}
-RECORDING = {**COMMITTING, "at": "replace"}
 
 
 class Job:
@@ -136,23 +134,3 @@ def test_what_was_committed_stays(
     job: str, settings: Any, few: int, schedules: Callable[..., int]
 ) -> None:
     explore(JOBS[job], schedules(few, 2 * len(JOBS)), **settings)
-
-
-KNOWN = {168: 1, 174: 1, 178: 2, 264: 1, 267: 1, 277: 1, 293: 1, 295: 1, 298: 1, 299: 1}
-KNOWN |= {300: 1, 302: 1, 303: 1, 326: 1, 327: 1, 329: 1, 331: 1, 332: 1, 342: 1, 351: 2}
-
-
-@pytest.mark.long
-def test_a_generation_without_its_copies_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is newer than one with copies, which the next save then overwrites."""
-    edit = ("each.least_holders() >= hosts", "True")
-    seed_fault(monkeypatch, saving.MemoryCheckpoints, "_kept_of", edit)
-    found = find(JOBS["two hosts with copies"], 500, KNOWN, **RECORDING)
-    assert "without host" in found.text
-
-
-@pytest.mark.long
-def test_a_rank_that_lost_the_others_saves_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    edit = ("self._is_cut_off = True", "pass")
-    seed_fault(monkeypatch, saving.MemoryCheckpoints, "_run", edit)
-    find(JOBS["three hosts with copies"], 300, {278: 2}, **COMMITTING)

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from hf_zero.checkpoint.memory import folders, saving
-from hf_zero.checkpoint.storage import collective_try, remove_tree
+from hf_zero.checkpoint.storage import collective_try
 from hf_zero.errors import CheckpointError
 from tests.protocols import memory
-from tests.protocols.explore import Judge, explore, find
-from tests.protocols.faults import seed_fault
+from tests.protocols.explore import Judge, explore, find, seed_fault
 from tests.protocols.files import folder_of
 from tests.protocols.ranks import CollectiveFailed, World
 from tests.protocols.simulation import Process, Simulation
@@ -138,43 +137,7 @@ def test_a_rank_enters_as_files_of_an_earlier_attempt_are_removed(
     assert folders.rank_mark(tmp_path, 3).exists()
 
 
-def test_an_ending_job_removes_a_folder_without_its_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    edit = ("on_current(folder / CLAIM, fcntl", "on_current(folder / 'another', fcntl")
-    seed_fault(monkeypatch, folders, "release", edit)
-    find(JOBS["the next one begins"], 1000, {99: 2}, **HELD)
-
-
-@pytest.mark.long
-def test_an_ending_job_removes_a_folder_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that begins claims the rest of it."""
-    renamed = 'folder.rename(f"{folder}{REMOVED}{rank_mark(folder, rank).name}")'
-    seed_fault(monkeypatch, folders, "release", (renamed, "shutil.rmtree(folder)"))
-    known = {9: 3, 10: 3, 52: 1, 87: 1, 88: 1, 91: 1, 97: 1, 98: 1, 105: 1, 106: 1, 107: 3}
-    find(JOBS["the next one begins"], 1000, known, **HELD)
-
-
 def test_a_folder_is_cleaned_after_its_lock_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     edit = ("    try:\n        away", "    lock.close()\n    try:\n        away")
     seed_fault(monkeypatch, folders, "remove_job", edit)
     find(JOBS["it is cleaned"], 300, **HELD)
-
-
-@pytest.mark.long
-def test_a_job_that_begins_fails_over_a_rank_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "forget_ranks", lambda folder: remove_tree(folder / folders.RANKS))
-    known = {9: 1, 11: 2, 18: 2, 93: 2, 99: 2}
-    assert "No such file" in find(JOBS["the next one begins"], 1000, known, **HELD).text
-
-
-def test_a_cleaner_fails_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    edit = ("shutil.rmtree(away, ignore_errors=True)", "shutil.rmtree(away)")
-    seed_fault(monkeypatch, folders, "remove_job", edit)
-    assert "an error" in find(JOBS["it is cleaned"], 1000, **HELD).text
-
-
-def test_a_folder_is_made_without_its_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job of its name that ends removes it, and nobody claims the next one."""
-    made = "self.folder(self.base).mkdir(parents=True, exist_ok=True, mode=0o700)"
-    edit = ("self._claim_own(self.base)", made)
-    seed_fault(monkeypatch, saving.MemoryCheckpoints, "_make_folder", edit)
-    find(JOBS["the next one begins as it is cleaned"], 1000, {40: 6}, **SETTINGS)

@@ -12,9 +12,7 @@ import pytest
 from hf_zero.checkpoint.convert.files import LOCK, lock_folder
 from hf_zero.deepspeed import state_dicts
 from hf_zero.errors import CheckpointError
-from hf_zero.ops.file_locks import FileLock
-from tests.protocols.explore import Judge, explore, find
-from tests.protocols.faults import seed_fault
+from tests.protocols.explore import Judge, explore, find, seed_fault
 from tests.protocols.files import folder_of, scheduled
 from tests.protocols.simulation import Process, Simulation
 
@@ -80,9 +78,4 @@ def test_one_writes(entry: str, schedules: Callable[..., int]) -> None:
 def test_a_writer_asks_for_the_name_of_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     edit = ("writes = lock.is_current()", "writes = (folder / '.fp32.lock').exists()")
     seed_fault(monkeypatch, state_dicts, "_one_writer", edit)
-    find(partial(writers, *ENTRIES["one writes for all"], 3), 3000, **SETTINGS)
-
-
-def test_a_lock_is_taken_for_that_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FileLock, "is_current", lambda self: True)
     find(partial(writers, *ENTRIES["one writes for all"], 3), 3000, **SETTINGS)

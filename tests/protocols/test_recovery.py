@@ -15,8 +15,7 @@ from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.distributed.recovery import PassTracker, RecoveryBoard
 from hf_zero.distributed.store import TimeoutStore
 from hf_zero.distributed.watchdog import Watchdog
-from tests.protocols.explore import Judge, explore, find
-from tests.protocols.faults import seed_fault
+from tests.protocols.explore import Judge, explore, find, seed_fault
 from tests.protocols.ranks import World
 from tests.protocols.simulation import Simulation
 

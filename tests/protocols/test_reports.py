@@ -11,8 +11,7 @@ import pytest
 
 from hf_zero.distributed import uncaught
 from hf_zero.errors import CheckpointError
-from tests.protocols.explore import Judge, explore, find
-from tests.protocols.faults import seed_fault
+from tests.protocols.explore import Judge, explore, find, seed_fault
 from tests.protocols.files import PerProcess
 from tests.protocols.ranks import World, run_attempts
 from tests.protocols.simulation import Simulation, running

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from hf_zero.distributed import rank_requests
 from hf_zero.distributed.rank_requests import ShardFetches, StepEvents
 from hf_zero.distributed.store import StoreWait
 from hf_zero.distributed.watchdog import Watchdog
-from tests.protocols.explore import Judge, explore, find
-from tests.protocols.faults import seed_fault
+from tests.protocols.explore import Judge, explore
 from tests.protocols.ranks import World
 from tests.protocols.simulation import Simulation
 
@@ -137,28 +135,3 @@ def test_a_rank_is_held_up_as_it_ends_a_step(schedules: Callable[..., int]) -> N
     """Its serving thread answers meanwhile with the step that ends."""
     held = {"delays": (0.02, 1.5), "seconds": 600.0, "at": "a lock"}
     explore(JOBS["one stops"], schedules(60), **held)
-
-
-def test_a_rank_answers_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    early = "for number in list(unread):"
-    seed_fault(
-        monkeypatch,
-        rank_requests,
-        "_serve_until_closed",
-        (early, f"{early}\n                mine = number in requests"),
-        ("if number in requests:", "if mine:"),
-    )
-    find(JOBS["one stops"], 3000, {13: 5, 106: 6}, **SETTINGS)
-
-
-def test_a_request_that_is_counted_alone_holds_up_the_later_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    edit = (
-        "store.check([key]):\n                    continue",
-        "store.check([key]):\n                    break",
-    )
-    seed_fault(monkeypatch, rank_requests, "_serve_until_closed", edit)
-    known = {0: 2, 3: 2, 4: 4, 6: 1, 8: 2, 10: 3, 13: 1, 16: 4, 17: 1, 19: 2}
-    known |= {20: 1, 22: 5, 23: 3, 24: 2, 32: 5}
-    find(JOBS["stop and fetches"], 500, known, **INTERRUPTED)

@@ -11,8 +11,7 @@ from hf_zero.distributed import rank_status
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.errors import RankMismatchError
-from tests.protocols.explore import Judge, explore, find
-from tests.protocols.faults import seed_fault
+from tests.protocols.explore import Judge, explore
 from tests.protocols.ranks import World
 from tests.protocols.simulation import Simulation, running
 
@@ -126,13 +125,3 @@ def test_a_hang_is_proved(size: int, schedules: Callable[..., int]) -> None:
 
 def test_an_end_is_heard_of(schedules: Callable[..., int]) -> None:
     explore(chain, schedules(100), **HELD)
-
-
-def test_a_leader_that_was_held_up_overwrites_the_next_digest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seed_fault(monkeypatch, RankStatus, "_look", ("if int(head) > self._digested:", "if True:"))
-    known = {1: 1, 2: 2, 4: 3, 5: 2, 6: 4, 13: 2, 14: 2, 19: 1, 32: 4, 36: 5, 45: 1, 53: 4}
-    known |= {57: 3, 69: 1, 70: 1, 73: 1, 74: 1, 75: 1, 76: 1, 78: 1, 80: 1, 82: 1, 100: 4}
-    known |= {109: 1, 117: 1, 121: 1, 125: 1, 126: 5, 130: 4}
-    find(chain, 3000, known, **HELD)
