@@ -15,9 +15,8 @@ import torch
 
 from hf_zero.checkpoint import save_job
 from hf_zero.zero.layout import wrap
-from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.engines import config_of, start
-from tests.helpers.models import seeded
+from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import run_steps
 from tests.helpers.training import Plan, adamw
 
@@ -28,15 +27,11 @@ DISK_FAULTS = {"read": "read:20+:EIO", "write": "write:20+:ENOSPC"}
 SECONDS = 2.0  # that writing a checkpoint takes
 
 
-def end(engine, way):
+def end(way):
     if way == "kill":
         os.kill(os.getpid(), 9)
     elif way == "raise":
         raise ValueError("bad batch\nof many lines")
-    elif way == "shape":
-        engine(torch.ones(3, 99))
-    elif way == "late":
-        engine.module.late = True
 
 
 def read_alone(engine, here):
@@ -60,7 +55,7 @@ def zero_section(stage, disk):
 
 def train(rank, way, odd, stage, disk=""):
     torch.set_num_threads(1)
-    model = seeded(Latecomer)
+    model = seeded(Stack)
     if rank == odd and way in DISK_FAULTS:
         os.environ["HF_ZERO_IO_FAULT"] = DISK_FAULTS[way]
     plan, section = Plan(clip=1.0 if disk else 0.0), zero_section(stage, disk)
@@ -68,23 +63,21 @@ def train(rank, way, odd, stage, disk=""):
         model, adamw(model), config_of(stage, plan, zero_optimization=section, timeout=300)
     )
     for at in range(30 if disk else 5):
-        if at == 2 and way.startswith("reads alone"):
+        if at == 2 and way == "reads alone":
             read_alone(engine, rank == odd)  # the other one waits in the forward
         elif rank == odd and at == 2 and way not in DISK_FAULTS:
             time.sleep(1.0)  # the others wait by now
-            end(engine, way)
+            end(way)
             if way == "finish":
                 return
         run_steps(engine, rank, [at])
-    if way.startswith("reads alone"):
+    if way == "reads alone":
         read_alone(engine, rank == odd)  # the other one is through
-        if way.endswith("barrier"):
-            torch.distributed.barrier()
 
 
 def save(rank, way, folder):
     torch.set_num_threads(1)
-    model = seeded(Latecomer)
+    model = seeded(Stack)
     engine = start(model, adamw(model), config_of(3, timeout=300))
     engine.save_checkpoint(folder, tag="old")
     write = save_job.write_image
@@ -100,7 +93,7 @@ def save(rank, way, folder):
     run_steps(engine, rank, [0])
     engine.save_checkpoint(folder, tag="new", blocking=False)
     if rank == 1 and way == "kill":
-        end(engine, way)
+        end(way)
     if way not in ("return", "full"):
         run_steps(engine, rank, [1])
 

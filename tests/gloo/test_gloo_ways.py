@@ -5,32 +5,22 @@ One launch runs many cases inside the same processes.
 
 from __future__ import annotations
 
-import itertools
-import os
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.helpers import one_bit, oracle
 from tests.helpers.compressed import GRADIENTS, check_gradients, compressible, trained
 from tests.helpers.engines import (
     STAGES,
-    OnEngine,
-    config_of,
     engine_opener,
-    full_weights,
-    start,
     train_on_rank,
 )
 from tests.helpers.models import ARCHITECTURES, Stack, seeded
 from tests.helpers.processes import run_processes, say
-from tests.helpers.stacks import run_steps, stack
-from tests.helpers.training import ArchitectureJob, Plan, adamw, merge, plain_sgd, train
+from tests.helpers.training import ArchitectureJob, Plan, merge
 from tests.helpers.ways import WAYS
-from tests.ranks.test_small_blocks import BLOCK, joined
 
 Cell = tuple[str, int, Plan]  # job, stage, plan
 
@@ -127,104 +117,6 @@ def test_fewer_bits():
                 assert 2 * layout.chunk not in sent
 
 
-def values_after(rank):
-    """By stage, and by whether a message has several units: weights after two steps."""
-    found = {}
-    for stage, packed in itertools.product((1, 3), (0, 4 * BLOCK)):
-        model, plan = seeded(lambda: Stack(5)), Plan(3, 2, clip=1.0)
-        engine = start(model, adamw(model), config_of(stage, plan, **joined(stage, 1)))
-        engine.sharded_model.packed_elements = packed
-        engine.backward_pass.reducer._reductions._pack.limit = packed
-        run_steps(engine, rank, range(2), 2)
-        found[stage, packed] = {name: value.clone() for name, value in full_weights(engine).items()}
-        engine.destroy()
-    return found
-
-
-def test_a_message_of_several_units():
-    """gloo sums chunks in the order of ranks."""
-    for found in run_processes(3, values_after, timeout=300.0):
-        for stage in (1, 3):
-            for name, value in found[stage, 0].items():
-                assert torch.equal(value, found[stage, 4 * BLOCK][name]), f"{name}, stage {stage}"
-
-
 # ---- gathers in two hops ----
 
 NODES, NODE = 4, 2  # ranks, and those of a node
-
-
-@contextmanager
-def messages():
-    """The messages that this process sends: the receiver and the bytes of each."""
-    sent, isend = [], dist.isend
-
-    def counted(tensor, peer, *args, **kwargs):
-        sent.append((peer, tensor.nbytes))
-        return isend(tensor, peer, *args, **kwargs)
-
-    dist.isend = counted
-    yield sent
-    dist.isend = isend
-
-
-def apart_in_two_hops(rank):
-    """Ranks that skip other blocks in each step: weights, and bytes sent to another node."""
-    job, plan, answers = WAYS["each rank skips another block, by step"], Plan(NODES, steps=3), []
-    os.environ["LOCAL_WORLD_SIZE"] = str(NODE)
-    for hops in (False, True):
-        say(f"two hops: {hops}")
-        config, model = config_of(3, plan), job.build()
-        config["zero_optimization"].update(
-            stage3_param_persistence_threshold=0,
-            stage3_module_granularity_threshold=0,
-            mics_hierarchical_params_gather=hops,
-        )
-        with messages() as sent:
-            session = OnEngine(start(model, plain_sgd(model), config), plan)
-            losses = train(session, job, plan, rank).losses
-            weights = full_weights(session.engine)
-        far = sum(nbytes for peer, nbytes in sent if peer // NODE != rank // NODE)
-        answers.append((losses, weights, far))
-        session.close()
-    return answers
-
-
-def test_in_two_hops():
-    for (losses, without, most), (found, within, less) in run_processes(NODES, apart_in_two_hops):
-        assert found == losses
-        assert all(torch.equal(within[name], without[name]) for name in without)
-        assert less < 0.85 * most  # reductions are what they were
-
-
-# ---- the weights of a training, in a loop that is left ----
-
-
-def leave(rank):
-    """Losses and weights, with loops left by a break and by an error, and without loops."""
-    found = {}
-    for stage in (1, 3):
-        for loops in (False, True):
-            model = stack()
-            engine = start(model, plain_sgd(model), config_of(stage))
-            if loops:
-                for _ in engine.iter_weights("300B", None, changed_only=True):
-                    break
-                with pytest.raises(ZeroDivisionError):
-                    for _ in engine.iter_weights("300B", None):
-                        1 / 0  # noqa: B018
-            losses = run_steps(engine, rank, range(2))
-            buckets = engine.iter_weights("300B", None, changed_only=True)
-            weights = {name: value.clone() for bucket in buckets for name, value in bucket}
-            found[stage, loops] = losses, weights
-            engine.destroy()
-    return found
-
-
-def test_a_loop_may_be_left_early():
-    for found in run_processes(2, leave, timeout=120):
-        for stage in (1, 3):
-            losses, weights = found[stage, True]
-            want, of = found[stage, False]
-            assert losses == want and weights.keys() == of.keys()
-            assert all(torch.equal(value, of[name]) for name, value in weights.items())
