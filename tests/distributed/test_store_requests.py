@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -53,100 +52,61 @@ class Counted:
 class Rank:
     """A rank of a host, whose waits are looked at when the test says."""
 
-    def __init__(self, store: Any, rank: int, world: int, process: int, host: str) -> None:
+    def __init__(self, store: Any, rank: int, world: int) -> None:
         self.store = Counted(store)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rank_status, "_identity", lambda _: host + find_identity(process))
+            host = f"host{rank // ON_A_HOST}."
+            patch.setattr(rank_status, "_identity", lambda _: host + find_identity(os.getpid()))
             self.status = RankStatus(self.store, rank, world)
         board = RecoveryBoard(self.store, rank)  # type: ignore[arg-type]
         self.watchdog = Watchdog(rank_status=self.status, poll=board.answer_statements)
         self.watchdog.started = True  # the test looks, not a thread
         self.log = self.status.register(CollectiveLog("gathers", range(world), 1e6, native=False))
 
-    def wait(self, now: float, what: str = "gather of x") -> None:
-        self.watchdog.current = (self.log.issue(what), now)
-
     def look(self) -> str:
         self.watchdog.check_current_wait()
         self.watchdog.poll()
         return self.watchdog.verdict
 
-
-class Job:
-    """Ranks that share a store and a clock."""
-
-    def __init__(self, world: int, clock: SimpleNamespace) -> None:
-        self._clock, self._store = clock, dist.HashStore()
-        self.children = [subprocess.Popen("cat", stdin=subprocess.PIPE) for _ in range(2)]
-        self.victims = [0, world // 2]  # the first to look makes the digest
-        self.ranks = [
-            Rank(self._store, rank, world, self._process(rank), f"host{rank // ON_A_HOST}.")
-            for rank in range(world)
-        ]
-
-    def _process(self, rank: int) -> int:
-        if rank in self.victims:
-            return self.children[self.victims.index(rank)].pid
-        return os.getpid()
-
-    def kill(self) -> None:
-        for each in self.children:
-            each.kill()
-            os.waitid(os.P_PID, each.pid, os.WEXITED | os.WNOWAIT)
-
-    def look(self, ranks: list[Rank], seconds: float) -> set[str]:
-        """Let ``ranks`` look, as their threads would, for ``seconds``; return their verdicts."""
-        end = self._clock.now + seconds
-        while self._clock.now < end:
-            self._clock.now += watching.LOOK_SECONDS / 4
-            for rank in ranks:
-                rank.look()
-        return {rank.watchdog.verdict for rank in ranks}
-
-    def requests(self) -> list[int]:
-        """Return the requests of each rank since the last call."""
-        asked = [rank.store.asked.total() for rank in self.ranks]
-        for rank in self.ranks:
-            rank.store.asked.clear()
+    def requests(self) -> int:
+        """Return the requests since the last call."""
+        asked = self.store.asked.total()
+        self.store.asked.clear()
         return asked
 
 
-@pytest.fixture
-def job_of(monkeypatch: pytest.MonkeyPatch, heard: list[str]) -> Iterator[Callable[[int], Job]]:
-    clock, jobs = SimpleNamespace(now=1000.0), list[Job]()
-    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: clock.now))
-
-    def make(world: int) -> Job:
-        jobs.append(Job(world, clock))
-        return jobs[-1]
-
-    yield make
-    for job in jobs:
-        for rank in job.ranks:
-            watching._watches.discard(rank.watchdog)
-        for child in job.children:
-            child.kill()
-            child.communicate()
-
-
 def test_a_waiting_rank_asks_the_store_less_than_once_a_second(
-    job_of: Callable[[int], Job],
+    monkeypatch: pytest.MonkeyPatch, heard: list[str]
 ) -> None:
     """For a minute, one rank late; nothing is concluded, and the late one asks nothing."""
-    job = job_of(MANY // 2)
-    waiting = job.ranks[:-1]
-    for rank in waiting:
-        rank.wait(job._clock.now)
-    assert job.look(waiting, 10) == {""}
-    job.requests()
-    assert job.look(job.ranks, 60) == {""}
-    *asked, late = job.requests()
+    clock, store, world = SimpleNamespace(now=1000.0), dist.HashStore(), MANY // 2
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    ranks = [Rank(store, rank, world) for rank in range(world)]
+
+    def look(seconds: float) -> None:
+        """Let the ranks look, as their threads would, for ``seconds``."""
+        end = clock.now + seconds
+        while clock.now < end:
+            clock.now += watching.LOOK_SECONDS / 4
+            assert {rank.look() for rank in ranks} == {""}
+
+    def wait() -> None:
+        for rank in ranks[:-1]:
+            rank.watchdog.current = (rank.log.issue("gather of x"), clock.now)
+
+    wait()
+    look(10)
+    for rank in ranks:
+        rank.requests()
+    look(60)
+    *asked, late = [rank.requests() for rank in ranks]
     assert all(25 <= each <= 40 for each in asked) and late == 0
     # the first seconds of a wait: the posts, one digest of all, and its readers
-    for rank in waiting:
-        rank.wait(job._clock.now)
-    job.look(waiting, 5)
-    assert max(job.requests()) <= 12
+    wait()
+    look(5)
+    assert max(rank.requests() for rank in ranks) <= 12
+    for rank in ranks:
+        watching._watches.discard(rank.watchdog)
 
 
 def test_ranks_of_unknown_hosts_are_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ import pytest
 from hf_zero.launch.front import carry_out
 from hf_zero.launch.hosts import Host
 from hf_zero.launch.plan import LaunchPlan, Start
-from tests.helpers.cells import fast
 from tests.helpers.commands import completed, end_group
 
 AGENT = f"exec {sys.executable} -m hf_zero.launch.agent"
@@ -134,10 +133,7 @@ def test_one_host_needs_no_name(
     assert ran == [("py", ["py", "x"], "1")]
 
 
-@pytest.mark.parametrize(
-    "number", fast([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], lambda n: n == signal.SIGTERM)
-)
-def test_signals_end_all_and_are_told(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_ends_all_and_is_told(tmp_path: Path) -> None:
     pids = [tmp_path / name for name in ("a", "b")]
     lines = [f"echo $$ > {pid}; exec sleep 3600" for pid in pids]
     process = subprocess.Popen(
@@ -151,36 +147,12 @@ def test_signals_end_all_and_are_told(number: signal.Signals, tmp_path: Path) ->
         while not all(path.exists() and path.read_text().strip() for path in pids):
             assert time.monotonic() < limit and process.poll() is None
             time.sleep(0.05)
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=300.0)
     finally:
         end_group(process)
-    assert process.returncode == 128 + number and f"{number.name}, ending all hosts" in err
+    assert process.returncode == 128 + signal.SIGTERM and "SIGTERM, ending all hosts" in err
     assert all(gone(int(path.read_text())) for path in pids)
-
-
-UNREAD = """
-import os, signal, sys, threading, time, types
-from hf_zero.launch import front
-def start(name, size):
-    ssh = ["sh", "-c", f"echo $$ > {sys.argv[1]}/{name}; exec sleep 3600"]
-    host = types.SimpleNamespace(name=name)
-    return types.SimpleNamespace(host=host, order=b"x" * size, reached_by=ssh)
-def interrupt():
-    while not all(os.path.exists(f"{sys.argv[1]}/{name}") for name in "ab"):
-        time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGINT)
-threading.Thread(target=interrupt, daemon=True).start()
-plan = types.SimpleNamespace(alone=False, starts=[start("a", 1 << 20), start("b", 100)])
-os._exit(front.carry_out(plan, patience=1.0))
-"""
-
-
-def test_an_order_that_nobody_reads_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    """An example is an ssh that is not connected: the order does not fit into its pipe."""
-    done = completed([sys.executable, "-c", UNREAD, str(tmp_path)], timeout=120.0)
-    assert done.returncode == 128 + signal.SIGINT, done.stderr
-    assert all(gone(int((tmp_path / name).read_text())) for name in "ab")
 
 
 SIGNALLED = """
@@ -212,24 +184,3 @@ def test_a_signal_while_the_agent_starts_its_command_ends_that(tmp_path: Path) -
     if not ended:
         os.kill(child, signal.SIGKILL)
     assert ended
-
-
-def test_output_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
-    """An example is ``hf-zero launch ... | head -1``."""
-    line = (
-        f"i=0; while [ $i -lt 3000 ]; do echo {'x' * 100}; i=$((i+1)); done; touch {tmp_path}/done"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", FRONT, line],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    try:
-        process.stdout.readline()
-        process.stdout.close()
-        process.wait(300.0)
-    finally:
-        end_group(process)
-    assert (tmp_path / "done").exists()

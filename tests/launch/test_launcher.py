@@ -28,55 +28,38 @@ LONG = "which says at length what else is to be known about it and what might be
 WRONG = "ConfigError: stage = 7 is unknown"
 
 
-@in_one_item(
-    [
-        (f"{WRONG}; write 0 to 3", f" ({WRONG}; write 0 to 3)"),
-        (f"{WRONG}; {LONG}", f" ({WRONG})"),
-        (f"ConfigError: it, {LONG}", " (ConfigError)"),
-        ("ConfigError: 3 mistakes:", " (ConfigError: 3 mistakes)"),
-        ("", ""),
-    ]
-)
-def test_an_error_is_repeated_in_whole_sentences(case: tuple[str, str]) -> None:
-    error, repeated = case
-    message = {"message": error} if error else "signal"
-    failure = SimpleNamespace(error_file_data={"message": message}, timestamp=1, exitcode=1)
-    assert launcher._first({3: failure}) == (3, failure, repeated)
+TERM, ABRT, KILL = (-number for number in (signal.SIGTERM, signal.SIGABRT, signal.SIGKILL))
+# exit code and error of each rank; the first of them, and its error as it is repeated
+FAILURES: list[tuple[dict[int, tuple[int, str]], int, str]] = [
+    ({3: (1, f"{WRONG}; write 0 to 3")}, 3, f" ({WRONG}; write 0 to 3)"),
+    ({3: (1, f"{WRONG}; {LONG}")}, 3, f" ({WRONG})"),
+    ({3: (1, f"ConfigError: it, {LONG}")}, 3, " (ConfigError)"),
+    ({3: (1, "ConfigError: 3 mistakes:")}, 3, " (ConfigError: 3 mistakes)"),
+    # a rank that follows another is not the first: it has lost one that left with its own code
+    ({0: (1, ""), 1: (3, "")}, 1, ""),
+    ({0: (TERM, ""), 1: (1, "")}, 1, ""),
+    ({0: (1, ""), 1: (KILL, "")}, 1, ""),
+    ({0: (ABRT, ""), 1: (1, ""), 2: (1, "")}, 1, ""),
+    ({0: (1, ""), 1: (1, "")}, 0, ""),
+    # of ranks with one error the lowest has printed it, and may be stopped while it ends
+    ({0: (1, WRONG), 1: (1, WRONG)}, 0, f" ({WRONG})"),
+    ({0: (TERM, WRONG), 1: (1, WRONG)}, 0, f" ({WRONG})"),
+    ({0: (ABRT, WRONG), 1: (1, WRONG)}, 1, f" ({WRONG})"),
+]
 
 
-@in_one_item(
-    [
-        ({0: 1, 1: 3}, 1),  # rank 0 has lost rank 1, which has left with a code of its own
-        ({0: -signal.SIGTERM, 1: 1}, 1),
-        ({0: 1, 1: -signal.SIGKILL}, 1),
-        ({0: -signal.SIGABRT, 1: 1, 2: 1}, 1),
-        ({0: 1, 1: 1}, 0),
-    ]
-)
-def test_a_rank_that_follows_another_is_not_the_first(case: tuple[dict[int, int], int]) -> None:
-    codes, first = case
-    failures = {
-        rank: SimpleNamespace(error_file_data={"message": "signal"}, timestamp=1, exitcode=code)
-        for rank, code in codes.items()
-    }
-    assert launcher._first(failures) == (first, failures[first], "")
-
-
-@in_one_item([(1, 0), (-signal.SIGTERM, 0), (-signal.SIGABRT, 1)])
-def test_of_ranks_with_one_error_the_one_that_has_printed_it_is_named(
-    case: tuple[int, int],
-) -> None:
-    """Rank 0 prints it, may write it down later, and may be stopped while it ends."""
-    code, first = case
+@in_one_item(FAILURES)
+def test_the_first_failure_is_named_with_its_error_in_whole_sentences(case: Any) -> None:
+    ranks, first, repeated = case
     failures = {
         rank: SimpleNamespace(
-            error_file_data={"message": {"message": "ConfigError: wrong"}},
-            timestamp=2 - rank,
-            exitcode=code if rank == 0 else 1,
+            error_file_data={"message": {"message": error} if error else "signal"},
+            timestamp=10 - rank if error else 1,
+            exitcode=code,
         )
-        for rank in range(2)
+        for rank, (code, error) in ranks.items()
     }
-    assert launcher._first(failures) == (first, failures[first], " (ConfigError: wrong)")
+    assert launcher._first(failures) == (first, failures[first], repeated)
 
 
 def test_a_signal_keeps_its_exit_code_with_a_traceback(

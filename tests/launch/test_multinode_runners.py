@@ -113,23 +113,6 @@ def test_pdsh_starts_the_part_of_each_host(tmp_path: Path, monkeypatch: pytest.M
         runner.get_cmd({}, {"worker-0": [0], "worker-1": [0, 1]})
 
 
-def test_exports_are_quoted_where_a_shell_would_take_them_apart() -> None:
-    runner = made(runners.SlurmRunner)
-    runner.add_export(" A ", "/usr/lib/python3.11 ")
-    runner.add_export("B", "64(x2)")
-    assert runner.exports == {"A": "/usr/lib/python3.11", "B": '"64(x2)"'}
-    assert runner.name == "slurm"
-
-    class Own(runners.MultiNodeRunner):
-        def backend_exists(self) -> bool:
-            return True
-
-        def get_cmd(self, environment: Any, active_resources: Any) -> list[str]:
-            return []
-
-    assert made(Own).name == "Own" and made(Own).user_arguments == ["--text", "I'm here"]
-
-
 @in_turn("name", runners.RUNNERS)
 def test_the_command_is_replaced_by_the_launchers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.run import get_args_parser
 
 from hf_zero.errors import LaunchError
 from hf_zero.launch import hosts
@@ -55,14 +54,6 @@ def test_one_machine_takes_torchrun_at_a_free_port() -> None:
     assert option(start.command, "--rdzv-endpoint") == "127.0.0.1:0"
     assert option(start.command, "--log-dir") == "logs" and option(start.command, "--tee") == "3"
     assert start.environment.keys() <= {"GLOO_SOCKET_IFNAME"}
-
-
-@in_one_item([{}, {"local_rank_argument": True}, {"module": True}])
-def test_torchrun_takes_no_option_of_the_script_for_its_own(given: dict[str, bool]) -> None:
-    (start,) = made("train", "--n", "4", "--", "--h", **given).starts
-    ours = start.command[start.command.index("torch.distributed.run") + 1 :]
-    read = get_args_parser().parse_args(ours)
-    assert read.training_script_args[-4:] == ["--n", "4", "--", "--h"]
 
 
 def test_torchrun_reads_what_is_written_for_it(tmp_path: Path) -> None:
@@ -126,17 +117,6 @@ def test_slots_that_were_chosen_are_the_devices(
     assert made(include="localhost:2", ranks=4).starts[0].environment[name] == "2"
     monkeypatch.setenv(name, "4,5,6,7")
     assert made(include="localhost:1,2", ranks=4).starts[0].environment[name] == "5,6"
-
-
-def test_one_host_of_a_hostfile_that_is_this_machine_needs_no_ssh(tmp_path: Path) -> None:
-    file = hostfile(tmp_path, "localhost slots=1", "10.9.9.2 slots=2")
-    assert made(hostfile=file, num_nodes=1).alone
-    planned = made(hostfile=file, exclude="localhost")
-    assert not planned.alone
-    assert planned.meeting is None
-    assert planned.starts[0].reached_by[-2] == "10.9.9.2"
-    # its ranks settle their port there
-    assert option(planned.starts[0].command, "--rdzv-endpoint") == "127.0.0.1:0"
 
 
 def test_the_part_of_one_host(tmp_path: Path) -> None:

@@ -339,7 +339,6 @@ class _Taking:
         while unknown := {(*pair, self._source(*pair)) for pair in wanted_by - sound}:
             moves = sorted((n, host, source) for host, n, source in unknown if host != source)
             share = self._share(n for host, n, source in unknown if host == source == self._host)
-            saving.reached("fetching")
             damaged: list[tuple[str, int]] = []
             with ThreadPoolExecutor(1) as beside:  # this host's own files, while others arrive
                 compared = beside.submit(self._damaged, share, manifest)
@@ -360,7 +359,6 @@ class _Taking:
                     target.symlink_to(source)
 
         collective_try(self._ranks, link)
-        saving.reached("fetched")
         memory.mark()
         memory.protect(self.save_id)
         memory.ready = self.save_id

@@ -72,10 +72,6 @@ _claimed: weakref.WeakValueDictionary[tuple[str, int, int], MemoryCheckpoints] =
 )
 
 
-def reached(point: str) -> None:
-    """Called at the named points of a save and a load, for tests that end a process there."""
-
-
 class SlotFiles:
     """Files of this rank's slots as tensors: kept mapped, so that a save allocates nothing."""
 
@@ -325,7 +321,6 @@ class MemoryCheckpoints(JobFolders):
         engine.changes.refuse("a save in memory")
         self._wait_for_last()
         begun = time.perf_counter()
-        reached("before")
         step = engine.counters.global_steps
         if client_state is None:
             client_state = self.client_state
@@ -338,7 +333,6 @@ class MemoryCheckpoints(JobFolders):
         if self._is_cut_off:
             return
         stall = time.perf_counter() - begun
-        reached("staged")
         future: Future[None] = Future()
         self._running = future
         work = partial(self._run, staged, step, stall, future)
@@ -450,7 +444,6 @@ class MemoryCheckpoints(JobFolders):
                 )
             self._files.leave(path)
         image = self._files.open(path, plan.file.size)
-        reached("staging")
         copy_to_memory(image, plan.file, plan.tensors, self._device)
         return Staged(path, image, plan.file, record, changes)
 
@@ -544,27 +537,21 @@ class MemoryCheckpoints(JobFolders):
             staged = None
         if not self.transfers.agree(staged is not None) or staged is None:
             return False
-        reached("hashed")
         partners = self.hosts.partners(self.rank, self.copies)
         of_record = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         self.transfers.transfer(
             [(peer, tensor) for peer in partners for tensor in (staged.image, of_record)],
             [(copy.rank, tensor) for copy in copies for tensor in (copy.image, copy.record)],
         )
-        reached("copied")
         written = True
         try:
             write_record(record_path(staged.path), content)
-            reached("recorded")
             for copy in copies:
                 write_record(record_path(copy.path), bytes(bytes_view(copy.record)))
         except OSError as error:
             logger.error("%s", self._failed(self._last_step, describe_error(error)))
             written = False
-        reached("committing")
-        whole = self.transfers.agree(written)
-        reached("committed")
-        return whole
+        return self.transfers.agree(written)
 
     def _hashed(self, staged: Staged) -> RankRecord:
         """Return the record with the hashes of the file."""

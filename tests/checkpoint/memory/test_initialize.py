@@ -5,7 +5,6 @@ share layers, experts or shards: resumed bit for bit on the same ranks, and on o
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -26,10 +25,7 @@ from tests.checkpoint.memory.jobs import Kept, attempt, firsts, hosts, same, who
 from tests.checkpoint.memory.test_generations import flip
 from tests.checkpoint.test_resume import Rows, config, net, train
 from tests.helpers.cells import fast
-from tests.helpers.engines import full_weights
-from tests.helpers.processes import run_processes
 from tests.helpers.stacks import on_ranks
-from tests.parallel import pipelines
 
 __all__ = ["hosts"]
 
@@ -219,34 +215,3 @@ def test_other_parallel_sizes_load_as_from_disk(tmp_path: Path) -> None:
     assert firsts(resumed) == {2}
     elsewhere = dataclasses.replace(after, base=tmp_path / "other")
     same(resumed, attempt(elsewhere, range(3), tmp_path / "saved"))
-
-
-def in_stages(rank: int, tmp_path: Path) -> Any:
-    """Three attempts of one job in two stages: uninterrupted, ended, and resumed without a host."""
-    os.environ["HF_ZERO_HOST"] = "ab"[rank]
-    made = []
-    for base, steps, resumes in (("other", 5, False), ("memory", 3, False), ("memory", 5, True)):
-        saving._claimed.clear()  # the engines of the attempt before are gone with its processes
-        memory = {"every": 1, "folder": str(tmp_path / base), "job": "job"}
-        keys = pipelines.config(4, 1, checkpoint={"memory": memory})
-        made_of = {"model": pipelines.pipeline(2, 2), "optimizer": pipelines.sgd}
-        engine = hf_zero.initialize(**made_of, config=keys)[0]
-        if resumes:
-            if rank == 1:
-                shutil.rmtree(engine.memory.folder(engine.memory.base))
-            engine.load_checkpoint(str(tmp_path / "disk"))
-        first = engine.global_steps
-        data = pipelines.batches(4 * 5)
-        windows = [iter(data[4 * step : 4 * step + 4]) for step in range(first, steps)]
-        losses = [float(engine.train_batch(window)) for window in windows]
-        weights = {name: p.detach().clone() for name, p in full_weights(engine).items()}
-        engine.memory.wait()
-        made.append((first, losses, weights, None))
-    return made
-
-
-@pytest.mark.long
-def test_stages_of_a_pipeline_resume(tmp_path: Path) -> None:
-    uninterrupted, _, resumed = zip(*run_processes(2, in_stages, tmp_path))
-    assert firsts(resumed) == {3}
-    same(resumed, uninterrupted)
