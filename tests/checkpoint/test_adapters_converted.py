@@ -27,7 +27,6 @@ from tests.helpers.adapters import KINDS, llama
 from tests.helpers.cells import fast
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.packed import LinearOfBytes
-from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_ranks, run_steps
 from tests.ranks.test_quantised import PACKED, adam, alike, build
 from tests.ranks.test_quantised import adapters as lora_of
@@ -148,20 +147,6 @@ def test_several_adapters_each_in_its_folder(tmp_path: Path, base: Path) -> None
     assert not (tmp_path / "one" / "adapter_config.json").exists()
 
 
-def test_an_adapter_that_transformers_added(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Transformers 5.24 asks for a PEFT that is not released, and works with the one before."""
-    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
-    model = of_base(base)
-    model.add_adapter(KINDS["LoRA"]())
-    saved(tmp_path / "run", model)
-    convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    model.save_pretrained(tmp_path / "theirs")
-    got, want = (load_file(tmp_path / name / FILE) for name in ("out", "theirs"))
-    assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
-
-
 def test_what_a_checkpoint_of_an_adapter_is_converted_to(tmp_path: Path, base: Path) -> None:
     """Whole, in 16 bits, and by patterns on request."""
     folder, whole = tmp_path / "run", tmp_path / "whole"
@@ -251,32 +236,6 @@ def test_a_base_is_not_asked_for_over_the_network(tmp_path, monkeypatch):
     cached = lambda name, file: str(tmp_path / file)  # noqa: E731
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
     assert adapters._base_configuration("some/model") == {"vocab_size": 5}
-
-
-def test_ranks_that_share_weights_or_layers_write_whole_adapters(tmp_path, base):
-    """Rank 0 alone finds out what PEFT would write, and must ask nobody for a part."""
-    models = [adapted(base, KINDS["LoRA and a module saved whole"]()) for _ in range(3)]
-    config = config_of(3, tensor_parallel={"autotp_size": 2})
-    tokens = torch.randint(3, 32, (2, 8), generator=torch.Generator().manual_seed(1))
-
-    def train(rank: int) -> None:
-        trained = [each for each in models[rank].parameters() if each.requires_grad]
-        engine = start(models[rank], torch.optim.SGD(trained, 0.1), config)
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        engine.step()
-        engine.save_checkpoint(tmp_path / "run")
-        engine.destroy()
-
-    run_ranks(2, train)
-    plain = models[2]
-    plain(input_ids=tokens, labels=tokens).loss.backward()
-    torch.optim.SGD([each for each in plain.parameters() if each.requires_grad], 0.1).step()
-    convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    plain.save_pretrained(tmp_path / "peft")
-    got, want = (load_file(tmp_path / folder / FILE) for folder in ("out", "peft"))
-    assert set(got) == set(want)
-    for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
 
 
 # ---- over quantised weights ----

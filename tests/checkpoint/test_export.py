@@ -129,27 +129,6 @@ def test_a_compiled_model_with_tied_weights_is_written_under_its_own_names(tmp_p
     assert all(torch.equal(value, plain[name]) for name, value in model.named_parameters())
 
 
-def test_names_that_save_pretrained_keeps_and_leaves_out(tmp_path):
-    """Tied weights have the name that it keeps."""
-
-    def kept_as_head():
-        module = small()
-        module._tied_weights_keys = {"embed.weight": "head.weight"}
-        return module
-
-    def action(engine: Engine):
-        assert engine.aliases == {"head.weight": "embed.weight"}
-        engine.module._keys_to_ignore_on_save = {"norm.running_mean", "second.bias"}
-        return checkpoint.save(engine, tmp_path / "run")
-
-    run(Job(2, 3, optimizer=None), kept_as_head, action)
-    convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    tensors = load_file(tmp_path / "out" / MODEL)
-    assert torch.equal(tensors["head.weight"], small().embed.weight)
-    assert not tensors.keys() & {"norm.running_mean", "second.bias", "embed.weight"}
-    assert {"norm.running_var", "second.weight"} < tensors.keys()
-
-
 def test_dtypes(of_small, tmp_path, monkeypatch):
     """Also where slices are smaller than tensors; by default the one that training was handed."""
     run_folder, weights = of_small
@@ -236,35 +215,6 @@ def test_what_lies_beside_it_is_carried_along(tmp_path):
     assert (out / "README.md").read_text() == card  # the facts are replaced, not added again
 
 
-FRONTS = {
-    "license: mit": "license: mit",
-    "license: [": "license: [",
-    "- a list": "- a list",
-    "license: mit\nmodel-index:\n- name: base\n  results:\n  - task: {type: other}\n"
-    "    dataset: {name: d, type: d}\n    metrics: [{type: accuracy, value: 0.9}]": "license: mit",
-}
-
-
-def test_files_beside_it_that_are_of_another_kind(of_small, tmp_path):
-    """A card without evaluations of the run names none; dtypes of a configuration are nested."""
-    folder, out = shutil.copytree(of_small[0], tmp_path / "run"), tmp_path / "out"
-    for front, kept in FRONTS.items():
-        (folder / "README.md").write_text(f"---\n{front}\n---\n# A card\n")
-        convert_checkpoint(folder, out)
-        card = (out / "README.md").read_text()
-        assert card.startswith(f"---\n{kept}\n---\n# A card\n") and "| steps | 2 |" in card, front
-    (folder / "trainer_state.json").write_text('{"log_history": [3]}')
-    text = {"text": {"dtype": "float32"}, "vision": {"dtype": "float16"}}
-    (folder / "config.json").write_text(json.dumps({"torch_dtype": "float32", **text}))
-    convert_checkpoint(folder, out, "bfloat16")
-    assert "| steps | 2 |" in (out / "README.md").read_text()
-    wanted = {"dtype": "bfloat16", **text, "text": {"dtype": "bfloat16"}}
-    assert json.loads((out / "config.json").read_text()) == wanted
-    (folder / "config.json").write_text("[")
-    with pytest.raises(CheckpointError, match=r"config\.json is no JSON object"):
-        convert_checkpoint(folder, out)
-
-
 # ---- where it writes to ----
 
 
@@ -318,14 +268,6 @@ def test_targets_that_are_refused(of_bert, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"has room for 10 bytes"):
         convert_checkpoint(folder, tmp_path / "none")
     assert not list((tmp_path / "none").iterdir())
-
-
-def test_the_bar_is_on_stderr_and_only_when_asked(of_small, tmp_path, capsys):
-    convert_checkpoint(of_small[0], tmp_path / "out")
-    assert capsys.readouterr() == ("", "")
-    convert_checkpoint(of_small[0], tmp_path / "out", progress=True, verify=True)
-    shown = capsys.readouterr()
-    assert shown.out == "" and "writing" in shown.err
 
 
 # ---- the names that scripts for DeepSpeed call ----
@@ -425,18 +367,3 @@ def test_whole_and_converted_it_is_the_model_that_was_trained(tmp_path):
     assert head.data_ptr() == embedding.data_ptr()
     trained = load_file(tmp_path / "whole" / "trained.safetensors")
     assert set(weights) - set(trained) == {name for name in weights if "h.0" in name}
-
-
-def test_the_whole_model_into_a_folder_that_cannot_be(tmp_path: Path) -> None:
-    """Every rank hears of it, and training goes on."""
-    (tmp_path / "file").write_text("")
-
-    def run(engine: Any, rank: int) -> list[float]:
-        for name in ("model.safetensors", "pytorch_model.bin"):
-            with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
-                engine.save_16bit_model(str(tmp_path / "file"), name)
-        with pytest.raises(CheckpointError, match="one file of the whole model"):
-            engine.save_16bit_model("memory://bucket/model")
-        return train(engine, rank, range(1))
-
-    assert [len(losses) for losses in Setup().run(run)] == [2, 2]

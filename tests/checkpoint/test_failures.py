@@ -279,29 +279,6 @@ def test_another_schedule(tmp_path):
     load(tmp_path)  # an engine without one goes on without
 
 
-CHOICES = (lambda name: "bias" not in name, lambda name: "bias" in name)
-
-
-def test_a_schedule_follows_groups_in_another_order(tmp_path):
-    def two_rates(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        for group, rate in zip(groups, (1e-3, 2e-3)):
-            group["lr"] = rate
-        return torch.optim.AdamW(groups)
-
-    def base_rates(job: Job, make: Any, then: Callable[[Engine], Any]) -> list[Any]:
-        def action(engine: Engine) -> Any:
-            engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.bound.optimizer, 3)
-            then(engine)
-            return engine.lr_scheduler.base_lrs
-
-        return run(job, make, action)[1]
-
-    saving, turned = (Job(2, 3, optimizer=two_rates, decays=chooses) for chooses in CHOICES)
-    base_rates(saving, small, lambda engine: checkpoint.save(engine, tmp_path))
-    loaded = base_rates(turned, other, lambda engine: checkpoint.load(engine, tmp_path))
-    assert loaded == [[2e-3, 1e-3]] * 2
-
-
 def each_loads(where: Callable[[int], Any]) -> None:
     run(TWO, small, lambda engine: checkpoint.load(engine, *where(engine.global_rank)))
 

@@ -90,36 +90,6 @@ def test_a_model_folder_is_taken_by_its_own_name_alone(states: Path, tmp_path: P
     assert find_checkpoint(models / "one") == models / "one" / "state" / "pytorch_model"
 
 
-def test_a_trainers_output_folder(saved: Path, tmp_path: Path) -> None:
-    """One without ``latest`` is whole all the same. Links and hidden folders are passed over."""
-    run, found = tmp_path / "run", []
-    for step in (9, 10, 100):
-        found.append(run / f"checkpoint-{step}" / "pytorch_model")
-        shutil.copytree(saved, found[-1].parent)
-        set_step(found[-1] / "manifest.json", step)
-    (run / "checkpoint-100" / "latest").unlink()
-    shutil.copytree(saved, run / ".hf-zero-dropped-state")
-    shutil.copytree(saved, tmp_path / "beside")
-    (run / "checkpoint-9" / "up").symlink_to(run)
-    (run / "checkpoint-9" / "above").symlink_to(tmp_path)
-    assert checkpoints_below(run) == found
-    assert find_checkpoint(run) == found[-1]
-
-
-def test_what_another_program_left_is_taken_where_it_is_alone(tmp_path: Path) -> None:
-    def deepspeed(folder: Path) -> Path:
-        folder.mkdir(parents=True)
-        (folder / "mp_rank_00_model_states.pt").touch()
-        return folder
-
-    one = deepspeed(tmp_path / "run" / "global_step1")
-    model(tmp_path / "run" / "model")
-    assert find_checkpoint(tmp_path / "run") == one
-    deepspeed(tmp_path / "run" / "global_step2")
-    with pytest.raises(CheckpointError, match="pass it: global_step1, global_step2, model"):
-        find_checkpoint(tmp_path / "run")
-
-
 def command(*arguments: Any) -> Any:
     return CliRunner().invoke(app, [*map(str, arguments)])
 

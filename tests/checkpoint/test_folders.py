@@ -6,7 +6,6 @@ and folders with other names.
 from __future__ import annotations
 
 import errno
-import locale
 import os
 import stat
 import threading
@@ -16,7 +15,7 @@ import pytest
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import commit, find, storage
-from hf_zero.checkpoint.commit import CommitTarget, commit_target
+from hf_zero.checkpoint.commit import CommitTarget
 from hf_zero.checkpoint.find import DROPPED, LATEST, REPLACED, SAVING, find_checkpoint
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.config import ZeroConfig
@@ -34,10 +33,9 @@ from tests.checkpoint.jobs import (
     train_some,
     weights,
 )
-from tests.checkpoint.setups import Setup, held
+from tests.checkpoint.setups import held
 from tests.helpers.engines import start
 from tests.helpers.models import ARCHITECTURES
-from tests.helpers.ranks import run_ranks
 from tests.helpers.training import adamw
 
 __all__ = ["held"]
@@ -67,15 +65,6 @@ def test_tags(tmp_path: Path) -> None:
         for _ in range(2):
             engines = saved(tmp_path / "spa ce ü", ONE, tag=tag, steps=steps, keep=1)
         assert same(weights(load(tmp_path / "spa ce ü", ONE)), weights(engines)), tag
-
-
-def test_latest_does_not_depend_on_the_locale(tmp_path, monkeypatch):
-    saved(tmp_path, ONE, tag="größe")
-    name = "getencoding" if hasattr(locale, "getencoding") else "getpreferredencoding"
-    monkeypatch.setattr(locale, name, lambda *_: "latin-1")
-    monkeypatch.setattr("io.text_encoding", lambda encoding, level=2: encoding or "latin-1")
-    load(tmp_path, ONE)
-    saved(tmp_path, ONE, tag="größe 2", save_latest=False, keep=1)
 
 
 def test_latest_names_the_checkpoint_and_what_is_missing_is_named(tmp_path: Path) -> None:
@@ -180,70 +169,7 @@ def test_leftovers_of_the_same_tag_go_and_what_is_replaced_is_named(tmp_path, he
         commit.begin_folder(tmp_path, "b", ID)
 
 
-def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
-    made(tmp_path / "a", "old")
-    temporary, rename = made(tmp_path / ".hf-zero-saving-a", "new"), os.rename
-
-    def failing(source: Path, target: Path) -> None:
-        if source == temporary:
-            raise OSError(5, "Input/output error")
-        rename(source, target)
-
-    monkeypatch.setattr(find.os, "rename", failing)
-    with pytest.raises(OSError):
-        commit.publish_folder(temporary, "a")
-    assert (tmp_path / "a" / MANIFEST_NAME).read_text() == "old"
-
-
-def test_a_rank_still_at_work_puts_nothing_into_a_save_that_is_given_up(tmp_path, monkeypatch):
-    save = commit_target(tmp_path, "t" * find.LONGEST_TAG, ID)
-    save.begin()
-    save.path_of("rank-0").write_bytes(b"0")
-    late, rmdir = [], os.rmdir
-
-    def meanwhile(*args, **kwargs) -> None:
-        try:
-            save.path_of("rank-1").write_bytes(b"1")
-        except FileNotFoundError as error:
-            late.append(error)
-        rmdir(*args, **kwargs)
-
-    monkeypatch.setattr(os, "rmdir", meanwhile)
-    save.abort()
-    assert names(tmp_path) == [] and len(late) == 1
-    save.abort()  # nothing is left to remove
-    monkeypatch.undo()
-    save.begin()
-    save.path_of("rank-0").write_bytes(b"0")
-
-    def rename(*args, **kwargs) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "rename", rename)
-    save.abort()
-    assert names(tmp_path) == [], "where nothing can be renamed"
-
-
 # ---- while a save is under way ----
-
-
-def test_the_working_folder_changes_while_a_thread_writes(tmp_path, monkeypatch, held):
-    for name in ("here", "there"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    models = Setup(ranks=1).models()
-
-    def train(rank: int) -> None:
-        engine = Setup(ranks=1).open(models[0])
-        engine.save_checkpoint("run", tag="a", blocking=False)
-        monkeypatch.chdir(tmp_path / "there")
-        held.set()
-        engine.wait_for_checkpoint()
-        engine.destroy()
-
-    run_ranks(1, train)
-    assert checkpoint.verify_checkpoint(tmp_path / "here" / "run").whole
-    assert names(tmp_path / "there") == []
 
 
 @pytest.mark.parametrize("ends", ["first", "last"])
@@ -336,22 +262,6 @@ def test_damaged_ones_are_neither_counted_nor_removed(tmp_path, heard):
     assert any("global_step3 is damaged" in text and "cut short" in text for text in heard)
 
 
-def test_nothing_goes_if_the_new_one_is_damaged(tmp_path, monkeypatch, heard):
-    """A disk that loses what it has just been given is not to be trusted with the rest."""
-    save(tmp_path, 1)
-    published = commit.publish_folder
-
-    def losing(temporary, tag):
-        final = published(temporary, tag)
-        cut_short(final)
-        return final
-
-    monkeypatch.setattr(commit, "publish_folder", losing)
-    save(tmp_path, 2, keep=1)
-    assert sorted(find.tags_in(tmp_path)) == ["global_step1", "global_step2"]
-    assert any("global_step2 is damaged" in text for text in heard)
-
-
 def test_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, heard):
     save(tmp_path, 1)
 
@@ -365,18 +275,6 @@ def test_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, heard):
     monkeypatch.undo()
     save(tmp_path, 3, keep=1)
     assert find.tags_in(tmp_path) == ["global_step3"]
-
-
-def test_leftovers_of_stopped_saves_go(tmp_path):
-    """Of a removal; and one that was replaced does not come back."""
-    save(tmp_path, 1)
-    os.rename(tmp_path / "global_step1", tmp_path / ".hf-zero-dropped-global_step1")
-    save(tmp_path, 2)
-    assert run_holds(tmp_path) == ["global_step2"]
-    save(tmp_path, 1)
-    os.rename(tmp_path / "global_step2", tmp_path / ".hf-zero-replaced-global_step1")
-    commit.drop(tmp_path / "global_step1")
-    assert run_holds(tmp_path) == []
 
 
 def test_the_key_of_the_configuration(tmp_path):

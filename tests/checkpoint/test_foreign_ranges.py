@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 
 import hf_zero
 from hf_zero.checkpoint.foreign import torch_files
-from hf_zero.checkpoint.foreign.assembled import Table, Widened
 from hf_zero.checkpoint.foreign.deepspeed import CLASSES, scaler_of
 from hf_zero.checkpoint.foreign.torch_files import MappedFiles, SavedTensor, load_pickle
 from hf_zero.errors import CheckpointError
@@ -58,35 +57,6 @@ def test_a_mapped_tensor_is_read_from_its_file(tmp_path: Path, loaded: torch.Ten
     os.truncate(tmp_path / "a.pt", 4096)
     with pytest.raises(OSError, match=r"a\.pt was cut short while it was read"):
         read(files, loaded)
-
-
-def test_what_lies_in_no_file_is_left_to_memory(tmp_path, loaded, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(torch_files, "MAPS", tmp_path / "none")
-        assert not read(MappedFiles(), loaded)[0], "the system does not tell"
-    files, another = MappedFiles(), MappedFiles()
-    assert not read(files, VALUES)[0]
-    assert not files.read(loaded, 0, torch.empty(4, dtype=torch.float64))
-    assert not files.read(loaded[::2], 0, torch.empty(4))
-    assert not files.read(loaded, 0, torch.empty(0))
-    assert not files.read(loaded, 4990, torch.empty(1 << 20)), "beyond the mapping"
-    os.rename(tmp_path / "a.pt", tmp_path / "b.pt")
-    assert not read(files, loaded)[0], "nothing stands at that path"
-    (tmp_path / "a.pt").write_bytes(bytes(30000))
-    assert not read(another, loaded)[0], "another file stands at that path"
-    table = Table(tmp_path / "a.pt", {"x": loaded}, files)
-    out = torch.empty(3)
-    table.read_into("x", 5, out)
-    assert out.tolist() == [5.0, 6.0, 7.0]
-
-
-def test_16_bits_are_widened_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_zero.checkpoint.foreign.assembled.CAST_AT_ONCE", 7)
-    table = Table(Path("x"), {"x": Widened(torch.float32, VALUES.bfloat16())}, MappedFiles())
-    out = torch.empty(100)
-    table.read_into("x", 3, out)
-    assert table.entries["x"].dtype == torch.float32
-    assert torch.equal(out, VALUES.bfloat16().float()[3:103])
 
 
 def saved(tmp_path: Path, tensor: object) -> SavedTensor:

@@ -14,7 +14,6 @@ import torch
 
 from hf_zero.checkpoint import tensorfile, verify_checkpoint
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.jobs import run_holds
 from tests.checkpoint.setups import (
     Setup,
     described,
@@ -36,8 +35,6 @@ __all__ = ["held"]
 
 SETUPS = [
     (Setup(stage=1, way="optimizer in files", precision="fp16", model="bert"), True),
-    (Setup(stage=2, way="optimizer on cpu", moments="int8"), True),
-    (Setup(stage=3, ranks=4, frozen="h.0"), False),
     (Setup(stage=3, way="all in files", precision="bf16"), False),
 ]
 
@@ -171,29 +168,3 @@ def test_all_that_changes_while_a_thread_writes(tmp_path: Path, held: threading.
         engine.destroy()
 
     run_ranks(2, run, TWO.models())
-
-
-def test_a_save_that_waits_follows_one_of_the_same_tag_that_a_thread_writes(
-    tmp_path: Path, held: threading.Event, heard_in_full: list[str]
-) -> None:
-    def release() -> None:
-        while not any("which is still being written" in line for line in heard_in_full):
-            threading.Event().wait(0.01)
-        held.set()
-
-    def run(engine: Any, rank: int) -> None:
-        train(engine, rank, range(1))
-        first = {"which": "thread"}
-        engine.save_checkpoint(str(tmp_path), tag="a", client_state=first, blocking=False)
-        train(engine, rank, range(1, 2))
-        there = state(engine)
-        if rank == 0:
-            threading.Thread(target=release, daemon=True).start()
-        engine.save_checkpoint(str(tmp_path), tag="a", client_state={"which": "later"})
-        train(engine, rank, range(2, 3))
-        assert engine.load_checkpoint(str(tmp_path), verify=True)[1] == {"which": "later"}
-        assert same(state(engine), there) and engine.global_steps == 2
-
-    TWO.run(run)
-    assert run_holds(tmp_path) == ["a"]
-    assert verify_checkpoint(tmp_path).whole

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ import torch
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import save_job
-from hf_zero.checkpoint.manifest import GroupEntry, Manifest, dtype_of, pair_names, strip_wrappers
+from hf_zero.checkpoint.manifest import GroupEntry, Manifest, dtype_of
 from hf_zero.checkpoint.match import pair_groups, reorder_schedule
 from hf_zero.checkpoint.reader import join, load_objects
-from hf_zero.checkpoint.save_sharded import is_json, split
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import Job, saved, small
 from tests.checkpoint.written import write
@@ -164,34 +162,9 @@ def test_unreadable_files(tmp_path, written):
 # ---- state that is no tensor ----
 
 
-class Custom:
-    pass
-
-
 class Attack:
     def __reduce__(self):
         return (exec, ("raise SystemExit('executed')",))
-
-
-FAITHFUL = [None, True, 3, 2.5, float("inf"), "x", [1, [2]], {"a": {"b": []}}, {}]
-OTHERS = [(1, 2), {1: 2}, {"a": (1,)}, {3}, torch.ones(2), OrderedDict(a=1), b"x", 1j]
-EXECUTED = [Custom(), Attack(), lambda: None, {"deep": [Custom()]}, open]
-
-
-def test_what_is_json_and_what_is_not():
-    for value in FAITHFUL:
-        assert is_json(value), value
-        assert split("s", {"k": value}) == ({"json": {"k": value}, "objects": []}, {})
-    for value in OTHERS:
-        assert not is_json(value), value
-        plain, objects = split("s", {"k": value, "n": 1})
-        assert plain == {"json": {"n": 1}, "objects": ["k"]}
-        assert type(objects["k"]) is type(value)
-    for value in EXECUTED:
-        with pytest.raises(CheckpointError, match=r"client_state\['bad'\] .* cannot be saved"):
-            split("client_state", {"good": 1, "bad": value})
-    with pytest.raises(CheckpointError, match=r"client_state has the key 3 of type int"):
-        split("client_state", {3: 1})
 
 
 def test_objects_that_are_damaged_or_would_execute(tmp_path):
@@ -208,25 +181,6 @@ def test_objects_that_are_damaged_or_would_execute(tmp_path):
             load_objects(path)
     with pytest.raises(CheckpointError, match=r"o\.pt lacks \['k'\] of client_state"):
         join("client_state", {"json": {}, "objects": ["k"]}, {}, Path("o.pt"))
-
-
-# ---- matches between a checkpoint and an engine ----
-
-# ---- names ----
-
-
-def test_wrappers_are_no_part_of_a_name() -> None:
-    wrapped = "_orig_mod.layers.0._checkpoint_wrapped_module.norm.weight"
-    assert strip_wrappers(wrapped) == "layers.0.norm.weight"
-    assert strip_wrappers("layers._fsdp_wrapped_module.weight") == "layers.weight"
-    assert strip_wrappers("my_orig_mod.weight") == "my_orig_mod.weight"
-    there = ["module.a.weight", "_orig_mod.b.weight"]
-    paired = dict(zip(["a.weight", "b.weight"], there))
-    assert pair_names(["a.weight", "b.weight"], there) == paired
-    assert pair_names(["module.a"], ["a"]) == {"module.a": "a"}
-    both = ["a", "module.a"]
-    assert pair_names(both, both) == {"a": "a", "module.a": "module.a"}, "the same name comes first"
-    assert pair_names(["a"], ["_orig_mod.a", "module.a"]) == {}, "either of two is a guess"
 
 
 # ---- groups ----

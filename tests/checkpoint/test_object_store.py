@@ -30,7 +30,6 @@ from hf_zero.checkpoint import (
 from hf_zero.checkpoint.commit import StoreTarget
 from hf_zero.checkpoint.find import integrity_error
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.verify import verify_all
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import (
@@ -48,9 +47,7 @@ from tests.checkpoint.jobs import (
     trained,
     weights,
 )
-from tests.checkpoint.setups import Setup, first_half, global_losses, second_half
 from tests.checkpoint.test_cut_off import STATE, Killed, Reader, step
-from tests.helpers.ranks import run_ranks
 
 __all__ = ["step"]
 
@@ -105,64 +102,6 @@ def test_what_a_save_puts_and_what_reads_it(store: UPath, tmp_path: Path) -> Non
     assert same(dict(iterate_state_dict(UPath(URL))), dict(iterate_state_dict(tmp_path / "run")))
     with pytest.raises(CheckpointError, match=r"memory://bucket/model: .* folder of a file system"):
         convert_checkpoint(tmp_path / "run", "memory://bucket/model")
-
-
-def test_training_goes_on_elsewhere() -> None:
-    before, after = Setup(2, 2, way="optimizer on cpu"), Setup(1, 0)
-
-    def first(engine: Any, rank: int) -> Any:
-        losses = first_half(engine, rank, before, URL, blocking=False)
-        engine.wait_for_checkpoint()
-        return losses
-
-    whole = before.run(first)
-    resumed = run_ranks(after.ranks, second_half, after.models(), after, UPath(URL))
-    expected = global_losses(whole, before.ranks)[3:]
-    found = global_losses([losses for losses, _ in resumed], after.ranks)
-    assert found == pytest.approx(expected, rel=1e-6)
-    assert verify_checkpoint(URL).whole
-
-
-def test_ranges_are_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch, store: UPath) -> None:
-    monkeypatch.setattr(storage, "PART", 64)
-    asked, original = [], MemoryFileSystem.cat_file
-
-    def counted(self: Any, path: str, start: int = 0, end: int = 0, **kwargs: Any) -> bytes:
-        asked.append((end or 0) - (start or 0))
-        return original(self, path, start, end, **kwargs)
-
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
-    engines = saved(URL, ONE)
-    assert same(weights(load(URL, ONE, verify=True)), weights(engines))
-    assert max(asked) == 64 and len(asked) > 100
-    (store / "file").write_bytes(bytes(100))
-    file = storage.open_ranges(store / "file")
-    (store / "file").write_bytes(bytes(40))
-    assert file.read(memoryview(bytearray(80)), 10) == 30, "it has shrunk while it was read"
-
-
-# ---- one tag after another ----
-
-
-def test_a_tag_that_is_saved_again_and_older_ones_that_go(store: UPath) -> None:
-    saved(URL, tag="a")
-    (store / "a" / "notes.txt").write_text("mine")
-    old = set(names(store / "a"))
-    after = weights(saved(URL, tag="a", steps=4, job=ONE))
-    new = set(names(store / "a"))
-    assert old & new == {"manifest.json", "notes.txt"} and len(new) == 3
-    assert same(weights(load(URL, ONE)), after)
-    for steps in range(1, 4):
-        saved(URL, ONE, steps=steps, keep=2)
-    assert run_holds(store) == ["a", "global_step2", "global_step3"]
-    (store / "global_step3" / "manifest.json").write_text("{")
-    saved(URL, ONE, steps=5, keep=1)
-    assert run_holds(store) == ["a", "global_step3", "global_step5"], "a damaged one stays"
-    assert [verdict.whole for verdict in verify_all(URL)] == [False, True, True]
-    (store / "b" / "precious").write_text("")
-    for text in errors(saved, URL, tag="b"):
-        assert f"{URL}/b holds precious and is no checkpoint" in text
-    assert names(store / "b") == ["precious"]
 
 
 # ---- whatever happens ----

@@ -85,19 +85,3 @@ def test_checkpoints_of_earlier_versions_come_first_by_step(
     (tmp_path / "d" / MANIFEST_NAME).write_text("{")  # damaged: the oldest
     assert find.tags_in(tmp_path)[0] == "d"
     engine.destroy()
-
-
-@on_each_rank(1)
-def test_checkpoints_in_folders_of_their_own_are_ordered_by_step(
-    rank: int, model: nn.Module, tmp_path: Path
-) -> None:
-    engine = training(model)
-    for name in ("checkpoint-9", "checkpoint-10"):
-        steps(engine, 1)
-        engine.save_checkpoint(str(tmp_path / name))
-    set_back(tmp_path / "checkpoint-9" / "global_step1")
-    assert [folder.name for folder in find.checkpoints_below(tmp_path)] == [
-        "global_step1",
-        "global_step2",
-    ]
-    engine.destroy()

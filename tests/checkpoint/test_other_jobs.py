@@ -6,24 +6,21 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import find, save_log
+from hf_zero.checkpoint import find
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.memory.folders import job_identity
 from hf_zero.checkpoint.save_log import SaveLog
 from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError
-from hf_zero.ops.file_locks import FileLock
 from tests.checkpoint.jobs import ONE, run, small, train_some
 from tests.helpers.commands import end_group
 
@@ -110,30 +107,6 @@ def test_a_checkpoint_of_another_running_job_is_not_replaced(
     assert not list(own_folder.iterdir())
 
 
-def test_a_job_that_was_killed_is_not_in_the_way_of_its_restart(
-    tmp_path: Path, own_folder: Path
-) -> None:
-    engine, runs = trained(), tmp_path / "runs"
-    checkpoint.save(engine, runs, tag="a")
-    with other_job(own_folder, (save_id(runs / "a"), runs / "a")) as process:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        checkpoint.save(engine, runs, tag="a")
-        assert len(list(own_folder.iterdir())) == 1, "of this engine; the other one is removed"
-    engine.destroy()
-
-
-def test_engines_of_one_process_replace_each_other(tmp_path: Path, own_folder: Path) -> None:
-    engines, runs = [trained(), trained()], tmp_path / "runs"
-    for _ in range(2):
-        for engine in engines:
-            checkpoint.save(engine, runs, tag="a")
-    assert len(list(own_folder.iterdir())) == 2 and not engines[0].save_log.others()
-    for engine in engines:
-        engine.destroy()
-    assert not list(own_folder.iterdir())
-
-
 def test_a_host_without_a_place_for_the_file(
     tmp_path: Path, own_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,24 +152,3 @@ def test_files_of_this_job_and_of_the_processes_that_started_it_do_not_count(
     assert other.others()
     log.close()
     assert not other.others()
-
-
-def test_a_log_is_not_seen_before_it_is_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A job that looks for others removes a log that nobody has locked."""
-    lock_in, left = save_log.lock_in, list[bool]()
-
-    def late(folder: Path, name: str, *how: Any) -> FileLock:
-        (folder / name).touch()
-        SaveLog().others()
-        left.append((folder / name).exists())
-        return lock_in(folder, name, *how)
-
-    monkeypatch.setattr(save_log, "_folder", lambda: tmp_path)
-    monkeypatch.setattr(save_log, "lock_in", late)
-    log = SaveLog()
-    log.note(("an id", "a place"))
-    assert left == [True] and len(list(tmp_path.iterdir())) == 1
-    log.close()
-    assert list(tmp_path.iterdir()) == []

@@ -4,11 +4,9 @@ not interrupted, on the same ranks bit for bit.
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from itertools import chain
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -183,46 +181,6 @@ def test_other_ranks_read_the_same_samples_in_each_step(tmp_path, before, after)
     assert {engine.train_batch_size() for engine in engines} == {8}
 
 
-@pytest.mark.parametrize(("rows", "after"), [(22, 1), (24, 4)])
-def test_epochs_that_end_in_part_of_a_step_are_told_on_other_ranks(tmp_path, heard, rows, after):
-    """With whole steps, samples are the same across epochs, too."""
-    settings, data = config(tmp_path), Rows()
-    del settings["train_batch_size"]
-    settings["gradient_accumulation_steps"] = 2
-    data.rows = rows
-    _, samples, _ = everyone(2, settings, data, {1})
-    _, seen, _ = everyone(after, settings, data, resume=tmp_path)
-    told = any(f"the {rows} samples of an epoch are no multiple" in line for line in heard)
-    assert told == (rows == 22 and after == 1)
-    alike = {step for step in seen if seen[step] == samples.get(step)}
-    assert alike >= {2} and (told or alike == set(seen))
-
-
-def test_random_generators_and_the_seed_of_an_epoch(tmp_path):
-    """Dropout, Python's and NumPy's numbers go on; the iteration that is resumed draws no seed."""
-
-    def run(stop=None, resume=None, seed=3):
-        model = nn.Sequential(net(), nn.Dropout(0.5))
-        torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
-        given = {"config": config(tmp_path), "training_data": Rows()}
-        engine, _, loader, _ = hf_zero.initialize(model=model, resume=resume, **given)
-        drawn = []
-        for _ in range(loader.epoch, EPOCHS):
-            for _, rows in loader:
-                loss = engine(rows).square().mean() * (random.random() + np.random.rand())
-                engine.backward(loss)
-                engine.step()
-                drawn.append(loss.item())
-                if len(drawn) == stop:
-                    engine.save_checkpoint()
-                    return drawn
-        return drawn
-
-    whole = run()
-    assert run(stop=12) == whole[:12]
-    assert run(resume="latest", seed=9) == whole[12:]
-
-
 def test_nothing_to_resume_from(tmp_path, heard):
     """A named folder without a checkpoint, or with weights alone, is a warning."""
     whole, *_ = everyone(1, config(tmp_path), Rows(), stop=1)
@@ -255,15 +213,6 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, heard):
     _, _, (engine,) = everyone(1, config(tmp_path), Rows(), stop=2, resume="latest")
     assert engine.resumed_from == str(tmp_path / "global_step1")
     assert any("is passed over" in line for line in heard)
-
-
-def test_the_epoch_that_a_script_forgets(tmp_path, heard):
-    everyone(1, config(tmp_path), Rows(), {4}, 4)
-    _, loader = resumed(tmp_path)
-    assert loader.epoch == 1
-    loader.data_sampler.set_epoch(0)
-    next(iter(loader))
-    assert any("begin its loop with range(loader.epoch" in line for line in heard)
 
 
 def test_a_place_that_is_lost_is_named(tmp_path, heard_in_full):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import json
 import os
 import shutil
 from pathlib import Path
@@ -19,7 +18,6 @@ from safetensors.torch import load_file
 from hf_zero.checkpoint import convert_checkpoint, iterate_state_dict, reader
 from hf_zero.checkpoint.convert import files
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.ops import file_locks
 from tests.checkpoint.jobs import flip, small
 from tests.checkpoint.test_export import saved
 
@@ -154,18 +152,6 @@ def test_another_conversion_starts_anew(run, tmp_path, begun):
     assert not list(out.iterdir()), "one that fails leaves nothing behind"
 
 
-def test_a_journal_removes_nothing_outside_of_its_folder(run, tmp_path):
-    """The lock file of a killed process counts as free."""
-    mine, out = tmp_path / files.temporary_path(Path(), "mine").name, tmp_path / "out"
-    mine.write_text("mine")
-    out.mkdir()
-    names = ["../mine", str(tmp_path / "mine"), "a/../../mine", 3, ""]
-    (out / files.JOURNAL).write_text(json.dumps({"identity": "of another", "files": names}) + "\n")
-    (out / files.LOCK).write_bytes(b"")
-    convert_checkpoint(run, out)
-    assert mine.read_text() == "mine" and not (out / files.LOCK).exists()
-
-
 def test_the_bytes_do_not_depend_on_the_workers(run, tmp_path, cut_often):
     convert_checkpoint(run, tmp_path / "1", "bfloat16", workers=1)
     for workers in (2, 7):
@@ -227,51 +213,3 @@ def test_a_file_system_without_direct_writes(run, tmp_path, monkeypatch, cut_oft
         patch.setattr(os, call, refusing)
         with pytest.raises(CheckpointError, match="Permission denied"):
             convert_checkpoint(run, tmp_path / "none")
-
-
-def test_two_conversions_into_one_folder(run, tmp_path, monkeypatch, want):
-    """The second conversion is refused and changes nothing; the first runs to its end."""
-    fill, refused, out = files._WindowedFile.fill, [], tmp_path / "out"
-
-    def meanwhile(self, *args):
-        if not refused:
-            before = content(out)
-            with pytest.raises(CheckpointError, match="out is being written by another") as told:
-                convert_checkpoint(run, out, dtype="bfloat16")
-            refused.append(told)
-            assert content(out) == before
-        return fill(self, *args)
-
-    monkeypatch.setattr(files._WindowedFile, "fill", meanwhile)
-    convert_checkpoint(run, out, workers=1)
-    assert refused and content(out) == want
-
-
-def test_a_file_system_without_locks(run, tmp_path, monkeypatch):
-    for code in file_locks.NO_LOCKS:
-
-        def none(*args, code=code):
-            raise OSError(code, os.strerror(code))
-
-        monkeypatch.setattr(files.fcntl, "flock", none)
-        assert convert_checkpoint(run, tmp_path / "out").files
-        assert not list((tmp_path / "out").glob(files.LOCK))
-
-
-def test_a_lock_that_is_removed_while_it_is_waited_for(tmp_path, monkeypatch):
-    """A lock on a file that the holder has removed keeps nobody out."""
-    flock, seen = fcntl.flock, []
-
-    def late(descriptor, how):
-        if not seen:
-            (tmp_path / files.LOCK).unlink()
-        seen.append(descriptor)
-        flock(descriptor, how)
-
-    monkeypatch.setattr(files.fcntl, "flock", late)
-    with files.lock_folder(tmp_path):
-        monkeypatch.undo()
-        assert len(seen) == 2 and (tmp_path / files.LOCK).exists()
-        another = files.lock_folder(tmp_path)
-        with pytest.raises(CheckpointError, match="is being written by another"), another:
-            pass

@@ -142,31 +142,6 @@ def test_no_path_secret_or_markup_reaches_the_card(copy: Path, tmp_path: Path) -
         assert secret not in card, secret
 
 
-def test_values_are_escaped() -> None:
-    from hf_zero.checkpoint.convert.card import carded
-
-    text = carded(
-        "# A card", [("a|b", "<img src=x>\n| `c` [d](e) <!-- hf-zero: end of run -->")], {}
-    )
-    line = "| a\\|b | &lt;img src=x&gt; \\| \\`c\\` \\[d\\](e) &lt;!-- hf-zero: end of run --&gt; |"
-    assert line in text.splitlines()
-
-
-def test_datasets_of_another_card_and_of_none(copy: Path, tmp_path: Path) -> None:
-    """The card of adapters is nearer than the one with the data. A dataset that is a path is no
-    name of an evaluation either.
-    """
-    (last,) = copy.glob("*step4")
-    (last / "README.md").write_text("---\nlibrary_name: peft\n---\n# Adapters\n")
-    assert rows_of(last, tmp_path / "out")["data"] == "org/data"
-    (last / "README.md").unlink()
-    (copy / "README.md").write_text(f"---\ndatasets: [{FOLDER}]\n---\n# A card\n")
-    (copy / "trainer_state.json").write_text('{"log_history": [{"eval_loss": 2.5, "step": 4}]}')
-    assert "data" not in rows_of(copy, tmp_path / "out")
-    (result,) = ModelCard.load(tmp_path / "out" / "README.md").data.eval_results
-    assert result.dataset_name == "evaluation data"
-
-
 def test_figures_of_another_run_are_left_out(copy: Path, tmp_path: Path) -> None:
     """So are those that end before the checkpoint, and damaged ones; the Trainer's log has tokens
     then.
@@ -186,30 +161,3 @@ def test_figures_of_another_run_are_left_out(copy: Path, tmp_path: Path) -> None
         assert not [label for label in rows if label.startswith("training loss,")], name
         assert rows["tokens"] == "1,234" and "resumed from" not in rows, name
         assert rows["training loss"] == "1.5 at step 4", name
-
-
-def test_figures_that_are_no_numbers(copy: Path, tmp_path: Path) -> None:
-    def change(row: dict[str, Any]) -> None:
-        if row.get("step") == 1:
-            row |= {"loss": SECRET, "tokens": -3}
-        if row.get("step") == 2:
-            row["loss"] = float("nan")
-        if "run" in row:
-            row |= {"repeated_steps": SECRET, "run": row["run"] | {"versions": [SECRET]}}
-
-    rewrite(copy, change)
-    rows = rows_of(copy, tmp_path / "out")
-    assert "tokens, with padding" not in rows and rows["resumed from"] == "step 2"
-    assert [label for label in rows if label.startswith("training loss,")] == [
-        "training loss, steps 3 to 4"
-    ]
-
-
-def test_resumptions_that_the_run_went_back_behind_are_left_out(copy: Path, tmp_path: Path) -> None:
-    rows = list(read_rows(copy))
-    first = next(row for row in rows if "run" in row)
-    starts = [first | {"after_step": step, "repeated_steps": step} for step in (1, 3, 2)]
-    kept = [row for row in rows if "step" in row]
-    (copy / NAME).write_text("".join(f"{json.dumps(row)}\n" for row in [first, *starts, *kept]))
-    resumed = rows_of(copy, tmp_path / "out")["resumed from"]
-    assert resumed == "step 1 (1 step repeated), step 2 (2 steps repeated)"

@@ -5,10 +5,6 @@ dtype and stride, NaN, shapes without elements.
 
 from __future__ import annotations
 
-import gc
-import os
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,16 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import hf_zero
 from hf_zero import checkpoint
-from hf_zero.checkpoint.engine_state import rng_states
 from hf_zero.checkpoint.tensorfile import CODES
 from tests.checkpoint.jobs import (
     TWO,
     Engine,
     Job,
     errors,
-    load,
     other,
     run,
     saved,
@@ -35,8 +28,6 @@ from tests.checkpoint.jobs import (
     state_of,
     train_some,
 )
-from tests.helpers.cells import in_turn
-from tests.helpers.processes import forkserver
 
 
 def loaded(job: Job, folder: Path, before=lambda engine: None, **options):
@@ -96,10 +87,6 @@ def momentum_of_one(groups):
     return torch.optim.SGD(groups, lr=0.1)
 
 
-def frozen(name: str) -> bool:
-    return "first" in name
-
-
 def test_into_an_engine_that_has_trained_and_groups_with_other_states(tmp_path):
     job = Job(3, 3, units=("first", "second"), optimizer=momentum_of_one)
     before = saved(tmp_path / "a", job)
@@ -133,22 +120,6 @@ def test_replicas_write_each_element_once(tmp_path):
     # ranks 2 and 3 repeat what 0 and 1 hold
     assert sizes[2] < sizes[0] / 1.1 and sizes[3] < sizes[0] / 1.1
     assert_equal(before, loaded(Job(3, 1), tmp_path)[0])
-
-
-def test_other_precision_and_trainability(tmp_path):
-    """A frozen weight becomes trainable with zero moments, a trained one is frozen."""
-    job = Job(2, 3, precision="bf16", frozen=frozen)
-    before = state_of(saved(tmp_path, job))
-    assert state_of(loaded(job, tmp_path)[0])["first.weight"]["weights"].dtype == job.dtype
-    into = Job(2, 1, frozen=lambda name: "second" in name)
-    engines, _ = loaded(into, tmp_path, train_some)
-    # what has no moments has the step count of its group
-    assert {float(scalars["step"]) for scalars in engines[0].bound.scalars()} == {1.0}
-    after = state_of(engines)
-    assert torch.equal(after["first.weight"]["weights"], before["first.weight"]["weights"].float())
-    assert not after["first.weight"]["exp_avg"].any()
-    assert torch.equal(after["second.weight"]["weights"], before["second.weight"]["weights"])
-    assert torch.equal(after["embed.weight"]["exp_avg"], before["embed.weight"]["exp_avg"])
 
 
 STATE = {
@@ -201,43 +172,6 @@ def test_random_generators_come_back_on_request(tmp_path, heard):
     loaded(Job(2, 3), tmp_path, lambda engine: torch.manual_seed(5), load_rng=True)
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(5).get_state())
     assert "random generators are not restored on 2 ranks" in heard[0]
-
-
-class Slow:
-    """Garbage in a cycle, whose collection lets the other thread run."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-    def __del__(self) -> None:
-        time.sleep(0.002)
-
-
-def look() -> None:
-    for _ in range(200):
-        Slow()
-        rng_states()
-        rng_states()
-
-
-def look_twice() -> None:
-    gc.freeze()  # else each collection looks at all that the process has imported
-    gc.set_threshold(2)
-    looking: list[Any] = [threading.Thread(target=look) for _ in range(2)]
-    for each in looking:
-        each.start()
-    for each in looking:
-        each.join()
-    os._exit(0)
-
-
-def test_garbage_that_is_collected_while_two_threads_read_the_generator():
-    process = forkserver().Process(target=look_twice)
-    process.start()
-    process.join(60)
-    ended = process.exitcode
-    process.kill()
-    assert ended == 0, "the threads wait for each other"
 
 
 # ---- tensors as models have them ----
@@ -331,60 +265,3 @@ def test_strided_shared_and_conjugated_buffers(tmp_path: Path) -> None:
     assert torch.equal(module.turned, turned) and torch.equal(module.conjugated, conjugated)
     assert module.second.same is module.every_other
     assert module.every_other.tolist() == [0, 2, 4, 6, 8]
-
-
-def test_values_that_are_no_numbers(tmp_path: Path) -> None:
-    """NaN and infinities of weights, moments and buffers come back."""
-    odd_values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
-
-    def save(engine: Engine) -> None:
-        engine.backward(engine(torch.arange(12).view(4, 3) % 11).float().square().mean())
-        engine.step()
-        for parameter in engine.module.parameters():
-            diverged = torch.ones(parameter.numel())
-            diverged[::3] = float("nan")
-            diverged = diverged.view(parameter.shape)
-            hf_zero.safe_set_full_fp32_param(parameter, diverged)
-            hf_zero.safe_set_full_optimizer_state(parameter, diverged, "exp_avg")
-        checkpoint.save(engine, tmp_path)
-
-    before, _ = run(TWO, with_buffers(small, odd=odd_values), save)
-    after = load(tmp_path, Job(3, 1), with_buffers(other, odd=torch.zeros(4)))
-    assert bits(after[0].module.odd) == bits(odd_values)
-    one, two = state_of(before), state_of(after)
-    for name, kinds in one.items():
-        assert all(bits(value) == bits(two[name][kind]) for kind, value in kinds.items()), name
-    assert one["first.weight"]["weights"].isnan().any()
-    assert one["first.weight"]["exp_avg"].isnan().any()
-
-
-def test_buffers_follow_the_models_dtype(tmp_path: Path) -> None:
-    value = torch.tensor([1.0, 1e-3, float("nan"), 3e38])
-    put(tmp_path, with_buffers(small, table=value, count=torch.tensor([3, 70000])))
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        empty = {"table": torch.zeros(4, dtype=dtype), "count": torch.zeros(2, dtype=torch.int32)}
-        module = got(tmp_path, with_buffers(other, **empty))
-        assert module.table.dtype == dtype and bits(module.table) == bits(value.to(dtype))
-        assert module.count.tolist() == [3, 70000]
-    small_count = {"table": torch.zeros(4), "count": torch.zeros(2, dtype=torch.int16)}
-    for text in errors(load, tmp_path, make=with_buffers(other, **small_count)):
-        assert "other values of count" in text
-
-
-@in_turn("only, world", [("empty", 1), ("scalar", 3), ("both", 3)])
-def test_models_of_nothing_but_scalars_and_empty_parameters(tmp_path, only, world):
-    def make(value: float) -> torch.nn.Module:
-        module = torch.nn.Module()
-        if only != "scalar":
-            module.none = torch.nn.Parameter(torch.empty(0, 4))
-            module.bias = torch.nn.Parameter(torch.empty(3, 0))
-        if only != "empty":
-            module.one = torch.nn.Parameter(torch.tensor(value))
-        return module
-
-    job, into = Job(world, 3, optimizer=None), Job(4 - world, 2, optimizer=None)
-    run(job, lambda: make(2.5), lambda engine: checkpoint.save(engine, tmp_path))
-    assert checkpoint.verify_checkpoint(tmp_path).whole
-    engines = load(tmp_path, into, lambda: make(0.0))
-    found = {name: kinds["weights"].tolist() for name, kinds in state_of(engines).items()}
-    assert found == ({} if only == "empty" else {"one": [2.5]})

@@ -101,19 +101,6 @@ def test_the_environment_as_a_meeting_place_is_the_launcher_s(
     assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "2", "0"]
 
 
-def test_an_address_as_a_meeting_place_chooses_the_interface(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Peers on other hosts could not reach loopback."""
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
-    monkeypatch.setattr(dist, "get_world_size", lambda *args: 1)
-    for address, loopback in (("127.0.0.1", True), ("192.0.2.99", False)):
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-        meeting = f"tcp://{address}:1234"
-        init.init_distributed("gloo", 30, init_method=meeting, rank=0, world_size=2)
-        assert (os.environ["GLOO_SOCKET_IFNAME"] == "lo") is loopback
-
-
 def test_the_port_is_ours_where_the_launcher_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
@@ -301,20 +288,6 @@ def test_values_in_host_memory_need_a_backend_that_takes_them(
     said = r"\(cuda:nccl\) has no backend for tensors on cpu.*\('cpu:gloo,cuda:nccl'\)"
     with pytest.raises(ConfigError, match=said):
         world_group.broadcast(torch.ones(2), 0)
-
-
-def test_communicators_of_a_device_are_made_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    groups: list[Any] = []
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: groups.append(group))
-    Mesh(2, CPU)
-    assert groups == []
-    is_host = lambda device: torch.device(device).type == "cpu"  # noqa: E731
-    monkeypatch.setattr(process_group.kinds, "is_host", is_host)
-    made = Mesh(2, torch.device("meta"))
-    axes = (made.shard, made.replicate)
-    assert groups == [each for axis in axes for each in (axis._group, axis._reduce_group)]
-    assert len(set(map(id, groups))) == 4
 
 
 def test_ranks_that_launch_through_one_connection_are_refused(

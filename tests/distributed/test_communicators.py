@@ -117,13 +117,6 @@ def test_a_bound_job_of_1024_ranks_has_one_id_and_splits_for_the_rest(play: Any)
     assert rows.group == tuple(range(8)) and columns.group == tuple(range(0, WORLD, 8))
 
 
-def test_the_split_needs_a_torch_that_leaves_gloo_out_or_a_job_without_it(play: Any) -> None:
-    for selects, host, splits in ((False, "gloo", 0), (False, "", 4), (True, "", 4)):
-        job = play(selects=selects, host=host)
-        both_dimensions()
-        assert (len(job.splits), len(job.groups)) == (splits, 0 if splits else 272)
-
-
 def test_the_ranks_of_a_later_group_of_the_process_are_named() -> None:
     """torch's own split of one without them crashes the process."""
     for _ in range(2):
@@ -135,21 +128,6 @@ def test_the_ranks_of_a_later_group_of_the_process_are_named() -> None:
         part = world.split_group([0], LIMIT, gloo.options, "part", "of a later group")
         assert part is not None and part.size() == 1
         dist.destroy_process_group()
-
-
-def test_a_backend_that_copies_its_options_is_not_split(play: Any) -> None:
-    job = play()
-
-    class Copies:
-        supports_splitting = True
-
-        @property
-        def options(self) -> Any:
-            return SimpleNamespace(global_ranks_in_group=[])
-
-    job.backend = Copies()
-    both_dimensions()
-    assert (len(job.splits), len(job.groups)) == (0, 272)
 
 
 def test_the_fields_reach_each_communicator_and_gathers_have_high_priority(play: Any) -> None:

@@ -148,19 +148,6 @@ def test_a_unit_is_fetched_from_those_that_do_not_wait_for_it(trio: Any) -> None
     del chunk
 
 
-def test_of_many_fetches_the_first_and_every_power_of_ten_is_reported(
-    trio: Any, heard: list[str]
-) -> None:
-    """A model whose steps use other blocks each time fetches in every step."""
-    agreements, _, _ = trio
-    for number in range(1, 25):
-        agreements[0].fetches.fetch(number, f"layer.{number}", [], 0)
-    first, tenth = heard
-    assert first.startswith("layer.1 is needed here outside the recorded order")
-    assert tenth.startswith("10 units so far") and "the last one is layer.10:" in tenth
-    assert "zero_optimization.leaf_module" in tenth
-
-
 def test_a_request_that_must_wait_keeps_no_other_one_waiting(trio: Any) -> None:
     """Rank 0 is a step ahead and asks first; rank 1, which rank 2 needs before it can get there,
     asks second.

@@ -48,24 +48,6 @@ def test_every_rank_learns_every_host(known: list[str], monkeypatch: pytest.Monk
     assert said == "rank 0 on worker-0 (127.0.0.1), ranks 1, 2 on worker-1 (127.0.0.1)"
 
 
-def test_the_name_that_the_user_gives_goes_before_a_launchers_and_the_machines_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A pod has a name of its own, and HF_ZERO_HOST says on which node it is."""
-    for each in (*rank_hosts.NAMES, "MASTER_ADDR"):
-        monkeypatch.delenv(each, raising=False)
-    for name in rank_hosts.NAMES:
-        with monkeypatch.context() as patch:
-            patch.setenv(name, "gpu07")
-            assert rank_hosts.own_host() == "gpu07"
-    monkeypatch.setattr(rank_hosts.socket, "gethostname", lambda: "train-7c9d")
-    found = [rank_hosts.host_name()]
-    for name, value in (("SLURMD_NODENAME", "gpu07"), ("HF_ZERO_HOST", "node-3")):
-        monkeypatch.setenv(name, value)
-        found.append(rank_hosts.host_name())
-    assert found == ["train-7c9d", "gpu07", "node-3"]
-
-
 def test_a_collective_that_breaks_names_the_peers_and_their_hosts(known: list[str]) -> None:
     assert rank_hosts.named([0, 3]) == "ranks 0, 3"  # nobody told their hosts
     known += ["a (10.0.0.1)", "b (10.0.0.2)"]

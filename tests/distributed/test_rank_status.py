@@ -224,17 +224,6 @@ def test_a_rank_that_fails_because_of_another_is_not_the_cause(
     assert pair[1].rank_status._read()[0]["state"] == "broken"
 
 
-def test_a_rank_that_ends_well_says_so(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an exception in its last forward, which it caught."""
-    for name in ("last_exc", "last_value"):
-        monkeypatch.delattr(sys, name, raising=False)
-    pair[1].rank_status.last_error = "RuntimeError: shapes"
-    pair[1].rank_status.publish_exit()
-    said = r"rank 1 will never join: it has ended \(.*RuntimeError: shapes\)"
-    with pytest.raises(RankMismatchError, match=said):
-        pair[0].wait("gather of x")
-
-
 def rank_of(process: int, store: Any, rank: int, monkeypatch: pytest.MonkeyPatch) -> RankStatus:
     """A rank whose process is another one."""
     with monkeypatch.context() as patch:

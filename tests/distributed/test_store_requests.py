@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import weakref
@@ -17,7 +16,6 @@ import pytest
 import torch.distributed as dist
 
 from hf_zero.distributed import rank_requests, rank_status
-from hf_zero.distributed import store as job_store
 from hf_zero.distributed import watchdog as watching
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.consensus import Consensus
@@ -168,28 +166,6 @@ def test_ranks_that_serve_ask_nothing_until_their_bells_ring(
         assert thread is not None
         thread.join(60)
         assert not thread.is_alive()
-
-
-def test_ranks_that_are_threads_end_together_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None waits for another one of its process, whose turn to announce its end comes later."""
-
-    def sleep(seconds: float) -> None:
-        raise AssertionError("a rank waits for one of its own process")
-
-    chunk, store = Chunk(), dist.HashStore()
-    ranks = [Consensus(store, rank, range(3), 3600.0) for rank in range(3)]
-    for name in ("_owners", "_serving"):
-        monkeypatch.setattr(rank_requests, name, weakref.WeakSet[Any]())
-    for rank in ranks:
-        rank.fetches.serve(chunk.of)
-    for name in ("last_exc", "last_value"):  # pytest sets them when a test fails
-        monkeypatch.delattr(sys, name, raising=False)
-    monkeypatch.setattr(watching, "leave", lambda: None)
-    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep)
-    monkeypatch.setattr(rank_requests, "time", clock)
-    rank_requests._end_threads()
-    assert all(rank.fetches.serving.ending.is_set() for rank in ranks)
-    assert job_store.leaving(store, 0).entered() == 3
 
 
 class Silent:

@@ -5,7 +5,6 @@ Time is a number here.
 
 from __future__ import annotations
 
-import queue
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,8 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.device import kinds
-from hf_zero.distributed import process_group
 from hf_zero.distributed import watchdog as module
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.collectives import Handle
@@ -77,19 +74,6 @@ def test_a_silent_wait_is_warned_about_each_minute(clock: Clock, heard: list[str
         raise KeyError
     clock.run(watchdog, 300)
     assert heard == [], "nobody waits after an end or an error"
-
-
-def test_one_thread_serves_all_waits_and_ends_when_closed() -> None:
-    off, watchdog = Watchdog(enabled=False), Watchdog(warn_after=0.01)
-    with off.watching(PendingCollective("nothing")):
-        assert off._thread is watchdog._thread is None, "a thread before the first wait"
-    with watchdog.watching(PendingCollective("one")):
-        thread = watchdog._thread
-    with watchdog.watching(PendingCollective("two")):
-        assert watchdog._thread is thread and thread is not None and thread.daemon
-    watchdog.close()
-    thread.join(timeout=60)
-    assert not thread.is_alive()
 
 
 def test_a_look_that_fails_is_not_the_last(heard: list[str]) -> None:
@@ -166,27 +150,6 @@ def test_a_collective_that_is_followed_keeps_no_tensor_alive(
         assert watches[0]._oldest_followed() is None
 
 
-def test_the_thread_that_asks_for_events_makes_their_device_its_current_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A new thread begins with device 0, where a question would open a context."""
-    here = threading.local()
-    monkeypatch.setattr(kinds, "set_device", lambda device: setattr(here, "index", device.index))
-    monkeypatch.setattr(kinds, "current_index", lambda device: getattr(here, "index", 0))
-    asked: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def is_over() -> bool:
-        asked.put(kinds.current_index("cuda"))
-        return False
-
-    status = RankStatus(dist.HashStore(), 0, 2)
-    log = status.register(CollectiveLog("gathers", range(2), 1000.0, native=False))
-    watchdog = Watchdog(warn_after=0.01, rank_status=status)
-    watchdog.follow(log.issue("all-gather"), is_over, torch.device("cuda", 1))
-    assert asked.get(timeout=60) == 1
-    watchdog.close()
-
-
 def test_followed_collectives_that_differ_end_both_ranks(
     clock: Clock, heard: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,23 +182,6 @@ def test_communicators_are_aborted_together(caplog: pytest.LogCaptureFixture) ->
     assert not idle.broken
     with pytest.raises(RankMismatchError, match="rank 1 has failed"):
         watchdog.check()
-
-
-def test_an_abort_that_does_not_end_or_has_no_thread_holds_nothing_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(process_group, "ABORT_SECONDS", 0.01)
-    ends, aborted = threading.Event(), list[str]()
-    process_group.abort_together({"gathers": ends.wait})  # type: ignore[dict-item]
-    ends.set()
-
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    names = ("gathers", "reductions")
-    process_group.abort_together({name: partial(aborted.append, name) for name in names})
-    assert aborted == [*names]
 
 
 def test_a_hang_names_units_in_words_and_is_told_once(heard: list[str]) -> None:

@@ -6,7 +6,6 @@ More of one kind by hand: ``python -m tests.fuzz.targets KIND FIRST LAST``.
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import logging
@@ -32,8 +31,6 @@ from hf_zero.cli.migrate import migrate
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import HfZeroError
 from hf_zero.launch.hosts import read_hostfile, select
-from hf_zero.measures.trace import PIDS
-from hf_zero.report import page
 from tests.checkpoint.jobs import edit, saved
 from tests.fuzz.mutations import damaged_bytes, damaged_document
 
@@ -173,82 +170,10 @@ def hostfile(draw: random.Random, folder: Path) -> Sequence[Call]:
     return [read]
 
 
-def _trace() -> bytes:
-    names = [
-        "forward model", "all_gather a", "wait_all_gather a", "reduce_scatter a", "backward model",
-        "update", "read_file a", "end_step 2", "forward model", "end_step 3",
-    ]  # fmt: skip
-    events = [
-        {"ph": "X", "pid": rank * PIDS, "tid": 1, "ts": 10.0 * at, "dur": 8.0,
-         "cat": "user_annotation", "name": f"hf_zero::{name}", "args": {"finished": True}}
-        for rank in range(2) for at, name in enumerate(names)
-    ]  # fmt: skip
-    events.append(events[-2] | {"cat": "kernel", "name": "ncclAllGather"})
-    lines = ",\n".join(map(json.dumps, events))
-    return f'{{"traceEvents": [\n{lines}\n]}}\n'.encode()
-
-
-ROWS = [
-    {"run": {"started": "2026-11-24T13:23:10+00:00", "program": "train.py",
-             "versions": {"torch": "2.13.0"}, "ranks": 2, "stage": 3, "precision": "bf16",
-             "hosts": [{"host": "a", "device": "CPU", "ranks": [0, 1]}], "mesh": {"shards": 2},
-             "model": "Llama", "parameters": 100,
-             "config": [{"key": "zero_optimization.stage", "value": 3, "source": "file"}],
-             "predicted": [{"tier": "ram", "kind": "optimizer", "what": "a", "bytes": 9}]},
-     "repeated_steps": 0, "after_step": 0, "time": 1795678828.6},
-    *({"step": step, "loss": 2.5, "step_ms": 10.0, "tokens_per_second": 5.0, "forward_ms": 3.0,
-       "all_gather_wire_bytes": 10, "ram_bytes": 5, "grad_norm": None} for step in (1, 2, 3)),
-    {"warning": "slow", "after_step": 2, "time": 1795678828.7},
-    {"totals": {"collectives": [{"operation": "all_gather", "group": "g", "count": 1, "bytes": 2,
-                                 "wire_bytes": 3, "waited_ms": 0.5}],
-                "state": [{"kind": "parameters", "tier": "device", "bytes": 4}]},
-     "after_step": 3, "time": 1795678828.8},
-    {"trace": "trace-steps-2-3.json.gz", "after_step": 3, "time": 1795678828.9},
-    {"planned_steps": 9, "after_step": 0, "time": 1795678829.0},
-    {"ended": "ValueError: no more batches", "after_step": 3, "time": 1795678829.1},
-]  # fmt: skip
-
-
-def metrics(draw: random.Random, folder: Path) -> Sequence[Call]:
-    rows, trace = [*ROWS], _trace()
-    if draw.randrange(3):
-        at = draw.randrange(len(rows))
-        rows[at] = damaged_document(draw, rows[at])
-    content = "\n".join(map(json.dumps, rows)).encode()
-    if not draw.randrange(3):
-        content = damaged_bytes(draw, content)
-    if not draw.randrange(3):
-        trace = damaged_bytes(draw, trace)
-    (folder / "metrics.jsonl").write_bytes(content)
-    packed = gzip.compress(trace, 1)
-    packed = packed if draw.randrange(6) else damaged_bytes(draw, packed)
-    (folder / "trace-steps-2-3.json.gz").write_bytes(packed)
-    return [partial(_report, folder)]
-
-
-def _report(folder: Path) -> None:
-    """Write a page; what it holds is one document whatever the rows are."""
-    javascript, page.javascript = page.javascript, lambda: "LIBRARY"
-    try:
-        path, _ = page.write_report(folder)
-    finally:
-        page.javascript = javascript
-    text = path.read_text("utf-8")
-    specs = text.partition('id="specs">')[2].partition("</script>")[0]
-
-    def refused(name: str) -> None:
-        raise AssertionError(f"{name} is no JSON")
-
-    json.loads(specs, parse_constant=refused)
-    assert "<!--" not in text.replace("<!doctype", "") and text.count("<script") == 3, path
-
-
 KINDS: dict[str, Kind] = {
     each.__name__: each
-    for each in (
-        manifest, rank_files, deepspeed, torch_folder, configuration, hostfile, metrics,
-    )
-}  # fmt: skip
+    for each in (manifest, rank_files, deepspeed, torch_folder, configuration, hostfile)
+}
 SUFFIX = ".as-it-was"
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.fuzz.targets import KINDS, fuzz
 from tests.helpers.cells import fast
 
-OFTEN = {"configuration": 30, "metrics": 60, "hostfile": 100}
+OFTEN = {"configuration": 30, "hostfile": 100}
 SLICES = [
     (kind, seeds) for kind in KINDS for seeds in (range(OFTEN.get(kind, 12)), range(100, 600))
 ]

@@ -5,26 +5,19 @@ with backends of which the engine knows nothing.
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.distributed import collectives
 from hf_zero.errors import PartitionError, RankMismatchError
 from tests.gloo.test_divergence import ODD, Job
-from tests.helpers import oracle
 from tests.helpers import tensor_parallel as models
 from tests.helpers.backends import PLAIN, join_again
 from tests.helpers.cells import in_one_item
-from tests.helpers.engines import engine_opener, train_on_rank
-from tests.helpers.left_out import LeftOut, at_random, on_one
 from tests.helpers.processes import run_processes, say
-from tests.helpers.training import Plan, merge
 from tests.parallel import expert_cases, pipelines
 
 
@@ -73,43 +66,6 @@ def test_a_script_that_goes_on_after_an_exception():
             assert "after an exception" in text, (case, text)
 
 
-# backend, accumulation, what is left out, checkpoints
-CASES: list[tuple[str, int, Any, bool | None]] = [
-    ("gloo", 1, "random", False),
-    (PLAIN, 1, (1, 0, 1, 2, 3, 4, 5), None),
-]
-
-
-def job_of(what, checkpoints):
-    if what == "random":
-        return LeftOut(20, at_random(20, 0.3), checkpoints)
-    rank, *blocks = what
-    return LeftOut(14, on_one(rank, *blocks, since=1), checkpoints)
-
-
-def train_cases(rank):
-    traces = []
-    for number, case in enumerate(CASES):
-        backend, accumulation, *left_out = case
-        say(f"{case}")
-        join_again(backend, f"case {number}")
-        plan, job = Plan(ranks=2, steps=3, accumulation=accumulation), job_of(*left_out)
-        opener = engine_opener(3, timeout=60)
-        traces.append(train_on_rank(rank, {rank: job.build()}, job, plan, opener))
-    return traces
-
-
-def test_blocks_that_ranks_leave_out():
-    """Threads run many more; here messages go from rank to rank, or in the order of each rank."""
-    answers = run_processes(2, train_cases, timeout=590)
-    for case, traces in zip(CASES, zip(*answers, strict=True), strict=True):
-        job, plan = job_of(*case[2:]), Plan(ranks=2, steps=3, accumulation=case[1])
-        try:
-            oracle.compare(merge(traces), oracle.run(job, plan), weight_floor=oracle.ROUNDING)
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from error
-
-
 HANGS = 1
 SECONDS = 3  # the timeout: groups made before the engine would wait for half an hour
 TOLD = "the others have raised"
@@ -155,46 +111,3 @@ def test_the_timeout_of_the_configuration_holds_and_the_rank_that_hangs_is_named
     said = run_processes(2, _train, axis, timeout=200)[1 - HANGS]
     assert "which is the timeout" in said and f"rank {HANGS} on" in said, said
     assert f"{axis} " in said, said
-
-
-class LateWork:
-    """A collective that a stream waits for, not the host."""
-
-    def __init__(self, work):
-        self._work = work
-
-    def wait(self):
-        pass
-
-    def is_completed(self):
-        return bool(self._work.is_completed())
-
-
-class LateHandle(collectives.Handle):
-    def __init__(self, works, *args, **kwargs):
-        super().__init__([LateWork(work) for work in works], *args, **kwargs)
-
-
-def leave(rank):
-    join_again(PLAIN, "followed")
-    job = Job(rank, 2)
-    for _ in range(2):
-        job.step()
-    if rank == ODD:
-        job.engine.mesh.close(groups=False)
-        # its process is there, and connected, until the other one knows
-        dist.distributed_c10d._get_default_store().wait(["known"], timedelta(seconds=200))
-        return ""
-    collectives.Handle, job.engine.mesh.shard._follows = LateHandle, collectives.CPU  # type: ignore[misc]
-    with pytest.raises(RankMismatchError) as raised:
-        for _ in range(2000):
-            job.step()
-            time.sleep(0.05)
-    dist.distributed_c10d._get_default_store().set("known", "")
-    return str(raised.value)
-
-
-def test_a_rank_that_leaves_others_to_their_devices():
-    said, _ = run_processes(2, leave, timeout=400)
-    assert f"rank {ODD} will never join: it has destroyed its engine" in said, said
-    assert "rank 0 waits for reduce-scatter of" in said, said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,7 +16,6 @@ from tests.helpers.leftovers import ENDINGS, await_threads, held_of_the_job, lar
 from tests.helpers.models import seeded
 from tests.helpers.offloads import DEVICE, offload, opened, train
 from tests.helpers.processes import run_processes, say
-from tests.helpers.ranks import RankFailed
 from tests.helpers.tensor_parallel import llama
 from tests.helpers.training import adamw
 
@@ -88,12 +86,6 @@ def test_what_the_job_holds_does_not_grow(tmp_path):
             assert first["keys"] == seen[0][0]["keys"], f"rank {rank}, {case}"
 
 
-def one_fails(rank):
-    if rank == 1:
-        raise ValueError("bad shard")
-    dist.barrier()
-
-
 def between_hosts(rank):
     """Gathered numbers, and the maximum, between the hosts of a device's ranks."""
     groups = DimGroups(None, None, "nccl", torch.device("cpu"))
@@ -108,8 +100,3 @@ def between_hosts(rank):
 def test_hosts_tell_each_other_numbers_beside_a_device():
     for whole, largest in run_processes(3, between_hosts, timeout=300):
         assert whole.tolist() == [[0, 0], [1, 7], [2, 14]] and largest == [2, 0, 1]
-
-
-def test_a_failure_in_a_process_is_raised_with_its_rank():
-    with pytest.raises(RankFailed, match=r"rank 1 of 2 failed:[\s\S]*bad shard"):
-        run_processes(2, one_fails, timeout=300)

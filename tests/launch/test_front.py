@@ -4,7 +4,6 @@ ours that stays on this machine.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -153,34 +152,3 @@ def test_a_signal_ends_all_and_is_told(tmp_path: Path) -> None:
         end_group(process)
     assert process.returncode == 128 + signal.SIGTERM and "SIGTERM, ending all hosts" in err
     assert all(gone(int(path.read_text())) for path in pids)
-
-
-SIGNALLED = """
-import os, signal, subprocess, sys
-from hf_zero.launch import agent
-popen = subprocess.Popen
-class Started(popen):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        open(sys.argv[1], "w").write(str(self.pid))
-        os.kill(os.getpid(), signal.SIGTERM)
-agent.subprocess.Popen = Started
-code = agent.main()
-os._exit(code)
-"""
-
-
-def test_a_signal_while_the_agent_starts_its_command_ends_that(tmp_path: Path) -> None:
-    pid, order = tmp_path / "pid", {"command": ["sleep", "3600"], "environment": {}}
-    agent = subprocess.Popen(
-        [sys.executable, "-c", SIGNALLED, str(pid)], stdin=subprocess.PIPE, text=True
-    )
-    assert agent.stdin is not None
-    agent.stdin.write(json.dumps(order) + "\n")
-    agent.stdin.flush()  # and open, as long as whoever gave the order lives
-    assert agent.wait(120.0) == 128 + signal.SIGTERM
-    child = int(pid.read_text())
-    ended = gone(child, 5.0)
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-    assert ended

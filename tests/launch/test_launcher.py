@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from hf_zero.distributed.torchrun import signal_ranks_alone, start_ranks_whole
+from hf_zero.distributed.torchrun import start_ranks_whole
 from hf_zero.launch import launcher
 from tests.helpers.cells import in_one_item
 
@@ -81,32 +77,6 @@ def test_a_signal_keeps_its_exit_code_with_a_traceback(
         assert ("Traceback" in said) is (shown == "1")
 
 
-RANK = """
-import signal, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-def end(*_):
-    time.sleep(0.5)  # in which a signal to the group would have ended the child
-    print("alive" if child.poll() is None else "ended", flush=True)
-    sys.exit(85)
-signal.signal(signal.SIGTERM, end)
-print(child.pid, flush=True)
-time.sleep(60)
-"""
-
-
-def test_what_a_rank_has_started_outlives_it_for_a_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SubprocessHandler, "close", SubprocessHandler.close)
-    signal_ranks_alone()
-    out = tmp_path / "out"
-    rank = SubprocessHandler(sys.executable, ("-c", RANK), {}, str(out), None, 0, None)
-    child = int(until(lambda: out.read_text().strip()))
-    rank.close(signal.SIGTERM)
-    assert rank.proc.wait(30) == 85 and out.read_text().split()[1] == "alive"
-    assert until(lambda: not psutil.pid_exists(child) or is_zombie(child))
-
-
 def test_a_signal_while_ranks_are_started_leaves_none_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,18 +107,3 @@ def test_a_signal_while_ranks_are_started_leaves_none_behind(
         for rank in started:
             rank.proc.kill()
             rank.proc.wait()
-
-
-def is_zombie(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    return True
-
-
-def until(look: Callable[[], Any]) -> Any:
-    """Return what ``look`` returns once that is true."""
-    for _ in range(600):
-        if found := look():
-            return found
-        time.sleep(0.05)
-    raise AssertionError("not within 30 s")

@@ -15,7 +15,7 @@ import pytest
 from hf_zero.errors import LaunchError
 from hf_zero.launch import hosts
 from hf_zero.launch import plan as planning
-from hf_zero.launch.hosts import SSH, address_of, free_port, is_here, ssh_command
+from hf_zero.launch.hosts import SSH, address_of, is_here, ssh_command
 from hf_zero.launch.plan import LAUNCHER, LaunchPlan, Request, plan
 from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed
@@ -119,17 +119,6 @@ def test_slots_that_were_chosen_are_the_devices(
     assert made(include="localhost:1,2", ranks=4).starts[0].environment[name] == "5,6"
 
 
-def test_the_part_of_one_host(tmp_path: Path) -> None:
-    planned = made(node_rank=1, num_nodes=2, num_procs=4, master_addr="10.9.9.1", master_port=9)
-    assert planned.alone
-    command = planned.starts[0].command
-    names = ("--node-rank", "--nnodes", "--nproc-per-node", "--master-addr", "--master-port")
-    assert [option(command, name) for name in names] == ["1", "2", "4", "10.9.9.1", "9"]
-    file = hostfile(tmp_path, "10.9.9.1 slots=1", "10.9.9.2 slots=2")
-    from_file = made(hostfile=file, node_rank=1, master_port=9)
-    assert from_file.alone and option(from_file.starts[0].command, "--master-addr") == "10.9.9.1"
-
-
 def test_accelerate_launch_gets_its_machine(tmp_path: Path) -> None:
     from accelerate.commands.launch import launch_command_parser
 
@@ -217,15 +206,3 @@ def test_a_host_that_cannot_be_asked(tmp_path: Path) -> None:
             address_of("no-such-host.invalid", told(tmp_path, text))
     with pytest.raises(LaunchError, match=r"no-such-host.invalid cannot be asked.*--master-addr"):
         address_of("no-such-host.invalid", [str(tmp_path / "missing")])
-
-
-def test_a_free_port_is_none_that_an_outgoing_connection_gets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    first, last = hosts.PORTS
-    assert all(first <= free_port() < last for _ in range(20))
-    with socket.socket() as taken:
-        port = free_port()
-        taken.bind(("", port))
-        monkeypatch.setattr(hosts, "PORTS", (port, port + 1))  # none is left there
-        assert free_port() != port

@@ -245,11 +245,3 @@ def test_a_job_that_ends_leaves_the_next_one_its_folder(tmp_path: Path) -> None:
         assert any(engines[name].glob("slot-0/*")) == (name in ("claimed", "entered")), name
         assert top.exists() == (name != "alone"), name
     assert all(mark.is_current() for mark in kept)
-
-
-def test_a_claim_that_is_removed_is_taken_again(tmp_path: Path) -> None:
-    engine = left(tmp_path, "job") / "host" / "engine-0"
-    claim = folders.Claim(engine)
-    shutil.rmtree(engine)
-    assert not claim.is_current()
-    assert folders.Claim(engine).is_current()

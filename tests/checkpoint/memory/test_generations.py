@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import importlib
 import json
 import os
 import shutil
@@ -211,20 +210,6 @@ def test_a_generation_of_two_attempts_is_never_mixed(tmp_path: Path) -> None:
         attempt(setup, range(STEPS), tmp_path / "disk")
 
 
-def test_of_two_attempts_at_one_step_the_later_one_is_taken(tmp_path: Path) -> None:
-    """A host comes back with a whole generation, copies included, of an attempt before."""
-
-    def other(engine: Any, rank: int) -> None:
-        engine.optimizer.param_groups[0]["lr"] = 0.5
-
-    setup = Kept().at(tmp_path)
-    later = kept_aside(setup, "a", tmp_path, other)
-    resumed = attempt(setup, range(SAVED), tmp_path / "disk")
-    assert firsts(resumed) == {SAVED}
-    for (*_, weights, _), (*_, found, _) in zip(later, resumed):
-        assert all(found[name].equal(weights[name]) for name in weights)
-
-
 @pytest.mark.parametrize("saves", ["memory", "disk"])
 def test_the_branch_that_was_left_loses_between_memory_and_disk(saves, tmp_path, monkeypatch):
     """Steps to 6; back to 1, and a save of step 2 in memory or on disk. The clock is set back at
@@ -320,20 +305,6 @@ def test_folders_of_other_users_are_neither_read_nor_written(linked, tmp_path, m
 
 
 # ---- saves that fail ----
-
-
-def test_a_copy_of_another_save_is_not_kept(tmp_path: Path, heard_in_full: list[str]) -> None:
-    """Rank 1 has counted a save that rank 0 has not made: the generation before stays."""
-    setup = Kept().at(tmp_path)
-
-    def out_of_step(engine: Any, rank: int) -> None:
-        setup.train(engine, rank, range(2))
-        engine.memory.wait()
-        engine.memory._saves += rank
-
-    attempt(setup, range(4), before=out_of_step)
-    assert firsts(attempt(setup, range(4), tmp_path / "disk")) == {2}
-    assert any("sent the copies of another save" in line for line in heard_in_full)
 
 
 def no_record(monkeypatch: Patch) -> None:
@@ -449,36 +420,6 @@ def test_machines_of_one_name_are_refused(tmp_path: Path, monkeypatch: Patch) ->
     monkeypatch.setattr(job_folders, "machine", lambda base: str(next(numbers)))
     with pytest.raises(RankFailed, match=r"containers call themselves a; .* HF_ZERO_HOST"):
         attempt(Kept(hosts="aa").at(tmp_path), range(0))
-
-
-def test_what_generations_take_is_foreseen(tmp_path: Path, monkeypatch: Patch) -> None:
-    """The bytes counted before training are those of the files, up to headers and generators."""
-    needs = importlib.import_module("hf_zero.planning.needs")  # the package has a function so named
-    monkeypatch.setattr(needs, "is_in_memory", lambda folder: True)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    shares: list[int] = []
-    taken: list[tuple[int, int]] = []  # by rank: bytes on its host, before training and at a save
-    count, take = needs.memory_checkpoints, saving.MemoryCheckpoints._take_room
-
-    def counts(plan: Any) -> int:
-        shares.append(count(plan))
-        return shares[-1]
-
-    def takes(self: Any, sizes: list[int]) -> int:
-        taken.append((self.rank, take(self, sizes)))
-        return taken[-1][1]
-
-    monkeypatch.setattr(needs, "memory_checkpoints", counts)
-    monkeypatch.setattr(saving.MemoryCheckpoints, "_take_room", takes)
-    replicas = {"replicate_size": 2}
-    setup = Kept(4, 3, model="llama", hosts="abcd", keys=replicas).at(tmp_path)
-    attempt(setup, range(2))
-    headers, ranks = 2 * 2 * 32_000, setup.ranks
-    for rank in range(ranks):
-        planned, saved = (nbytes for each, nbytes in taken if each == rank)
-        assert planned <= saved <= planned + headers
-    held = sum(path.stat().st_size for path in setup.base.rglob("*.safetensors"))
-    assert len({*shares}) == 1 and ranks * shares[0] <= held <= ranks * (shares[0] + headers)
 
 
 # ---- what else reads them ----
