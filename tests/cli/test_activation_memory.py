@@ -4,6 +4,8 @@ where it is needed.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,6 @@ from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence.division import Division
 from hf_zero.planning.activation_memory import Saving, Sequences, activation_bytes
-from scripts.bench.activation_bytes import peak_of
 from tests.cli.invoked import invoke, refusal
 from tests.helpers.cells import fast, in_one_item
 from tests.helpers.engines import start
@@ -36,6 +37,18 @@ MIB = 2**20
 
 def llama() -> Any:
     return transformers.LlamaForCausalLM(LLAMA)
+
+
+def peak_of(run: Callable[[], None]) -> int:
+    """The most bytes of tensors that ``run`` adds at once."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        run()
+    events = profile.profiler.kineto_results.events()
+    allocations = sorted(
+        (event for event in events if event.name() == "[memory]"), key=lambda each: each.start_ns()
+    )
+    return max(itertools.accumulate(event.nbytes() for event in allocations))
 
 
 def added(length: int, keys: Any) -> int:
