@@ -1,6 +1,4 @@
-"""Activations that are foreseen are those that a pass adds; what makes them smaller is proposed
-where it is needed.
-"""
+"""Activations that are foreseen are those that a pass adds."""
 
 from __future__ import annotations
 

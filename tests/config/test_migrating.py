@@ -1,6 +1,4 @@
-"""Translation of configurations for DeepSpeed and FSDP: the finding for each key, and files that
-Accelerate and hf-zero read.
-"""
+"""Translation of configurations for DeepSpeed and FSDP."""
 
 from __future__ import annotations
 

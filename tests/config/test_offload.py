@@ -1,6 +1,4 @@
-"""The keys of offload and of activation checkpointing: every spelling means the same, what they
-need of one another, and where "auto" is a value.
-"""
+"""The keys of offload and of activation checkpointing."""
 
 from __future__ import annotations
 

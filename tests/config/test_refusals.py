@@ -1,6 +1,4 @@
-"""Configurations that are refused, each with what is said: one table for all sections and
-dialects.
-"""
+"""Configurations that are refused, each with what is said."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The output of a configuration: dicts that read back equal, rows with sources, and text; no key is
-ignored silently.
-"""
+"""The output of a configuration."""
 
 from __future__ import annotations
 

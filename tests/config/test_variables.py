@@ -1,6 +1,4 @@
-"""The warning about environment variables of hf-zero that are misspelt or have unknown values; and
-options of a launch that the script's own configuration would replace.
-"""
+"""The warning about environment variables of hf-zero that are misspelt or have unknown values."""
 
 from __future__ import annotations
 

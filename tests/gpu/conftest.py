@@ -1,6 +1,4 @@
-"""These tests need a GPU. Without one they are not collected: tests/ranks shows the same logic
-on the CPU.
-"""
+"""These tests need a GPU. Without one they are not collected."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,4 @@
-"""Blocks of compressed collectives and of moments on a GPU at real sizes: kernels agree with their
-references there; encodings of collectives never wait for the device.
-"""
+"""Blocks of compressed collectives and of moments on a GPU at real sizes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Compiled blocks on one GPU, by inductor: as near to fp32 as uncompiled ones, compiled once,
-and no step waits for the device.
-"""
+"""Compiled blocks on one GPU, by inductor."""
 
 from __future__ import annotations
 
@@ -104,14 +102,6 @@ def test_bf16_errs_no_more_than_uncompiled(name: str, stage: int, checkpointed: 
     assert (got - exact).norm() <= 1.1 * (plain - exact).norm() + 1e-3
     off, allowed = (each.sub(exact_losses).abs().max() for each in (losses, plain_losses))
     assert off <= 1.1 * allowed + 2e-2
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_fp32_is_equal(name: str) -> None:
-    want, want_losses = train(name, 3, "fp32")
-    got, losses = train(name, 3, "fp32", compile="blocks")
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(losses, want_losses, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -1,7 +1,4 @@
-"""Weights that are gathered in float8 on a GPU with float8: the bytes of torchao's cast, one rank
-over NCCL beside one plain process, and two ranks that share the GPU, over gloo. They need torchao
-and compute capability 8.9; tests/ranks/test_float8_gathers.py emulates float8 on CPUs.
-"""
+"""Weights that are gathered in float8 on a GPU with float8."""
 
 from __future__ import annotations
 

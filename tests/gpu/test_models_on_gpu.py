@@ -1,6 +1,4 @@
-"""Fused kernels in models on the GPU: loss and gradients against the untouched model, in fp32
-and bf16, dropout, checkpointing, an engine.
-"""
+"""Fused kernels in models on the GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ import torch
 import hf_zero
 from hf_zero.integrations.fused import report
 from hf_zero.ops import dispatch
-from tests.helpers.engines import start
 from tests.integrations.fused.animals import BLOCKS, build, error, inputs, on_every, step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,25 +94,3 @@ def test_checkpointing_replays_the_same_dropout(name: str, reentrant: bool) -> N
     (loss, right), (again, grads) = (step(model, batch) for model in models)
     torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
     assert max(error(grads, right).values()) < 5e-5
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_an_engine_with_auto_follows_one_without(name: str, stage: int) -> None:
-    losses: list[list[float]] = []
-    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
-    for kernels in ("off", "auto"):
-        torch.manual_seed(0)
-        model = put(name)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
-        engine = start(model, optimizer, {**config, "kernels": kernels})
-        losses.append([])
-        for seed in range(4):
-            loss = engine(**inputs(name, device=DEVICE, seed=seed)).loss
-            engine.backward(loss)
-            engine.step()
-            losses[-1].append(loss.item())
-        engine.destroy()
-    torch.testing.assert_close(
-        torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-4, atol=1e-5
-    )

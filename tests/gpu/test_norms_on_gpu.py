@@ -1,10 +1,7 @@
-"""The norms' kernels, compiled, at the sizes of real models; tests/kernels/test_norms.py runs
-them in the interpreter.
-"""
+"""The norms' kernels, compiled, at the sizes of real models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_zero.ops import dispatch, norms
+from tests.helpers.errors_beside_torch import assert_no_worse_than_torch
 
 GPU = torch.device("cuda", 0)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -73,30 +71,6 @@ def test_kernels_are_their_reference(variant, shape, dtype):
     assert all(torch.equal(one, other) for one, other in zip(ours, again))
 
 
-def relative_errors(
-    ours: Callable[..., torch.Tensor],
-    theirs: Callable[..., torch.Tensor],
-    inputs: list[torch.Tensor],
-) -> list[tuple[float, float]]:
-    """The bf16 errors against fp32 of ours and of torch's, of the output and each gradient."""
-
-    def run(
-        operator: Callable[..., torch.Tensor], tensors: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        leaves = [each.detach().clone().requires_grad_() for each in tensors]
-        y = operator(*leaves)
-        y.backward(outer.to(y.dtype))
-        return [y.detach(), *(leaf.grad for leaf in leaves)]
-
-    outer = torch.randn_like(inputs[0])
-    exact = run(theirs, [each.float() for each in inputs])
-    found = []
-    for one, other, truth in zip(run(ours, inputs), run(theirs, inputs), exact, strict=True):
-        errors = (float((each.float() - truth).norm() / truth.norm()) for each in (one, other))
-        found.append(tuple(errors))
-    return found
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bf16_is_as_exact_as_torch(shape: tuple[int, int]) -> None:
     rows, width = shape
@@ -113,8 +87,7 @@ def test_bf16_is_as_exact_as_torch(shape: tuple[int, int]) -> None:
         (norms.layer_norm_of_sum, layer, inputs),
         (norms.rms_norm, rms, inputs[::2]),
     ):
-        errors = relative_errors(ours, theirs, tensors)
-        assert all(mine <= 1.1 * torchs + 1e-6 for mine, torchs in errors), errors
+        assert_no_worse_than_torch(ours, theirs, tensors)
 
 
 def test_a_tensor_with_more_than_2_31_elements() -> None:

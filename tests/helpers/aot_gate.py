@@ -6,9 +6,6 @@ A family of kernels declares its `Case`s, one for each configuration it ships, i
 spilling more than it states and into shared memory, use the tensor cores where it multiplies
 matrices and 16-byte loads where it streams, and reach the occupancy it states.
 
-    python -m tests.helpers.aot_gate            # prints the table and what is wrong; --only NAME,
-    --arch 90 python -m tests.helpers.aot_gate --write    # writes the table into kernels/README.md
-
 Triton compiles only where its interpreter is off, and that is decided when it is imported: tests
 ask a process of their own (`measure`). Results are kept in the user's cache, by the hash of the
 kernel's source (what it calls included), the case and Triton's version.
@@ -16,7 +13,6 @@ kernel's source (what it calls included), the case and Triton's version.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import importlib
@@ -29,20 +25,14 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from tests.helpers.commands import completed
-from tests.helpers.triton_releases import needed
 
 ROOT = Path(__file__).resolve().parents[2]
 GATE = ROOT / "tests" / "kernels" / "gate"
-README = ROOT / "kernels" / "README.md"
-BEGIN, END = (
-    "<!-- gate: written by python -m tests.helpers.aot_gate --write -->",
-    "<!-- gate: end -->",
-)
 ARCHS = (80, 90, 100)
 WORKERS = 2
 
@@ -175,43 +165,22 @@ def cases() -> dict[str, Case]:
 
 
 def why_not() -> str:
-    """Return the reason why nothing can be compiled here, or "".
-
-    Raises:
-        UnsupportedTriton: this release lacks what the gate needs.
-    """
+    """Return the reason why nothing can be compiled here, or ""."""
     try:
-        tools = compiler()
+        from triton.backends.nvidia.compiler import get_ptxas
+
         for arch in ARCHS:
-            tools.get_ptxas(arch=arch)
+            get_ptxas(arch=arch)
     except (ImportError, RuntimeError) as error:
         return f"no ptxas: {type(error).__name__}: {error}"
     return ""
-
-
-def compiler() -> SimpleNamespace:
-    """Return what the gate uses of Triton, whose arguments it gives by name.
-
-    Raises:
-        UnsupportedTriton: this release lacks a part of it.
-    """
-    import triton.backends.compiler
-    import triton.backends.nvidia.compiler as nvidia
-
-    return SimpleNamespace(
-        release=triton.__version__,
-        compile=needed(triton, "compile", "src", "target", "options"),
-        ASTSource=needed(triton, "compiler.ASTSource", "fn", "signature", "constexprs", "attrs"),
-        GPUTarget=needed(triton, "backends.compiler.GPUTarget", "backend", "arch", "warp_size"),
-        get_ptxas=needed(nvidia, "get_ptxas", "arch"),
-    )
 
 
 def measure(wanted: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Report]:
     """Compiles (label, architecture) pairs in a process without Triton's interpreter."""
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     own["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [own.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "tests.helpers.aot_gate", "--answer"]
+    command = [sys.executable, "-m", "tests.helpers.aot_gate"]
     asked = json.dumps(sorted(wanted))
     done = completed(command, timeout=800, input=asked, env=own, cwd=ROOT)
     if done.returncode:
@@ -237,7 +206,7 @@ def _compiled(label: str, arch: int) -> Report:
     described = (
         *(case.kernel.cache_key, case.signature, case.constexprs, case.aligned),
         *(case.num_warps, case.num_stages, arch),
-        *(compiler().release, Path(__file__).read_text()),
+        *(version("triton"), Path(__file__).read_text()),
     )
     key = hashlib.sha256(repr(described).encode()).hexdigest()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -257,23 +226,29 @@ def _compiled(label: str, arch: int) -> Report:
 
 
 def _inspect(case: Case, arch: int) -> Report:
-    tools, names = compiler(), case.kernel.arg_names
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.compiler import ASTSource
+
+    names = case.kernel.arg_names
     signature = {name: case.signature.get(name, "constexpr") for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in case.aligned}
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True}
-    compiled = tools.compile(
-        src=tools.ASTSource(
+    compiled = triton.compile(
+        src=ASTSource(
             fn=case.kernel, signature=signature, constexprs=case.constexprs, attrs=attributes
         ),
-        target=tools.GPUTarget(backend="cuda", arch=arch, warp_size=32),
-        options=options,
-    )
+        target=GPUTarget(backend="cuda", arch=arch, warp_size=32),
+        options={
+            "num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True
+        },
+    )  # fmt: skip
     ptx = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         target = f"--gpu-name=sm_{arch}a" if arch >= 90 else f"--gpu-name=sm_{arch}"
-        command = [tools.get_ptxas(arch=arch).path, "-v", target, str(source), "-o"]
+        command = [get_ptxas(arch=arch).path, "-v", target, str(source), "-o"]
         said = completed([*command, str(source.with_suffix(".cubin"))], check=True).stderr
     registers = re.search(r"Used (\d+) registers", said)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
@@ -292,124 +267,13 @@ def _inspect(case: Case, arch: int) -> Report:
     )
 
 
-HEADER = (
-    "| kernel | configuration | warps | registers (sm_80 / 90 / 100) | shared, kB | blocks on an "
-    "SM | occupancy | instructions on sm_90 |",
-    "| --- | --- | --- | --- | --- | --- | --- | --- |",
-)
-
-
-def figures(report: Report) -> tuple[str, str, str, str]:
-    """Registers, shared memory, blocks on an SM and occupancy, as the table has them."""
-    return (
-        f"{report.registers}" + f" ({report.spilled} B spilled)" * bool(report.spilled),
-        f"{report.shared / 1000:.1f}",
-        str(report.blocks_per_sm),
-        f"{report.occupancy:.2f}",
-    )
-
-
 def _used(report: Report) -> str:
     return ", ".join(f"{count} {name}" for name, count in report.instructions.items() if count)
-
-
-def table(reports: dict[tuple[str, int], Report]) -> str:
-    """A row for each case, its figures for each architecture side by side."""
-    rows = []
-    for label, case in cases().items():
-        each = [reports[label, arch] for arch in case.archs]
-        used = _used(reports[label, 90 if 90 in case.archs else case.archs[-1]])
-        cells = (
-            f"`{case.kernel.__name__}`",
-            case.name,
-            str(case.num_warps),
-            *map(" / ".join, zip(*map(figures, each))),
-            used or "–",
-        )
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*HEADER, *rows])
-
-
-@dataclass(frozen=True)
-class Table:
-    """The table in kernels/README.md: the release of Triton that it was compiled with, and the four
-    columns of `figures` of each case, by its label.
-    """
-
-    release: str
-    rows: dict[str, list[str]]
-
-    @classmethod
-    def read(cls, readme: str) -> Table:
-        text = readme.partition(BEGIN)[2].partition(END)[0]
-        release = re.search(r"^Compiled with Triton (\S+)\.$", text, re.MULTILINE)
-        rows = [
-            [cell.strip() for cell in row.split("|")[1:-1]]
-            for row in re.findall(r"^\| `\w+` \|.*", text, re.MULTILINE)
-        ]
-        return cls(
-            release[1] if release else "",
-            {f"{row[0].strip('`')} {row[1]}".strip(): row[3:7] for row in rows},
-        )
-
-    def figures(self, case: Case, arch: int) -> tuple[str, ...]:
-        """Return what the table says of ``case`` on ``arch``, as `figures` does of a report."""
-        return tuple(
-            column.split(" / ")[case.archs.index(arch)] for column in self.rows[case.label]
-        )
-
-
-def write(reports: dict[tuple[str, int], Report]) -> None:
-    text = README.read_text()
-    if BEGIN not in text or END not in text:
-        raise ValueError(
-            f"{README} lacks the lines {BEGIN!r} and {END!r} between which the table stands"
-        )
-    before, _, rest = text.partition(BEGIN)
-    text = f"Compiled with Triton {compiler().release}.\n\n{table(reports)}"
-    README.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
-
-
-def main() -> int:
-    os.environ.pop("TRITON_INTERPRET", None)
-    parser = argparse.ArgumentParser(
-        description="Compile every Triton kernel ahead of time and look at what it became."
-    )
-    table = README.relative_to(ROOT)
-    parser.add_argument("--write", action="store_true", help=f"write the table into {table}")
-    parser.add_argument("--only", default="", help="labels that contain this")
-    only = "this architecture only; may be repeated"
-    parser.add_argument("--arch", type=int, action="append", choices=ARCHS, help=only)
-    answer = "read pairs from stdin, print reports as JSON"
-    parser.add_argument("--answer", action="store_true", help=answer)
-    arguments = parser.parse_args()
-    if arguments.answer:
-        asked = [(label, arch) for label, arch in json.load(sys.stdin)]
-        print(json.dumps([asdict(report) for report in compile_all(asked)]))
-        return 0
-    if arguments.write and (arguments.only or arguments.arch):
-        parser.error("--write writes every row: not with --only or --arch")
-    wanted = [
-        (label, arch)
-        for label, case in cases().items()
-        for arch in case.archs
-        if arguments.only in label and arch in (arguments.arch or ARCHS)
-    ]
-    reports = {(report.label, report.arch): report for report in compile_all(wanted)}
-    for (label, arch), report in reports.items():
-        print(
-            f"{label:50} sm_{arch:<3} {report.registers:3} registers, {report.shared / 1000:6.1f} "
-            f"kB, occupancy {report.occupancy:.2f}, {_used(report)}"
-        )
-        for problem in problems(cases()[label], report):
-            print(f"    {problem}")
-    if arguments.write:
-        write(reports)
-    return int(any(problems(cases()[label], report) for (label, _), report in reports.items()))
 
 
 if __name__ == "__main__":
     # The module that the families import Case from is this one, not a second copy under the name
     # __main__.
     sys.modules["tests.helpers.aot_gate"] = sys.modules["__main__"]
-    sys.exit(main())
+    asked = [(label, arch) for label, arch in json.load(sys.stdin)]
+    print(json.dumps([asdict(report) for report in compile_all(asked)]))

@@ -36,8 +36,6 @@ import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
-from tests.helpers.triton_releases import needed
-
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ARGUMENT_SHIFT = 48
 ADDRESS = np.uint64((1 << ARGUMENT_SHIFT) - 1)
@@ -167,7 +165,7 @@ class Launch:
         self.accesses: list[Access] = []
         self.program = 0
         self.order: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
-        function = needed(executor, "fn")
+        function = executor.fn
         known = inspect.getfullargspec(function)
         kwargs = {
             name: value
@@ -367,12 +365,9 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Callabl
     ``replacement`` has the original as its first argument, then those arguments of the original
     that it reads, by their names. It calls the original with new values of some of them; all others
     pass through, so a release may have more of them, in another order.
-
-    Raises:
-        UnsupportedTriton: this release lacks the function or one of these arguments.
     """
     read = tuple(inspect.signature(replacement).parameters)[1:]
-    function = needed(owner, name, *read)
+    function = getattr(owner, name)
     signature = inspect.signature(function)
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -392,12 +387,9 @@ def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return the patches of Triton's interpreter as (object, attribute, replacement)."""
     if _SETTINGS:  # inside another checked_triton everything is in place
         return []
-    builder = needed(interpreter, "InterpreterBuilder")
-    executor = needed(interpreter, "GridExecutor")
-    handle = needed(interpreter, "TensorHandle", "data", "dtype")
-    needed(handle, "get_element_ty")
-    failure = needed(interpreter, "InterpreterError")
-    tf32 = needed(interpreter, "_ir.INPUT_PRECISION.TF32")
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    handle, failure = interpreter.TensorHandle, interpreter.InterpreterError
+    tf32 = interpreter._ir.INPUT_PRECISION.TF32
 
     def true_dtype(original: Call, tt_dtype: tl.dtype) -> np.dtype:
         return BF16 if tt_dtype.scalar == tl.bfloat16 else original()

@@ -1,13 +1,9 @@
-"""Measures of a package's source: imports and their circles, files and lines, widths of classes,
-lengths of functions, and comparisons of tensors.
-"""
+"""What a package's source shows: imports and their circles, and comparisons of tensors."""
 
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -114,112 +110,6 @@ def circles(edges: Mapping[str, set[str]]) -> list[tuple[str, ...]]:
             for module in edges
             if module in reached[module]
         }
-    )
-
-
-# ---- widths and lengths ----
-
-
-@dataclass(frozen=True)
-class ClassWidth:
-    """A class: how many attributes its methods set on ``self``, how many parameters its
-    ``__init__`` takes beside ``self``, and whether it is a frozen dataclass.
-    """
-
-    name: str  # module and class
-    attributes: int
-    parameters: int
-    frozen: bool
-
-
-def class_widths(modules: Mapping[str, tuple[str, bool]]) -> list[ClassWidth]:
-    """Every class of ``modules``; for a dataclass both counts are that of its fields."""
-    return [
-        _class_width(module, node)
-        for module, (text, _) in modules.items()
-        for node in ast.walk(parsed(text))
-        if isinstance(node, ast.ClassDef)
-    ]
-
-
-def _class_width(module: str, node: ast.ClassDef) -> ClassWidth:
-    decorators = [ast.unparse(each) for each in node.decorator_list]
-    dataclass_like = [each for each in decorators if each.split("(")[0].endswith("dataclass")]
-    attributes, parameters = set[str](), 0
-    for statement in node.body:
-        if dataclass_like and isinstance(statement, ast.AnnAssign):
-            attributes.add(ast.unparse(statement.target))
-    if dataclass_like:
-        parameters = len(attributes)
-    for method in (each for each in node.body if isinstance(each, FUNCTIONS)):
-        if "staticmethod" not in map(ast.unparse, method.decorator_list) and method.args.args:
-            attributes |= set(_set_on(method, method.args.args[0].arg))
-        if method.name == "__init__":
-            parameters = parameter_count(method) - 1
-    return ClassWidth(
-        f"{module}.{node.name}",
-        len(attributes),
-        parameters,
-        any("frozen=True" in each for each in dataclass_like),
-    )
-
-
-def _set_on(method: ast.AST, name: str) -> Iterator[str]:
-    """The attributes that ``method`` sets on its first argument, ``name``."""
-    for node in ast.walk(method):
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == name
-        ):
-            yield node.attr
-
-
-def parameter_count(function: FUNCTIONS) -> int:
-    """Return the number of parameters of ``function``, ``*args`` and ``**kwargs`` included."""
-    arguments = function.args
-    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    return len(named) + (arguments.vararg is not None) + (arguments.kwarg is not None)
-
-
-def function_lengths(modules: Mapping[str, tuple[str, bool]]) -> dict[str, int]:
-    """Lines of each function of ``modules``, from its first decorator to its end."""
-    found: dict[str, int] = {}
-    for module, (text, _) in modules.items():
-        for node in ast.walk(parsed(text)):
-            if isinstance(node, FUNCTIONS):
-                first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-                assert node.end_lineno is not None
-                key = f"{module}.{node.name}"
-                found[key] = max(found.get(key, 0), node.end_lineno - first + 1)
-    return found
-
-
-def packages(modules: Mapping[str, tuple[str, bool]]) -> dict[str, tuple[int, int, int]]:
-    """Return files, lines, and lines of the longest file, of each folder directly under the
-    package; files in no folder count as the package itself.
-    """
-    files, lines = Counter[str](), Counter[str]()
-    longest: dict[str, int] = {}
-    for module, (text, is_package) in modules.items():
-        parts = module.split(".")
-        inside = len(parts) > 2 or (len(parts) == 2 and is_package)
-        folder = ".".join(parts[: 2 if inside else 1])
-        count = len(text.splitlines())
-        files[folder] += 1
-        lines[folder] += count
-        longest[folder] = max(longest.get(folder, 0), count)
-    return {folder: (files[folder], lines[folder], longest[folder]) for folder in sorted(files)}
-
-
-def inner_arrows(edges: Mapping[str, set[str]], package: str) -> int:
-    """Return the number of imports from one module of ``package`` to another."""
-    prefix = package + "."
-    return sum(
-        module.startswith(prefix) and other.startswith(prefix)
-        for module, others in edges.items()
-        for other in others
     )
 
 

@@ -1,10 +1,7 @@
-"""Kernels of the native core, where it is built: on the narrowest and the widest instruction set of
-this machine, in long runs on all of them. Triton's everywhere, in its interpreter.
-"""
+"""Kernels of the native core, where it is built."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -19,12 +16,9 @@ OF_THE_CORE = [
     "test_sweeps.py",
     "test_updates.py",
 ]
-collect_ignore_glob = [] if native.available() else [*OF_THE_CORE, "test_huge.py"]
+collect_ignore_glob = [] if native.available() else OF_THE_CORE
 ENDS = {*native.instruction_sets()[:1], *native.instruction_sets()[-1:]}
 """Instruction sets: those between are compiled from the same lines."""
-# A test above 2^31 elements takes 9 GB and a minute: only where it is asked for.
-if os.environ.get("HF_ZERO_TEST_HUGE") != "1":
-    collect_ignore_glob.append("test_huge.py")
 
 
 @pytest.fixture(autouse=True)

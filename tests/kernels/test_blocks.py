@@ -1,6 +1,4 @@
-"""8-bit blocks and stochastic rounding: what they keep, what they lose, and that training does
-not notice.
-"""
+"""8-bit blocks and stochastic rounding."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def test_a_second_moment_never_becomes_zero_and_what_is_not_finite_takes_its_blo
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_stochastic_rounding_is_right_on_average(isa: str, kind: str) -> None:
+def test_stochastic_rounding_is_right_on_average(kind: str) -> None:
     """The same moments, rounded with 400 seeds: the mean approaches what fp32 has."""
     numel = 4 * BLOCK
     grad, mean, square = torch.randn(numel), torch.randn(numel), torch.rand(numel) + 0.1

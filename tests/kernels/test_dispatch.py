@@ -1,6 +1,4 @@
-"""Selection of an operation's implementation; a kernel that cannot run is reported once; the
-doctor's trial of kernels.
-"""
+"""Selection of an operation's implementation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tensors to and from files, on every backend this machine has: sizes, addresses, order, lifetimes;
-system errors, short transfers, files that end too early, file systems that refuse.
-"""
+"""Tensors to and from files, on every backend this machine has."""
 
 from __future__ import annotations
 

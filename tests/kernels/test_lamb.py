@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.ops import lamb_apply, lamb_measure, native
-from hf_zero.ops.lamb import APPLY, MEASURE, TILE, LambSettings, apply_, measure_, tile_table
+from hf_zero.ops.lamb import APPLY, MEASURE, TILE, LambSettings
 from hf_zero.optim import Lamb
 from tests.helpers.buffers import Guarded, reference, same_bits
 
@@ -122,20 +122,3 @@ def test_the_kernels_give_what_torch_gives() -> None:
     with checked_triton():
         found = MEASURE(*ours, *numbers, 1.0)
     assert found.isfinite().all(1).tolist() == [True, True, False, True, True]
-
-
-def test_the_table_is_made_once_for_the_same_places_and_other_types_go_to_torch() -> None:
-    from tests.helpers.checked_triton import checked_triton
-
-    w, g, m, v = [[tensor.double() for tensor in of] for of in lists((7, 40))]
-    with checked_triton() as checked:
-        sums = measure_(w, g, m, v, OF_LISTS[0], kernels="on")
-        apply_(w, m, v, torch.ones(2), OF_LISTS[0], kernels="on")
-        assert not checked.launches and sums.shape == (2, 2)
-    made = lists()
-    table, bounds = tile_table(*made)
-    assert tile_table(*made)[0] is table
-    tiles = [1, 1, 2, 1, 2]
-    assert table[:, 5].tolist() == [p for p, n in enumerate(tiles) for _ in range(n)]
-    assert bounds.tolist() == [0, 1, 2, 4, 5, 7, 8, 9, 11, 12, 14]
-    assert bool(table[-1, 6]) == all(of[4].data_ptr() % 16 == 0 for of in made)

@@ -4,19 +4,14 @@ element, and how many operations a weight takes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_zero.ops import dispatch, level_rounding, philox
 from hf_zero.ops.level_rounding import round_to_levels
 from tests.helpers.buffers import Guarded
 from tests.helpers.checked_triton import checked_triton
 
 pytest.importorskip("triton")
-DEVICE = torch.device("cpu") if dispatch.interpreted() else torch.device("cuda")
 
 
 def equations(
@@ -82,52 +77,3 @@ def test_levels_are_those_of_the_equations() -> None:
     assert torch.equal(round_to_levels(zeros.clone(), 4), zeros)
     assert round_to_levels(torch.empty(0), 4).numel() == 0
     assert round_to_levels(torch.tensor([1.0, float("nan"), -1.0]), 4)[1].isnan()
-
-
-class Operations(TorchDispatchMode):
-    """Counts the operations that compute: not views, not memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func._schema.name
-        self.count += not (func.is_view or "empty" in name or name.endswith("detach"))
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_weight_takes_two_launches_and_a_draw_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel, and the extremes before it."""
-    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
-    launched: list[str] = []
-    for kernel in (level_rounding.ROUND, philox.FIRST_WORDS):
-        monkeypatch.setattr(
-            type(kernel), "launcher", lambda self: lambda *_: launched.append(self.name)
-        )
-    weight = torch.randn(64, 32, dtype=torch.bfloat16, device=DEVICE)
-    for symmetric in (True, False):
-        launched.clear()
-        with Operations() as seen:
-            round_to_levels(weight, 8, 4, symmetric)
-        assert (seen.count, launched) == (1, ["level_rounding"])
-    launched.clear()
-    with Operations() as seen:
-        philox.first_words(7, (1, 2, 3), 100, DEVICE)
-    assert (seen.count, launched) == (0, ["philox_words"])
-
-
-def test_a_grid_has_one_axis_for_any_number_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other two of CUDA's end at 65,535."""
-    from hf_zero.ops.triton_kernels import level_rounding as kernels
-
-    grids: list[tuple[int, ...]] = []
-
-    class Launched:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *args, **kwargs: grids.append(grid)
-
-    monkeypatch.setattr(kernels, "round_kernel", Launched())
-    values, ends = torch.zeros(1).expand(70_000, 3 * kernels.TILE), torch.zeros(1).expand(70_000)
-    kernels.round_(values, ends, ends, 8, True, None, 0.0)
-    assert grids == [(210_000,)]

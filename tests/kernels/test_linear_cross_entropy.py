@@ -1,6 +1,4 @@
-"""Linear head and cross-entropy in chunks, against whole logits and autograd: by the kernel and by
-the forms for CPUs. The kernel over rows of logits, against the reference in fp64.
-"""
+"""Linear head and cross-entropy in chunks, against whole logits and autograd."""
 
 from __future__ import annotations
 

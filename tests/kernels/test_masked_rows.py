@@ -7,7 +7,6 @@ import copy
 import torch
 
 from hf_zero.ops.masked_rows import GRANULE, RowCapacity, RowCount, select_rows
-from tests.late import launch
 
 
 def batch(tokens: int = 23, share: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,13 +68,3 @@ def test_places_follow_the_count_of_each_batch_and_stay_where_it_does() -> None:
     assert places(0.5, tokens=20) == 20
     about = [places(0.15 + 0.01 * (-1) ** step, tokens=32_768) for step in range(8)]
     assert len({*about}) == 1 and 0.16 * 32_768 <= about[0] < 0.16 * 32_768 + GRANULE
-
-
-def test_on_a_simulated_device_the_count_is_ordered_and_nothing_else_is_waited_for() -> None:
-    launch.needs_the_device()
-    env = launch.environment(as_cuda=True, HF_ZERO_TRITON="0")
-    right, unordered, early = launch.rows(launch.run("tests.kernels.late_head", env=env))
-    assert right["reports"] == [] and right["waits"] == 0 and right["worst"] < 1e-5
-    assert right["rows"] == [8, 40, 8, 8]
-    assert "race" in [kind for kind, _ in unordered["reports"]] and unordered["dropped"]
-    assert "host" in [kind for kind, _ in early["reports"]] and early["dropped"]

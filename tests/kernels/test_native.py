@@ -1,6 +1,4 @@
-"""The native core in a process: threads, instruction sets, several callers, forks, and where
-there is none.
-"""
+"""The native core in a process."""
 
 from __future__ import annotations
 
@@ -127,34 +125,6 @@ def test_several_callers_at_once_each_get_their_own_result() -> None:
         caller.join(60)
         assert not caller.is_alive()
     assert found == {value: {norm} for value, norm in expected.items()}
-
-
-def test_python_goes_on_while_a_kernel_runs() -> None:
-    """A thread whose lock is released before some calls runs during them."""
-    native.set_threads(1)
-    x = torch.ones(20_000_000)
-    gate, waiting, ran = threading.Lock(), threading.Event(), []
-
-    def other() -> None:
-        waiting.set()
-        with gate:
-            ran.append(True)
-
-    gate.acquire()
-    thread = threading.Thread(target=other)
-    thread.start()
-    waiting.wait()
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)  # only a call that lets go lets the other thread in
-    try:
-        gate.release()
-        for _ in range(20):
-            squared_norm(x)
-        seen = bool(ran)
-    finally:
-        sys.setswitchinterval(interval)
-    thread.join()
-    assert seen
 
 
 # ---- this rank's share ----

@@ -1,24 +1,18 @@
-"""Operators as torch sees them: each keeps torch's rules (opcheck), and blocks that use them
-compile to one graph with the same numbers.
-"""
+"""Operators as torch sees them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.ops import masked_rows, norms, packed_linear  # noqa: F401  # registers its operator
 from hf_zero.ops.activations import gelu, swiglu_packed
 from hf_zero.ops.flat_optimizers import FlatRun, RowSettings, Tiles, settings_table
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
-from hf_zero.ops.norms import rms_norm
 from hf_zero.ops.operators import operator
-from hf_zero.ops.packed_linear import packed_linear_whole
 from hf_zero.ops.residual import dropout_add
 from hf_zero.ops.rotary import rotary, split_rotary
 from hf_zero.ops.sparse_attention import (
@@ -144,51 +138,6 @@ def test_operators_keep_torchs_rules() -> None:
             torch.library.opcheck(whole, arguments, test_utils=CHECKS)
         except Exception as error:
             raise AssertionError(f"{op}: {error}") from error
-
-
-def test_modes_see_operators_and_eager_code_takes_the_short_way() -> None:
-    seen: list[str] = []
-
-    class Seeing(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    def run(x: torch.Tensor, *weights: torch.Tensor) -> list[torch.Tensor]:
-        inputs = (x, *weights)
-        out = packed_linear_whole(rms_norm(x, weights[0][0]), weights)
-        out = swiglu_packed(out)
-        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
-
-    tensors = [trained(3, 8), trained(8, 8), trained(4, 8)]
-    short = run(*tensors)
-    with Seeing():
-        long = run(*tensors)
-    for one, other in zip(short, long, strict=True):
-        assert torch.equal(one, other)
-    names = {"norm", "norm_backward", "packed_linear", "packed_linear_backward", "gated_packed"}
-    assert names <= {name.split(".")[1] for name in seen if name.startswith("hf_zero.")}
-
-
-def test_the_short_way_has_no_second_derivative_either() -> None:
-    x, weight = trained(3, 8), trained(8)
-    (grad,) = torch.autograd.grad(rms_norm(x, weight).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="norm_backward"):
-        grad.sum().backward()
-
-
-def test_anomaly_detection_and_profiles_name_the_operator() -> None:
-    x = trained(3, 8)
-    with torch.profiler.profile() as profile:
-        out = swiglu_packed(x)
-    assert out.grad_fn is not None and out.grad_fn.name() == "hf_zero::gated_packedBackward"
-    assert "hf_zero::gated_packed" in {event.key for event in profile.key_averages()}
-    with (
-        pytest.raises(RuntimeError, match="hf_zero::gated_packedBackward"),
-        pytest.warns(UserWarning, match="Anomaly|gated_packed"),
-        torch.autograd.detect_anomaly(),
-    ):
-        swiglu_packed(x).backward(torch.full((3, 4), torch.nan))
 
 
 def test_batched_gradients_are_those_of_each() -> None:

@@ -139,28 +139,8 @@ def test_each_tensor_has_scales_of_its_own(sizes, rows, block, seed):
     assert seen == numel and not said[numel:].any()
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(1, 300), st.integers(0, 2**31), st.sampled_from([32, 64, 256]))
-def test_c_loses_at_most_what_there_is(eights: int, seed: int, block: int) -> None:
-    """|z - C(z)| <= |z|, and z - C(z) is what is kept: over steps nothing is lost."""
-    table = one(block, 8 * eights)
-    generator = torch.Generator().manual_seed(seed)
-    z = torch.randn(table.chunk, generator=generator)
-    z *= torch.randn(table.chunk, generator=generator).exp()
-    error = z.clone()
-    sent = table.compress(error, torch.zeros_like(z), table.empty(CPU), 0.0, ONE)
-    assert torch.equal(error, z - table.values(sent))
-    assert float(error.norm()) <= float(z.norm()) * (1 + 1e-6)
-    more = spread(table.chunk)
-    again = table.compress(error, more, table.empty(CPU), 0.0, ONE)
-    total = table.values(sent) + table.values(again)
-    torch.testing.assert_close(total + error, z + more, rtol=1e-5, atol=1e-4)
-
-
 def test_signs_and_scales(every_body) -> None:
-    """Zero and minus zero are positive; the first of eight is the lowest bit. The scale is twice
-    the mean magnitude at most, else more would be lost than there is; padding is in none.
-    """
+    """Zero and minus zero are positive; the first of eight is the lowest bit."""
     table = one(32, 8)
     z = torch.tensor([0.0, -0.0, -1.0, 1.0, -1e-40, 1e-40, -3.0, 3.0])
     none = table.empty(CPU)

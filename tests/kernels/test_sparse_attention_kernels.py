@@ -19,7 +19,6 @@ from hf_zero.ops.sparse_attention import (
     DenseSparsityConfig,
     FixedSparsityConfig,
     SparsityConfig,
-    VariableSparsityConfig,
     plan,
     reference,
 )
@@ -141,74 +140,3 @@ def test_padding_rows_without_keys_and_columns_without_rows() -> None:
     o, lse, dq, dk, _ = kernel
     assert not o[:, :, 64:128].any() and not dq[:, :, 64:128].any() and not dk[:, :, 64:128].any()
     assert (lse[:, :, 64:128] == torch.inf).all(), "a row without keys has no probabilities"
-
-
-def test_dropout_is_fair() -> None:
-    words = reference.dropout_words(torch.tensor([7]), 0, 4, 256).double() / 2**31
-    assert words.shape == (4, 256, 256) and (words < 1).all()
-    assert abs(words.mean().item() - 0.5) < 3e-3
-    assert abs((words < 0.1).double().mean().item() - 0.1) < 3e-3
-    for axis in range(3):
-        pair = torch.stack([words.flatten(), words.roll(1, axis).flatten()])
-        assert abs(torch.corrcoef(pair)[0, 1].item()) < 1e-2
-
-
-def test_rounding_is_no_worse_than_eager_attentions() -> None:
-    """bf16: the error against fp32 beside that of transformers' eager attention under the same
-    mask. (torch's fused attention computes in fp32 throughout on a CPU; tests/gpu has it.)
-    """
-    config = VariableSparsityConfig(2, 64, local_window_blocks=[2], global_block_indices=[1])
-    tensors = inputs(1, 2, 2, 192, 64, torch.bfloat16)
-    kernel, truth = both_ways(config, tensors)
-    compiled = plan.plan_for(config.handle, 192, 2, 1, False, torch.device("cpu"))
-    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
-    scores = (q @ k.mT * 64**-0.5).masked_fill(~reference.allowed(compiled, 192, False), -torch.inf)
-    out = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
-    eager = [out, *torch.autograd.grad(out, (q, k, v), tensors[3])]
-    ours, exact = ([each[0], *each[2:]] for each in (kernel, truth))
-    for name, mine, theirs, true in zip(("o", "dq", "dk", "dv"), ours, eager, exact):
-        error, allowed = ((x.float() - true).pow(2).mean().sqrt() for x in (mine, theirs))
-        assert error <= allowed, (name, error, allowed)
-
-
-def test_a_grid_has_one_axis_for_any_number_of_sequences(short_splits, monkeypatch):
-    """The other two of CUDA's end at 65,535."""
-    from hf_zero.ops.triton_kernels import sparse_attention as forward
-    from hf_zero.ops.triton_kernels import sparse_attention_backward as backward
-
-    grids: list[tuple[int, ...]] = []
-
-    class Launched:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *args, **kwargs: grids.append(grid)
-
-    for module, names in ((forward, ("forward", "combine")), (backward, ("dq", "dkdv", "sum"))):
-        for name in names:
-            monkeypatch.setattr(module, f"sparse_attention_{name}", Launched())
-
-    def empty(*shape: Any, **told: Any) -> torch.Tensor:
-        return torch.zeros(1).expand(*(shape[0] if len(shape) == 1 else shape))
-
-    config = BigBirdSparsityConfig(1, 64, num_random_blocks=0, num_sliding_window_blocks=1)
-    compiled = plan.plan_for(config.handle, 330, 1, 1, False, torch.device("cpu"))
-    assert compiled.rows.slots and compiled.columns.slots
-    q = torch.zeros(1, 1, 1, 16).expand(70_000, 1, 330, 16)
-    monkeypatch.setattr(torch, "empty", empty)
-    rest: Any = (compiled, None, None, False, 0.25, 0.0)
-    forward.forward(q, q, q, *rest)
-    monkeypatch.setattr(torch, "empty_like", lambda x: x)
-    backward.backward(q, q, q, q, q, torch.zeros(1).expand(70_000, 1, 330), *rest)
-    assert len(grids) == 7 and all(len(grid) == 1 and grid[0] > 65_535 for grid in grids)
-
-
-def test_tf32_is_asked_for_in_the_way_that_never_raises() -> None:
-    from hf_zero.ops.triton_kernels.sparse_attention_tiles import precision
-
-    products = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    try:
-        for setting, asked in (("tf32", "tf32"), ("ieee", "tf32x3")):
-            products.fp32_precision = setting
-            assert precision(torch.float32) == asked and precision(torch.bfloat16) == "tf32"
-    finally:
-        products.fp32_precision = before

@@ -1,6 +1,4 @@
-"""Updates of the native core against the torch reference, bit for bit: sizes, starts, dtypes,
-values, threads, cuts.
-"""
+"""Updates of the native core against the torch reference, bit for bit."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def main() -> None:
         plain = training.config("stage 1") | training.ONCE | more
         config = {**plain, "zero_optimization": {"stage": stage, **zero}}
         family = "mixtral" if more is EXPERTS else "llama"
-        model = families.build(family, False, num_hidden_layers=2)
+        model = families.build(family, num_hidden_layers=2)
         foreseen = estimate(model, world, config=config).at(stage)
         engine, *_ = hf_zero.initialize(model=model, config=config)
         batch = {"input_ids": torch.arange(64, device=engine.device).view(4, 16)}

@@ -1,5 +1,5 @@
 """Faults put into hf_zero, one at a time, and what the device finds: ``python -m tests.late.faults
-MODE [FAULT ...]``.
+MODE GROUP``.
 
 A fault leaves out a call of the device (a wait, a synchronisation) that comes from a function of
 hf_zero, or puts another function in the place of one. Every rank of the group has it. A line of
@@ -23,18 +23,14 @@ from unittest import mock
 
 from tests.late import checkpoints, device, training, ways_out
 
-import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
 import hf_zero  # isort: skip
 from hf_zero.activations import host_copies as transfers  # isort: skip
 from torch.distributed.pipelining import schedules  # isort: skip
 from hf_zero.zero.gather import schedule  # isort: skip
 from hf_zero.zero.layout import unit  # isort: skip
-from hf_zero.checkpoint import file_writer  # isort: skip
-from hf_zero.checkpoint.memory import saving  # isort: skip
 from hf_zero.distributed import collectives, world_group  # isort: skip
-from hf_zero.offload import gradient_offload, update, update_gathers  # isort: skip
-from hf_zero.zero.access import wholes  # isort: skip
+from hf_zero.offload import update, update_gathers  # isort: skip
 from hf_zero.device import streams  # isort: skip
 
 Putting = Callable[[], AbstractContextManager[Callable[[], int]]]
@@ -112,11 +108,6 @@ def _nothing(plain: Any, *args: Any) -> None:
     """It is not called."""
 
 
-def _none(plain: Any, *args: Any) -> list[None]:
-    """It finds nothing."""
-    return []
-
-
 def _swapped_on_one_rank(plain: Any, self: schedule.Schedule, *args: Any, **kwargs: Any) -> None:
     """Rank 1 gathers two units of two sizes the other way round; of one size they match."""
     plain(self, *args, **kwargs)
@@ -137,44 +128,9 @@ def _less_ahead() -> Iterator[Callable[[], int]]:
         yield lambda: int(late)
 
 
-def _copied_early(plain: Any, *args: Any) -> None:
-    """A generation is copied on a stream of its own, which has not waited for the update."""
-    with streams.on_stream(torch.cuda.Stream()):
-        plain(*args)
-
-
-def _on_the_computing_stream(
-    plain: Any, self: update_gathers.UpdateGathers, gather: update_gathers.Gather
-) -> None:
-    """Updated parameters are gathered on the stream that computes, not on that of their copies."""
-    gather.stream = None
-    plain(self, gather)
-
-
-def _without_values(plain: Any, gradient: Any, values: torch.Tensor, *args: Any) -> Any:
-    """A copy to the host keeps the form of its source alone, not its memory."""
-    return plain(gradient, values.to("meta"), *args)
-
-
-def _leaves_here(plain: Any, self: transfers.Streams, sent: Any) -> None:
-    """The current stream waits for a copy, whichever stream has the memory of its source."""
-    streams.current_stream(self._device).wait_event(sent[0])
-
-
 def _finished_at_once(plain: Any, self: collectives.Handle, finish: Callable[[], None]) -> None:
     """What follows a collective runs as soon as it is issued."""
     finish()
-
-
-def _in_the_background(plain: Any, place: Any, values: Any, wait: bool = True) -> None:
-    """No copy to a block of a file is awaited."""
-    plain(place, values, wait=False)
-
-
-def _ended_loop(plain: Any, gathering: Any) -> None:
-    """The end of a loop over weights does not wait for the gathers under way."""
-    if sys._getframe(2).f_code.co_name != "whole_groups":
-        plain(gathering)
 
 
 @contextlib.contextmanager
@@ -204,7 +160,6 @@ ORDER, THREADS = frozenset({"order"}), frozenset({"threads"})
 INTERLEAVED = frozenset({"interleaved"})
 HOST = "stage 2, optimizer on the host"
 HOST_ONCE = "stage 2, optimizer on the host, one micro-batch"
-PIECES = "stage 2, optimizer on the host, small pieces"
 ALL = "stage 3, all on the host"
 ALL_ONCE = "stage 3, all on the host, one micro-batch"
 ACTIVATIONS = "stage 3, activations on the host"
@@ -232,8 +187,6 @@ FAULTS: dict[str, Fault] = {
             HOST_ONCE, left_out("synchronize", "update.py _run"), COPIES),
         "the forward does not wait for new parameters": (
             HOST, left_out("wait", "update_gathers.py wait"), COPIES),
-        "a pinned buffer is refilled under its copy": (
-            PIECES, left_out("synchronize", "update.py place"), COPIES),
         "shards are written while they are brought": (
             ALL_ONCE, left_out("synchronize", "update.py _run"), COPIES),
         "an activation is copied before it is there": (
@@ -251,12 +204,6 @@ FAULTS: dict[str, Fault] = {
             "stage 3, one micro-batch", _less_ahead, INTERLEAVED),
         "a shard that is away is read, and written under its copy": (
             READ, left_out("synchronize", "flat_buffer.py _shard_as_it_is"), COPIES),
-        "updated parameters are gathered on another stream": (
-            BETWEEN,
-            replaced(update_gathers.UpdateGathers, "_issue", _on_the_computing_stream),
-            COPIES),
-        "a generation is copied before the update": (
-            IN_MEMORY, replaced(saving, "copy_to_memory", _copied_early), COPIES),
         "a generation is hashed under its copy": (
             IN_MEMORY, left_out("synchronize", "file_writer.py copy_to_memory"), COPIES),
         "weights are copied before they are gathered": (
@@ -269,9 +216,6 @@ FAULTS: dict[str, Fault] = {
             "pipeline", replaced(schedules, "_wait_batch_p2p", _nothing), COPIES),
         "a pooled buffer passes from stream to stream": (
             TWO_STREAMS, left_out("wait", "streams.py acquire"), COPIES),
-        "a unit is released under another stream": (
-            "stage 3, branches on two streams",
-            replaced(unit.streams, "record_use", _nothing), COPIES),
         "the second stream of a unit does not wait for its gather": (
             "stage 3, branches on two streams in a unit",
             left_out("wait", "unit.py runs_here"), COPIES),
@@ -280,51 +224,24 @@ FAULTS: dict[str, Fault] = {
         "a message is sent while another stream fills it": (
             "stage 2, branches on two streams that share messages",
             left_out("wait", "reductions.py flush"), COPIES),
-        "another stream of a unit does not wait for its update": (
-            "stage 2, optimizer on the host, branches on two streams in a unit",
-            left_out("wait", "unit.py runs_here"), COPIES),
-        "a gradient of another stream is given back while it is read": (
-            "stage 3, branches on two streams in a unit",
-            replaced(unit, "raw_grads", _none), COPIES),
         "gradients of another stream are reduced before they are complete": (
             IN_A_UNIT, left_out("wait", "unit.py await_gradients"), COPIES),
         "the second stream of a unit does not wait for parameters of other ranks": (
             "stage 2, branches on two streams in a unit",
             replaced(unit.Unit, "gathered_here", _nothing), COPIES),
-        "the copy of a gradient is over before it begins": (
-            HOST_ONCE, unrecorded("gradient_offload.py send"), COPIES),
-        "a gradient is given back under its copy": (
-            HOST, replaced(gradient_offload, "GradientCopy", _without_values), COPIES),
         "the copies of an update are over before they begin": (
             HOST, unrecorded("update.py record"), COPIES),
         "an update does not wait for a forward before its step": (
             "stage 2, optimizer on the host, evaluated before steps",
             unrecorded("update.py _submit"), COPIES),
-        "an update writes shards that a forward before its step copies": (
-            "stage 3, all on the host, evaluated before steps",
-            unrecorded("update.py _submit"), COPIES),
         "a gather does not wait for the update of its shard": (
             "stage 3, optimizer on the host", left_out("wait", "update.py finish"), COPIES),
         "an engine ends under the copies of its update": (
             "an engine ends", left_out("synchronize", "optimizer_step.py close"), ENDED),
-        "an activation has left before its copy begins": (
-            ACTIVATIONS, unrecorded("host_copies.py send"), COPIES),
-        "an activation is back before its copy begins": (
-            ACTIVATIONS, unrecorded("host_copies.py bring"), COPIES),
-        "an activation without a use is given back under its copy": (
-            "stage 3, activations on the host, some without a use",
-            replaced(transfers._OnStream, "__del__", _nothing), COPIES),
         "an activation is given back under another stream": (
             TWO_STREAMS_AWAY, left_out("record_stream", "host_copies.py use"), COPIES),
-        "another stream than its own waits for the copy of an activation": (
-            TWO_STREAMS_AWAY, replaced(transfers.Streams, "leave", _leaves_here), COPIES),
         "shards are served before they are written": (
             ALONE, left_out("wait", "unit.py read"), COPIES),
-        "the write of shards is over before it begins": (
-            ALONE, unrecorded("unit.py writing"), COPIES),
-        "shards are served under the copy of their update": (
-            "stage 3, optimizer on the host, read by one rank between steps",
-            left_out("synchronize", "training_state.py synchronize_update"), COPIES),
         "the gradient norm is read before it is summed": (
             "stage 2", left_out("wait", "norm.py agree"), COPIES),
         "parts of matrices are used before they come": (
@@ -335,22 +252,9 @@ FAULTS: dict[str, Fault] = {
         "momenta in 1 bit are added before they come": (
             "stage 1, momenta in 1 bit after a step",
             left_out("wait", "one_bit_steps.py _update"), COPIES),
-        "steps in 1 bit begin before denominators come": (
-            "stage 1, momenta in 1 bit after a step",
-            left_out("wait", "one_bit_steps.py _gather_all"), COPIES),
-        "a packed message is unpacked before it comes": (
-            "stage 2, units that share messages",
-            replaced(collectives.Handle, "finish_with", _finished_at_once), COPIES),
         "a message in few bits is decoded before it comes": (
             "stage 3, in few bits, errors fed back",
             replaced(collectives.Handle, "finish_with", _finished_at_once), COPIES),
-        "weights are gathered into memory that is still read": (
-            "weights are sent", left_out("wait", "wholes.py _launch"), COPIES),
-        "a loop over weights ends under its gathers": (
-            "weights are sent", replaced(wholes, "_wait", _ended_loop), COPIES),
-        "a block of a file is hashed under its copy": (
-            "a checkpoint is saved", replaced(file_writer, "copy_bytes", _in_the_background),
-            COPIES),
     }.items()
 }  # fmt: skip
 # In the lazy order alone: in others the copies may be over by themselves.
@@ -437,9 +341,12 @@ RUNS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def run(name: str, rank: int, world: int) -> dict[str, Any]:
+GROUPS = {"two ranks": FAULTS, "lazy": IN_LAZY, "hosts": OVER_HOSTS, "one rank": ON_ONE_RANK}
+
+
+def run(name: str, fault: Fault, rank: int, world: int) -> dict[str, Any]:
     """Train with a fault: what was reported, and how often the fault has struck."""
-    fault, error = (FAULTS | IN_LAZY | OVER_HOSTS | ON_ONE_RANK)[name], ""
+    error = ""
     device.forget()
     with fault.put() as struck:
         try:
@@ -458,8 +365,8 @@ def main() -> None:
     rank, world = device.begin(sys.argv[1]), int(os.environ.get("WORLD_SIZE", "1"))
     # the main thread has set its device by now, without a fault
     training.train("stage 3", 1, rank, world)
-    for name in sys.argv[2:] or FAULTS:
-        device.tell(**run(name, rank, world))
+    for name, fault in GROUPS[sys.argv[2]].items():
+        device.tell(**run(name, fault, rank, world))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def last_step(case: dict[str, Any]) -> dict[str, int]:
         "kernels": "off",
         **more,
     }
-    model = families.build(family, False, num_hidden_layers=4)
+    model = families.build(family, num_hidden_layers=4)
     engine, *_ = hf_zero.initialize(model=model, config=config)
     sequence = hf_zero.sequence_parallel() if documents else None
     generator = torch.Generator().manual_seed(5 + (0 if documents else RANK))

@@ -39,38 +39,26 @@ def test_each_program_is_judged_rightly(as_cuda: bool) -> None:
     assert not wrong
 
 
-OVER_HOSTS = (
-    "a second hop does not wait for the first",
-    "a first hop does not wait for what it gathers",
-    "what is gathered is freed under the first hop",
-    "parameters that other ranks use are read before their number comes",
-)
-IN_LAZY = ("an engine ends under the copies of activations",)
-ON_ONE_RANK = (
-    "shards are on the device before their copy begins",
-    "a branch does not wait for a unit that the other one prefetches",
-    "a forward does not wait for the copies of an update",
-    "the gradient norm is reported under its copy",
-)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("mode", "names", "ranks"),
+    ("mode", "group", "ranks"),
     [
-        (mode, *chosen)
-        for mode in ("eager", "random:1")
-        for chosen in (((), 2), (OVER_HOSTS, 4), (ON_ONE_RANK, 1))
-    ]
-    + [("lazy", IN_LAZY, 2)],
+        *(
+            (mode, *each)
+            for mode in ("eager", "random:1")
+            for each in (("two ranks", 2), ("hosts", 4))
+        ),
+        ("random:1", "one rank", 1),
+        ("lazy", "lazy", 2),
+    ],
 )
-def test_no_fault_survives(mode: str, names: tuple[str, ...], ranks: int) -> None:
+def test_no_fault_survives(mode: str, group: str, ranks: int) -> None:
     launch.needs_the_device()
-    words = ("tests.late.faults", mode, *names)
+    words = ("tests.late.faults", mode, group)
     by_name: dict[str, list[dict[str, Any]]] = {}
     for row in launch.run_ranks(*words, ranks=ranks, hosts=-(-ranks // 2)):
         by_name.setdefault(row["fault"], []).append(row)
-    assert len(by_name) == len(names) or (not names and len(by_name) >= 50)
+    assert by_name
     lived = []
     for name, found in by_name.items():
         kinds = {kind for row in found for kind, _ in row["reports"]}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers import launched
 from tests.helpers.cells import fast
-from tests.late import host_syncs, launch, training
+from tests.late import families, host_syncs, launch, training
 
-# The fast suite: each kind of collective and copy once; what deep models (test_families.py), faults
-# (test_faults.py) and ways out do, too, is left to the long one.
+# The fast suite: each kind of collective and copy once; what deep models, faults and ways out do,
+# too, is left to the long one.
 FAST = (
     "stage 2, optimizer on the host, updated in the backward",
     "stage 3, Muon",
@@ -176,7 +179,7 @@ def test_no_unit_copies_more_in_a_step_than_it_needs() -> None:
             assert row["old values gathered"] and not row["reports"], row
 
 
-ROUTES = ("accelerate", "trainer", "deepspeed", "lightning", "script", "script_by_device")
+ROUTES = ("accelerate", "trainer", "script_by_device")
 
 
 @pytest.mark.parametrize("route", fast(ROUTES, "accelerate".__eq__))
@@ -244,3 +247,48 @@ def test_gathers_reductions_copies_and_updates_run_beside_the_computation() -> N
     for when, phase in (("next forward", "forward"), ("backward", "backward")):
         row = found[f"updates beside the {when}"]
         assert row[f"beside {phase}"] > 0.5 * row["seconds"], row
+
+
+FP32, SAVED = 7e-6, 0.0625  # relative; where saved, absolute, of a number below 8
+
+
+@pytest.mark.parametrize(
+    ("mode", "names"),
+    [
+        ("random", ["all and activations on the host, saved"]),
+        pytest.param("aliased", [*families.cases("")], marks=pytest.mark.long),
+    ],
+)
+def test_a_deep_model_has_the_losses_of_cpu_ranks(
+    mode: str, names: list[str], tmp_path: Path
+) -> None:
+    launch.needs_the_device()
+    cpu, device = (
+        launch.run_ranks("tests.late.families", kind, "bert", str(tmp_path), "4", *names, env=env)
+        for kind, env in (("cpu", launched.environment()), (mode, launch.environment(True)))
+    )
+    expected = {(row["case"], row["rank"]): row["losses"] for row in cpu}
+    assert len(device) == len(expected) == 2 * len(names)
+    for row in device:
+        saved = row["case"].endswith(", saved")
+        limit = {"abs": SAVED} if saved else {"rel": FP32}
+        wanted = pytest.approx(expected[row["case"], row["rank"]], **limit)
+        assert row["losses"] == wanted and not row["reports"], row
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["host_memory", "engine", "offload", "activations", "lightning"])
+def test_the_tests_for_gpus_pass(name: str, tmp_path: Path) -> None:
+    launch.needs_the_device()
+    own = launch.environment(
+        as_cuda=True,
+        HF_ZERO_BACKEND="hf_zero",
+        HF_HUB_OFFLINE="1",
+        LATE_DEVICES="2" if name == "lightning" else "1",
+        LATE_REPORTS=f"{tmp_path}/{{rank}}-{{process}}.json",
+    )
+    own.pop("TRITON_INTERPRET", None)
+    path = f"tests/gpu/test_{name}_on_gpu.py"
+    launch.pass_tests(own, path, "-k", "not compiled", seconds=900)
+    told = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    assert told and not any(each["reports"] for each in told), told

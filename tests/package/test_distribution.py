@@ -1,6 +1,4 @@
-"""The package as others install it: one least version of Python, extras that are named where they
-are missing, and a wheel with the native core.
-"""
+"""The package as others install it."""
 
 from __future__ import annotations
 
@@ -121,18 +119,6 @@ def test_the_smoke_of_a_wheel_runs_the_core() -> None:
     assert "agree" in shown.stdout
 
 
-def test_a_script_explains_itself_and_does_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = "readme"
-    script = ROOT / f"scripts/{name}.py"
-    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
-    monkeypatch.syspath_prepend(str(script.parent))
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(str(script), run_name="__main__")
-    assert capsys.readouterr().out.startswith(f"usage: {name}.py")
-
-
 def test_packages_of_extras_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "upath", None)
     said = r"s3://run cannot .* pip install 'hf-zero\[remote\]'"
@@ -162,22 +148,6 @@ def test_a_build_that_could_not_be_right_stops(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(SystemExit, match=r"77 or later, and 65\.5\.0 is .*'setuptools>=77'"):
         runpy.run_path(str(ROOT / "setup.py"))
     assert "setuptools>=77" in PROJECT["build-system"]["requires"]
-
-
-def test_links_of_the_readme_are_absolute_for_a_package_index(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("setuptools.setup", lambda **given: None)
-    monkeypatch.chdir(ROOT)
-    absolute = runpy.run_path(str(ROOT / "setup.py"))["absolute"]
-    shown = absolute((ROOT / "README.md").read_text(), "https://example.org/zero/")
-    targets = re.findall(r'\]\(([^)]+)\)|src(?:set)?="([^"]+)"', shown)
-    assert len(targets) > 20
-    for link, image in targets:
-        kind = "raw" if image else "blob"
-        own = (link or image).removeprefix(f"https://example.org/zero/{kind}/HEAD/")
-        assert own.startswith(("https://", "#")) or (ROOT / own.partition("#")[0]).exists()
-        assert own != (link or image) or own.startswith(("https://", "#"))
 
 
 @pytest.mark.parametrize("address", ["", "https://example.org/zero/"])

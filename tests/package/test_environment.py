@@ -154,35 +154,6 @@ def test_an_interrupted_installation_goes_on(
     assert script.main() == 1 and "install.log" in capsys.readouterr().err
 
 
-def test_a_second_call_waits(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    modes = []
-
-    def flock(file: int, mode: int) -> None:
-        modes.append(mode)
-        if mode & script.fcntl.LOCK_NB:
-            raise BlockingIOError
-
-    monkeypatch.setattr(script.fcntl, "flock", flock)
-    monkeypatch.setattr(sys, "argv", ["environment.py", str(folder)])
-    assert script.main() == 0 and modes[1:] == [script.fcntl.LOCK_EX]
-    assert "waits for another call" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("said", "has"), [("exit 0", True), ("exit 9", False), (None, False)])
-def test_a_driver_is_one_that_answers(
-    said: str | None, has: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if Path("/proc/driver/nvidia/version").exists():
-        return
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{said}\n" if said else "#!/no/such/interpreter\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert script.has_nvidia_driver() is has
-
-
 def packaged(folder: Path, name: str) -> Path:
     """Return the metadata of an installed package."""
     made = folder / "lib/python3.11/site-packages" / f"{name}-1.dist-info"

@@ -47,17 +47,6 @@ def test_an_impossible_option_is_one_line(capsys):
         assert ended.value.code == 2 and named in message and message.count("\n") == 1
 
 
-def test_an_argument_that_pytest_refuses_is_one_line(capsys):
-    """Other lines of the standard error are copied."""
-    script = "import sys; sys.stderr.write('first\\n' + %r); sys.exit(4)"
-    usage = "ERROR: usage: pytest\npytest: error: unrecognized arguments: --no\n  rootdir\n"
-    run = suite.Run(dict(os.environ))
-    with pytest.raises(SystemExit) as ended:
-        run("-c", script % usage)
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "first\nscripts/test: unrecognized arguments: --no\n"
-
-
 def test_parts_are_whole_files_and_together_all():
     parts = 7
     items = [SimpleNamespace(path=Path(f"test_{at % 11}.py"), name=at) for at in range(200)]
@@ -170,19 +159,3 @@ def test_values_take_turns_at_stage_3_and_each_other_stage_is_met_once() -> None
     ran = {tuple(cell.callspec.params.values()) for cell in cells if cell not in late}
     others = {(0, "a", 1, "x"), (1, "a", 2, "y"), (2, "b", 1, "x")}
     assert ran == others | {(3, *way, core) for way, core in zip(WAYS, "xyxyx")}
-
-
-def test_without_stages_all_take_turns() -> None:
-    cells: list[Any] = [
-        Cell(kind=kind, way=way, size=size)
-        for kind, (way, size) in itertools.product(("x", "y"), WAYS)
-    ]
-    ran = [cell.callspec.params for cell in cells if cell not in off_turn(cells)]
-    assert {(each["kind"], each["way"], each["size"]) for each in ran} == {
-        (kind, *way) for kind, way in zip("xyxyx", WAYS)
-    }
-
-
-def test_tests_that_do_not_ask_run_whole() -> None:
-    cells: list[Any] = [Cell(marked=False, stage=3, way="a", size=size) for size in (1, 2)]
-    assert off_turn(cells) == set()

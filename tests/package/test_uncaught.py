@@ -1,6 +1,4 @@
-"""An error of hf-zero ends a rank with its message alone, once for all ranks; what differs by
-rank is seen, and others are left alone.
-"""
+"""An error of hf-zero ends a rank with its message alone, once for all ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Type checking of a user's scripts: mypy and pyright report each mistake, and nothing else. Both
-read all of torch, so they are of the long suite; the names that they see are checked here.
-"""
+"""Type checking of a user's scripts: mypy and pyright report each mistake, and nothing else."""
 
 from __future__ import annotations
 

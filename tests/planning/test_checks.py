@@ -230,9 +230,7 @@ def test_an_engine_that_only_evaluates_needs_its_parameters() -> None:
 
 
 def test_the_model_s_own_memory_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It moves into the engine, and is freed: counted once, whatever it is tied to. A model in
-    shards gives back its shards.
-    """
+    """It moves into the engine, and is freed: counted once, whatever it is tied to."""
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     config = ZeroConfig(3, bf16=True, optimizer={"type": "SGD", "params": {"lr": 0.1}})
     engine = hf_zero.initialize(model=model, config=config)[0]

@@ -1,6 +1,4 @@
-"""Free memory as the kernel tells it: nested control groups of both versions, ulimits, disks,
-and ranks that share them.
-"""
+"""Free memory as the kernel tells it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The model of an engine's bytes: against the stage table, against sums written out by hand, and
-its edges.
-"""
+"""The model of an engine's bytes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The time of a recorded step: hand-made recordings on machines with simple rates, and rates that
-were measured.
-"""
+"""The time of a recorded step."""
 
 from __future__ import annotations
 

@@ -66,9 +66,7 @@ SIZES = {
     "counts", fast([((1024,),), ((1, 4, 16, 64, 256),)], lambda counts: counts == (1024,))
 )
 def test_model_states_are_those_of_the_paper(counts: tuple[int, ...]) -> None:
-    """Stage 0 is the paper's baseline, of 16 bytes a parameter on each device. At stage 3 it keeps
-    parameters in 16 bits beside the master weights, 2 of these bytes.
-    """
+    """Stage 0 is the paper's baseline, of 16 bytes a parameter on each device."""
     for parameters, ranks in itertools.product(PAPER, counts):
         base = plans_of_stages(None, ranks, 0, params=parameters)[1][0]
         for stage, figure in enumerate((16e-9 * parameters, *PAPER[parameters][ranks])):
@@ -84,9 +82,7 @@ def test_model_states_are_those_of_the_paper(counts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("stage", "micro_batches"), [(0, 2), (1, 5), (2, 2), (3, 2)])
 def test_traffic_is_that_of_the_paper(stage: int, micro_batches: int) -> None:
-    """Elements that all collectives move, in multiples of the parameters: 2, 2, 2, 3. At stage 3
-    the root and the last unit of a forward are still gathered when its backward begins.
-    """
+    """Elements that all collectives move, in multiples of the parameters: 2, 2, 2, 3."""
     config = {
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": True}, "gradient_accumulation_steps": micro_batches,
@@ -267,9 +263,7 @@ def test_measures_are_no_part_of_a_simulation(tmp_path: Path) -> None:
 
 
 def test_parameters_without_a_gradient_leave_the_others_to_be_updated() -> None:
-    """They are in a flat buffer with others, which is sent after the update. The model returns its
-    loss in a mapping.
-    """
+    """They are in a flat buffer with others, which is sent after the update."""
 
     class Named(torch.nn.Module):
         def __init__(self) -> None:

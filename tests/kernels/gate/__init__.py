@@ -1,6 +1,4 @@
-"""The configurations of kernels that ship, for the ahead-of-time gate: a file per family, each
-with its CASES.
-"""
+"""The configurations of kernels that ship, for the ahead-of-time gate."""
 
 from __future__ import annotations
 
