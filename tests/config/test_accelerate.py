@@ -140,26 +140,3 @@ def test_a_deepspeed_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     said = r"kernels is given besides deepspeed_config\.deepspeed_config_file"
     with pytest.raises(ConfigError, match=said):
         accelerate({**named, "kernels": "auto"})
-
-
-def test_the_dict_that_accelerates_plugin_builds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.utils import DeepSpeedPlugin
-
-    monkeypatch.delenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", raising=False)
-    plugin = DeepSpeedPlugin(
-        zero_stage=3,
-        gradient_accumulation_steps=4,
-        gradient_clipping="auto",
-        zero3_init_flag=False,
-    )
-    plugin.set_mixed_precision("bf16")
-    built = plugin.deepspeed_config
-    early = ZeroConfig.from_dict(built, allow_auto=True)
-    filled = {"train_micro_batch_size_per_gpu": 8, "train_batch_size": 64, "gradient_clipping": 1.0}
-    assert early.autos == {*filled}
-    assert early.precision == "bf16"
-    plugin.deepspeed_config_process(must_match=False, **filled)
-    built["zero_allow_untested_optimizer"] = True
-    config = ZeroConfig.from_dict(built).resolve(2)
-    assert (config.stage, config.train_batch_size, config.gradient_clipping) == (3, 64, 1.0)
-    assert config.elementwise_optimizers == ()

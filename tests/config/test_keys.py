@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hf_zero.config import ZeroConfig, ZeroSection
-from hf_zero.config.keys import ALIASES, KEYS, SECTIONS, TABLE, read
+from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
 from hf_zero.config.kinds import Key, Status
 from hf_zero.errors import ConfigError, NotBuiltError
 from tests.config.samples import VALUES
@@ -36,10 +36,6 @@ ASKING: dict[str, Any] = {
     "datastates_ckpt": {"host_cache_size": 16},
     "monitor": {"wandb": {"enabled": True}},
 }
-
-
-def test_each_entry_of_the_table_is_a_key() -> None:
-    assert read(TABLE.read_text("utf-8")).keys() == KEYS.keys()
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -133,9 +129,3 @@ def test_the_configuration_needs_neither_torch_nor_hugging_face() -> None:
     )
     done = completed([sys.executable, "-c", code], timeout=300)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_writer_that_is_decoupled_saves_beside_the_training() -> None:
-    decoupled = {"checkpoint": {"writer": {"type": "fast", "decoupled": True}}}
-    assert ZeroConfig.from_dict(decoupled).checkpoint.async_save
-    assert not ZeroConfig.from_dict({"checkpoint": {"writer": None}}).checkpoint.async_save

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from typer.testing import CliRunner
 
 from hf_zero.cli.app import app
 from hf_zero.config import ZeroConfig
 from hf_zero.config.migrating import migrate
-from hf_zero.config.sections import OptimizerConfig
 from hf_zero.errors import ConfigError
-from hf_zero.optim.build import build_optimizer, refused
 from tests.helpers.cells import in_one_item
 
 DEEPSPEED = yaml.safe_load("""
@@ -236,57 +233,10 @@ def test_findings(row: str) -> None:
     assert migration.runs is (outcome != "to fix")
 
 
-ZERO = "ZeRO zero3 deepspeed_zero fsdp"
-REMEMBERED: list[tuple[str, Any, str]] = [
-    (ZERO, {"stage": 3}, "'zero_optimization'"),
-    ("float16", {"enabled": True}, "'fp16'"),
-    ("offload", {"device": "cpu"}, "'offload_optimizer' or 'offload_param'"),
-    ("gradient_checkpointing", True, "'activation_checkpointing'"),
-    ("cpu_offload", True, "'zero_optimization.cpu_offload'"),
-    ("grad_clip", 1.0, "'gradient_clipping'"),
-    ("micro_batch_size", 2, "'train_micro_batch_size_per_gpu'"),
-]
-
-
-@in_one_item(REMEMBERED)
-def test_sections_and_keys_by_another_name_are_to_fix(case: tuple[str, Any, str]) -> None:
-    names, value, meant = case
-    for name in names.split():
-        written = {name: value}
-        migration = migrate({"train_micro_batch_size_per_gpu": 1, **written})
-        assert not migration.runs
-        assert outcomes(migration.findings)[name] == ("to fix", f"did you mean {meant}?")
-        # a file written for DeepSpeed, which skips keys of other programs
-        with pytest.raises(ConfigError, match=rf"unknown key '{name}'; did you mean {meant}\?"):
-            ZeroConfig.from_dict(written, foreign=True)
-
-
 def test_a_file_without_any_known_key_is_refused() -> None:
     for written in ({"a": 1}, {}, {"learning_rate": 0.1, "num_train_epochs": 3, "x": 1, "y": 2}):
         with pytest.raises(ConfigError, match=r"ds\.json: .* pass a DeepSpeed JSON or an Accel"):
             migrate(written, "config file ds.json")
-
-
-def test_what_leaves_accelerates_section_and_what_stays() -> None:
-    """TRL's example for long sequences has the first key."""
-    names = {"seq_parallel_communication_data_type": "bf16", "sparse_gradients": True}
-    before = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, **names}}
-    migration = migrate(before | {"fsdp_config": {}})
-    found = outcomes(migration.findings)
-    assert [found[f"deepspeed_config.{name}"][0] for name in names] == ["no effect", "left out"]
-    assert migration.runs and migration.after["deepspeed_config"] == {"zero_stage": 3}
-    assert found["fsdp_config"] == ("no effect", "it is empty")
-    assert list(migration.after) == list(before)  # in the order of the file
-    section = {"zero_stage": 2, "offload_optimizer_device": "none"}
-    wrong = migrate({"deepspeed_config": section | {"zero_stag": 3}, "num_processes": 2})
-    assert outcomes(wrong.findings)["deepspeed_config.zero_stag"][0] == "to fix"
-    assert wrong.after["deepspeed_config"] == section
-
-
-def test_a_number_of_machines_that_is_none() -> None:
-    """Python refuses to read integers of thousands of digits."""
-    for machines in ("many", "9" * 5000, "-1"):
-        migrate({"distributed_type": "DEEPSPEED", "num_machines": machines})
 
 
 def test_a_launcher_of_several_hosts_that_starts_deepspeed_becomes_standard() -> None:
@@ -316,17 +266,6 @@ def test_sizes_of_a_mesh_are_translated() -> None:
         named = {f"{prefix}_size": size, f"{prefix}_backend": "deepspeed"}
         after = migrate(FSDP | {"parallelism_config": named}).after
         assert after.get("parallelism_config") == (named if size == 2 else None)
-
-
-def test_each_key_of_accelerates_compilation_is_translated() -> None:
-    config = dict.fromkeys(("use_fullgraph", "use_dynamic", "use_regional_compilation"), True)
-    config |= {"backend": "INDUCTOR", "mode": "max-autotune"}
-    migration = migrate(FSDP | {"dynamo_config": config})
-    kept = {"blocks": True, "backend": "inductor", "mode": "max-autotune-no-cudagraphs"}
-    assert migration.runs
-    assert migration.after["deepspeed_config"]["compile"] == kept | {"dynamic": True}
-    found = outcomes(migration.findings)
-    assert {f"dynamo_config.{name}" for name in config} <= found.keys()
 
 
 def test_a_file_that_a_file_names_is_migrated_on_its_own(tmp_path: Path) -> None:
@@ -397,14 +336,6 @@ def test_a_compiled_model_becomes_compiled_blocks(case: Any) -> None:
     assert ZeroConfig.from_dict(migration.after).compile.blocks is (kept is not None)
 
 
-def test_numbers_and_truth_values_in_quotes_lose_them() -> None:
-    migration = migrate({"fp16": {"enabled": "true"}, "gradient_accumulation_steps": "8"})
-    assert migration.runs
-    assert migration.after == {"fp16": {"enabled": True}, "gradient_accumulation_steps": 8}
-    found = outcomes(migration.findings)
-    assert found["gradient_accumulation_steps"] == ("translated", "8, without quotes")
-
-
 @in_one_item([None, "auto", 1.5, 2.0])
 def test_the_norm_among_parameters_of_an_optimizer_becomes_clipping(clipping: Any) -> None:
     written: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.5}}}
@@ -416,25 +347,6 @@ def test_the_norm_among_parameters_of_an_optimizer_becomes_clipping(clipping: An
     found = outcomes(migration.findings)
     assert ("gradient_clipping" in found) is (clipping is not None)
     assert ("optimizer.params" in found) is (clipping == 2.0)  # it holds nothing else
-
-
-def test_parameters_of_one_bit_optimizers() -> None:
-    params = {"lr": 0.1, "cuda_aware": True, "comm_backend_name": "nccl"}
-    written = {"optimizer": {"type": "onebitadam", "params": params}}
-    migration = migrate(written)
-    assert migration.after["optimizer"]["params"] == {"lr": 0.1}
-    found = outcomes(migration.findings)
-    for name in ("cuda_aware", "comm_backend_name"):
-        assert found[f"optimizer.params.{name}"][0] == "no effect"
-    told = {row.key: row.note for row in ZeroConfig.from_dict(written).explain()}
-    assert told["optimizer.params"].startswith("no effect: cuda_aware: messages travel")
-    # DeepSpeed's own examples write bias_correction
-    for kind in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"):
-        section: Any = {"type": kind, "params": {"lr": 0.1, "bias_correction": False}}
-        assert migrate({"optimizer": section}, check=refused).after == {"optimizer": section}
-        parameters = [torch.nn.Parameter(torch.ones(2))]
-        optimizer = build_optimizer(OptimizerConfig(**section), parameters)
-        assert optimizer.param_groups[0]["bias_correction"] is False
 
 
 PROGRAMS = {
@@ -482,18 +394,6 @@ def test_fsdp_of_the_trainer_becomes_a_configuration_for_deepspeed() -> None:
         assert not migrate({**arguments, **wrong}).runs, wrong
 
 
-def test_words_of_the_trainers_fsdp_are_reported_as_they_are_written() -> None:
-    """A file may have no other key that is known."""
-    migration = migrate({"output_dir": "out", "fsdp": "shard_grad_op offload"})
-    found = {(each.key, each.value): each.note for each in migration.findings}
-    assert found["fsdp", "shard_grad_op"] == "zero_optimization.stage: 2"
-    assert found["fsdp", "offload"] == "zero_optimization.offload_optimizer.device: cpu"
-    assert {each.key for each in migration.findings} == {"fsdp"}
-    replaced = {"fsdp": "full_shard", "fsdp_config": {"reshard_after_forward": False}}
-    keys = {each.key for each in migrate(replaced).findings}
-    assert "fsdp_config.reshard_after_forward" in keys
-
-
 def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
     out = tmp_path / f"{'n' * 251}.json"
@@ -508,12 +408,3 @@ def test_names_of_a_file_do_not_control_the_terminal(tmp_path: Path) -> None:
     fsdp = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "fsdp_config": [1]}
     with pytest.raises(ConfigError, match=r"fsdp_config is .* not keys and values"):
         migrate(fsdp)
-
-
-def test_a_narrow_terminal_breaks_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are those of the file: JSON, not Python."""
-    monkeypatch.setenv("COLUMNS", "80")
-    key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 3, key.partition(".")[2]: True}}))
-    assert f"taken       {key} = true" in hf_zero("migrate", str(file)).output.splitlines()

@@ -12,8 +12,6 @@ import pytest
 import yaml
 
 from hf_zero.config import (
-    ActivationCheckpointing,
-    ActivationOffload,
     AioSection,
     OffloadOptimizer,
     OffloadParam,
@@ -22,7 +20,6 @@ from hf_zero.config import (
 from hf_zero.errors import ConfigError
 from tests.helpers.cells import in_one_item
 
-PIN = "zero_optimization.offload_optimizer.pin_memory"
 CPU = {"device": "cpu"}
 ACCELERATE = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
 
@@ -48,16 +45,6 @@ def test_every_spelling_of_offload_to_the_cpu(make: Callable[[], ZeroConfig]) ->
     assert (config.offload_optimizer, config.offload_param) == expected
     assert config.offload_optimizer.on and config.offload_param.on
     assert ZeroConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
-
-@in_one_item([0, 2])
-def test_the_optimizer_is_offloaded_at_every_stage_and_parameters_at_stage_3(stage: int) -> None:
-    config = ZeroConfig(stage, offload_optimizer={"device": "cpu", "ratio": 0.5})
-    assert (config.offload_optimizer.device, config.offload_optimizer.ratio) == ("cpu", 0.5)
-    config = ZeroConfig(stage, offload_param="nvme")
-    assert not config.offload_param.on
-    (row,) = (row for row in config.explain() if row.key.endswith("offload_param.device"))
-    assert row.value == "nvme" and row.note.startswith(f"no effect: at stage {stage} every rank")
 
 
 INFINITY = """
@@ -86,12 +73,6 @@ def test_everything_that_deepspeed_writes_for_infinity() -> None:
     assert ZeroConfig.from_dict(config.to_dict()) == config
 
 
-def test_the_number_of_threads_by_its_names() -> None:
-    for name in ("threads", "thread_count", "intra_op_parallelism"):
-        for written in ({"aio": {name: 3}}, {"zero_optimization": {"aio": {name: 3}}}):
-            assert ZeroConfig.from_dict(written).aio.threads == 3, written
-
-
 # -- paths -----------------------------------------------------------------------------------------
 
 
@@ -109,14 +90,6 @@ def test_relative_paths_are_resolved_and_shown(
 
 
 # -- former names and 16-bit states ----------------------------------------------------------------
-
-
-@in_one_item([True, False])
-def test_former_pinning_goes_to_what_is_offloaded(pinned: bool) -> None:
-    config = zero(cpu_offload=True, cpu_offload_use_pin_memory=pinned)
-    assert (config.offload_optimizer.pin_memory, config.offload_param.pin_memory) == (pinned, None)
-    assert config.sources[PIN] == "config dict: zero_optimization.cpu_offload_use_pin_memory"
-    assert zero(cpu_offload_use_pin_memory=pinned).offload_param.pin_memory is pinned
 
 
 def test_optimizer_states_in_bf16() -> None:
@@ -188,10 +161,6 @@ def test_a_key_without_effect_says_why(case: tuple[dict[str, Any], str, str]) ->
 # ---- checkpoints and offload of activations ----
 
 
-def notes_of(values: dict[str, Any]) -> dict[str, str]:
-    return {row.key: row.note for row in ZeroConfig.from_dict(values).explain()}
-
-
 BLOCKS: list[tuple[dict[str, Any], int | None, bool]] = [
     ({}, 0, False),
     ({"blocks": True}, None, False),
@@ -211,40 +180,3 @@ def test_how_many_blocks(case: tuple[dict[str, Any], int | None, bool]) -> None:
     section, number, selective = case
     found = ZeroConfig.from_dict({"activation_checkpointing": section}).activation_checkpointing
     assert (found.number, found.selective) == (number, selective)
-
-
-def test_offload_is_on_by_a_word_or_by_its_section() -> None:
-    on = ActivationOffload(enabled=True)
-    for given in (True, {"enabled": True}, {"min_bytes": 1 << 20}, on):
-        assert ZeroConfig(2, activation_offload=given).activation_offload == on, given
-    for given in (False, {"enabled": False}, {"enabled": False, "min_bytes": 1}, None):
-        assert not ZeroConfig(2, activation_offload=given).activation_offload.enabled, given
-
-
-def test_offload_that_is_computed_is_computed_anew() -> None:
-    config = ZeroConfig.from_dict({"activation_offload": {"min_bytes": 5}})
-    source = config.sources["activation_offload.enabled"]
-    assert source == "computed: activation_offload.min_bytes is written"
-    assert ZeroConfig.from_dict(config.to_dict()).activation_offload == config.activation_offload
-    off = config.override({"activation_offload": {"enabled": False}}, "script")
-    assert not off.activation_offload.enabled
-
-
-def test_sections_as_objects() -> None:
-    config = ZeroConfig(3, activation_checkpointing=ActivationCheckpointing(blocks=2, profile=True))
-    assert config.activation_checkpointing.number == 2
-    assert config.to_dict()["activation_checkpointing"] == {"blocks": 2, "profile": True}
-
-
-def test_explain_says_what_has_no_effect() -> None:
-    section = {"blocks": False, "number_checkpoints": 3, "partition_activations": True}
-    section["contiguous_memory_optimization"] = True
-    offload = {"enabled": False, "min_bytes": 7}
-    found = notes_of({"activation_checkpointing": section, "activation_offload": offload})
-    name, idle = "activation_checkpointing", "no effect: "
-    assert found[f"{name}.number_checkpoints"] == f"{idle}{name}.blocks is false"
-    assert found["activation_offload.min_bytes"] == f"{idle}activation_offload is off"
-    assert "does not divide saved activations" in found[f"{name}.partition_activations"]
-    assert "expandable_segments" in found[f"{name}.contiguous_memory_optimization"]
-    used = {name: {"cpu_checkpointing": True}, "activation_offload": {"min_bytes": 7}}
-    assert "no effect" not in notes_of(used)["activation_offload.min_bytes"]

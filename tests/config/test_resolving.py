@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
+from hf_zero.config import ZeroConfig
 from hf_zero.config.kernels import AUTO, NAMES
 from hf_zero.config.resolving import elastic_batch, elastic_sizes
 from hf_zero.errors import ConfigError, NotBuiltError
@@ -76,19 +76,6 @@ def test_a_data_loader_needs_a_batch_size() -> None:
     assert config.train_micro_batch_size_per_gpu == 4
 
 
-def test_resolving_again_for_other_ranks_forgets_what_was_computed() -> None:
-    first = ZeroConfig(stage=3, train_micro_batch_size_per_gpu=2).resolve(4)
-    assert [first.resolve(ranks).train_batch_size for ranks in (4, 6)] == [8, 12]
-    assert first.override({TOTAL: 24}, "a callback").resolve(4).gradient_accumulation_steps == 3
-
-
-def test_a_resolved_configuration_read_back_is_checked() -> None:
-    written = ZeroConfig(stage=3, train_micro_batch_size_per_gpu=2).resolve(4).to_dict()
-    assert ZeroConfig.from_dict(written).resolve(4).to_dict() == written
-    with pytest.raises(ConfigError, match="contradicts"):
-        ZeroConfig.from_dict(written).resolve(2)
-
-
 AUTOS = {
     "train_batch_size": "auto",
     "gradient_clipping": "auto",
@@ -122,36 +109,6 @@ def test_no_auto_survives() -> None:
         assert f"{key} (config file ds.json: {key}): write " in str(caught.value)
 
 
-def test_override_fills_autos_and_says_who_did() -> None:
-    config = ZeroConfig.from_dict(
-        {
-            "gradient_clipping": "auto",
-            "bf16": {"enabled": "auto"},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
-        },
-        allow_auto=True,
-    )
-    given = {"gradient_clipping": 1.0, "bf16": {"enabled": True}}
-    filled = config.override(given, "TrainingArguments")
-    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
-    filled = filled.override({"scheduler": schedule}, "TrainingArguments").resolve(1)
-    assert filled.gradient_clipping == 1.0 and filled.precision == "bf16"
-    assert filled.scheduler is not None and filled.scheduler.params == {"warmup_max_lr": 1e-3}
-    assert filled.sources["gradient_clipping"] == "TrainingArguments: gradient_clipping"
-    assert config.autos == {"gradient_clipping", "bf16.enabled", "scheduler.params.warmup_max_lr"}
-
-
-def test_an_engine_without_an_optimizer_may_leave_autos() -> None:
-    written = {key: value for key, value in AUTOS.items() if "16" not in key}
-    config = ZeroConfig.from_dict(written, allow_auto=True).resolve(2, training=False)
-    assert not config.autos
-    assert config.gradient_clipping == 0.0
-    said = "default: 'auto', which nothing fills in for an engine that only evaluates"
-    assert config.sources["gradient_clipping"] == said
-    with pytest.raises(ConfigError, match=r"bf16\.enabled .*: write true or false"):
-        ZeroConfig.from_dict(AUTOS, allow_auto=True).resolve(2, training=False)
-
-
 def test_kernels_auto_means_what_helps_on_the_device() -> None:
     config = ZeroConfig(stage=0, kernels="auto").resolve(1)
     assert config.kernels == "auto"
@@ -164,30 +121,6 @@ def test_kernels_auto_means_what_helps_on_the_device() -> None:
     assert without.kernels == ("loss",)
     assert without.sources["kernels"].endswith("on cuda without Triton")
     assert config.on_device("mps").kernels == "off"
-
-
-def test_kernels_that_are_named_are_the_same_on_every_device() -> None:
-    config = ZeroConfig(stage=0, kernels=["loss", "norms"])
-    assert config.kernels == ("norms", "loss") and config.on_device("cuda") is config
-    assert config.uses("norms") and not config.uses("rotary")
-    assert config.to_dict()["kernels"] == ["norms", "loss"]
-    assert not ZeroConfig(stage=0).uses("norms")
-    words = {"auto": ("on", True, "auto"), "off": (False, [], "off")}
-    for meant, written in words.items():
-        assert {ZeroConfig.from_dict({"kernels": each}).kernels for each in written} == {meant}
-
-
-def test_places_stay_in_what_is_derived() -> None:
-    written = {"device": "cpu", "ratio": 0.5}
-    config = ZeroConfig(3, offload_optimizer=OffloadOptimizer(**written), kernels="auto")  # type: ignore[arg-type]
-    param = OffloadParam(device="nvme", nvme_path=("/tmp",))
-    for stage, optimizer in ((3, OffloadOptimizer()), (2, OffloadOptimizer(device="cpu"))):
-        placed = config.placed(stage, optimizer, param)
-        derived = placed.resolve(4).on_device("cpu").override({"seed": 3}, "a test")
-        for made in (placed, derived):
-            assert (made.stage, made.offload_optimizer) == (stage, optimizer)
-            assert made.offload_param == (param if stage == 3 else OffloadParam())
-    assert config.offload_optimizer == OffloadOptimizer(**written)  # type: ignore[arg-type]
 
 
 def test_the_mesh() -> None:
@@ -250,13 +183,6 @@ def test_the_batch_fits_all_the_ranks_that_it_names() -> None:
     assert elastic_sizes({**small, "prefer_larger_batch": False}, 2)[1] == 2
     with pytest.raises(ConfigError, match="does not fit 128 ranks; start one of the numbers"):
         elastic_sizes(SECTION, 128)
-
-
-def test_nodes_of_several_ranks() -> None:
-    section = {**SECTION, "version": 0.2, "num_gpus_per_node": 4, "min_gpus": 4, "max_gpus": 64}
-    size, ranks = elastic_batch(section)
-    assert size <= 10_000 and all(each % 4 == 0 for each in ranks)
-    assert all(elastic_sizes(section, each)[0] == size for each in ranks)
 
 
 @in_one_item([1, 6])

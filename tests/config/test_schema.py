@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from hf_zero.cli.app import app
 from hf_zero.config import ZeroConfig, sections
-from hf_zero.config.files import load_file
 from hf_zero.config.keys import KEYS
 from hf_zero.config.schema import json_schema
 from hf_zero.errors import ConfigError
@@ -57,13 +56,6 @@ def test_the_command_prints_the_schema() -> None:
     assert printed.exit_code == 0 and printed.output == SCHEMA.read_text()
     table = CliRunner().invoke(app, ["schema", "--table"])
     assert all(f"| `{path}` |" in table.output for path in KEYS)
-
-
-def test_the_recipes_name_the_schema() -> None:
-    for path in CONFIGS:
-        json = path.suffix == ".json"
-        named = load_file(path)["$schema"] if json else path.read_text().split("schema=")[1]
-        assert (path.parent / named.split()[0]).resolve() == SCHEMA, path
 
 
 def test_a_validator_takes_the_schema_the_recipes_and_no_other_key(tmp_path: Path) -> None:

@@ -160,18 +160,6 @@ def test_explain() -> None:
         ZeroConfig(stage=1).explain(0)
 
 
-def test_reads_like_the_dict_that_libraries_expect() -> None:
-    config = ZeroConfig(stage=3)
-    assert config.get("zero_optimization", {}).get("stage") == 3
-    assert config["gradient_clipping"] == 0.0
-    assert "optimizer" not in config and config.get("optimizer") is None
-    with pytest.raises(KeyError):
-        config["optimizer"]
-    config = ZeroConfig(stage=3, optimizer={"type": "Adam", "params": {"betas": [0.9, 0.99]}})
-    config.to_dict()["optimizer"]["params"]["betas"].clear()
-    assert config.to_dict()["optimizer"]["params"]["betas"] == [0.9, 0.99]
-
-
 def test_a_dict_remembers_where_its_values_stood(tmp_path: Path) -> None:
     """Accelerate and the Trainer copy it, replace "auto" and add what they always add."""
     file = tmp_path / "ds.json"
@@ -201,15 +189,6 @@ def test_a_dict_remembers_where_its_values_stood(tmp_path: Path) -> None:
         "train_batch_size": "computed: train_micro_batch_size_per_gpu × "
         "gradient_accumulation_steps × ranks",
     }
-
-
-def test_sources_outlive_a_copy_and_end_with_a_change() -> None:
-    config, stage = ZeroConfig.coerce("zero2"), "zero_optimization.stage"
-    assert [row.key for row in written(config.resolve(2).explain())] == [stage]
-    copied = config.to_dict()
-    assert config.sources[stage] == ZeroConfig.from_dict(copied).sources[stage] == "preset zero2"
-    copied["zero_optimization"]["stage"] = 1
-    assert ZeroConfig.from_dict(copied).sources[stage] == f"config dict: {stage}"
 
 
 def test_the_summary_groups_values_by_file_and_idle_keys_by_reason(

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import hf_zero
-from hf_zero.cli import doctor
-from hf_zero.cli.app import app
 from hf_zero.config import variables
 from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, WRITTEN, check_launch
 from hf_zero.errors import ConfigError
@@ -60,27 +56,6 @@ def test_initialize_warns_once_on_rank_0(monkeypatch, caplog) -> None:
     assert len([each for each in caplog.records if each.levelname == "WARNING"]) == len(FAULTS)
 
 
-def test_a_launch_warns_in_place_of_its_ranks(
-    monkeypatch: pytest.MonkeyPatch, heard: list[str]
-) -> None:
-    ranks: list[dict[str, str]] = []
-    monkeypatch.setattr(os, "execv", lambda *command: ranks.append({**os.environ}))
-    monkeypatch.setattr(os, "environ", {**os.environ, "HF_ZERO_LOGLEVEL": "debug"})
-    os.environ.pop(variables.WARNED, None)
-    arguments = ["launch", "--ranks", "1", "--no-python", sys.executable]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert len([line for line in heard if "did you mean HF_ZERO_LOG_LEVEL?" in line]) == 1
-    assert variables.WARNED in ranks[0]
-
-
-def test_doctor_shows_the_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ZERO_LOGLEVEL", "debug")
-    monkeypatch.setenv("HF_ZERO_LOG_LEVEL", "loud")
-    found = {each.name: each for each in doctor.examine() if each.part == "environment"}
-    assert found["HF_ZERO_LOGLEVEL"].detail == FAULTS["HF_ZERO_LOGLEVEL"][1]
-    assert "'loud' is unknown; write debug, info" in found["HF_ZERO_LOG_LEVEL"].detail
-
-
 # ---- options of a launch that the script's own configuration would replace ----
 
 
@@ -116,17 +91,6 @@ def test_initialize_refuses_a_preset_of_the_launch_that_it_would_ignore(
     said = rf"`{PRESET}` .*stage 2 \(the script: 3, preset zero3\), precision bf16 .*leave --preset"
     with pytest.raises(ConfigError, match=said):
         hf_zero.initialize(model=model, optimizer=optimizer, config="zero3")
-
-
-def test_a_launch_that_agrees_passes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    check_launch(hf_zero.ZeroConfig(stage=3))
-    launch(monkeypatch, 2, "bf16", PRESET)
-    check_launch(hf_zero.ZeroConfig.from_dict(BF16))
-    launch(monkeypatch, 2, "no", "hf-zero launch --preset zero2")
-    check_launch(hf_zero.ZeroConfig.from_dict(BF16))  # the command names no precision
-    assert caplog.records == []
 
 
 def test_precision_offload_and_keys_of_set_count(monkeypatch: pytest.MonkeyPatch) -> None:
