@@ -1,6 +1,5 @@
 """Host synchronisations on one of two ranks of the simulated device: ``python -m
-tests.late.host_syncs JOB``, with RANK and so on set. One line of JSON for each case of a job, and
-one of the operations that the counter is to note.
+tests.late.host_syncs JOB``, with RANK and so on set. One line of JSON for each case of a job.
 """
 
 from __future__ import annotations
@@ -94,48 +93,9 @@ def last_step(case: dict[str, Any]) -> dict[str, int]:
     return dict(syncs.of("hf_zero"))
 
 
-def noted() -> dict[str, list[str]]:
-    """Return the counter's notes of each operation."""
-    import torch
-
-    from hf_zero.device import pinned, streams
-    from tests.helpers.host_syncs import HostSyncs
-
-    here, host = torch.device("cuda", RANK), torch.ones(3)
-    torch.cuda.set_device(here)
-    there, memory = torch.ones(3, device=here), torch.empty(3, pin_memory=True)
-
-    def waited() -> None:
-        torch.cuda.Event().synchronize()  # of nothing: over
-        there.add_(1)
-        streams.record_event(streams.current_stream(here)).synchronize()
-
-    operations = {
-        "to the device": lambda: host.to(here),
-        "into the device": lambda: there.copy_(host),
-        "not pinned": lambda: host.to(here, non_blocking=True),
-        "numbers": lambda: torch.tensor([1.0, 2.0], device=here),
-        "to the host": lambda: there.cpu(),
-        "an event": waited,
-        "the whole device": lambda: torch.cuda.synchronize(),
-        "uploaded": lambda: pinned.upload(host, here),
-        "into pinned memory": lambda: memory.copy_(there, non_blocking=True),
-        "on the device": lambda: torch.tensor(there.add(1)),
-    }
-    found = {}
-    for name, operation in operations.items():
-        with HostSyncs(here) as syncs:
-            operation()
-        found[name] = [what for (_, _, what), times in syncs.found.items() for _ in range(times)]
-    torch.cuda.synchronize()
-    return found
-
-
 def main(job: str) -> None:
     from tests.late import device
 
-    device.configure("lazy")
-    device.tell(case="counter", rank=RANK, found=noted(), reports=device.reports())
     device.configure("eager")
     for name, case in CASES[job].items():
         device.forget()
