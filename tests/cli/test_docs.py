@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 import re
@@ -11,11 +10,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-import hf_zero
-import hf_zero.errors
-from hf_zero.cli import printing
 from hf_zero.cli.app import app
-from hf_zero.cli.docs import FOLDER, find, pages, stem
+from hf_zero.cli.docs import find, pages, stem
 from hf_zero.errors import ConfigError
 from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed
@@ -59,14 +55,6 @@ def test_a_topic_is_a_page_or_a_section(case: tuple[str, str, str]) -> None:
     assert has in text
     level = first.partition(" ")[0]
     assert [line for line in text.splitlines() if line.startswith(f"{level} ")][1:] == []
-
-
-def test_commands_variables_errors_and_public_names_are_topics() -> None:
-    errors = (name for name in vars(hf_zero.errors) if name.endswith("Error"))
-    commands = (command.name for command in app.registered_commands)
-    for topic in (*commands, *errors, *[*hf_zero._EXPORTS][::4], "HF_ZERO_LOG_LEVEL"):
-        title = find(topic).splitlines()[0].lstrip("# ").strip("`")
-        assert title.lower().startswith(topic[:4].lower())
 
 
 @in_one_item(
@@ -125,9 +113,3 @@ def test_a_terminal_of_few_characters_shows_what_it_can() -> None:
     shown = completed(command, env=env)
     assert shown.returncode == 0 and shown.stderr == ""
     assert "* works; the device makes no difference" in shown.stdout
-
-
-def test_each_character_of_the_pages_has_an_ascii_form() -> None:
-    codecs.register_error("hf_zero_ascii", printing._as_ascii)
-    text = "".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md"))
-    assert text.encode("ascii", "hf_zero_ascii").count(b"?") == text.count("?")

@@ -6,21 +6,18 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, LlamaConfig
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig
 
 import hf_zero
 from hf_zero.config import OptimizerConfig
-from hf_zero.config.kernels import AUTO
 from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.transformers import meta_model
 from hf_zero.planning.estimate import traffic
-from hf_zero.zero.layout.engine_plan import plan
 from hf_zero.zero.layout.stage_policy import bytes_per_parameter
 from tests.helpers.cells import in_one_item, runs_long
 
@@ -67,36 +64,6 @@ def test_nothing_is_allocated_and_the_largest_unit_is_named() -> None:
         seen.at(1)
 
 
-def test_units_are_those_of_the_configuration() -> None:
-    def estimated(granularity: int) -> Any:
-        zero = {"stage": 3, "stage3_module_granularity_threshold": granularity}
-        return hf_zero.estimate(TINY, ranks=2, config={"zero_optimization": zero})
-
-    alone, joined = estimated(0), estimated(1_000_000)
-    layers = TINY.num_hidden_layers
-    assert alone.units - joined.units == layers - 1
-    assert joined.at(3).largest_unit >= layers * 4 * 33_000 > alone.at(3).largest_unit
-
-
-def test_kernels_that_are_chosen_keep_the_stage_and_the_offload(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    estimating = sys.modules["hf_zero.planning.estimate"]
-    planned = []
-
-    def noted(module: Any, settings: Any, *args: Any, **options: Any) -> Any:
-        planned.append(settings)
-        return plan(module, settings, *args, **options)
-
-    monkeypatch.setattr(estimating, "plan", noted)
-    config = {"zero_optimization": {"stage": 1}, "kernels": "auto"}
-    row = hf_zero.estimate(TINY, ranks=2, config=config, offload_param="cpu").at(3)
-    [settings] = planned
-    assert (settings.stage, settings.offload_param.device) == (3, "cpu")
-    assert settings.kernels == AUTO["cuda"]
-    assert row.tiers.ram > 0
-
-
 def test_every_way_to_name_a_model_gives_the_same(tmp_path: Path) -> None:
     TINY.save_pretrained(tmp_path)
     paths = [tmp_path, str(tmp_path), str(tmp_path / "config.json")]
@@ -131,13 +98,6 @@ def test_a_model_without_its_head_is_named(heard: list[str], tmp_path: Path) -> 
             hf_zero.estimate(str(path), 2, sequence_lengths=[8])
         with pytest.raises(ConfigError, match=match):
             hf_zero.propose(str(path), 1, Free(1 << 30, 1 << 30), sequence_length=8)
-
-
-def test_a_16_bit_configuration_trains_in_what_is_asked(tmp_path: Path) -> None:
-    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64}
-    config = GPT2Config(dtype="bfloat16", architectures=["GPT2LMHeadModel"], **sizes)
-    config.save_pretrained(tmp_path)
-    assert hf_zero.estimate(tmp_path, ranks=1, precision="fp32", stage=0).at(0).parameters > 0
 
 
 @in_one_item(
@@ -272,25 +232,6 @@ def test_models_that_people_train_most_are_known_without_the_hub(
 # -- tiers, and what fits --------------------------------------------------------------------------
 
 
-def test_offload_moves_bytes_between_tiers() -> None:
-    plain = hf_zero.estimate(TINY, ranks=2)
-    moved = hf_zero.estimate(
-        TINY, ranks=2, offload_optimizer={"device": "cpu", "moments": "int8"}, offload_param="cpu"
-    )
-    assert [row.state for row in moved.stages] == [row.state for row in plain.stages]
-    assert {(row.tiers.ram, row.tiers.pinned, row.tiers.disk) for row in plain.stages} == {
-        (0, 0, 0)
-    }
-    for before, after in zip(plain.stages, moved.stages, strict=True):
-        assert after.tiers.device < before.tiers.device
-        assert after.tiers.ram > after.tiers.pinned > 0 == after.tiers.disk
-    # the parameters move at stage 3 alone
-    second, third = moved.at(2), moved.at(3)
-    assert second.tiers.device >= second.parameters
-    assert second.parameters > third.tiers.device - third.largest_unit * 4
-    assert json.loads(json.dumps(moved.to_dict()))["offload_optimizer"]["moments"] == "int8"
-
-
 def test_offload_comes_from_the_config_too(tmp_path: Path) -> None:
     def tiers(**given: Any) -> Any:
         return hf_zero.estimate(TINY, ranks=2, stage=2, **given).at(2).tiers
@@ -306,27 +247,6 @@ def test_offload_comes_from_the_config_too(tmp_path: Path) -> None:
     more = BertForMaskedLM(TINY).num_parameters()  # 2 bytes of each, over 2 ranks
     assert by_config.ram - once.ram == pytest.approx(more, rel=0.02)
     assert tiers(config=config, offload_optimizer="none").disk == 0
-
-
-def test_a_proposal_can_be_saved_and_fits() -> None:
-    plenty = hf_zero.propose(TINY, 1, Free(1 << 30, 1 << 30))
-    assert plenty.config == {
-        "optimizer": {"type": "AdamW", "params": {}},
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-    }
-    state = hf_zero.estimate(TINY, 1, stage=1).at(1).state
-    scarce = hf_zero.propose(TINY, 1, Free(state // 2, 1 << 30))
-    assert scarce.config is not None
-    assert scarce.config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
-    assert hf_zero.ZeroConfig.from_dict(scarce.config).offload_optimizer.ratio == "auto"
-    shown = json.loads(json.dumps(scarce.to_dict()))
-    assert shown["tried"][0]["fits"] is False
-    assert "device: " in shown["tried"][0]["why_not"]
-    assert shown["tried"][-1]["fits"] is True
-    assert shown["config"] == scarce.config and shown["margin"] == 0.2
-    nothing = hf_zero.propose(TINY, 1, Free(10, 10), precision="fp32")
-    assert nothing.config is None and nothing.fit.chosen is None
 
 
 NONE = {"device": "none"}

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import os
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.cli.invoked import ZERO3, invoke
 
@@ -47,20 +43,6 @@ def test_auto_stays_beside_a_number_of_ranks(tmp_path: Path) -> None:
     assert "no effect" not in invoke("explain", written(tmp_path, content))
 
 
-def test_values_are_shown_as_the_file_writes_them(tmp_path: Path) -> None:
-    params = {"lr": "auto", "betas": "auto"}
-    content = {"optimizer": {"type": "Adam", "params": params}, "bf16": {"enabled": True}}
-    file = written(tmp_path, content)
-    said = invoke("explain", file)
-    assert "bf16.enabled = true\n" in said and '"Adam"' in said and "True" not in said
-    assert rows(file)["optimizer.params"]["value"] == params
-    yaml = tmp_path / "a.yaml"
-    yaml.write_text("deepspeed_config: {zero_stage: 2, gradient_clipping: 1.0}")
-    lines = invoke("explain", str(yaml)).splitlines()
-    at = lines.index("zero_optimization.stage = 2")
-    assert lines[at + 2] == "    (deepspeed_config.zero_stage)"
-
-
 def test_parameters_that_a_run_refuses(tmp_path: Path) -> None:
     optimizer: dict[str, Any] = {"type": "AdamW", "params": {"lr": "auto", "learning_rate": 1e-3}}
     scheduler = {"type": "WarmupLR", "params": {"warmup_step": "auto", "warmup_max_lr": "auto"}}
@@ -89,23 +71,3 @@ def test_how_two_configurations_differ() -> None:
     assert row == {"key": "zero_optimization.stage", "zero1": 1, "zero3": 3}
     assert "zero_optimization.stage" in invoke("explain", "zero1", "zero3")
     assert "zero1 and zero1 mean the same" in invoke("explain", "zero1", "zero1")
-
-
-def test_columns_counts_where_rich_does_not_read_it_and_no_key_is_broken(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def widths() -> set[int]:
-        table = invoke("estimate", model, "--ranks", "2").splitlines()
-        return {len(line) for line in table if "│" in line}
-
-    monkeypatch.setenv("COLUMNS", "60")
-    key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    lines = invoke("explain", ZERO3).splitlines()
-    assert max(map(len, lines)) <= max(60, len(f"{key} ="))
-    assert [line for line in lines if line.startswith(key)]
-    with monkeypatch.context() as patch:  # as after `datasets.Dataset.map(num_proc=)`
-        patch.setattr(os, "environ", copy.deepcopy(os.environ))
-        assert widths() == {60}
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert widths() == {60}

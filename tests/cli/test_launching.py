@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from hf_zero.cli import launch
 from hf_zero.config.launched import LAUNCHED_BY
 from hf_zero.launch.plan import LAUNCHER
 from tests.cli.invoked import ZERO3, invoke, refusal
-from tests.helpers.accelerators import play_accelerator
 
 
 @pytest.fixture(autouse=True)
@@ -145,10 +143,3 @@ def test_what_each_host_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert {"A", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"} <= {*host["environment"]}
             counts = ("--num_machines", "--num_processes")
             assert not chosen or [command.count(name) for name in counts] == [1, 1]
-
-
-def test_without_gpus_two_cpu_ranks_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    play_accelerator(monkeypatch, count=0)
-    assert launch.default_ranks() == 2
-    play_accelerator(monkeypatch, count=5)
-    assert launch.default_ranks() == 5

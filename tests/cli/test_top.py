@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_zero.cli import top as command
 from hf_zero.errors import ConfigError
 from hf_zero.json_text import parse_json
 from hf_zero.logging import BARS, curve
@@ -120,43 +118,6 @@ def test_the_end_of_a_run(run: Path) -> None:
     assert json.loads(invoke(f"top {run} --json"))["ended"] is None
     file.write_text(json.dumps(end | {"ended": 1}) + "\n")
     assert "after step 30 is damaged: ended is 1, expected text" in refusal(f"top {run}")
-
-
-def test_a_running_run_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a terminal it refreshes until Ctrl-C, or the end of the run."""
-    seen: list[str] = []
-    end = '{"ended": "", "after_step": 33}\n'
-    interrupts = True
-
-    def sleep(seconds: float) -> None:
-        assert seconds == 0.5
-        if len(seen) == 2 and interrupts:
-            raise KeyboardInterrupt
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write(f'ss": 1}}\n{{"step": {32 + len(seen)}, "loss": 0.5}}\n')
-            file.write("" if interrupts else end)
-
-    class Live:
-        def __init__(self, table: Any, **options: Any) -> None:
-            self.update(table)
-
-        def __enter__(self) -> Live:
-            return self
-
-        def __exit__(self, *ended: Any) -> None: ...
-
-        def update(self, table: Any) -> None:
-            seen.append(table.title)
-
-    monkeypatch.setattr("rich.live.Live", Live)
-    monkeypatch.setattr(command, "sys", type("Terminal", (), {"stdout": sys.stdout}))
-    monkeypatch.setattr(command.sys, "stdout", type("Out", (), {"isatty": lambda self: True})())
-    monkeypatch.setattr(command, "time", type("Clock", (), {"sleep": staticmethod(sleep)}))
-    command.top(str(run), interval=0.5)
-    assert ["step 30," in seen[0], "step 33," in seen[1] or "step 32," in seen[1]] == [True, True]
-    seen, interrupts = [], False
-    command.top(str(run), interval=0.5)
-    assert len(seen) == 2 and ", ended," in seen[1]
 
 
 def test_lines_are_parsed_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ from hf_zero.cli import train as command
 from hf_zero.cli.app import app
 from hf_zero.config import PRESETS
 from hf_zero.config.training_file import (
-    COLUMNS,
     KEYS,
     TrainerArguments,
     json_schema,
@@ -46,14 +45,6 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return "train.yaml"
 
     return written
-
-
-def test_arguments_of_the_trainers_have_their_own_names() -> None:
-    for config in (trl.SFTConfig, trl.DPOConfig):
-        known = {item.name for item in fields(config)}
-        asked = {item.name for item in fields(TrainerArguments)}
-        assert asked - known == ({"packing"} if config is trl.DPOConfig else {"beta"})
-    assert {"prompt", "completion", "messages", "text"} <= {*COLUMNS}
 
 
 CARD = "trainer.create_model_card"
@@ -105,14 +96,6 @@ def test_a_script_builds_the_trainer_that_the_file_names(keys: dict[str, Any], w
     }  # fmt: skip
     # the command in its docstring is one that hf-zero launch takes
     assert launch_command(training) in (ast.get_docstring(tree) or "")
-
-
-def test_the_card_names_no_file_of_the_machine(write: Any, tmp_path: Path) -> None:
-    (tmp_path / "org" / "rows").mkdir(parents=True)
-    (tmp_path / "rows.jsonl").write_text("{}")
-    for dataset in ("rows.jsonl", "org/rows", "/elsewhere/rows"):
-        script = training_script(read_training_file(write(dataset=dataset)))
-        assert CARD not in script and dataset in script, dataset
 
 
 def test_the_command_carries_the_preset_and_the_configuration(write: Any) -> None:
@@ -214,25 +197,6 @@ def test_a_name_that_transformers_lacks_is_refused(
     fitting = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_fraction": 0.1}
     invoke(f"train {write(report_to=['all', 'present'], **fitting)}")
     assert len(launched) == 1
-
-
-def test_a_key_without_a_value_is_absent(write: Any) -> None:
-    file = Path(write(learning_rate=1e-4))
-    text = file.read_text()
-    file.write_text(text.replace("0.0001", ""))
-    assert "learning_rate" not in invoke(f"train {file} --script")
-    file.write_text(text.replace("org/model", ""))
-    assert "model is missing; write model: " in refusal(f"train {file}")
-
-
-def test_a_path_may_begin_with_a_tilde(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer expands output_dir, too: checkpoints and figures are in one folder."""
-    monkeypatch.setenv("HOME", str(Path.cwd()))
-    Path("rows.jsonl").touch()
-    training = read_training_file(write(output_dir="~/out", dataset="~/rows.jsonl"))
-    assert training.output_dir == f"{Path.cwd()}/out" == dict(training.zero_keys())["metrics.path"]
-    assert f'data_files="{Path.cwd()}/rows.jsonl"' in training_script(training)
-    assert read_training_file(write(warmup_steps=0)).warmup_steps == 0
 
 
 def test_all_mistakes_are_one_message(write: Any) -> None:

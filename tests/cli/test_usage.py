@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from typer.testing import CliRunner
 
 from hf_zero.cli import main
 from hf_zero.cli.app import app
-from hf_zero.cli.printing import PrintableTable, print_table
 from tests.helpers.cells import in_one_item
 
 
@@ -75,29 +73,3 @@ def test_a_command_line_that_cannot_be_read(
             error = json.loads(found.out)
             assert says in f"{error['error']}\n" and error["type"] == "UsageError"
             assert found.err == ""
-
-
-def test_without_a_command_the_help_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for given in ("hf-zero", "hf-zero recipe"):
-        monkeypatch.setattr(sys, "argv", given.split())
-        with pytest.raises(SystemExit, match=r"^2$"):
-            main()
-        assert f"Usage: {given} [OPTIONS] COMMAND [ARGS]..." in capsys.readouterr().err
-
-
-def test_underscores_are_read_as_dashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
-    line = ["launch", "--num_gpus", "3", "--master_port=99", "--json", "train.py", "--my_own", "1"]
-    shown = CliRunner().invoke(app, line)
-    assert '"3"' in shown.output and '"99"' in shown.output and '"--my_own"' in shown.output
-
-
-def test_a_table_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    table = PrintableTable("name", title="\x1b[2J", caption="\u202e")
-    table.add_row("a\x1b[31mb")
-    print_table(table)
-    shown = capsys.readouterr().out
-    assert "a\\x1b[31mb" in shown and not set("\x1b\u202e") & set(shown)

@@ -230,24 +230,6 @@ def test_a_wheel_without_a_compiler_fails_where_the_core_is_required(tmp_path: P
     assert "the native core was not built" in said.stdout + said.stderr
 
 
-@pytest.mark.long
-def test_the_steps_of_the_image_make_an_environment_that_trains(tmp_path: Path) -> None:
-    """As the Dockerfile runs them, without Docker."""
-    dockerfile = (ROOT / "Dockerfile").read_text()
-    assert "bash scripts/image build /wheels" in dockerfile
-    assert 'bash /wheels/image install /wheels "${EXTRAS}"' in dockerfile
-    completed([sys.executable, "-m", "venv", tmp_path / "bare"], check=True)
-    env = {**os.environ, "PATH": f"{tmp_path}/bare/bin:{os.environ['PATH']}"}
-    wheels = tmp_path / "wheels"
-    completed(["bash", ROOT / "scripts/image", "build", wheels], timeout=900, env=env, check=True)
-    install = ["bash", wheels / "image", "install", wheels, "peft"]
-    completed(install, timeout=900, env=env, check=True)
-    for command in (["python", "-c", "import peft, hf_zero._cpu"], ["hf-zero", "smoke"]):
-        completed(command, timeout=600, env=env, cwd=tmp_path, check=True)
-    wrong = completed(["bash", ROOT / "scripts/image", "push", wheels], env=env)
-    assert wrong.returncode == 2 and "push is neither build nor install" in wrong.stderr
-
-
 def test_constraints_pin_all_that_the_tests_and_the_recipes_install() -> None:
     """Each requirement of ``hf-zero[test,recipes]`` on this platform, with those of what is
     installed.

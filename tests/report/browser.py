@@ -21,25 +21,20 @@ needs_chromium = pytest.mark.skipif(
 )
 
 
-def draw(
-    page: Path | str, home: Path, *options: str, seconds: int = 20, dump: bool = True
-) -> tuple[str, list[str]]:
-    """Return the document after the scripts of ``page``, a file or an address, have run for so many
-    ``seconds`` of their clock (0: until it is loaded), without a network, and the lines of the
-    console. Without ``dump`` the document is empty, and ``options`` say what to write.
+def draw(page: Path, home: Path, *options: str) -> tuple[str, list[str]]:
+    """Return the document after the scripts of ``page`` have run for 20 seconds of their clock,
+    without a network, and the lines of the console.
     """
-    clock = (f"--virtual-time-budget={seconds * 1000}",) if seconds else ()
     sandbox = ("--no-sandbox",) if os.geteuid() == 0 else ()
     ran = completed(
         [
             PROGRAM, "--headless", "--disable-gpu", *sandbox, *ALONE, f"--user-data-dir={home}",
-            *clock, "--window-size=1280,2000", "--enable-logging=stderr",
-            *(["--dump-dom"] if dump else []), *options, page if isinstance(page, str) else f"file://{page}",
+            "--virtual-time-budget=20000", "--window-size=1280,2000", "--enable-logging=stderr",
+            "--dump-dom", *options, f"file://{page}",
         ],
         timeout=180,
     )  # fmt: skip
-    said = [line for line in ran.stderr.splitlines() if "CONSOLE" in line]
-    return ran.stdout, said
+    return ran.stdout, [line for line in ran.stderr.splitlines() if "CONSOLE" in line]
 
 
 class Drawing(HTMLParser):

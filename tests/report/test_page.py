@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sys
 import time
 from html import escape
@@ -26,7 +25,6 @@ from hf_zero.report.page import in_numbers
 from hf_zero.report.run import SPEEDS, LoggedMessage, RecordedRun, RunStart, read_run
 from hf_zero.report.timeline import read_timeline
 from tests.helpers.cells import fast
-from tests.helpers.commands import completed
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES, tokens
 from tests.helpers.processes import run_processes
@@ -285,70 +283,6 @@ def test_a_browser_draws_every_chart(folders: Path, tmp_path: Path, scheme: str)
             drawn = [row for row in rows if row["value"] is not None]
             assert marks["mark-symbol"] == len(drawn) and marks["mark-line"] >= 1, (name, marks)
             assert marks["mark-rect"] == len(RUNS), "a band over the steps of each trace"
-
-
-FRAME = """<!doctype html><iframe width="{width}" height="20000" style="border: 0"></iframe>
-<script>
-const frame = document.querySelector("iframe");
-frame.srcdoc = {page};
-const look = () => {{
-  const inner = frame.contentDocument;
-  if (!inner.body?.dataset.drawn) return setTimeout(look, 50);
-  const all = (selector, of) => [...inner.querySelectorAll(selector)].map(of);
-  const edges = (element) => {{
-    const at = element.getBoundingClientRect();
-    return [at.left, at.right];
-  }};
-  document.body.dataset.found = JSON.stringify({{
-    scrolled: inner.documentElement.scrollWidth,
-    figures: all("figure", edges),
-    charts: all(".chart > svg", edges),
-    tiles: all(".tiles dd", (each) => each.scrollWidth - each.clientWidth),
-  }});
-}};
-look();
-</script>"""
-
-
-@needs_chromium
-@pytest.mark.parametrize("width, columns", [(420, 1), (1400, 2)])
-def test_the_page_fits_a_telephone_and_a_wide_screen(
-    folders: Path, tmp_path: Path, width: int, columns: int
-) -> None:
-    """Charts fill their figures, and nothing is wider than the window."""
-    pytest.importorskip("vl_convert", reason="pip install 'hf-zero[report]'")
-    page, _ = write_report(folders / "three", output=tmp_path / "page.html")
-    frame = tmp_path / "frame.html"
-    whole = json.dumps(page.read_text()).replace("</", "<\\/")
-    frame.write_text(FRAME.format(width=width, page=whole))
-    document, said = draw(frame, tmp_path / "home", f"--window-size={width + 100},1000")
-    found = json.loads(Drawing(document).attributes["data-found"] or "")
-    assert not said and found["scrolled"] == width
-    assert len(found["charts"]) == len(found["figures"]) == len(specs_of(page.read_text())) > 9
-    for (left, right), (begin, end) in zip(found["figures"], found["charts"]):
-        assert 0 < left <= begin < end <= right < width, "a chart leaves its figure"
-        assert end - begin > 0.85 * (right - left), "a chart leaves its figure empty"
-    assert max(found["tiles"]) <= 0, "a number leaves its tile"
-    narrow = [left for left, right in found["figures"] if right - left < 0.6 * width]
-    assert len(set(narrow)) == (columns if columns > 1 else 0)
-
-
-@needs_chromium
-def test_the_page_on_paper(folders: Path, tmp_path: Path) -> None:
-    """Every section and every number of an axis, without hints for a pointer."""
-    pytest.importorskip("vl_convert", reason="pip install 'hf-zero[report]'")
-    reader = shutil.which("pdftotext")
-    if reader is None:
-        pytest.skip("no pdftotext on this machine (Debian: apt-get install poppler-utils)")
-    page, _ = write_report(folders / "three", output=tmp_path / "page.html")
-    paper = tmp_path / "page.pdf"
-    draw(page, tmp_path / "home", f"--print-to-pdf={paper}", dump=False)
-    text = completed([reader, "-layout", str(paper), "-"]).stdout
-    heads = re.findall(r"<h2>([^<]+)</h2>", page.read_text().partition("<script")[0])
-    assert len(heads) > 6 and not [head for head in heads if head not in text]
-    assert "from their launch to their end" in text and "Drag to move" not in text
-    assert not re.search(r"\d[eE]\+\d", text), "an exponent where a number would do"
-    assert re.search(r"\b\d+ kB\b", text)
 
 
 # ---- refusals ----

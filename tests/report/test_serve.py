@@ -20,7 +20,6 @@ from hf_zero.cli.app import app
 from hf_zero.report import serve
 from hf_zero.report.serve import ReportServer
 from tests.cli.invoked import invoke, refusal
-from tests.report.browser import Drawing, draw, needs_chromium
 from tests.report.test_timeline import STEP, write
 
 
@@ -136,17 +135,3 @@ def test_the_command_serves_until_it_is_interrupted(
     said = invoke(f"report {run} --serve")
     assert re.fullmatch(r"the page: http://127\.0\.0\.1:\d+/ \(Ctrl-C ends\)\n", said)
     assert not (run / "report.html").exists()
-
-
-@needs_chromium
-def test_a_browser_shows_what_is_appended(run: Path, tmp_path: Path) -> None:
-    pytest.importorskip("vl_convert", reason="pip install 'hf-zero[report]'")
-    with serving(run) as server:
-        page, asked = server.page(), server.content
-        # the browser asks after the page: what it then gets has two more steps
-        server.page = lambda: append(run, range(4, 6)) or page  # type: ignore[method-assign]
-        document, said = draw(server.url, tmp_path / "home", seconds=6)
-        assert not said and asked()[1].specs.keys() == {"loss"}
-    found = Drawing(document)
-    assert found.attributes["data-drawn"] == "1" and "refreshed while the run writes" in document
-    assert found.marks["loss"]["mark-symbol"] == 5
