@@ -160,34 +160,6 @@ def test_states_go_away_and_come_back_as_they_were(case: tuple[int, str]) -> Non
     torch.testing.assert_close(parked, plain, rtol=0, atol=0)
 
 
-def test_weights_stay_readable_where_gathers_cast_masters() -> None:
-    def run(rank: int, model: Any) -> None:
-        engine = made(model, 3, Plan(precision="bf16"))
-        masters = [flat.cast_master for flat in engine.flats if flat.cast_master is not None]
-        before = engine.module_state_dict()
-        engine._states_away.send(engine, ("hp_params", "optim_states", "lp_grads"), False, False)
-        kept = masters and all(each.untyped_storage().nbytes() for each in masters)
-        weights = engine.module_state_dict() if kept else {}
-        engine.reload_states()
-        engine.destroy()
-        torch.testing.assert_close(weights, before, rtol=0, atol=0)
-
-    on_ranks(RANKS, run)
-
-
-def test_an_engine_ends_with_its_states() -> None:
-    def run(rank: int, model: Any) -> None:
-        engine = made(model, 3, Plan(precision="bf16"))
-        before = engine.module_state_dict()
-        engine._states_away.send(engine, KINDS, False, False)
-        with pytest.raises(PartitionError, match=r"replace\(\) while offload_states"):
-            engine.replace(model.head)
-        engine.destroy(gather=True)
-        torch.testing.assert_close(dict(model.named_parameters()), before, rtol=0, atol=0)
-
-    on_ranks(RANKS, run)
-
-
 def test_states_that_cannot_go_are_named() -> None:
     engine = start(stack(), 1)
     engine.offload_states(include=["optim_states"])  # the device is the host

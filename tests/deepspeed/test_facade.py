@@ -21,21 +21,11 @@ import deepspeed
 import pytest
 import torch
 
-import hf_zero
 from hf_zero.deepspeed import facade
 from hf_zero.deepspeed.modules import API
-from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
-from hf_zero.zero.access.full import GatheredParameters
-from hf_zero.zero.layout.parameter import ZeroParamStatus
 from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed
-
-
-def test_nobody_is_misled_about_whose_it_is() -> None:
-    assert Path(deepspeed.__file__).is_relative_to(Path(hf_zero.__file__).parent)
-    assert deepspeed.__version__ == facade.VERSION
-    assert facade.is_ours(deepspeed)
 
 
 @in_one_item(API)
@@ -128,17 +118,6 @@ def asked_for() -> dict[str, str]:
     return names
 
 
-def test_the_scan_sees_the_ways_of_importing() -> None:
-    source = (
-        "import deepspeed\nfrom deepspeed.utils import groups\nfrom deepspeed.runtime.zero import "
-        "partition_parameters as pp\n"
-        "deepspeed.zero.Init()\ngroups.a()\npp._b\ngroups.c().d\nfrom .deepspeed import e"
-    )
-    names = "utils.groups utils.groups.a utils.groups.c zero.Init runtime.zero.partition_parameters"
-    names += " runtime.zero.partition_parameters._b"
-    assert {"deepspeed"} | {f"deepspeed.{name}" for name in names.split()} <= {*used_names(source)}
-
-
 def test_everything_the_installed_libraries_use_is_there() -> None:
     missing = {}
     names = asked_for()
@@ -156,21 +135,6 @@ def test_everything_the_installed_libraries_use_is_there() -> None:
 
 
 # -- whose the names are ---------------------------------------------------------------------------
-
-
-def test_classes_are_the_native_ones() -> None:
-    runtime = deepspeed.runtime
-    assert deepspeed.DeepSpeedEngine is runtime.engine.DeepSpeedEngine
-    assert issubclass(deepspeed.DeepSpeedEngine, Engine)
-    assert deepspeed.zero.GatheredParameters is GatheredParameters
-    assert runtime.zero.GatheredParameters is GatheredParameters
-    status = runtime.zero.partition_parameters.ZeroParamStatus
-    assert status is ZeroParamStatus
-    assert [status[name].value for name in ("AVAILABLE", "NOT_AVAILABLE", "INFLIGHT")] == [1, 2, 3]
-    assert inspect.signature(deepspeed.initialize) == inspect.signature(hf_zero.initialize)
-    names = "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"
-    assert names.split() == runtime.lr_schedules.VALID_LR_SCHEDULES
-    assert issubclass(torch.optim.AdamW, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer)
 
 
 def test_comm_is_torch_distributed_for_the_rest() -> None:

@@ -192,28 +192,6 @@ def test_a_models_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert profiling.duration_to_string(0.0125) == "12.5 ms"
 
 
-def test_a_profile_of_several_forwards(capsys: pytest.CaptureFixture[str]) -> None:
-    model = Two()
-    sizes = {"world_size": 8, "dp_world_size": None, "seq_dp_world_size": 4, "mp_world_size": 1}
-    engine = SimpleNamespace(**sizes, train_micro_batch_size_per_gpu=lambda: BATCH)
-    profiler = profiling.FlopsProfiler(model, engine)
-    profiler.print_model_profile()
-    assert not capsys.readouterr().out
-    profiler.start_profile()
-    for _ in range(2):
-        model(torch.ones(BATCH, 2, 8, 8))
-    profiler.stop_profile()
-    model(torch.ones(BATCH, 2, 8, 8))
-    assert profiler.get_total_flops() == 2 * (CONV + HEAD)
-    assert profiler.get_total_duration() > 0 and profiler.get_total_duration(True).endswith("s")
-    profiler.print_model_profile(detailed=False)
-    printed = capsys.readouterr().out.splitlines()
-    lines = {line.partition(":")[0]: line.split()[-1] for line in printed if ": " in line}
-    assert lines["data parallel size"] == "4" and lines["batch size per GPU"] == str(BATCH)
-    profiler.end_profile()
-    assert not profiler.started and not model._forward_hooks
-
-
 def test_a_configuration_profiles_one_step(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

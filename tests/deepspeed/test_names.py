@@ -7,14 +7,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import hf_zero
 from hf_zero.activations import policy as activations
 from hf_zero.deepspeed import accelerator, activation_checkpointing, optimizers, zero_init
 from hf_zero.deepspeed.state_dicts import clone_tensors_for_torch_save
@@ -156,32 +154,6 @@ def test_inputs_of_checkpoints_wait_in_host_memory(
     assert configured == []
 
 
-def test_blocks_inside_the_checkpoints_of_a_script_are_not_checkpointed_again(
-    configured: list[Late],
-) -> None:
-    ran = []
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-            for block in self.blocks:
-                block.register_forward_pre_hook(lambda *_: ran.append(1))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = activation_checkpointing.checkpoint(block, x)
-            return x.square().mean()
-
-    model, section = Net(), {"number_checkpoints": 3}
-    config = {"train_micro_batch_size_per_gpu": 5, "activation_checkpointing": section}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
-    engine.backward(engine(torch.randn(5, 8)))
-    assert len(ran) == 6
-    engine.destroy()
-
-
 KEPT = ("exp_avg", "exp_avg_sq")
 
 # -- optimizers ------------------------------------------------------------------------------------
@@ -213,22 +185,6 @@ def test_optimizers_by_name_update_like_those_of_torch(pair: Any) -> None:
         results.append(parameter.detach())
     # the host kernels round once where torch's vector library may not
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
-
-
-def test_moments_in_bf16_and_groups_of_the_users_optimizer() -> None:
-    """Accelerate builds DeepSpeedCPUAdam from the groups of the script's optimizer, and schedulers
-    write to those.
-    """
-    parameter = nn.Parameter(torch.ones(3))
-    for cls in (optimizers.DeepSpeedCPUAdam, optimizers.DeepSpeedCPULion):
-        optimizer = cls([parameter], fp32_optimizer_states=False)
-        parameter.grad = torch.ones(3)
-        optimizer.step()
-        assert optimizer.state[parameter]["exp_avg"].dtype == torch.bfloat16
-    users = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.1)
-    ours = optimizers.DeepSpeedCPUAdam(users.param_groups, lr=1e-3, adamw_mode=True)
-    users.param_groups[0]["lr"] = 5.0
-    assert ours.param_groups[0]["lr"] == 5.0 and ours.param_groups[0]["weight_decay"] == 0.1
 
 
 @in_one_item([(True, torch.float32), (False, torch.bfloat16)])
@@ -313,30 +269,3 @@ def test_init_on_one_rank_leaves_parameters_whole_and_takes_every_argument(
     zero_init.Init(module=layer)
     zero_init.register_external_parameter(layer, layer.weight)
     assert zero_init.zero_wrapper_for_fp_tensor_constructor(torch.zeros, torch.half) is torch.zeros
-
-
-def test_only_making_a_model_takes_the_ordinary_path(plain_process: None, tmp_path: Path) -> None:
-    """Resized embeddings, generation and the Trainer must go on knowing that the model is
-    sharded.
-    """
-    import transformers.modeling_utils as modeling
-    from transformers import BertConfig, BertModel
-    from transformers.integrations import HfDeepSpeedConfig
-
-    class Asking(BertModel):
-        def __init__(self, config: BertConfig) -> None:
-            answers.append(modeling.is_deepspeed_zero3_enabled())
-            super().__init__(config)
-
-    answers: list[bool] = []
-    kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
-    assert modeling.is_deepspeed_zero3_enabled() and kept.is_zero3()
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = BertConfig(vocab_size=16, intermediate_size=8, **sizes)
-    made = Asking._from_config(config)
-    assert answers == [False] and modeling.is_deepspeed_zero3_enabled()
-    made.save_pretrained(tmp_path)
-    for model in (made, BertModel.from_pretrained(tmp_path)):
-        facts: list[Any] = list(model.parameters())
-        assert len({p.ds_id for p in facts}) == len(facts)
-        assert all(p.ds_shape == p.shape and p.ds_status.name == "AVAILABLE" for p in facts)

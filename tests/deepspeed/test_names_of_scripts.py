@@ -4,7 +4,6 @@ states, an engine's answers, inference.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from hf_zero.zero.layout.sharding import Sharding, set_sharding
 from tests.helpers.cells import in_one_item
 from tests.helpers.models import seeded
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tensor_parallel import HIDDEN, llama
+from tests.helpers.tensor_parallel import llama
 
 
 @pytest.fixture
@@ -213,20 +212,3 @@ def test_layers_are_cut_over_ranks(key: dict[str, Any]) -> None:
     for got, elements in run_ranks(2, run):
         torch.testing.assert_close(got, want)
         assert elements < whole
-
-
-def test_the_configuration(tmp_path: Path) -> None:
-    """Types by name; sections as booleans and by their former names."""
-    names = {"half": torch.float16, "bf16": torch.bfloat16, "torch.float32": torch.float32}
-    file = tmp_path / "inference.json"
-    for name, want in names.items():
-        file.write_text(json.dumps({"dtype": name}))
-        assert deepspeed.init_inference(nn.Linear(2, 2), str(file)).weight.dtype is want
-    assert deepspeed.init_inference(nn.Linear(2, 2)).weight.dtype is torch.float16
-    linear = nn.Linear(2, 2)
-    assert deepspeed.init_inference(linear, {"dtype": "fp32"}, dtype="fp32").module is linear
-    read = deepspeed.inference.config
-    for enabled in (True, False):
-        config = read.DeepSpeedInferenceConfig(moe=enabled, max_tokens=HIDDEN)
-        assert isinstance(config.moe, read.DeepSpeedMoEConfig)
-        assert config.moe.enabled is enabled and config.max_out_tokens == HIDDEN

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import re
 import runpy
@@ -22,7 +21,6 @@ from torch import nn
 from hf_zero.deepspeed import accelerator, logs, op_builders
 from hf_zero.errors import ConfigError, HostMemoryError, NotBuiltError
 from hf_zero.measures import comms_log
-from hf_zero.parallel.pipeline import module as partition
 from hf_zero.planning.estimate import estimate
 from hf_zero.zero.layout.wrap import mark_configured, z3_leaf_module
 from tests.helpers.cells import in_one_item
@@ -227,23 +225,6 @@ def test_clipping_of_parameters_that_no_engine_owns() -> None:
     with pytest.raises(NotBuiltError, match="write gradient_clipping"):
         clip(model.parameters(), 1.0)
     engine.destroy()
-
-
-@in_one_item(range(1, 7))
-def test_partitions_are_the_best_there_are(parts: int) -> None:
-    weights = [3, 1, 4, 1, 5, 9, 2, 6]
-
-    def heaviest(bounds: Any) -> int:
-        return max(sum(weights[a:b]) for a, b in itertools.pairwise(bounds))
-
-    bounds = partition.partition_balanced(weights, parts)
-    assert len(bounds) == parts + 1 and bounds[0] == 0 and bounds[-1] == len(weights)
-    cuts = itertools.combinations(range(1, len(weights)), parts - 1)
-    assert heaviest(bounds) == min(heaviest((0, *each, len(weights))) for each in cuts)
-    assert all(a < b for a, b in itertools.pairwise(bounds))
-    for bounds in (partition.partition_uniform(8, parts), partition.partition_balanced([1] * 8, 5)):
-        sizes = [b - a for a, b in itertools.pairwise(bounds)]
-        assert sum(sizes) == 8 and max(sizes) - min(sizes) <= 1
 
 
 def test_small_helpers() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import yaml
 
@@ -19,7 +18,6 @@ from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.deepspeed.facade import FOLDER
 from hf_zero.deepspeed.modules import API, LEFT_OUT, NotBuilt, Provided
 from hf_zero.errors import NotBuiltError
-from hf_zero.optim.build import build_optimizer
 from tests.helpers.cells import in_one_item
 
 ENGINE = "Methods and properties of DeepSpeedEngine"
@@ -136,24 +134,3 @@ def test_each_does_what_the_table_says(row: tuple[str, Any]) -> None:
     name = "offload_optimizer, whose exact update" if key in OTHERWISE else key.rpartition(".")[2]
     with pytest.raises(NotBuiltError, match=re.escape(name)):
         ZeroConfig.from_dict(config)
-
-
-ONE_BIT: dict[str, dict[str, Any]] = yaml.safe_load("""
-OneBitAdam: {freeze_step: 400}
-OneBitLamb: {freeze_step: 1000, bias_correction: false, max_coeff: 0.3, min_coeff: 0.01,
-  coeff_beta: 0.9, factor_max: 4.0, factor_min: 0.5, factor_threshold: 0.1}
-ZeroOneAdam: {var_freeze_step: 1000, var_update_scaler: 16, local_step_scaler: 1000,
-  local_step_clipper: 16}
-""")
-
-
-@in_one_item(ONE_BIT)
-def test_optimizers_of_one_bit_take_deepspeeds_settings(name: str) -> None:
-    params = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.01, **ONE_BIT[name]}
-    params |= {"cuda_aware": False, "comm_backend_name": "nccl"}
-    config = ZeroConfig.from_dict({"optimizer": {"type": name, "params": params}})
-    assert config.optimizer is not None
-    made: Any = build_optimizer(config.optimizer, [torch.nn.Parameter(torch.ones(2))])
-    assert type(made).__name__ == name and made.param_groups[0]["eps"] == 1e-6
-    last = params.get("freeze_step", params.get("var_freeze_step"))
-    assert made.is_dense(1) and not made.is_dense(last + 1)

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
-import peft
 import pytest
 import torch
 import transformers
@@ -28,7 +27,7 @@ from hf_zero.checkpoint import find, save_job
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import engine_checkpoint_error, trainer_folder_error
 from hf_zero.integrations.lightning import ZeroStrategy
-from tests.helpers.trainers import BEST, EVERY_STEP, SPOILED, logged, model, routed, weights
+from tests.helpers.trainers import EVERY_STEP, SPOILED, logged, routed, weights
 from tests.integrations.accelerate.test_checkpoints import Loop, names
 from tests.integrations.lightning.test_strategy import Net, trainer_of
 from tests.integrations.transformers.test_trainer_checkpoints import RANK, Tearing
@@ -108,38 +107,6 @@ def test_the_limit_of_the_trainer_waits_for_the_new_one(
         watch.run.train(resume_from_checkpoint=True)
     assert left(tmp_path) == ["checkpoint-4", "checkpoint-5"]
     assert trainer_folder_error(tmp_path / "checkpoint-4") == ""
-
-
-def test_the_best_model_is_loaded_though_it_is_still_being_written(
-    gate: Gate, tmp_path: Path, heard: list[str]
-) -> None:
-    gate.open.set()
-    gate.seconds = 0.1
-    run = beside(tmp_path, **EVERY_STEP, **{**BEST, "learning_rate": 1e-3}, save_total_limit=1)
-    run.train()
-    losses = logged(run, "eval_loss")
-    assert min(losses) == losses[-1]
-    assert left(tmp_path) == ["checkpoint-4"]
-    assert not [text for text in heard if "not whole" in text]
-    assert run.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
-
-
-def test_the_best_adapters_are_loaded(gate: Gate, tmp_path: Path) -> None:
-    gate.open.set()
-    lora = peft.LoraConfig(
-        r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False
-    )
-    changes: dict[str, Any] = {**EVERY_STEP, **BEST, "learning_rate": 5.0, "save_total_limit": 1}
-    changes |= {"model": peft.get_peft_model(model("gpt2"), lora), "max_steps": 2}
-    run = beside(tmp_path, 3, "gpt2", **changes)
-    run.train()
-    losses = logged(run, "eval_loss")
-    assert min(losses) == losses[0] < losses[-1] and left(tmp_path) == ["checkpoint-1"]
-    assert run.evaluate()["eval_loss"] == pytest.approx(losses[0], rel=1e-6)
-    loaded = peft.PeftModel.from_pretrained(model("gpt2"), str(tmp_path / "checkpoint-1"))
-    expected = {name: value for name, value in weights(run).items() if "lora" in name}
-    assert expected
-    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in expected.items())
 
 
 def test_a_torn_best_one_is_no_reason_to_delete_the_last(tmp_path: Path, heard: list[str]) -> None:

@@ -10,12 +10,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import deepspeed
 import lightning.pytorch as pl
 import pytest
 import torch
-from accelerate.utils import DeepSpeedPlugin
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -66,25 +64,6 @@ def test_the_trainer(what: str, route: str, tmp_path: Path) -> None:
 
 def batch(at: At) -> dict[str, Any]:
     return FAMILIES["gpt2"][1](at.step, at.micro, at.rank)
-
-
-def test_accelerate() -> None:
-    job = TokenDropJob("gpt2")
-    config = config_of(2, Plan(accumulation=MICRO), gradient_clipping=0.0, **job.keys)
-    accelerator = accelerate.Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True
-    )
-    model: Any = job.build()
-    engine, optimizer = accelerator.prepare(model, plain_sgd(model))
-    for step in range(STEPS):
-        for micro in range(MICRO):
-            with accelerator.accumulate(engine):
-                accelerator.backward(engine(**batch(At(step, micro, 0))).loss)
-                optimizer.step()
-                optimizer.zero_grad()
-    got = {name: p.detach() for name, p in engine.module.named_parameters()}
-    oracle.compare_tensors("weights", got, oracle.run(job, Plan(1, STEPS, MICRO)).weights, 1e-4)
-    accelerator.free_memory()
 
 
 def test_lightning() -> None:

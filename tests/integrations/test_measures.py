@@ -4,7 +4,6 @@ checkpoints and in monitors, and values that are those of its loop.
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,20 +197,6 @@ def test_a_route_that_shows_no_steps_has_a_line_of_the_first(
     run(tmp_path, dict(ON))
     lines = [text for text in heard_in_full if text.startswith("step ")]
     assert [int(line.split()[1].strip(":")) for line in lines] == steps
-
-
-@pytest.mark.parametrize("bar", [True, False])
-def test_the_terminal_has_the_line_of_the_trainer(
-    bar: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = options(tmp_path, **EVERY_STEP) | {"disable_tqdm": not bar}
-    run = trainer(hf_zero.TrainingArguments(**given, zero_config=ON), "llama")
-    run.train()
-    printed = capsys.readouterr()
-    lines = [line for line in (printed.out + printed.err).splitlines() if "'grad_norm'" in line]
-    assert len(lines) == len(run.state.log_history) - 1 and "step_ms" in run.state.log_history[0]
-    shown = [set(re.findall(r"'(\w+)':", line)) for line in lines]
-    assert shown == [{"loss", "grad_norm", "learning_rate", "epoch"}] * len(lines)
 
 
 def test_a_trainer_that_resumes_continues_its_file(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ of each, over loopback.
 from __future__ import annotations
 
 import json
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -157,26 +156,6 @@ def test_a_host_is_killed_and_comes_back(tmp_path: Path) -> None:
         starts = [row for row in own if row["event"] == "begun"]
         assert starts[0]["step"] == 0 and len(starts) > 1 and starts[1]["step"] >= 20
         assert {row["step"] for row in own if row["event"] == "step"} == set(range(1, 61))
-
-
-def test_hosts_that_are_not_throttled_and_hosts_that_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reason is told; a host that fails ends the other."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    two_hosts = module_of(RECIPES / "slow-network" / "two_hosts.py")
-    goes_on = "import sys, time; time.sleep(20); sys.exit(9)"
-    commands = [["/bin/sh", "-c", "exit 3"], [sys.executable, "-S", "-c", goes_on]]
-    assert two_hosts.run_together(commands, [{}, {}]) == 3
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert two_hosts.throttled(100) == "there is no command 'ip'"
-    calls, ip = tmp_path / "calls", tmp_path / "ip"
-    ip.write_text(f'#!/bin/sh\necho "$@" >> {calls}\necho not permitted >&2\nexit 1\n')
-    ip.chmod(0o755)
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    said = two_hosts.throttled(100)
-    assert "`ip netns add" in said and "not permitted" in said and "you are not" in said
-    assert [line.split()[1] for line in calls.read_text().splitlines()] == ["add"] + 3 * ["delete"]
 
 
 def test_a_plot(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ import pytest
 import yaml
 from torch.distributed.run import config_from_args, get_args_parser
 
-from hf_zero.distributed.rendezvous import Place, discover
 from hf_zero.errors import LaunchError
 from hf_zero.launch.plan import Request, plan
 from tests.helpers.cells import in_one_item
@@ -60,45 +59,6 @@ def test_a_manifest_fits_its_schema(kind: str) -> None:
     assert not list(check.iter_errors(DOCUMENTS[kind]))
     wrong = {**DOCUMENTS[kind], "spec": {**DOCUMENTS[kind]["spec"], "imagge": "x"}}
     assert list(check.iter_errors(wrong))
-
-
-def test_pods_and_their_claim() -> None:
-    """Schema and mounts, the token of the card, the user of the image, time to save."""
-    job = schema_of("PyTorchJob")["properties"]["spec"]["properties"]["pytorchReplicaSpecs"]
-    pod = job["additionalProperties"]["properties"]["template"]["properties"]["spec"]
-    volume = pod["properties"]["volumes"]["items"]["properties"]["ephemeral"]["properties"]
-    schema = volume["volumeClaimTemplate"]["properties"]["spec"]
-    check, claim = jsonschema.Draft7Validator(schema), DOCUMENTS["PersistentVolumeClaim"]
-    assert not list(check.iter_errors(claim["spec"]))
-    assert list(check.iter_errors({**claim["spec"], "accessMode": []}))
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    card, dockerfile = (FOLDER / "README.md").read_text(), (ROOT / "Dockerfile").read_text()
-    for kind in ("PyTorchJob", "TrainingRuntime"):
-        folder = command_of("TrainJob" if kind == "TrainingRuntime" else kind)[-1]
-        for each in pods_of(kind):
-            (container,) = each["containers"]
-            volumes = {volume["name"]: volume for volume in each["volumes"]}
-            named = volumes["runs"]["persistentVolumeClaim"]["claimName"]
-            assert named == claim["metadata"]["name"]
-            assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-            mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-            assert set(mounted) == set(volumes) and mounted["shm"] == "/dev/shm"
-            assert folder.startswith(f"{mounted['runs']}/")
-            (token,) = [entry for entry in container["env"] if "valueFrom" in entry]
-            secret = token["valueFrom"]["secretKeyRef"]
-            command = f'secret generic {secret["name"]} --from-literal={secret["key"]}="$HF_TOKEN"'
-            assert token["name"] == "HF_TOKEN" and secret["optional"] and command in card
-            assert f"USER {each['securityContext']['fsGroup']}\n" in dockerfile
-            patience = int(written(container)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
-            assert each["terminationGracePeriodSeconds"] > patience > 30  # the default of both
-
-
-def pods_of(kind: str) -> list[Any]:
-    spec = DOCUMENTS[kind]["spec"]
-    if kind == "PyTorchJob":
-        return [each["template"]["spec"] for each in spec["pytorchReplicaSpecs"].values()]
-    (node,) = spec["template"]["spec"]["replicatedJobs"]
-    return [node["template"]["spec"]["template"]["spec"]]
 
 
 def written(container: Mapping[str, Any]) -> dict[str, str]:
@@ -191,10 +151,3 @@ def test_launchers_read_the_pods_variables(kind: str, monkeypatch: pytest.Monkey
         plan(Request("train.py"), lambda: 1)
     place = {"num_nodes": 2, "node_rank": 1, "master_addr": "a", "master_port": 1}
     assert plan(Request("train.py", **place), lambda: 1).meeting == "a:1"
-
-
-def test_a_pod_of_one_rank_needs_no_torchrun() -> None:
-    """A PyTorchJob with ``nprocPerNode: "1"``: the variables are those of ranks."""
-    for rank, variables in enumerate(torch_job_pods()):
-        place = discover({**variables, "WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "1"})
-        assert place == Place(rank, 2, None, None, "gpt2-master-0", 23456, None)

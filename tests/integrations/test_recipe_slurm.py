@@ -83,14 +83,3 @@ def test_the_job_is_requeued_where_ranks_stopped(
     args = script.parse_args(srun[at + 1 :])
     assert args.output_dir == Path("runs/slurm-7") and args.num_iterations == 9
     assert script.STOPPED == 85
-
-
-def test_why_there_is_no_cluster(
-    imported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster = imported("cluster.py")
-    monkeypatch.setattr("os.geteuid", lambda: 0)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "no command 'munged' (Debian: slurm-wlm, munge)" in cluster.missing()
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert "take root, and you are not" in cluster.missing()

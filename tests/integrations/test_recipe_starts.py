@@ -62,30 +62,6 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("cards", None)
 
 
-def scores(loss: float, accuracy: float = 0.9) -> dict[str, Any]:
-    return {"metrics": {"loss": [loss, 0.5], "accuracy": [accuracy]}}
-
-
-# Two rows, and what is told of the second.
-ROWS: list[tuple[Any, dict[str, Any], list[str]]] = [
-    (scores(2.0), scores(2.1, 0.92), []),
-    (scores(2.0), scores(2.3), ["metrics.loss[0]: 2.0 was, 2.3 is"]),
-    (scores(2.0), scores(2.0, 0.8), ["metrics.accuracy[0]: 0.9 was, 0.8 is"]),
-    ({"tokens_per_second": 9.0, "seconds": 1.0}, {"tokens_per_second": 1.0, "seconds": 9.0}, []),
-    ({"steps": 60}, {"steps": 61}, ["steps: 60 was, 61 is"]),
-    ({"state_bytes": 1000}, {"state_bytes": 1005, "ranks": 2}, ["ranks: None was, 2 is"]),
-    (None, {"state_bytes": 5}, ["state_bytes: None was, 5 is"]),
-]
-
-
-def test_figures_are_compared_with_tolerances(cards: Any) -> None:
-    for old, new, told in ROWS:
-        assert list(cards.differences(old, new)) == told
-        assert list(cards.differences(cards.updated(old, new), new)) == []
-        if old is not None and not told:
-            assert cards.updated(old, new) == old
-
-
 def test_the_results_in_the_front_matter_are_those_of_the_row(cards: Any) -> None:
     for recipe in NAMES:
         data = ModelCard.load(RECIPES / recipe / "README.md").data

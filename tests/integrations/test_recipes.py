@@ -1,6 +1,4 @@
-"""Every recipe: its card, its files and its script's arguments; the runs of those that have the
-four presets, by their cards' commands.
-"""
+"""Every recipe: its card, its files, its script's arguments and its data."""
 
 from __future__ import annotations
 
@@ -9,11 +7,8 @@ import importlib.util
 import json
 import runpy
 import shlex
-import shutil
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +20,6 @@ from huggingface_hub import ModelCard
 from hf_zero.config import PRESETS, OffloadOptimizer, ZeroConfig
 from hf_zero.distributed.parallel_dims import check_mpu
 from hf_zero.errors import NotBuiltError
-from tests.helpers import launched
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
@@ -39,48 +33,14 @@ PRESET = sorted(
 by_name = {"ids": lambda path: path.name}
 
 
-@dataclass(frozen=True)
-class Kind:
-    """``imports``: the libraries that a script is written for. A checkpoint is a folder ``tag`` +
-    N. ``options``: those for steps, folder, checkpoints and logs. ``resume``: arguments that
-    continue from the last one in a folder. ``half``: arguments of a run that is interrupted at step
-    60 of 150, with epochs and, where it can, accumulation.
-    """
-
-    imports: frozenset[str]
-    tag: str
-    options: str = "--max_train_steps --output_dir --checkpointing_steps --logging_steps"
-    resume: Callable[[Path], tuple[str, ...]] = lambda _: ("--resume_from_checkpoint", "latest")
-    half: tuple[str, ...] = ()
-
-
-DEEPSPEED = frozenset(["deepspeed", "torch"])
-KINDS = {
-    "bert-mlm": Kind(
-        frozenset(["accelerate", "transformers"]),
-        "step_",
-        half=("--gradient_accumulation_steps", "2"),
-    ),
-    "cifar10": Kind(DEEPSPEED, "step_", half=("--train_images", "4096")),
-    "hello-bert": Kind(
-        DEEPSPEED,
-        "iter_",
-        "--num_iterations --checkpoint_dir --checkpoint_every --log_every",
-        lambda folder: ("--load_checkpoint_dir", str(folder)),
-    ),
-    "gpt2": Kind(
-        DEEPSPEED,
-        "iter_",
-        "--train_iters --save --save_interval --log_interval",
-        lambda folder: ("--load", str(folder)),
-        half=("--checkpoint_activations",),
-    ),
-    "translation": Kind(
-        frozenset(["transformers"]),
-        "checkpoint-",
-        "--max_steps --output_dir --save_steps --logging_steps",
-        half=("--phrases", "4000", "--eval_pairs", "50"),
-    ),
+# The libraries that the scripts with four presets are written for.
+DEEPSPEED = {"deepspeed", "torch"}
+IMPORTS = {
+    "bert-mlm": {"accelerate", "transformers"},
+    "cifar10": DEEPSPEED,
+    "hello-bert": DEEPSPEED,
+    "gpt2": DEEPSPEED,
+    "translation": {"transformers"},
 }
 
 
@@ -201,7 +161,7 @@ def preset_of(recipe: Path, name: str) -> Path:
 
 
 def test_presets_are_the_four_stages_and_differ_in_nothing_else() -> None:
-    assert {path.name for path in PRESET} == {*KINDS}
+    assert {path.name for path in PRESET} == {*IMPORTS}
     for recipe in PRESET:
         rest = set()
         for name, stage in PRESETS.items():
@@ -215,54 +175,8 @@ def test_presets_are_the_four_stages_and_differ_in_nothing_else() -> None:
             del written["zero_optimization"]
             rest.add(json.dumps(written, sort_keys=True))
         assert len(rest) == 1, recipe
-        names, wanted = imported_by(script_of(recipe)), KINDS[recipe.name].imports
+        names, wanted = imported_by(script_of(recipe)), IMPORTS[recipe.name]
         assert wanted <= names and ("deepspeed" in names) == ("deepspeed" in wanted), recipe
-
-
-def launch(recipe: Path, output: Path, *arguments: str) -> dict[str, Any]:
-    """Return what the card's command has logged."""
-    kind = KINDS[recipe.name]
-    command = [*commands_of(recipe)[0], kind.options.split()[1], str(output), *arguments]
-    launched.output(command, recipe, output.with_suffix(".log"), 600)
-    last = max(
-        output.glob(f"{kind.tag}*/trainer_state.json"),
-        key=lambda path: int(path.parent.name.removeprefix(kind.tag)),
-    )
-    # the Trainer's, which is complete; others write theirs with the last checkpoint
-    state = output / "trainer_state.json"
-    found: dict[str, Any] = json.loads((state if state.exists() else last).read_text())
-    return found
-
-
-def losses(run: dict[str, Any]) -> list[tuple[int, float]]:
-    return [
-        (entry["step"], entry[name])
-        for entry in run["log_history"]
-        for name in ("loss", "eval_loss")
-        if name in entry
-    ]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("recipe", PRESET, **by_name)
-def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(recipe: Path, tmp_path: Path) -> None:
-    """The run makes several passes over the data: the resumed one starts inside one and ends in
-    another.
-    """
-    kind = KINDS[recipe.name]
-    steps, _, saving, logging = kind.options.split()
-    arguments = (steps, "150", saving, "60", logging, "1", *kind.half)
-    whole = launch(recipe, tmp_path / "whole", *arguments)
-    middle, again = f"{kind.tag}60", tmp_path / "resumed"
-    again.mkdir()
-    shutil.copytree(tmp_path / "whole" / middle, again / middle)
-    if (tmp_path / "whole" / "latest").exists():
-        (again / "latest").write_text(middle)
-    if recipe.name == "bert-mlm":
-        (again / "step_120").mkdir()  # torn: it lacks the file that is written last
-    resumed = launch(recipe, again, *arguments, *kind.resume(again))
-    assert len(losses(whole)) == 152
-    assert losses(resumed) == losses(whole)
 
 
 # -- data, and refusals that cards quote --

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,7 @@ from hf_zero.loading.expressions import (
     Computed,
     Expression,
     InFile,
-    InMemory,
     Joined,
-    Strided,
     strided_like,
 )
 from tests.loading.counting import counting
@@ -65,26 +62,6 @@ def viewed(pair: Pair, view: Callable[[Any], Any]) -> Pair:
     expression, tensor = pair
     shell = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return strided_like(expression, view(shell)), view(tensor)
-
-
-def test_tensors_of_every_shape_and_dtype(tmp_path: Path) -> None:
-    """In a file, and in memory; a view of everything is the expression itself."""
-    tensors = {f"{shape} {dtype}": torch.randn(shape) * 5 for shape in SHAPES for dtype in DTYPES}
-    for name, dtype in zip(tensors, DTYPES * len(SHAPES)):
-        tensors[name] = tensors[name].to(dtype)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with TensorFile(tmp_path / "model.safetensors") as file:
-        for name, tensor in tensors.items():
-            expression = InFile(file, name)
-            assert_reads(expression, tensor)
-            assert_reads(InMemory(tensor), tensor)
-            assert_reads(*viewed((expression, tensor), lambda t: t.reshape(-1)[1::2]))
-            shell = torch.empty(tensor.shape, device="meta")
-            assert strided_like(expression, shell) is expression
-        assert_reads(
-            InMemory(tensors["(5, 3) torch.float32"].t()), tensors["(5, 3) torch.float32"].t()
-        )
-        assert isinstance(strided_like(expression, shell.view(-1)), Strided)
 
 
 # -- what reading costs ----------------------------------------------------------------------------

@@ -4,7 +4,6 @@ scales and losses. Runs where bitsandbytes is installed: ``pip install bitsandby
 
 from __future__ import annotations
 
-import copy
 import gc
 import importlib.util
 import math
@@ -20,7 +19,6 @@ import transformers
 from safetensors.torch import load_file
 
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.bitsandbytes import keep_packing
 from hf_zero.integrations.transformers.loading import read_later
 from hf_zero.loading import read_pending
 from hf_zero.loading.shard_only import engines_of
@@ -278,7 +276,6 @@ def adapted(folder: Path, zero: dict[str, Any] | None, kind: str = "lora") -> An
     torch.manual_seed(5)
     config = peft.LoraConfig(
         r=4, target_modules="all-linear", task_type="CAUSAL_LM",
-        modules_to_save=["lm_head"] if kind == "saved" else None,
     )  # fmt: skip
     return peft.get_peft_model(model, config).train()
 
@@ -354,32 +351,8 @@ def trains_as_one_process(rank: int, folder: Path, kind: str, names: list[str]) 
             for key, value in theirs.items():
                 torch.testing.assert_close(mine[key], value, rtol=1e-4, atol=close)
         dist.barrier()
-        if name == "all sharded" and kind == "lora":
-            generates_and_merges_as_the_plain_one(engine.module, plain)
         engine.destroy()
         engine.mesh.close()
-
-
-def generates_and_merges_as_the_plain_one(model: Any, plain: Any) -> None:
-    import hf_zero
-
-    keep_packing(plain)  # its bytes are compared
-    ids = batch(STEPS)[:2]
-    found, expected = (
-        each.eval().generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5)
-        for each in (model, plain)
-    )
-    assert torch.equal(found, expected)
-    with hf_zero.GatheredParameters(list(model.parameters())):
-        mine = {
-            name: value.clone() for name, value in model.merge_and_unload().state_dict().items()
-        }
-    theirs = copy.deepcopy(plain).merge_and_unload().state_dict()
-    assert mine.keys() == theirs.keys()
-    # adapters differ in their last bits, and so a few weights next to a bound of their code
-    pairs = [(mine[name], value) for name, value in theirs.items() if ".quant_state." not in name]
-    differ = sum(int((one != other).sum()) for one, other in pairs)
-    assert differ <= 1e-3 * sum(value.numel() for value in theirs.values())
 
 
 def resumes(rank: int, folder: Path, want: list[float], name: str, there: str) -> None:
@@ -389,12 +362,12 @@ def resumes(rank: int, folder: Path, want: list[float], name: str, there: str) -
     assert train(engine, rank, range(2, STEPS)) == pytest.approx(want[2:], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["lora", "saved", "int8", "torchao Int8WeightOnlyConfig"])
+@pytest.mark.parametrize("kind", ["lora", "int8", "torchao Int8WeightOnlyConfig"])
 def test_adapters_train_as_in_one_process(tmp_path: Path, kind: str) -> None:
     if kind.startswith("torchao"):
         pytest.importorskip("torchao", reason="pip install torchao")
     llama(tmp_path / "llama")
-    names = list(RUNS) if kind == "lora" else ["all sharded", "in files"][: 1 + ("8" in kind)]
+    names = list(RUNS) if kind == "lora" else ["all sharded", "in files"]
     run_processes(2, trains_as_one_process, tmp_path, kind, names, timeout=400)
     if kind == "lora":
         want, _ = trained_plainly(tmp_path, kind)

@@ -12,9 +12,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DummyOptim
-from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
+from hf_zero.config import OffloadOptimizer, ZeroConfig
 from hf_zero.config.explaining import written
 from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, WRITTEN, check_launch
 from hf_zero.errors import ConfigError
@@ -170,36 +169,6 @@ def test_the_optimizer_that_trains(name: str, force: bool | None) -> None:
     assert type(optimizer.optimizer) is type(theirs)
     assert engine.config.offload_optimizer == OffloadOptimizer("cpu", ratio="auto")
     assert_close(train(ours, engine, data, optimizer), plain(reference, theirs))
-
-
-def test_accelerate_and_transformers_know_that_it_is_on() -> None:
-    for device, offloads in (("cpu", True), ("nvme", True), ("none", False)):
-        section = {"device": device, "nvme_path": "/local_nvme"}
-        shown = ZeroConfig(3, offload_param=section, offload_optimizer="none").to_dict()
-        assert DeepSpeedPlugin(hf_ds_config=shown).hf_ds_config.is_offload() is offloads
-        assert HfDeepSpeedConfig(shown).is_offload() is offloads
-
-
-def test_the_words_of_an_accelerate_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """``accelerate launch`` passes them on in the environment."""
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "nvme")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", "/local_nvme")
-    plugin = DeepSpeedPlugin(zero_stage=3, gradient_accumulation_steps=1)
-    config = ZeroConfig.from_dict(plugin.deepspeed_config, allow_auto=True)
-    assert config.offload_optimizer == OffloadOptimizer("nvme", ("/local_nvme",))
-    assert config.offload_param == OffloadParam()
-    assert plugin.hf_ds_config.is_offload()
-
-    holes = {"device": "auto", "nvme_path": "auto"}
-    zero = {"stage": 2, "offload_optimizer": {**holes, "ratio": "auto"}, "offload_param": holes}
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
-    for said in ("none", "cpu"):
-        monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", said)
-        plugin = DeepSpeedPlugin(hf_ds_config=str(tmp_path / "ds.json"))
-        plugin.deepspeed_config_process(must_match=False)
-        config = ZeroConfig.from_dict(plugin.deepspeed_config).resolve(1)
-        found = config.offload_optimizer
-        assert (found.device, found.ratio, config.offload_param) == (said, "auto", OffloadParam())
 
 
 def test_a_misspelt_section_is_named_before_accelerate_asks_for_it(tmp_path: Path) -> None:

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from accelerate.utils import DeepSpeedPlugin
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate import launch as ranks_of
 
 ZERO3 = {
     "compute_environment": "LOCAL_MACHINE",
@@ -192,19 +189,3 @@ def test_the_ranks_hear_of_the_folders_for_files(
     names = [f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_NVME_PATH" for what in ("OPTIMIZER", "PARAM")]
     told = [[found.get(name) for name in names] for _, _, found in started]
     assert told == [["/one", "/two"], [None, "/three"], [None, None]]
-
-
-def test_cpu_ranks_of_training_arguments_join_before_accelerate_would(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Accelerate's group would be on a store that torchrun keeps from earlier attempts."""
-    joined: list[Any] = []
-    monkeypatch.setattr(ranks_of, "launched", lambda: True)
-    monkeypatch.setattr(ranks_of.finder, "chosen", lambda: True)
-    monkeypatch.setattr(
-        ranks_of, "init_distributed", lambda backend, timeout: joined.append((backend, timeout))
-    )
-    begin = ranks_of.see_ranks(lambda arguments: joined.append("original"))
-    for zero, cpu in (({}, True), ({}, False), ({"zero_optimization": {}}, True)):
-        begin(SimpleNamespace(deepspeed=zero, use_cpu=cpu, ddp_timeout=90))
-    assert joined == ["original", "original", ("gloo", timedelta(seconds=90)), "original"]

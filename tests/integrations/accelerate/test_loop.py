@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -163,18 +161,6 @@ def test_optimizer_and_schedule_of_the_configuration() -> None:
         forget()
 
 
-def test_a_configuration_file_beside_the_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "zero.json"
-    config = {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 1}
-    file.write_text(json.dumps(config | {"train_micro_batch_size_per_gpu": "auto"}))
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
-    model, _, _ = prepared(Accelerator())
-    assert model.zero_optimization_stage() == 3
-
-
 def test_mixed_precision_of_the_accelerator() -> None:
     reference = small()
     accelerator = accelerator_with({}, mixed_precision="fp16")
@@ -199,29 +185,3 @@ def test_models_load_whole_under_stage_3_and_are_sharded_by_prepare(tmp_path: Pa
     with deepspeed.zero.GatheredParameters(engine.module.classifier.weight, modifier_rank=0):
         engine.module.classifier.weight.data.fill_(2.0)
     assert accelerator.get_state_dict(engine)["classifier.weight"].eq(2.0).all()
-
-
-def test_generation_in_the_middle_of_training_as_trl_does_it() -> None:
-    """TRL gathers everything, takes the hooks off, runs the bare model, and puts the hooks back."""
-    accelerator, expected = accelerator_with({}), small()
-    engine, optimizer, data = prepared(accelerator)
-    batch = next(iter(data))
-    available = deepspeed.runtime.zero.partition_parameters.ZeroParamStatus.AVAILABLE
-    with deepspeed.zero.GatheredParameters(engine.parameters()):
-        offload = engine.optimizer.parameter_offload
-        named = (offload.module.named_parameters(), offload.module.ds_external_parameters())
-        for _, parameter in itertools.chain(*named):
-            assert parameter.ds_status == available
-            parameter.ds_active_sub_modules.clear()
-        for hook in [*offload.forward_hooks, *offload.backward_hooks]:
-            hook.remove()
-        offload.forward_hooks, offload.backward_hooks = [], []
-        with torch.no_grad():
-            seen = accelerator.unwrap_model(engine)(**batch).logits
-        if not offload.param_coordinator.is_invalid_trace():
-            offload.param_coordinator._invalidate_trace()
-        offload._register_deepspeed_module(offload.module)
-    torch.testing.assert_close(seen, expected(**batch).logits.detach())
-    assert all(isinstance(p, ReleasedParameter) for p in engine.module.parameters())
-    wanted = plain(expected, torch.optim.AdamW(expected.parameters(), lr=1e-3))
-    assert_close(train(accelerator, engine, data, optimizer), wanted)

@@ -95,14 +95,6 @@ def test_without_zero_accelerate_answers_as_before(monkeypatch: pytest.MonkeyPat
     assert state.backend == "gloo" and state.distributed_type == DistributedType.DEEPSPEED
 
 
-def test_what_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An Accelerator without ZeRO, and another DeepSpeed."""
-    assert not is_sharded(Accelerator(cpu=True))
-    forget()
-    monkeypatch.setattr(finder, "chosen", lambda: False)
-    assert not is_sharded(Accelerator(cpu=True, deepspeed_plugin=plugin()))
-
-
 @in_turn("how", ["argument", "variable", "beside GPUs"])
 def test_forcing_the_cpu_keeps_zero(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forget()

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.integrations.fused import candidates, recognition, report, rotations
-from hf_zero.integrations.fused.shells import calls_of_model
+from hf_zero.integrations.fused import candidates, recognition, report
 from hf_zero.ops import norms
 from tests.helpers.cells import in_one_item
-from tests.integrations.fused.animals import BLOCKS, build, inputs
+from tests.integrations.fused.animals import BLOCKS, build
 
 
 def active(model: nn.Module) -> set[tuple[str, tuple[str, ...]]]:
@@ -125,50 +124,7 @@ def test_random_numbers_are_those_of_a_run_without_kernels() -> None:
     assert torch.equal(torch.rand(3), right)
 
 
-@in_one_item(["llama", "t5", "bert", "vit", "mixtral", "gemma3"])
-def test_a_forward_without_values_calls_what_a_real_one_calls(name: str) -> None:
-    model = build(name)
-    made = calls_of_model(model)
-    assert not isinstance(made, str)
-    real: list[str] = []
-    for where, module in model.named_modules():
-        if where:
-            module.register_forward_hook(lambda *_, where=where: real.append(where))
-    model(**inputs(name))
-    # what runs among the chosen rows of an expert is not known without values
-    assert {each for each in real if "expert" not in each} <= {each.name for each in made}
-
-
-def rotated(a: Any, b: Any, c: Any, s: Any) -> Any:
-    def turned(x: Any) -> Any:
-        first, second = x.chunk(2, -1)
-        return torch.cat((-second, first), -1)
-
-    c, s = c[:, None], s[:, None]
-    return a * c + turned(a) * s, b * c + turned(b) * s
-
-
 CALLED: list[Any] = []
-
-
-def sends(q: Any, k: Any, cos: Any, sin: Any) -> Any:
-    CALLED.append(q)
-    return rotated(q, k, cos, sin)
-
-
-class Sends(nn.Module):
-    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> Any:
-        return sends(q, k, cos, sin)
-
-
-class Rotates(nn.Module):
-    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> Any:
-        return rotated(q, k, cos, sin)
-
-
-def test_a_function_that_does_more_is_not_tried() -> None:
-    assert rotations.rotating_forward(Sends) is None and not CALLED
-    assert rotations.rotating_forward(Rotates) is not None
 
 
 class Recorded(nn.Module):
@@ -413,10 +369,3 @@ def test_modes_of_the_script_do_not_matter(mode: str) -> None:
     with torch.inference_mode():
         hf_zero.restore(model)
     norm(gated(x)).sum().backward()
-
-
-def test_transforms_of_torch_func_run_the_modules_code() -> None:
-    module, x = Written(), torch.randn(2, 3, 8)
-    right = module(x)
-    hf_zero.optimize(nn.ModuleList([module]), BLOCKS)
-    torch.testing.assert_close(torch.vmap(module)(x), right)

@@ -62,11 +62,6 @@ def test_a_family_is_replaced_trains_and_is_restored(name: str) -> None:
     assert same_step(model, right.train(), name)
 
 
-@in_one_item(BLOCKS)
-def test_each_kernel_alone(kernel: str) -> None:
-    assert_equal(hf_zero.optimize(build("llama"), [kernel]), build("llama"), inputs("llama"))
-
-
 @in_one_item(["llama", "bert", "t5"])  # kinds of blocks
 def test_the_error_of_bf16_is_no_larger(name: str) -> None:
     """Squared errors of all gradients against fp32, over weights and batches: of a single one, a
@@ -189,24 +184,9 @@ class Fused(Job):
         return made
 
 
-class Read(Fused):
-    """A loss of its own, of logits that the model was asked for together with its loss."""
-
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        given = inputs(self.name, seed=10 * at.step + at.rank)
-        outputs = net(**given)
-        return outputs.loss + nn.functional.cross_entropy(
-            outputs.logits.float().transpose(1, 2), given["labels"], label_smoothing=0.1
-        )
-
-
 def assert_trains(job: Fused, plain: Fused, stage: int, **keys: Any) -> None:
     trace = train_on_threads(job, PLAN, engine_opener(stage, **keys))
     oracle.compare(trace, oracle.run(plain, PLAN), weight_floor=oracle.ROUNDING)
-
-
-def test_logits_that_are_read_train_as_the_models() -> None:
-    assert_trains(Read("bert"), Read("bert"), 3, kernels=["loss"])
 
 
 STAGES = [("llama", 0), ("gpt2", 2), ("bert", 3), ("t5", 3), ("mixtral", 3), ("vit", 3)]
@@ -287,18 +267,6 @@ def test_an_engine_lays_q_k_and_v_side_by_side(stage: int) -> None:
         engine.destroy()
         hf_zero.restore(engine.module)
         assert not any(PACKED in module.__dict__ for module in engine.module.modules())
-
-
-def test_a_model_outlives_its_engine() -> None:
-    engine = started(kernels=["norms"])
-    model = engine.module
-    engine.destroy()
-    assert report(model).replaced
-    config = {"train_micro_batch_size_per_gpu": 3, "kernels": ["activations"]}
-    second = start(model, plain_sgd(model), config)
-    assert {line.kernels for line in report(model).lines} == {("activations",)}
-    second.destroy()
-    assert attributes(hf_zero.restore(model)) == attributes(build("bert"))
 
 
 @in_one_item([0, 3])

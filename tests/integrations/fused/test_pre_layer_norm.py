@@ -74,30 +74,6 @@ def test_no_name_of_a_class_matters(name: str) -> None:
     assert torch.equal(step(model, inputs(name))[0], plain)
 
 
-def test_under_autocast_the_moved_norms_are_torchs() -> None:
-    models = [pre(build("bert"), kernels).bfloat16() for kernels in ("off", ["norms"])]
-    for model in models:
-        model.bert.encoder.layer[0].output.LayerNorm.float()  # kept in fp32, beside bf16
-    with torch.autocast("cpu", torch.bfloat16):
-        (loss, grads), (right, right_grads) = (step(each, inputs("bert")) for each in models)
-    assert torch.equal(loss, right)
-    assert all(torch.equal(grads[key], right_grads[key]) for key in right_grads)
-
-
-def test_dropout_and_padding_are_the_models() -> None:
-    """With checkpointing the same masks are drawn again."""
-    batch = inputs("bert")
-    models = [pre(build("bert", dropout=True)) for _ in range(2)]
-    replaced = {line.what for line in report(models[0]).replaced}
-    assert replaced == {"BertSelfAttention", "BertIntermediate", "BertEncoder", "LayerNorm"}
-    models[1].gradient_checkpointing_enable({"use_reentrant": False})
-    (loss, grads), (again, regrads) = step(models[0], batch), step(models[1], batch)
-    assert torch.equal(loss, again) and max(error(regrads, grads).values()) < 1e-6
-    other = batch | {"input_ids": batch["input_ids"].where(batch["attention_mask"] == 1, 5)}
-    model = models[0].eval()
-    assert model(**batch).loss == model(**other).loss
-
-
 NOT_POST_LN = "does not end with a LayerNorm after a sum"
 UNUSED = r"has a norm that a forward does not use, .*crossattention"
 

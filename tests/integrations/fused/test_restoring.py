@@ -172,22 +172,6 @@ def test_the_table_and_the_names_of_kernels(
             hf_zero.optimize(build("bert"), given)
 
 
-def test_an_ordinary_module() -> None:
-    still = nn.LayerNorm(6, elementwise_affine=False)
-    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), still, nn.GELU())
-    x = torch.randn(5, 6)
-    right = model(x)
-    hf_zero.optimize(model, BLOCKS)
-    lines = {(line.where, line.why_not) for line in report(model).lines}
-    assert lines == {
-        ("1", ""),
-        ("2", ""),
-        ("", "Sequential is not a model of transformers"),
-        ("", "its residual sums are in forwards of whole blocks; compile: blocks fuses them"),
-    }
-    torch.testing.assert_close(model(x), right)
-
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_attention_that_another_call_has_registered_outlives_a_rollback(shared: bool) -> None:
     """Two threads of a process call ``initialize``, and one call fails."""

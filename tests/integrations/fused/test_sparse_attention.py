@@ -75,23 +75,6 @@ def test_a_sparse_layout_is_masked_attention(name: str) -> None:
     assert_equal(step(model, given), masked)
 
 
-def test_dropout_of_attention_replays_and_layers_compile_whole() -> None:
-    model = made("bert", dropout=True).train()
-    sparsify(model, {"mode": "bigbird", "block": 16})
-    own = step(model, batch())
-    loss, grads = step(model, batch())
-    assert torch.equal(loss, own[0])
-    assert all(torch.equal(grad, own[1][key]) for key, grad in grads.items())
-    torch.manual_seed(3)
-    assert not torch.equal(model(**batch()).loss, loss)
-    model.gradient_checkpointing_enable()
-    assert_equal(step(model, batch()), own)
-    want = model.eval()(**batch()).loss
-    for layer in model.bert.encoder.layer:
-        layer.compile(fullgraph=True, backend="eager")
-    torch.testing.assert_close(model(**batch()).loss, want)
-
-
 def test_generation_decodes_densely_and_the_layout_of_a_model_without_one() -> None:
     """That is a BigBird one, of two blocks of 64: every pattern is whole."""
     model = made("gpt2")

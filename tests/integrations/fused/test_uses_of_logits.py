@@ -142,13 +142,6 @@ def test_weighted_losses_in_fp16_are_summed_in_fp32(
     torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=0)
 
 
-def test_parameters_without_a_path_to_a_loss_get_no_gradient() -> None:
-    model, shift = deferred(), torch.zeros(WORDS, requires_grad=True)
-    made = logits(model).detach() + shift
-    ce(made).backward()
-    assert shift.grad is not None and not gradients(model)
-
-
 LEFT_WHOLE = {"loss: classes in the middle", "loss: distillation", "loss: one label too few"}
 
 
@@ -201,17 +194,6 @@ def noted(calls: list[str], function: Any) -> Any:
     return Noted
 
 
-def test_what_makes_them_whole_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    tensor._materialized.clear()
-    with caplog.at_level("INFO", "hf_zero"):
-        for _ in range(2):
-            made = logits(deferred())
-            made.topk(3)
-            made.topk(2)
-    lines = [each for each in caplog.messages if "topk" in each]
-    assert len(lines) == 1 and "torch.Tensor.topk reads logits (2, 12, 64)" in lines[0]
-
-
 @pytest.mark.parametrize(
     "reader",
     [
@@ -226,18 +208,6 @@ def test_what_a_loss_in_chunks_would_not_call_is_refused(reader: Any, of: Any) -
     loss = F.cross_entropy(made[:, :11].reshape(-1, WORDS) * 2, NEXT)
     with pytest.raises(KernelError, match=r"after cross_entropy .* call .*register_hook .* before"):
         reader(made, loss)
-
-
-def test_hooks_of_what_no_loss_depends_on() -> None:
-    """Neither a tensor made after the loss nor one without gradients is refused."""
-    made = logits(deferred())
-    other, bias = made.detach(), torch.zeros(WORDS, requires_grad=True)
-    loss = ce(made) + ce(other + bias)
-    double = made * 2
-    double.retain_grad()
-    other.requires_grad_().retain_grad()
-    (loss + double.square().sum()).backward()
-    assert double.grad is not None
 
 
 # -- values that were changed before they are read --
@@ -334,26 +304,6 @@ def test_values_that_were_changed_are_refused(row: tuple[str, Callable[[Any], An
         change(deferred())
 
 
-def test_class_weights_changed_before_the_backward() -> None:
-    """The gradients are those of the earlier weights; torch itself refuses them."""
-    found = []
-    for change in (False, True):
-        model, weight = deferred(), VECTOR.clone()
-        loss = ce(logits(model), weight=weight)
-        if change:
-            weight.fill_(5.0)
-        loss.backward()
-        found.append(model.lm_head.weight.grad)
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
-
-
-def test_c_code_reads_no_memory_of_logits() -> None:
-    made = logits(deferred()).detach()
-    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-        torch.utils.dlpack.to_dlpack(made)
-    assert torch.equal(torch.from_dlpack(made), made.clone() + 0)
-
-
 def test_logits_end_with_their_last_reference() -> None:
     """Without the collector of cycles: a graph that stays would hold a forward of an engine."""
     model = deferred()
@@ -367,9 +317,3 @@ def test_logits_end_with_their_last_reference() -> None:
         loss.backward()
     finally:
         gc.enable()
-
-
-def test_hidden_states_of_one_token_of_a_generation_are_computed() -> None:
-    model = deferred()
-    with torch.no_grad():
-        assert type(model(input_ids=IDS[:, :1]).logits) is torch.Tensor

@@ -108,10 +108,3 @@ def test_only_the_signal_of_slurm_queues_the_job_again(
     assert called == ([["scontrol", "requeue", "7"]] if number == signal.SIGUSR1 else [])
     assert [folder.name for folder in tmp_path.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
     run.strategy.engine.destroy()
-
-
-def test_the_key_leaves_signals_to_lightning(tmp_path: Path) -> None:
-    run, net = trainer_in(tmp_path, checkpoint={"save_on_signal": False}), Net()
-    run.fit(net, loader())
-    assert isinstance(net.handler, signal_connector._HandlersCompose)
-    run.strategy.engine.destroy()

@@ -18,13 +18,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 import hf_zero
-from hf_zero.checkpoint import storage
 from hf_zero.checkpoint.memory import saving
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.integrations.fused import report
 from hf_zero.integrations.lightning import ZeroStrategy
 from tests.helpers import sampled
-from tests.helpers.launched import KEYS
 from tests.helpers.models import seeded
 from tests.helpers.plain_process import forget
 from tests.helpers.ranks import run_ranks
@@ -67,23 +64,6 @@ QUIET = {
     "accelerator": "cpu", "devices": 1, "use_distributed_sampler": False, "logger": False,
     "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
 }  # fmt: skip
-
-
-def test_a_fit_with_the_keys_is_one_without() -> None:
-    data, found = rows("llama"), []
-    for keys in ({}, KEYS):
-        module = module_of("llama")
-        strategy = ZeroStrategy(config={"zero_optimization": {"stage": 3}, **keys})
-        windows = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 1}
-        trainer = pl.Trainer(strategy=strategy, **windows, **QUIET)
-        trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data[:6], batch_size=2))
-        replaced = len(report(strategy.engine.module).replaced)
-        assert replaced > 8 if keys else replaced == 0
-        strategy.engine.destroy()
-        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        assert logged.keys() >= {"accuracy", "val_loss"} and len(module.losses) == 8
-        found.append([*module.losses, logged["val_loss"]])
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_a_scheduler_of_the_configuration_steps_once_a_step() -> None:
@@ -179,26 +159,6 @@ def test_torn_ones_that_are_asked_for_are_refused_with_the_whole_ones(
     assert sum("is skipped" in text for text in heard) == 4
 
 
-class Watched(Net):
-    def validation_step(self, batch: Any, index: int) -> None:
-        self.log("seen", self.layer(batch).square().mean())
-
-    def val_dataloader(self) -> Any:
-        return self.train_dataloader()
-
-
-def test_the_best_is_no_other_model(tmp_path: Path) -> None:
-    keeping = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", monitor="seen", save_top_k=2)
-    trainer, module = trainer_of(3, keeping), Watched()
-    trainer.fit(module)
-    best = trainer.validate(module, ckpt_path="best")[0]["seen"]
-    assert best == pytest.approx(float(keeping.best_model_score or 0), rel=1e-6)
-    cut(Path(keeping.best_model_path))
-    torn = r"epoch=2.ckpt \(the best\) is not whole: .*epoch=1.ckpt"
-    with pytest.raises(CheckpointError, match=torn):
-        trainer.validate(module, ckpt_path="best")
-
-
 def test_a_job_that_was_told_to_end_goes_on_from_the_last_whole_one(
     tmp_path: Path, heard: list[str]
 ) -> None:
@@ -211,22 +171,6 @@ def test_a_job_that_was_told_to_end_goes_on_from_the_last_whole_one(
     trainer_of(4, keeping, default_root_dir=tmp_path).fit(module, ckpt_path="hpc")
     assert module.losses == whole.losses[8:]
     assert any("hpc_ckpt_10.ckpt is not whole and is skipped" in text for text in heard)
-
-
-def test_those_beyond_the_best_go_by_a_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    renamed, rename = [], storage.rename_durably
-
-    def seen(source: Path, target: Path) -> None:
-        renamed.append((source.name, target.name))
-        rename(source, target)
-
-    monkeypatch.setattr(storage, "rename_durably", seen)
-    fit(tmp_path, 4, save_top_k=2, monitor="loss")
-    names = [f"epoch={epoch}.ckpt" for epoch in range(4)]
-    assert sorted(renamed) == [(name, f".hf-zero-dropped-{name}") for name in names[:2]]
-    assert sorted(item.name for item in tmp_path.iterdir()) == [*names[2:], "last.ckpt"]
 
 
 # -- the memory of the hosts -----------------------------------------------------------------------

@@ -125,26 +125,6 @@ def test_a_step_that_is_captured_reads_no_mask_and_keeps_its_kernel_of_attention
     assert masking_utils.create_causal_mask(config, embeds, None, None) is None
 
 
-def test_a_release_that_makes_a_mask_in_each_capture_makes_none_of_nothing() -> None:
-    device = torch.device("cuda")
-
-    def of_release(
-        padding_mask, q_length, kv_length, q_offset, kv_offset, local_attention_size=None
-    ):
-        return not torch.cuda.is_current_stream_capturing()
-
-    ours = attention_masks.keep_causal_mask(of_release)
-    both = attention_masks.keep_bidirectional_mask(
-        lambda padding_mask, kv_length, local_attention_size=None: of_release(
-            padding_mask, 4, kv_length, 0, 0
-        )
-    )
-    mask = torch.ones(2, 4, dtype=torch.bool)
-    with graphs.repeatable(device, ("input_ids",)):
-        assert ours(None, 4, 4, 0, 0) and both(None, 4)
-        assert not ours(mask, 4, 4, 0, 0) and not both(mask, 4)
-
-
 def test_values_that_change_and_masks_shorter_than_the_cache() -> None:
     """Those are read again; these are kept, as they say which part of a static cache is filled."""
     mask = torch.ones(2, 5, dtype=torch.long)
@@ -178,34 +158,6 @@ def test_an_original_that_answers_otherwise_is_refused() -> None:
     for other in (lambda *given, **named: turned(*given, **named)[:3], lambda config: None):
         with pytest.raises(ConfigError, match="something else for a mask of three keys"):
             attention_masks.drop_whole_masks(other)
-
-
-def test_batches_of_any_kind_pass() -> None:
-    """Without ZeRO masks are left alone."""
-    loader = Accelerator(cpu=True).prepare(batches(False))
-    assert all(attention_masks.known_padding(batch["attention_mask"]) is None for batch in loader)
-    forget()
-    accelerated("bert", False)
-    mask = torch.ones(2, 5)
-    square = torch.ones(2, 1, 5, 5)
-    with torch.inference_mode():
-        inferred = torch.ones(2, 5)
-    given: list[Any] = [
-        transformers.BatchEncoding({"attention_mask": mask}),
-        {"decoder_attention_mask": mask.clone(), "attention_mask": square, "input_ids": mask + 1},
-        [mask.clone(), {"labels": torch.ones(2)}],
-        {"attention_mask": inferred},
-    ]
-    note = attention_masks.note_padding(
-        lambda tensor, device, non_blocking=False, skip_keys=None: tensor
-    )
-    known = []
-    for batch in given:
-        with torch.inference_mode(batch is given[-1]):
-            sent = note(batch, "cpu")
-        found = sent.values() if hasattr(sent, "values") else ()
-        known.append([attention_masks.known_padding(value) for value in found])
-    assert known == [[False], [False, None, None], [], [None]]
 
 
 # -- the Trainer -----------------------------------------------------------------------------------

@@ -169,18 +169,6 @@ def test_train_returns_if_jit_or_a_callback_asks_for_it(
     assert [path.name for path in folder.rglob("*SENTINEL*")] == []
 
 
-def test_what_is_saved_on_a_signal_can_be_resumed(tmp_path: Path, handlers: None) -> None:
-    only = {"save_only_model": True}
-    run = routed("stock", 1, tmp_path, callbacks=[Between(terminated)], **only)
-    with pytest.raises(SystemExit):
-        run.train()
-    run.deepspeed.destroy()
-    forget()
-    again = routed("stock", 1, tmp_path, **only)
-    again.train(resume_from_checkpoint=True)
-    assert began_at(again) == 2
-
-
 class Dropping(torch.nn.Module):
     """A regression with dropout, whose randomness an evaluation moves on."""
 

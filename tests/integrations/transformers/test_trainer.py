@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from torch import nn
 import hf_zero
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.logging import logger
-from tests.helpers import launched, oracle
+from tests.helpers import oracle
 from tests.helpers.models import VOCAB
 from tests.helpers.offloads import offload
 from tests.helpers.plain_process import forget
@@ -80,24 +78,6 @@ def test_evaluation_prediction_and_saving(tmp_path: Path) -> None:
     assert all(torch.allclose(value, right[name], atol=1e-5) for name, value in again.items())
 
 
-def test_evaluation_alone_then_saving(tmp_path: Path) -> None:
-    run = routed("stock", 3, tmp_path)
-    loss = run.evaluate()["eval_loss"]
-    run.save_model(str(tmp_path / "saved"))
-    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
-    plain = routed("plain", 0, tmp_path, model=again)
-    assert plain.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-6)
-
-
-def test_an_evaluation_before_a_training_with_a_scheduler_of_the_config(tmp_path: Path) -> None:
-    plain = trained("plain", 0, tmp_path)
-    run = routed("ours", 3, tmp_path, config={"scheduler": {"type": "WarmupDecayLR"}})
-    run.evaluate()
-    run.train()
-    assert isinstance(run.deepspeed, Engine)
-    assert logged(run)[0] == pytest.approx(logged(plain)[0], rel=1e-5)
-
-
 @pytest.mark.parametrize(("saved", "stage"), [(3, 3), (3, 0)])
 def test_a_resumed_run_is_the_run_at_any_stage(saved: int, stage: int, tmp_path: Path) -> None:
     whole = trained("callback", saved, tmp_path / "whole", **SAVES)
@@ -117,16 +97,6 @@ def test_a_resumed_run_is_the_run_at_any_stage(saved: int, stage: int, tmp_path:
         assert all(torch.equal(value, expected[name]) for name, value in weights(again).items())
 
 
-def test_a_scheduler_and_an_optimizer_in_the_config(tmp_path: Path) -> None:
-    config = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupDecayLR"}}
-    losses = []
-    for route, stage in (("ours", 1), ("callback", 3)):
-        run = trained(route, stage, tmp_path, config=config, max_steps=2)
-        losses.append(logged(run))
-        assert len(set(logged(run, "learning_rate"))) > 1
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
 def test_the_trainers_own_optimizer_and_scheduler_are_used(tmp_path: Path) -> None:
     def run(route: str) -> tuple[transformers.Trainer, torch.optim.Optimizer]:
         made = model()
@@ -140,12 +110,6 @@ def test_the_trainers_own_optimizer_and_scheduler_are_used(tmp_path: Path) -> No
     assert_same_training(found, plain)
     assert found.deepspeed.optimizer is optimizer
     assert logged(found, "learning_rate")[1] == 0.025
-
-
-def test_the_trainers_adafactor(tmp_path: Path) -> None:
-    plain = trained("plain", 0, tmp_path, optim="adafactor")
-    run = trained("ours", 3, tmp_path, optim="adafactor")
-    assert_same_training(run, plain, without="key.bias")
 
 
 def test_names_of_bitsandbytes_train_in_8_bits_without_it(
@@ -207,15 +171,6 @@ def test_tensor_parallelism_that_is_off_and_the_level_of_the_log(
         assert logger.level == logging.INFO
 
 
-def test_16_bit_training(tmp_path: Path) -> None:
-    plain = trained("plain", 0, tmp_path)
-    by_flag = trained("ours", 3, tmp_path, config={"fp16": {"loss_scale": 128}}, fp16=True)
-    config = {"fp16": {"enabled": True, "loss_scale": 128}}
-    assert logged(by_flag) == logged(trained("stock", 3, tmp_path, config=config))
-    assert logged(by_flag) == pytest.approx(logged(plain), rel=2e-2)
-    assert next(by_flag.model.parameters()).dtype == torch.float16
-
-
 def test_a_step_that_overflowed_leaves_the_schedule_alone(tmp_path: Path) -> None:
     scale = {"fp16": {"initial_scale_power": 24, "hysteresis": 1}}
     changes = {"fp16": True, "warmup_steps": 0, "max_steps": 12}
@@ -241,16 +196,6 @@ def test_a_second_train_goes_on_with_a_new_optimizer(
     assert sum(said in text for text in heard_in_full) == 1
 
 
-def test_a_second_train_in_16_bits_loses_nothing(tmp_path: Path) -> None:
-    run = trained("ours", 3, tmp_path, bf16=True)
-    named = dict(run.model.named_parameters())
-    masters = {name: hf_zero.safe_get_full_fp32_param(p) for name, p in named.items()}
-    destroy_and_restore(run.deepspeed)
-    for name, parameter in run.model.named_parameters():
-        assert type(parameter) is nn.Parameter and torch.equal(parameter, masters[name])
-    assert not all(torch.equal(value, value.bfloat16().float()) for value in masters.values())
-
-
 def test_adapters_over_frozen_blocks(tmp_path: Path) -> None:
     lora = peft.LoraConfig(
         r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False
@@ -271,13 +216,6 @@ def test_adapters_over_frozen_blocks(tmp_path: Path) -> None:
     right = peft.get_peft_model_state_dict(plain.model)
     assert saved.keys() == right.keys() and saved
     assert distance(saved, right) <= 1e-5 * distance(right)
-
-
-def test_less_usual_options_of_the_trainer(tmp_path: Path) -> None:
-    more = {"label_smoothing_factor": 0.1, "gradient_checkpointing": True}
-    more |= {"neftune_noise_alpha": 5.0}
-    plain = trained("plain", 0, tmp_path, "gpt2", **more)
-    assert_same_training(trained("stock", 3, tmp_path, "gpt2", **more), plain)
 
 
 def test_offloaded_it_trains_and_resumes_as_without_zero(tmp_path: Path) -> None:
@@ -303,31 +241,3 @@ def test_offloaded_it_trains_and_resumes_as_without_zero(tmp_path: Path) -> None
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logged(again) == logged(run)
     assert all(torch.equal(value, whole[name]) for name, value in weights(again).items())
-
-
-# A rank that answers fetches through the store, and reports at exit: what was registered first runs
-# last.
-ENDS = """
-import atexit, threading, time
-atexit.register(lambda: print(sorted(thread.name for thread in threading.enumerate())))
-import torch.distributed as dist
-from hf_zero.distributed.consensus import Consensus
-class Owner:
-    def read(self, unit):
-        return b""
-consensus, owner = Consensus(dist.HashStore(), 0, range(2), 0.5), Owner()
-consensus.fetches.serve(owner.read)
-while threading.active_count() < 3:
-    time.sleep(0.01)
-print(sorted(thread.name for thread in threading.enumerate()))
-"""
-
-
-def test_no_thread_is_in_the_store_when_the_interpreter_ends(tmp_path: Path) -> None:
-    """One that returns from there into an interpreter that is going aborts a rank whose training
-    has succeeded.
-    """
-    printed = launched.output([sys.executable, "-c", ENDS], tmp_path, tmp_path / "log")
-    running, at_exit = (line for line in printed.splitlines() if line.startswith("["))
-    assert running == "['MainThread', 'hf_zero-bell', 'hf_zero-serve']"
-    assert at_exit == "['MainThread']"

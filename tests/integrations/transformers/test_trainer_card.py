@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import transformers
 from huggingface_hub import ModelCard
-from trl.trainer.base_trainer import _BaseTrainer
 
 from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.logging import curve
-from tests.helpers.trainers import STEPS, options, routed, trainer
+from tests.helpers.trainers import STEPS, routed
 
 BEGIN = "<!-- hf-zero: run -->"
 
@@ -70,25 +69,4 @@ def test_what_is_pushed_has_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run.train()
     run.push_to_hub(token="none")
     assert len(pushed) == 1 and f"| steps | {STEPS} |" in pushed[0]
-    run.deepspeed.destroy()
-
-
-def test_no_card_has_a_run_without_an_engine(tmp_path: Path) -> None:
-    """Without ZeRO, before training, or where the Trainer has written no card."""
-    plain = trainer(transformers.TrainingArguments(**options(tmp_path / "plain")), "llama")
-    untrained = routed("stock", 2, tmp_path / "zero", "llama")
-    for run in (plain, untrained):
-        Path(run.args.output_dir).mkdir(exist_ok=True)
-        run.create_model_card()
-        assert BEGIN not in Path(run.args.output_dir, "README.md").read_text()
-
-
-def test_trl_has_a_card_of_its_own_which_is_wrapped(tmp_path: Path) -> None:
-    """It is written with each checkpoint."""
-    run = routed("stock", 2, tmp_path, "llama", config=on(tmp_path))
-    run.train()
-    run.hub_model_id, run._tag_names, run._name, run._paper = None, [], "SFT", {}
-    run._template_file = "lm_model_card.md"
-    _BaseTrainer.create_model_card(run, "small", "org/data")
-    assert "| data | org/data |" in table(tmp_path) and "Trained with SFT" not in table(tmp_path)
     run.deepspeed.destroy()

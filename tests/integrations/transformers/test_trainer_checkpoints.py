@@ -19,7 +19,7 @@ from hf_zero.checkpoint import find
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import trainer_folder_error
 from tests.helpers.plain_process import forget
-from tests.helpers.trainers import BEST, EVERY_STEP, SPOILED, logged, routed
+from tests.helpers.trainers import BEST, EVERY_STEP, logged, routed
 from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
 
 RANK = "rank-00000-of-00001.safetensors"
@@ -302,14 +302,3 @@ def test_the_best_whole_model_is_loaded_at_the_end(
         assert any(stays in text for text in heard)
     expected = left[chosen] if left else losses[-1]
     assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
-
-
-def test_the_best_of_checkpoints_of_the_model_alone_stays_the_best(
-    tmp_path: Path, heard: list[str]
-) -> None:
-    best = {**SPOILED, "metric_for_best_model": "loss", "save_total_limit": 1}
-    run = routed("ours", 3, tmp_path, **EVERY_STEP, **best, save_only_model=True, max_steps=2)
-    run.train()
-    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
-    assert kept(tmp_path) == ["checkpoint-1"]
-    assert not [text for text in heard if "whole" in text]

@@ -1,5 +1,5 @@
 """Trainers whose data change while they train: sequences and batches that grow, against plain ones
-whose batches were cut by hand, and samples that are chosen by their difficulty.
+whose batches were cut by hand.
 """
 
 from __future__ import annotations
@@ -7,17 +7,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 import transformers
 
 import hf_zero
 from hf_zero.errors import ConfigError
-from tests.helpers import oracle, sampled
-from tests.helpers.models import LENGTH, VOCAB
-from tests.helpers.plain_process import forget
-from tests.helpers.sampled import ROWS, metric, section
+from tests.helpers import oracle
+from tests.helpers.models import LENGTH
+from tests.helpers.sampled import metric, section
 from tests.helpers.trainers import logged, model, options, rows, weights
 
 
@@ -160,64 +158,8 @@ def test_what_the_trainer_cannot_change(tmp_path: Path) -> None:
     micro = {"phases": [{"steps": 1}, {"train_micro_batch_size_per_gpu": 2}]}
     with pytest.raises(ConfigError, match="that was prepared brings batches of one size"):
         phased(tmp_path, phases=micro)
+    index = hf_zero.analyze([[1] * 3, [1] * 4] * 8, out=tmp_path / "index", progress=False)
+    args = ours(tmp_path, section(seqlen=metric(index)), train_sampling_strategy="sequential")
+    run = transformers.Trainer(model=model("gpt2"), args=args, train_dataset=uneven("gpt2"))
     with pytest.raises(ConfigError, match=r"no loader draws by difficulty: .*the Trainer's"):
-        drawn(tmp_path, "sorted", train_sampling_strategy="sequential")
-
-
-# -- samples by difficulty -------------------------------------------------------------------------
-
-STEPS = 8
-
-
-def data() -> datasets.Dataset:
-    """Rows whose first token says which they are, and that get longer from row to row."""
-    rows = [[row % VOCAB, *[1] * (row // 4)] for row in range(ROWS)]
-    return datasets.Dataset.from_dict({"input_ids": rows, "row": range(ROWS), "unused": rows})
-
-
-class Noting(transformers.Trainer):
-    """Notes the rows of each training step."""
-
-    seen: list[list[int]]
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
-        self.seen = getattr(self, "seen", [[] for _ in range(STEPS)])
-        self.seen[self.state.global_step] += inputs.pop("row").tolist()
-        return super().training_step(model, inputs, *args, **more)
-
-
-def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    length = max(len(row["input_ids"]) for row in rows)
-    ids = torch.tensor([row["input_ids"] + [0] * (length - len(row["input_ids"])) for row in rows])
-    return {"input_ids": ids, "labels": ids, "row": torch.tensor([row["row"] for row in rows])}
-
-
-def drawn(folder: Path, name: str, resume: str | None = None, **more: Any) -> list[list[int]]:
-    """Return the rows of each step."""
-    zero = section(seqlen=metric(index_in(folder)))
-    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    chosen = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 6, **sizes, **more}
-    args = ours(folder / name, zero, **chosen)
-    args.label_names = ["labels"]
-    args.remove_unused_columns = False
-    rows = data().remove_columns("unused")
-    evaluated = data().select(range(4))
-    given = {"train_dataset": rows, "eval_dataset": evaluated, "data_collator": collate}
-    made = Noting(model=model("gpt2"), args=args, **given)
-    made.train(resume_from_checkpoint=resume)
-    forget()
-    return made.seen
-
-
-def index_in(folder: Path) -> Any:
-    return hf_zero.analyze(data(), out=folder / "index", progress=False)
-
-
-def test_each_step_draws_what_it_admits_and_goes_on_with_it(tmp_path: Path) -> None:
-    """Five steps an epoch, resumed in the second one, whose batches are skipped or not."""
-    through = drawn(tmp_path, "through", dataloader_num_workers=0)
-    assert through == sampled.drawn(index_in(tmp_path), STEPS)
-    saved = str(tmp_path / "through" / "checkpoint-6")
-    for skip in (False, True):
-        resumed = drawn(tmp_path, f"skip {skip}", saved, ignore_data_skip=skip)
-        assert resumed == [[]] * 6 + through[6:]
+        run.train()

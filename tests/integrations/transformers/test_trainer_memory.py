@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 
-from hf_zero.checkpoint import save_job
 from hf_zero.checkpoint.memory import saving
 from hf_zero.integrations.checkpoint_folders import trainer_folder_error
 from tests.helpers.plain_process import forget
@@ -122,18 +121,4 @@ def test_the_newer_of_memory_and_disk_is_taken(tmp_path: Path, whole: Any) -> No
     assert trainer_folder_error(unpacked) == ""
     run = train("ours", tmp_path, resume=third)
     assert began_at(run) == 4
-    same(run, whole)
-
-
-def test_a_save_on_disk_at_the_same_step_shares_the_copy(
-    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied: list[int] = []
-    copy = save_job.copy_to_memory
-    monkeypatch.setattr(save_job, "copy_to_memory", lambda *given: copied.append(1) or copy(*given))
-    saved = {"save_strategy": "steps", "save_steps": 4}
-    train("ours", tmp_path, fails=5, async_save=True, **saved)
-    shutil.rmtree(tmp_path / "memory")
-    run = train("ours", tmp_path, resume=True, async_save=True, **saved)
-    assert began_at(run) == 4 and not copied
     same(run, whole)

@@ -1,9 +1,9 @@
 """A LightningModule in many ways, by the name of a strategy; ``plain`` is Lightning's own loop in
 one process, which has the rows of all ranks.
 
-A report has, for each strategy and case, the losses of this rank, the norms of the gradient and
-what else the case shows; weights lie in ``FOLDER/<strategy>-<case>.pt``. With the default of
-``--samples`` the last batch of an epoch is short, and so is its window.
+A report has, for each case, the losses of this rank, the norms of the gradient and what else the
+case shows; weights are in ``FOLDER/<case>.pt``. The last batch of an epoch is short, and so is its
+window.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from script import given
 from torch import nn
 
-arguments = given(
-    devices=1, strategies="plain", cases="", samples=52, model="", resume="",
-)  # fmt: skip
+arguments = given(devices=1, strategy="plain", model="")
 RANK = int(os.environ.get("LOCAL_RANK", 0))
-ROWS, WIDTH = 8, 8  # rows of a step over all ranks
+ROWS, WIDTH, SAMPLES = 8, 8, 52  # ROWS: of a step over all ranks
 WINDOWS = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 
 
@@ -194,10 +191,10 @@ def engine_of(module):
     return model if hasattr(model, "get_global_grad_norm") else None
 
 
-def loader(samples=arguments.samples):
+def loader():
     """Rank ``r`` of ``n`` has each n-th row; Lightning's own sampler would shuffle them."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(samples, WIDTH, generator=generator)
+    x = torch.randn(SAMPLES, WIDTH, generator=generator)
     return batches_of(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)))
 
 
@@ -206,12 +203,12 @@ def batches_of(data):
     return torch.utils.data.DataLoader(data, batch_size=ROWS // arguments.devices, sampler=sampler)
 
 
-def trainer_of(name, **more):
+def trainer_of(**more):
     quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     chosen = {
         "accelerator": "cpu",
         "devices": arguments.devices,
-        "strategy": "auto" if name == "plain" else name,
+        "strategy": "auto" if arguments.strategy == "plain" else arguments.strategy,
         "max_epochs": 2,
         **dict.fromkeys(quiet, False),
     }
@@ -231,68 +228,68 @@ def weights_of(module):
     return weights
 
 
-def shown(module, name, case):
+def shown(module, case):
     weights = weights_of(module)
     if RANK == 0:
-        torch.save(weights, arguments.out / f"{name}-{case}.pt")
+        torch.save(weights, arguments.out / f"{case}.pt")
     return {"losses": module.losses, "norms": module.norms, "evaluated": module.evaluated}
 
 
-def fit(name):
+def fit():
     """A short last window, clipping, a schedule, validation in between, test and prediction."""
     module = Net()
-    trainer = trainer_of(name, **WINDOWS)
+    trainer = trainer_of(**WINDOWS)
     trainer.fit(module, loader(), loader())
-    found = shown(module, name, "fit")
+    found = shown(module, "fit")
     found["tested"] = trainer.test(module, loader(), verbose=False)[0]["val_loss"]
     predicted = torch.cat(trainer.predict(module, loader()))
     return {**found, "predicted": predicted.flatten().tolist()}
 
 
-def trained(name, case, module, **settings):
-    trainer_of(name, **settings).fit(module, loader())
-    return shown(module, name, case)
+def trained(case, module, **settings):
+    trainer_of(**settings).fit(module, loader())
+    return shown(module, case)
 
 
-def manual(name):
-    return trained(name, "manual", Manual())
+def manual():
+    return trained("manual", Manual())
 
 
-def own_hooks(name):
-    return trained(name, "own_hooks", OwnHooks(), accumulate_grad_batches=2)
+def own_hooks():
+    return trained("own_hooks", OwnHooks(), accumulate_grad_batches=2)
 
 
-def pretrained(name):
+def pretrained():
     module = Pretrained(arguments.model)
     data = torch.randint(5, 64, (16, 12), generator=torch.Generator().manual_seed(2))
-    trainer_of(name, max_epochs=3).fit(module, batches_of(data))
-    return {**shown(module, name, "pretrained"), "kinds": module.kinds}
+    trainer_of(max_epochs=3).fit(module, batches_of(data))
+    return {**shown(module, "pretrained"), "kinds": module.kinds}
 
 
-def evaluated_first(name):
+def evaluated_first():
     """Validate, fit, validate, fit again with a new optimizer: one module."""
     module = Net()
-    found = [trainer_of(name).validate(module, loader(), verbose=False)[0]["val_loss"]]
+    found = [trainer_of().validate(module, loader(), verbose=False)[0]["val_loss"]]
     for _ in range(2):
-        trainer_of(name, max_epochs=1).fit(module, loader())
-        found.append(trainer_of(name).validate(module, loader(), verbose=False)[0]["val_loss"])
-    return {**shown(module, name, "evaluated_first"), "found": found}
+        trainer_of(max_epochs=1).fit(module, loader())
+        found.append(trainer_of().validate(module, loader(), verbose=False)[0]["val_loss"])
+    return {**shown(module, "evaluated_first"), "found": found}
 
 
-def saved(name):
+def saved():
     """An epoch and a checkpoint by callback; a second epoch by a new module and Trainer."""
-    folder = arguments.out / f"{name}-checkpoints"
+    folder = arguments.out / "checkpoints"
     checkpoint = ModelCheckpoint(
         folder, save_last=True, monitor="val_loss", filename="epoch-{epoch}"
     )
     settings = {"callbacks": [checkpoint], "enable_checkpointing": True, **WINDOWS}
-    trainer = trainer_of(name, max_epochs=1, **settings)
+    trainer = trainer_of(max_epochs=1, **settings)
     trainer.fit(Net(), loader(), loader())
     trainer.save_checkpoint(folder / "first.ckpt")
-    module, trainer = Net(), trainer_of(name, **settings)
+    module, trainer = Net(), trainer_of(**settings)
     trainer.fit(module, loader(), loader(), ckpt_path=folder / "last.ckpt")
     trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
-    found = shown(module, name, "saved")
+    found = shown(module, "saved")
     for key, file in (("tested", "last.ckpt"), ("tested_whole", "weights.ckpt")):
         tested = trainer.test(Net(), loader(), ckpt_path=folder / file, verbose=False)
         found[key] = tested[0]["val_loss"]
@@ -300,28 +297,9 @@ def saved(name):
     return {**found, "global_step": trainer.global_step, "best": best}
 
 
-def resumed(name):
-    """The second epoch of a run that other ranks, perhaps at another stage, began."""
-    module = Net()
-    trainer_of(name, **WINDOWS).fit(module, loader(), loader(), ckpt_path=arguments.resume)
-    return shown(module, name, "resumed")
-
-
-def converted(name):
-    """A sharded checkpoint as one file by Lightning's own function, and a module from it."""
-    whole = arguments.out / "whole.ckpt"
-    last = Path(arguments.resume).with_name("last.ckpt")
-    convert_zero_checkpoint_to_fp32_state_dict(last, whole)
-    module = Net.load_from_checkpoint(whole)
-    weights = {key: p.detach().cpu() for key, p in module.named_parameters()}
-    torch.save(weights, arguments.out / f"{name}-converted.pt")
-    keys = sorted(torch.load(whole, weights_only=True))
-    return {"keys": keys, "rate": module.hparams.rate, "shift": module.shift.item()}
-
-
 def main():
-    names, cases = arguments.strategies.split(","), arguments.cases.split(",")
-    found = {name: {case: globals()[case](name) for case in cases} for name in names}
+    cases = (fit, manual, own_hooks, evaluated_first, saved, pretrained)
+    found = {case.__name__: case() for case in cases}
     (arguments.out / f"report-{RANK}.json").write_text(json.dumps(found))
 
 
