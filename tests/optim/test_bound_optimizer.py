@@ -228,20 +228,6 @@ def test_options_of_the_user(options):
     assert all(torch.equal(tensor, before[name]) for name, tensor in it.sharded().items())
 
 
-@in_one_item([(half, way) for half in (torch.bfloat16, torch.float16) for way in CHOSEN[:2]])
-def test_gradients_of_16_bit_are_cast_first(cell):
-    grad_dtype, options = cell
-    it = world("AdamW", grad_dtype=grad_dtype, **options)
-    for _ in range(2):
-        it.gradients(4.0)
-        for parameter in it.whole.values():
-            parameter.grad = (parameter.grad * 4.0).to(grad_dtype).float() / 4.0
-        it.plain.step()
-        for bound in it.bound:
-            bound.step(torch.tensor(4.0), None)
-    it.assert_equal(**CLOSE)
-
-
 @pytest.mark.filterwarnings("error")
 def test_schedulers_see_the_step():
     for before in (True, False):
@@ -417,20 +403,6 @@ def test_state_of_another_optimizer_is_refused():
     ):
         with pytest.raises(UnsupportedOptimizerError, match=said):
             call()
-
-
-def test_state_of_one_group_passes_over_the_other():
-    # Momentum in group 0 only. What was saved for a chunk that had both groups, zeros for group 1,
-    # is loaded where only group 1 is owned.
-    it = world("SGD", shards=4, units=[{"x": (24,), "y": (8,)}], group_of={"x": 0, "y": 1})
-    found = []
-    for rank, (bound, (flat,)) in enumerate(zip(it.bound, it.ranks)):
-        bound.groups[0]["momentum"] = 0.9
-        bound.load_tensor(flat, "momentum_buffer", torch.full((8,), float(rank < 3)))
-        bound.load_tensor(flat, "master", torch.full((8,), 3.0))
-        assert torch.equal(flat.master, torch.full((8,), 3.0))
-        found.append("momentum_buffer" in bound.tensors(flat))
-    assert found == [True, True, True, False]
 
 
 def test_hyperparameters_are_json_and_keep_their_form():

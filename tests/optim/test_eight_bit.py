@@ -5,7 +5,6 @@ themselves.
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -103,20 +102,6 @@ def test_small_and_excluded_parameters_keep_fp32():
 def test_settings_out_of_range(settings, match):
     with pytest.raises(ConfigError, match=match):
         AdamW8bit([nn.Parameter(torch.zeros(3))], **settings)
-
-
-@in_one_item(OURS)
-def test_a_state_dict_goes_on_in_the_same_bits(kind):
-    want, optimizer = stepped(OURS[kind], steps=4)
-    got, optimizer = stepped(OURS[kind])
-    packed = copy.deepcopy(optimizer.state_dict())
-    assert all(value.shape in ((), (LARGE,)) for value in packed["state"][0].values())
-    other = OURS[kind]([got])
-    other.load_state_dict(packed)
-    for seed in (4, 5):
-        got.grad = spread(LARGE, seed)
-        other.step()
-    assert torch.equal(got, want)
 
 
 # ---- objects of bitsandbytes and torchao ----

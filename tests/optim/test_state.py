@@ -82,22 +82,6 @@ def test_state_that_does_not_fit_is_refused_and_nothing_changes(row):
     assert [id(p) for p in group] == [id(p) for p in parameters.values()]
 
 
-def test_what_is_empty_frozen_or_none_is_no_state():
-    parameters = fresh()
-    optimizer = stepped(torch.optim.Adam, parameters)
-    optimizer.state[torch.nn.Parameter(torch.zeros(2))] = {}  # of a stranger
-    bound = bind(optimizer, parameters)
-    assert list(optimizer.state) == [bound.segments[0][1]]
-    frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
-    optimizer = torch.optim.Adagrad([*parameters.values(), frozen], lr=0.1)
-    bound = bind(optimizer, parameters)
-    assert list(optimizer.state) == [bound.segments[0][1]]
-    optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
-    for parameter in parameters.values():
-        optimizer.state[parameter]["momentum_buffer"] = None
-    assert bind(optimizer, parameters).scalars() == [{}] and not optimizer.state
-
-
 class PythonCounters(torch.optim.Optimizer):
     """In the style of older libraries: its counters are Python numbers."""
 

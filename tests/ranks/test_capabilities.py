@@ -23,8 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hf_zero.planning.needs import state_bytes
 from hf_zero.zero.state_bytes import held_bytes
 from tests.helpers import oracle
-from tests.helpers.capabilities import COLUMNS, GROUPS, ROWS, SELDOM, Same, WithoutGradients
-from tests.helpers.cells import runs_long
+from tests.helpers.capabilities import COLUMNS, GROUPS, ROWS, Same, WithoutGradients
 from tests.helpers.engines import OnEngine, config_of, start
 from tests.helpers.leftovers import await_threads, working
 from tests.helpers.plans import planned
@@ -328,12 +327,12 @@ def failures(name, case):
     "turn", [0, *(pytest.param(turn, marks=pytest.mark.long) for turn in (1, 2, 3))]
 )
 @pytest.mark.parametrize("group", GROUPS)
-def test_each_row(group, turn, tmp_path, pytestconfig):
+def test_each_row(group, turn, tmp_path):
     others, failed = working(), []
     cases = {
         name: Case(name, turn, tmp_path / str(number))
         for number, (name, row) in enumerate(GROUPS[group].items())
-        if turn < len(row.stages) and (runs_long(pytestconfig) or name not in SELDOM)
+        if turn < len(row.stages)
     }
     for name, case in cases.items():
         failed += failures(name, case)
@@ -351,6 +350,6 @@ def test_each_row(group, turn, tmp_path, pytestconfig):
 
 def test_every_column_has_rows_and_every_stage_of_each_is_met():
     for column in COLUMNS:
-        rows = [name for name, row in ROWS.items() if column in row.columns and name not in SELDOM]
+        rows = [name for name, row in ROWS.items() if column in row.columns]
         met = {Case(name, 0, Path()).stage(column) for name in rows}
         assert met == {0, 1, 2, 3}, column

@@ -4,28 +4,25 @@ offloaded, and after a resume elsewhere are rows of ``test_capabilities.py``.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.deepspeed.engine import _state_of
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops.host import Blocks
-from hf_zero.optim import AdamW8bit, SGD8bit
+from hf_zero.optim import AdamW8bit
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import seeded
 from tests.helpers.stacks import on_ranks
 
-KINDS = {
-    "adamw": lambda params: AdamW8bit(params, lr=1e-3, weight_decay=0.1),
-    "sgd": lambda params: SGD8bit(params, lr=1e-2, momentum=0.9, nesterov=True),
-}
+
+def in_8_bits(params):
+    return AdamW8bit(params, lr=1e-3, weight_decay=0.1)
+
+
 WIDTH, HIDDEN, ROWS = 50, 90, 4
-STEPS = 4
 
 
 class Wide(nn.Module):
@@ -73,12 +70,11 @@ def states(engine):
     }
 
 
-def plainly(kind, steps=range(STEPS)):
+def plainly(steps):
     """Weights, states and losses of one process without an engine."""
-    model = wide()
-    optimizer = KINDS[kind](model.parameters())
-    losses = []
-    for step in steps:
+    model, losses = wide(), []
+    optimizer = in_8_bits(model.parameters())
+    for step in range(steps):
         loss = loss_of(model, step)
         losses.append(float(loss.detach()))
         loss.backward()
@@ -90,63 +86,13 @@ def plainly(kind, steps=range(STEPS)):
         for key, value in optimizer.state[p].items()
         if key != "step"
     }
-    in_8_bits = {
-        name
-        for name, p in model.named_parameters()
-        if any(isinstance(value, Blocks) for value in optimizer.state[p].values())
-    }
-    assert in_8_bits == {"up.weight", "down.weight"}
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    return weights, found, losses
+    return {name: p.detach() for name, p in model.named_parameters()}, found, losses
 
 
 def assert_equal(got, want):
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert torch.equal(got[name].view_as(value), value), name
-
-
-class Deep(nn.Module):
-    """On some ranks only padding of one flat buffer is in front of moments of the next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = (WIDTH, 82, 82, 64, 90)
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x * self.scale
-
-
-def deep() -> nn.Module:
-    return seeded(Deep)
-
-
-def sharded(stage):
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    return config_of(stage, zero_optimization=zero)
-
-
-def test_blocks_begin_with_each_flat_buffer(tmp_path):
-    def save(rank, model):
-        engine = start(model, KINDS["adamw"](model.parameters()), sharded(3))
-        run(engine, range(2))
-        engine.save_checkpoint(tmp_path)
-        moments.append(states(engine))
-        engine.destroy()
-
-    def load(rank, model):
-        engine = start(model, KINDS["adamw"](model.parameters()), sharded(2))
-        engine.load_checkpoint(tmp_path)
-        assert_equal(states(engine), moments[0])
-        engine.destroy()
-
-    moments: list[dict[tuple[str, str], torch.Tensor]] = []
-    on_ranks(4, save, build=deep)
-    on_ranks(2, load, build=deep)
 
 
 FORMERS = {
@@ -189,15 +135,11 @@ def test_a_load_keeps_the_formats_of_the_optimizer_that_loads(former, tmp_path):
     on_ranks(2, load, build=wide)
 
 
-IN_FP32 = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
-    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True),
-}
+def test_runs_change_between_moments_in_8_bits_and_in_fp32(tmp_path):
+    def in_fp32(params):
+        return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
 
-
-@in_turn("kind", IN_FP32)
-def test_runs_change_between_moments_in_8_bits_and_in_fp32(kind, tmp_path):
-    _, _, losses = plainly(kind, range(6))
+    _, _, losses = plainly(6)
 
     def resume(rank, model, make, steps):
         engine = start(model, make(model.parameters()), config_of(2))
@@ -210,20 +152,20 @@ def test_runs_change_between_moments_in_8_bits_and_in_fp32(kind, tmp_path):
         engine.destroy()
         return found, after
 
-    _, saved = on_ranks(2, resume, KINDS[kind], range(2), build=wide)[0]
-    loaded, saved_in_fp32 = on_ranks(2, resume, IN_FP32[kind], range(2, 4), build=wide)[0]
+    _, saved = on_ranks(2, resume, in_8_bits, range(2), build=wide)[0]
+    loaded, saved_in_fp32 = on_ranks(2, resume, in_fp32, range(2, 4), build=wide)[0]
     assert_equal(loaded, saved)
-    loaded, _ = on_ranks(4, resume, KINDS[kind], range(4, 6), build=wide)[0]
+    loaded, _ = on_ranks(4, resume, in_8_bits, range(4, 6), build=wide)[0]
     for (name, key), value in saved_in_fp32.items():
         coarse = value.abs().max() / 25 if name in ("up.weight", "down.weight") else 0.0
         assert (loaded[name, key] - value).abs().max() <= coarse, (name, key)
 
 
 def test_a_state_dict_and_state_from_before_the_engine_go_on():
-    weights, want, _ = plainly("adamw")
+    weights, want, _ = plainly(4)
 
     def train(rank, model):
-        optimizer = KINDS["adamw"](model.parameters())
+        optimizer = in_8_bits(model.parameters())
         loss_of(model, 0).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -235,7 +177,7 @@ def test_a_state_dict_and_state_from_before_the_engine_go_on():
         )
         run(engine, [2])
         optimizer.load_state_dict(optimizer.state_dict())
-        run(engine, range(3, STEPS))
+        run(engine, range(3, 4))
         assert_equal(states(engine), want)
         assert_equal(full_weights(engine), weights)
         engine.destroy()
@@ -243,63 +185,12 @@ def test_a_state_dict_and_state_from_before_the_engine_go_on():
     on_ranks(2, train, build=wide)
 
 
-@in_turn("stage", [1, 3])
-def test_parameters_that_begin_to_train_keep_the_state_of_the_others(stage):
-    """The engine is built again; the bits are those of the same lines in one process."""
-    plain = wide()
-    plain.up.requires_grad_(False)
-    optimizer = KINDS["adamw"](plain.parameters())
-    for step in range(STEPS):
-        plain.up.requires_grad_(step > 1)
-        loss_of(plain, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def train(rank, model):
-        model.up.requires_grad_(False)
-        engine = start(model, KINDS["adamw"](model.parameters()), config_of(stage))
-        run(engine, range(2))
-        engine.module.up.requires_grad_(True)
-        run(engine, range(2, STEPS))
-        assert engine.bound.names_in_8_bits == {"up.weight", "down.weight"}
-        assert_equal(full_weights(engine), {n: p.detach() for n, p in plain.named_parameters()})
-        found = states(engine)
-        for name in ("up", "down"):
-            kept = optimizer.state[plain.get_submodule(name).weight]["exp_avg_sq"].decode()
-            assert torch.equal(found[f"{name}.weight", "exp_avg_sq"].view(-1), kept)
-        engine.destroy()
-
-    on_ranks(2, train, build=wide)
-
-
-def test_states_are_read_written_and_found_in_memory():
-    def train(rank, model):
-        engine = start(model, KINDS["adamw"](model.parameters()), config_of(3))
-        run(engine, range(2))
-        before = states(engine)
-        for (name, key), value in before.items():
-            p = engine.module.get_parameter(name)
-            hf_zero.safe_set_full_optimizer_state(p, value, key)
-        assert_equal(states(engine), before)
-        weight = engine.module.down.weight
-        hf_zero.safe_set_full_optimizer_state(weight, torch.ones(WIDTH, HIDDEN), "exp_avg_sq")
-        assert states(engine)["down.weight", "exp_avg_sq"].eq(1).all()
-        moved = [tensor for kind, tensor in _state_of(engine) if kind == "optim_states"]
-        masters = sum(flat.optimizer_shard.master.nbytes for flat in engine.sharded_model.trainable)
-        assert {tensor.dtype for tensor in moved} == {torch.uint8, torch.float32}
-        engine.destroy()
-        return sum(tensor.nbytes for tensor in moved), masters
-
-    for moments, masters in on_ranks(1, train, build=wide):
-        assert moments < 0.8 * masters  # a quarter each, and fp32 of the small ones
-
-
 def test_other_offloaded_moments_are_refused():
     def train(rank, model):
         config = config_of(2)
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "moments": "int8"}
         with pytest.raises(UnsupportedOptimizerError, match=r"AdamW8bit.*moments is 'int8'"):
-            start(model, KINDS["adamw"](model.parameters()), config)
+            start(model, in_8_bits(model.parameters()), config)
         assert isinstance(model.up.weight, nn.Parameter)
 
     on_ranks(1, train, build=wide)

@@ -128,48 +128,6 @@ def test_a_backward_refuses_what_was_frozen_at_initialize():
     trains_alike(micro, 3, Plan(RANKS, 1), make=PartlyFrozen)
 
 
-def every_other(model, at):
-    """Other halves of the parameters in turn, from one micro-batch to the next."""
-    for index, p in enumerate(model.parameters()):
-        p.requires_grad_((index + at.micro) % 2 == 0)
-
-
-def a_block(model, at):
-    """All of it in the first steps, then one block less, whose optimizer state waits."""
-    model.blocks[1].requires_grad_(at.step not in (1, 2))
-
-
-def all_but_the_head(model, at):
-    """No block has a backward in the first step."""
-    model.requires_grad_(at.step > 0)
-    model.head.requires_grad_(True)
-
-
-@in_turn("stage, freeze", [(1, a_block), (3, every_other), (3, all_but_the_head)])
-def test_what_trains_may_be_frozen_for_a_while(stage, freeze):
-    places = [At(step, micro, 0) for step in range(4) for micro in range(2)]
-    plain = stack()
-    optimizer = adamw(plain)
-    for at in places:
-        freeze(plain, at)
-        for rank in range(RANKS):
-            (squared(plain, At(at.step, at.micro, rank)) / (RANKS * 2)).backward()
-        if at.micro == 1:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage, gradient_accumulation_steps=2))
-        for at in places:
-            freeze(model, at)
-            engine.backward(squared(engine, At(at.step, at.micro, rank)))
-            engine.step()
-        model.requires_grad_(True)
-        return full_weights(engine)
-
-    expect(values_of(plain), run)
-
-
 # ---- keys that decide what a step does ----
 
 

@@ -279,26 +279,6 @@ def test_values_that_there_are_not(stage):
                 call(weight)
 
 
-@in_one_item(STAGES)
-def test_states_of_other_groups_and_master_weights_are_not_the_state_of_a_parameter(stage):
-    """A write of ``master`` would leave the weights that compute as they are."""
-    model = stack()
-    weights, others = ([p for p in model.parameters() if (p.dim() > 1) == m] for m in (True, False))
-    groups = [{"params": weights, "momentum": 0.9}, {"params": others}]
-    engine = start(model, torch.optim.SGD(groups, lr=0.1), config_of(stage))
-    backward(engine)
-    engine.step()
-    kept = {model.blocks[1].up.weight: r"\['momentum_buffer'\]", model.blocks[1].up.bias: r"\[\]"}
-    for parameter, kinds in kept.items():
-        for name in ("master", "momentum_buffer"):
-            if name == "momentum_buffer" and parameter.dim() > 1:
-                continue
-            for function, call in states(name, torch.zeros(parameter.shape)).items():
-                if "state" in function:
-                    with pytest.raises(PartitionError, match=f"no state '{name}' .*keeps {kinds}"):
-                        call(parameter)
-
-
 def test_a_unit_that_is_held_whole():
     engine, model = begun(3)
     weights = [model.blocks[1].up.weight]
