@@ -97,63 +97,6 @@ def bench() -> Iterator[Any]:
         sys.path.remove(str(BENCH))
 
 
-class FakeMachine:
-    """A clock that only cells move, and cells that take what ``takes`` says."""
-
-    def __init__(self, bench: Any, takes: dict[str, float], fails: dict[str, str]):
-        self.bench, self.takes, self.fails, self.now = bench, takes, fails, 100.0
-        self.limits: dict[str, float] = {}
-
-    def clock(self) -> float:
-        return self.now
-
-    def execute(self, cell: Any, limit: float) -> Iterator[dict[str, Any]]:
-        self.limits[cell.name] = limit
-        yield {"work": cell.work, "of": cell.of, "step_s": 0.1}
-        self.now += min(self.takes[cell.name], limit)
-        if cell.name in self.fails:
-            raise self.bench.run.CellFailed(self.fails[cell.name])
-
-
-def test_cells_run_in_order_while_they_fit_and_what_did_not_is_written(bench, tmp_path):
-    """One that hangs leaves time; the core is built where it is needed."""
-
-    def cell(of: str, seconds: int, native: bool = False) -> Any:
-        needs = "liger_kernel" * (of == "peer")
-        return bench.cells.Cell("w", of, seconds, lambda tiny: iter(()), needs, native)
-
-    built: list[float] = []
-
-    def build(limit: float) -> str:
-        built.append(machine.now)
-        machine.now += 30
-        return "no compiler"
-
-    seconds = {"first": 60, "breaks": 30, "peer": 10, "long": 200, "short": 20, "last": 31}
-    takes = {"w first": 70, "w breaks": 10, "w short": 25}
-    machine = FakeMachine(bench, takes, {"w breaks": "ended with 1: out of memory"})
-    path = tmp_path / "rows.jsonl"
-    run = bench.run.Run(path, machine.execute, 240, lambda package: False, machine.clock, build)
-    run.cells([cell(of, each) for of, each in seconds.items()])
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert rows == run.rows
-    said = [f"{row['of']} {key}" for row in rows for key in row if key not in ("work", "of")]
-    expected = "first step_s, breaks step_s, breaks failed, peer missing, "
-    assert ", ".join(said) == f"{expected}long skipped, short step_s, last skipped"
-    assert rows[2]["failed"] == "ended with 1: out of memory"
-    assert rows[3]["missing"] == "liger_kernel is not installed"
-    assert rows[4]["skipped"] == "expected to take 200 s, 55 s are left" and machine.now <= 240
-
-    machine = FakeMachine(bench, {"w hangs": 9999, "w plain": 5, "w core": 5, "w again": 5}, {})
-    run = bench.run.Run(path, machine.execute, 700, lambda package: True, machine.clock, build)
-    names = ("hangs", "plain", "core", "again")
-    run.cells(cell(of, 20, of in ("core", "again")) for of in names)
-    assert machine.limits == dict.fromkeys(machine.takes, 60)
-    assert built == [100 + 60 + 5]
-    said = [row.get("of", row.get("native_core")) for row in run.rows]
-    assert said == ["hangs", "plain", "no compiler", "core", "again"]
-
-
 STUB = """
 import subprocess, sys, time
 print("ROW {\\"work\\": \\"w\\", \\"of\\": \\"a\\", \\"n\\": 1}", flush=True)

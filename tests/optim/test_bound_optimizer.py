@@ -16,8 +16,7 @@ from hf_zero.errors import PartitionError, UnsupportedOptimizerError
 from hf_zero.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, Lion
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.cpu_base import CPUOptimizer
-from hf_zero.optim.segments import Run, cut, group_runs
-from hf_zero.zero.layout.flat_layout import FlatLayout
+from hf_zero.optim.segments import cut
 from tests.helpers.cells import in_one_item
 from tests.helpers.flats import ShardFlat, shard
 
@@ -283,37 +282,6 @@ def test_gradients_are_gone_after_the_step_even_when_it_fails():
 
 
 # ---- the table ----
-
-
-def test_runs_follow_groups_and_touching_ones_become_one_segment():
-    """Padding joins the run before; in front of all it belongs to no group."""
-    layout = FlatLayout.build([("a", (6,)), ("b", (4,)), ("c", (9,))], 4)
-    group_of = {"a": 0, "b": 1, "c": 1}
-    assert (layout.numel, layout.padded) == (19, 32)
-    assert group_runs(layout, (0, 8), group_of) == [Run(0, 0, 6), Run(1, 6, 8)]
-    assert group_runs(layout, (16, 24), group_of) == [Run(1, 0, 8)]
-    assert group_runs(layout, (24, 32), {"a": 0, "b": 1, "c": 2}) == [Run(2, 0, 8)]
-    apart = [Run(0, 0, 6), Run(None, 6, 10), Run(0, 10, 32)]
-    assert group_runs(layout, (0, 32), {"a": 0, "c": 0}) == apart
-    assert group_runs(FlatLayout.build([], 1), (0, 0), {}) == []
-    padded = FlatLayout.build([("a", (17,)), ("b", (4, 4))], 2)
-    assert group_runs(padded, (24, 48), {"a": 0, "b": 0}) == [Run(None, 0, 8), Run(0, 8, 24)]
-    units = [{"x": torch.randn(8, 2)}, {"y": torch.randn(16)}, {"z": torch.randn(8, 4)}]
-    for groups, lengths in (("000", [64]), ("011", [16, 48]), ("010", [16, 16, 32])):
-        [flats] = shard(units, 1, together=True)
-        regions = cut(flats, dict(zip("xyz", map(int, groups))))
-        segments = [segment for region in regions for segment in region.segments]
-        assert [segment.tensor.numel() for segment in segments] == lengths
-        assert segments[0].tensor.data_ptr() == flats[0].master.data_ptr()
-        for segment in segments:
-            segment.tensor.add_(1.0)
-        for flat, unit in zip(flats, units):
-            (values,) = unit.values()
-            assert torch.equal(flat.master, values.reshape(-1) + 1.0)
-    [flats] = shard([{"x": torch.randn(8)}, {"y": torch.randn(8)}], 1, together=True)
-    for grad in (torch.zeros(8), None):  # masters touch, and gradients do not
-        flats[1].grad = grad
-        assert len(cut(flats, {"x": 0, "y": 0})) == 2
 
 
 def test_frozen_flats_and_ungrouped_parameters_are_left_alone():

@@ -5,15 +5,12 @@ table; buffers of messages.
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_zero.device import kinds, streams
-from hf_zero.device.streams import TensorPool
-from hf_zero.zero.reduce.reductions import IN_FLIGHT
 from tests.helpers.accelerators import PlayedStream, play_streams
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
@@ -133,35 +130,6 @@ def test_evaluation_gathers_each_unit_once():
         return dict(engine.mesh.stats.counts)
 
     assert on_ranks(2, run) == [{"all_gather": 4}] * 2
-
-
-@in_turn("stage, ranks", [(2, 1), (3, 2)])
-def test_few_buffers_of_messages_at_once(stage, ranks, monkeypatch):
-    taken, most = Counter[TensorPool](), Counter[TensorPool]()
-    acquire, release = TensorPool.acquire, TensorPool.release
-
-    def acquires(self, *args):
-        taken[self] += 1
-        most[self] = max(most[self], taken[self])
-        return acquire(self, *args)
-
-    def releases(self, *buffers):
-        taken[self] -= sum(buffer is not None for buffer in buffers)
-        release(self, *buffers)
-
-    monkeypatch.setattr(TensorPool, "acquire", acquires)
-    monkeypatch.setattr(TensorPool, "release", releases)
-    blocks = {"stage": stage, "stage3_module_granularity_threshold": 0}
-
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage, zero_optimization=blocks))
-        run_steps(engine, rank, range(2))
-        engine.destroy()
-
-    on_ranks(ranks, run, build=partial(seeded, partial(Stack, depth=12)))
-    # the pools of wire buffers and, with other ranks, of what arrives
-    assert len(most) == ranks * min(ranks, 2) and not +taken
-    assert max(most.values()) <= IN_FLIGHT + 1
 
 
 class Net(nn.Module):

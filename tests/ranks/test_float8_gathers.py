@@ -18,7 +18,6 @@ from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.float8_weights import FLOAT8, LARGEST, Float8Weights, is_float8, scales_of
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.float8 import cast
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, sgd
 from tests.ranks.test_quantized_linears import distance, needs_torchao
@@ -30,11 +29,6 @@ def keys(gathers: bool, plan: Plan, zero: dict[str, Any] | None = None, **more: 
     sharded = {"stage": 3, "stage3_param_persistence_threshold": 0, **(zero or {})}
     section = {"recipe": "tensorwise", "emulate": True, "gather_weights": gathers}
     return config_of(3, plan, zero_optimization=sharded, float8_training=section, **more)
-
-
-def in_float8(model: nn.Module) -> list[nn.Module]:
-    """The layers that torchao has put into ``model``."""
-    return [module for module in model.modules() if type(module).__name__ == "Float8Linear"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -103,7 +97,6 @@ def one_life(rank: int, model: Any, config: Any, micros: int, folder: Path) -> l
 
 BF16 = Plan(precision="bf16")
 HOST = {"device": "cpu"}
-FEW_BITS = {"zero_quantized_gradients": True, "zero_quantized_weights": True}
 COMPILED = {"blocks": True, "backend": "aot_eager"}
 
 
@@ -135,33 +128,6 @@ def test_results_are_those_of_layers_that_cast_gathered_weights(ranks, plan, zer
         assert len(want) == len(found)
         for number, (one, other) in enumerate(zip(want, found)):
             assert torch.equal(one, other), number
-
-
-@needs_torchao
-@pytest.mark.parametrize("bits", [{}, FEW_BITS], ids=["alone", "beside ZeRO++"])
-@on_each_rank(3)
-def test_layers_multiply_with_the_cast_of_the_whole_weight(rank, model, bits):
-    """The bytes and the scale that torchao computes of the weight in one process; a script that
-    asks for the weight gets all its numbers.
-    """
-    engine = start(model, adamw(model), keys(True, BF16, bits))
-    used: dict[nn.Module, Any] = {}
-    for layer in in_float8(model):
-        layer.register_forward_pre_hook(
-            lambda module, _: used.update({module: cast(module.weight)})
-        )
-    for step in range(3):
-        exact = {}
-        for layer in in_float8(model):
-            with hf_zero.GatheredParameters([layer.weight]):
-                exact[layer] = layer.weight.detach().clone()
-            master = hf_zero.safe_get_full_fp32_param(layer.weight)
-            assert torch.equal(master.bfloat16(), exact[layer])
-        run_steps(engine, rank, [step])
-        assert len(used) == 6
-        for layer, (coded, scale) in used.items():
-            want = cast(exact[layer])
-            assert torch.equal(coded, want[0]) and torch.equal(scale, want[1])
 
 
 @needs_torchao
@@ -224,25 +190,6 @@ def test_bytes_and_messages(rank, model):
         for step in range(2):
             squared(engine, At(step, 0, rank), torch.bfloat16)
     assert [key for _, key, _ in stats.log].count(SCALES) == 1
-
-
-@needs_torchao
-@on_each_rank(2)
-def test_a_unit_that_stays_whole_across_a_step(rank, model):
-    """It has the new values, by their scales."""
-    engine = start(model, adamw(model), keys(True, BF16))
-    engine.backward(squared(engine, At(0, 0, rank), torch.bfloat16))
-    loss = squared(engine, At(1, 0, rank), torch.bfloat16)  # its backward may follow
-    engine.step()
-    coded = [flat for flat in engine.flats if flat.spec.gather_codec is not None]
-    kept = [flat for flat in coded if flat.full.untyped_storage().size()]
-    assert kept and all("blocks.2.up.weight" in flat.parameters for flat in kept)
-    for flat in kept:
-        whole = flat.whole_from_shards()
-        for slot in flat.layout.slots:
-            want = cast(whole[slot.offset : slot.end])
-            assert all(map(torch.equal, cast(flat.views[slot.name].reshape(-1)), want))
-    del loss
 
 
 @needs_torchao

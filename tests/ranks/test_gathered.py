@@ -9,8 +9,8 @@ from hf_zero.errors import PartitionError, ReleasedParameterError
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared, stack
-from tests.helpers.training import At, Plan, adamw, plain_sgd, trainable
+from tests.helpers.stacks import on_each_rank, run_steps, squared, stack
+from tests.helpers.training import At, Plan, adamw, plain_sgd
 from tests.ranks.cases import trains_alike, values_of
 
 RANKS = 2
@@ -101,61 +101,6 @@ def test_plain_parameters_are_broadcast(rank, model):
     assert plain.tolist() == [7.0] * 3
     with hf_zero.GatheredParameters([plain]):
         assert plain.tolist() == [7.0] * 3
-
-
-RECORDED = {
-    "the weight": lambda w, x: (w * w).sum() + (w * x).sum(),
-    "a view of it": lambda w, x: (w.t() @ x).pow(2).sum(),
-    "a detached copy of its reference": lambda w, x: (w.detach() * x).sum() + w.sum(),
-    "its data": lambda w, x: (w.data * x).pow(2).sum(),
-}
-
-
-@in_turn(
-    "what, how, frozen",
-    [
-        ("a view of it", "nested", True),
-        ("a detached copy of its reference", "enabled inside no_grad", False),
-        ("its data", "another of the unit gathered", True),
-        ("the weight", "twice", False),
-    ],
-)
-def test_a_graph_recorded_inside_may_go_backward_outside(what, how, frozen):
-    def build():
-        model = stack()
-        model.blocks[1].requires_grad_(not frozen)
-        return model
-
-    plain = build().blocks[1].up.weight
-    inputs = torch.linspace(-1, 1, plain.numel()).view(plain.shape).requires_grad_()
-    times = 2 if how == "twice" else 1
-    (RECORDED[what](plain, inputs) * times).backward()
-
-    def run(rank, model):
-        engine = start(model, torch.optim.SGD(trainable(model), lr=0.05), config_of(3))
-        weight = model.blocks[1].up.weight
-        mine = inputs.detach().clone().requires_grad_()
-        asked = [model.blocks[1].down.bias] if how.startswith("another") else [weight]
-        with torch.set_grad_enabled("no_grad" not in how), hf_zero.GatheredParameters(asked):
-            if how == "nested":
-                with hf_zero.GatheredParameters(weight):
-                    pass
-            with torch.enable_grad():
-                loss = RECORDED[what](weight, mine)
-        # something else is gathered and released in between
-        squared(model, At(0, 0, rank)).detach()
-        for number in range(times):
-            loss.backward(retain_graph=number + 1 < times)
-        assert torch.allclose(mine.grad, inputs.grad, rtol=1e-6)
-        if not frozen:
-            grad = hf_zero.safe_get_full_grad(weight)
-            oracle.compare_tensors("gradient", {"w": grad}, {"w": plain.grad})
-        del loss
-        engine.zero_grad()
-        run_steps(engine, rank, [1])
-        assert weight.ds_status.name == "NOT_AVAILABLE", "held although nothing reads it"
-
-    on_ranks(RANKS, run, build=build)
 
 
 @on_each_rank(RANKS)

@@ -151,40 +151,6 @@ def penalise(model, backward=torch.Tensor.backward):
     backward(term)
 
 
-@in_turn(
-    "stage, precision, place, plain",
-    [
-        (1, "fp32", "after the backward", True),
-        (3, "fp32", "before the backward", True),
-        (3, "fp32", "after the backward", False),
-        (0, "fp16", "in a window of no_sync", False),
-        (2, "fp16", "before the forward", True),
-    ],
-)
-def test_it_counts_wherever_it_stands(stage, precision, place, plain):
-    plan = Plan(ranks=RANKS, accumulation=2, precision=precision, scale=64.0)
-
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage, plan))
-        for step, micro in itertools.product(range(STEPS), range(2)):
-            if place == "before the forward":
-                penalise(model)
-            loss = squared(engine, At(step, micro, rank), plan.dtype)
-            if place == "before the backward":
-                penalise(model)
-            loss.backward() if plain else engine.backward(loss)
-            if place == "after the backward":
-                penalise(model, torch.Tensor.backward if plain else engine.backward)
-            if place == "in a window of no_sync":
-                with engine.no_sync():
-                    penalise(model)
-            engine.step()
-        return full_weights(engine)
-
-    want = by_hand(lambda model, at: squared(model, at) + penalty(model), 2)
-    expect(want, run, **limits(precision))
-
-
 @in_turn("stage", (1, 3))
 @on_each_rank(RANKS)
 def test_what_asks_for_gradients_finds_it(rank, model, stage):

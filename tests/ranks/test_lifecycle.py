@@ -231,25 +231,6 @@ def test_a_held_model_keeps_its_dtype_and_is_taken_over(stage, bf16):
     expect(want, run, **({"tolerance": 0.0, "floor": 0.0} if bf16 else {}))
 
 
-@in_turn("serving, training", [(3, 3), (0, 3)])
-def test_a_model_that_has_served_is_trained(serving, training):
-    """Another engine takes it over, and the first, without an optimizer, still answers."""
-
-    def run(rank, model):
-        served = start(model, None, config_of(serving))
-        optimizer, before = plain_sgd(model), answer(served, rank)
-        engine = start(model, optimizer, config_of(training))
-        assert torch.equal(answer(served, rank), before)
-        run_steps(engine, rank, range(2))
-        assert torch.equal(answer(served, rank), answer(engine, rank))
-        for flat in served.flats:
-            kept = flat.full.untyped_storage().nbytes() + sum(flat.shard_bytes().values())
-            assert not kept, "its memory is kept"
-        return full_weights(engine)
-
-    expect(by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)[0], run)
-
-
 @on_each_rank(RANKS)
 def test_it_may_be_frozen_copied_and_read_before_it_is_trained(rank, model):
     """A view that one rank keeps changes nothing of what all ranks do together."""

@@ -66,25 +66,6 @@ def test_the_seed_decides_and_epochs_differ(index):
     assert first != second and sorted(first) == sorted(second) == list(range(ROWS))
 
 
-@pytest.mark.parametrize("by", ["value", "percentile"])
-def test_pools_by_brute_force(tmp_path, by):
-    values = np.random.default_rng(2).normal(size=ROWS).round(1)
-    index = made(tmp_path, values)
-    for difficulty in np.linspace(-2, 2, 17) if by == "value" else range(3, 101, 7):
-        criterion = Criterion(
-            "m", index, lambda _, here=float(difficulty): here, None if by == "value" else 100
-        )
-        rows = sorted(range(ROWS), key=lambda row: (values[row], row))
-        expected = (
-            [row for row in range(ROWS) if values[row] <= difficulty]
-            if by == "value"
-            else sorted(rows[: ROWS * int(difficulty) // 100])
-        )
-        order = SampleOrder(ROWS, [criterion], 4, 0)
-        if expected:
-            assert order.pool(1).tolist() == expected
-
-
 def test_a_step_that_admits_nothing_is_an_error(index):
     order = SampleOrder(ROWS, [Criterion("m", index, lambda step: 5 - 3 * step)], 4, 0)
     with pytest.raises(
