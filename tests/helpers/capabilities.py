@@ -725,6 +725,16 @@ def _frozen(name: str, cls: Any, settings: Keys, limit: float) -> Row:
 
 
 DROPS = {"tolerance": 1e-4, "compare": dropped}
+COMPILED: Keys = {"compile": {"blocks": True, "backend": "eager"}}
+CHECKPOINTED: Keys = {"activation_checkpointing": {"blocks": True}}
+
+
+def _dropping(job: Any, ranks: int = 1, **keys: Any) -> Row:
+    """Of another family of models, or beside what else is on blocks; without a resume, by rank."""
+    row = Row(job, always(**job.keys, **keys), ranks=ranks, elsewhere=0, **DROPS)
+    return replace(row, around=_no_compilation).only("oracle")
+
+
 TECHNIQUES: dict[str, Row] = {
     "layer drop": Row(
         LayerDropJob("stack"),
@@ -750,6 +760,15 @@ TECHNIQUES: dict[str, Row] = {
         elsewhere=0,
         **DROPS,
     ),
+    "layer drop, T5": _dropping(LayerDropJob("t5")),
+    "layer drop, ViT": _dropping(LayerDropJob("vit")),
+    "layer drop, compiled": _dropping(LayerDropJob("gpt2"), 2, **CHECKPOINTED, **COMPILED),
+    "layer drop, replicated": _dropping(LayerDropJob("gpt2"), 2, replicate_size=2),
+    "token drop, GPT-2": _dropping(TokenDropJob("gpt2")),
+    "token drop, Llama": _dropping(TokenDropJob("llama", eager=True, padded=True), **CHECKPOINTED),
+    "token drop, T5": _dropping(TokenDropJob("t5", chosen=(1, 3, 6, 8), padded=True)),
+    # four patches and the token of the class, of which a step or two leave one out
+    "token drop, ViT": _dropping(TokenDropJob("vit")),
     "curriculum": _grown("gpt2", cut, LEGACY, accumulation=2),
     "curriculum by truncation": _grown("t5", cut, by_metric("seqlen_truncate")).only("oracle"),
     "curriculum by reshaping": _grown("bert", reshaped, by_metric("seqlen_reshape")).only("oracle"),

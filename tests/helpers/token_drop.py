@@ -45,6 +45,9 @@ class TokenDropJob(LayerDropJob):
     eager: bool = False
     dropped: int = 0
 
+    def __post_init__(self) -> None:
+        self.name = f"token drop {self.family} {self.padded}"
+
     @property
     def keys(self) -> dict[str, Any]:
         return section(list(self.chosen))

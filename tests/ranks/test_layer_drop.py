@@ -1,6 +1,6 @@
 """Progressive layer dropping and random layerwise token dropping on ranks, against plain loops
-whose blocks are left out, or given the same tokens, by hand. Every stage, resumes and overflows are
-rows of ``test_capabilities.py``.
+whose blocks are left out, or given the same tokens, by hand. Families of models, stages, resumes
+and overflows are rows of ``test_capabilities.py``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from tests.helpers.plans import APART
 from tests.helpers.token_drop import TokenDropJob, section
 from tests.helpers.training import At, Plan, plain_sgd
 
-COMPILED = {"compile": {"blocks": True, "backend": "eager"}}
-CHECKPOINTED = {"activation_checkpointing": {"blocks": True}}
 # What is kept is scaled up, which is up to a factor of 2.5 a block for rounding, too.
 TOLERANCE = 1e-4
 
@@ -38,16 +36,6 @@ def check(job, plan, stage, **more):
     want = oracle.run(job, plan)
     assert any(map(any, job.left_out.values())), "the plain model has left nothing out"
     oracle.compare(got, want, TOLERANCE, oracle.ADAM_ROUNDING)
-
-
-@in_turn("family", ["t5", "vit"])
-def test_families(family):
-    check(LayerDropJob(family), Plan(1, 2, 2), 3)
-
-
-@in_turn("more", [{**CHECKPOINTED, **COMPILED}, {"replicate_size": 2}])
-def test_with_what_else_is_on_blocks(more):
-    check(LayerDropJob("gpt2"), Plan(2, 2), 3, **more)
 
 
 class CheckpointsItself(LayerDropJob):
@@ -149,25 +137,6 @@ def test_samples_are_rising_and_differ():
     assert all(not torch.equal(sample(7, at, block, 40, 30, 11, cpu), one) for at, block in others)
     counts = sample(7, (0, 0, 0), 0, 4000, 30, 11, cpu).flatten().bincount(minlength=30)
     assert (counts / 4000).sub(11 / 30).abs().max() < 0.04, "each place is as likely"
-
-
-@in_turn(
-    "family, fields, more",
-    [
-        ("gpt2", {}, {}),
-        ("llama", {"eager": True, "padded": True}, CHECKPOINTED),
-        ("t5", {"chosen": (1, 3, 6, 8), "padded": True}, {}),
-        # four patches and the token of the class, of which a step or two leave one out
-        ("vit", {}, {}),
-    ],
-)
-def test_families_with_tokens_dropped(family, fields, more):
-    """BERT is a row of ``test_capabilities.py``."""
-    job, plan = TokenDropJob(family, **fields), Plan(1, 2)
-    got = train_on_threads(job, plan, engine_opener(3, **section(list(job.chosen)), **more))
-    want = oracle.run(job, plan)
-    assert job.dropped, "the plain model has read everything"
-    oracle.compare(got, want, TOLERANCE, oracle.ADAM_ROUNDING)
 
 
 def test_evaluation_reads_everything_and_classes_come_back():
