@@ -34,6 +34,7 @@ from tests.helpers import oracle, sequences
 from tests.helpers.engines import STAGES, OnEngine
 from tests.helpers.late_transfers import Late
 from tests.helpers.layer_drop import LayerDropJob
+from tests.helpers.left_out import LeftOut, at_random, first_used
 from tests.helpers.models import ARCHITECTURES, LENGTH, Batch, Stack, seeded
 from tests.helpers.offloads import DEVICE, PLACES, offload
 from tests.helpers.one_bit import ADAM, BLOCK, RARE
@@ -60,6 +61,7 @@ from tests.helpers.training import (
     sgd,
     trainable,
 )
+from tests.helpers.ways import WAYS
 
 Weights = Mapping[str, torch.Tensor]
 Keys = dict[str, Any]
@@ -502,7 +504,27 @@ def _recomputed(architecture: str, around: Any = _late_transfers, **keys: Any) -
     return Row(job, always(**keys), plan=plan, around=around).only("oracle", "destroy")
 
 
+def _own_checkpoints(way: str, stages: tuple[int, ...], **keys: Any) -> Row:
+    plan = {"clip": 0.5}
+    row = Row(WAYS[way], always(**keys), stages=stages, plan=plan, around=_late_transfers)
+    return row.only("oracle")
+
+
 RECOMPUTATION: dict[str, Row] = {
+    "checkpoints of the model": _own_checkpoints(
+        "a block called twice, each time under a checkpoint", (1,), activation_offload=SMALL
+    ),
+    "reentrant checkpoints of the model": _own_checkpoints(
+        "reentrant checkpoint around two blocks, another block before and after",
+        (3,),
+        activation_offload=SMALL,
+    ),
+    "checkpoints of transformers": _own_checkpoints(
+        "gradient_checkpointing_enable(use_reentrant=False) on bert",
+        (3,),
+        activation_checkpointing={"cpu_checkpointing": True},
+        activation_offload={**SMALL, "enabled": False},
+    ),
     "checkpointed blocks": _recomputed("bert", activation_checkpointing={"blocks": True}),
     "selective checkpoints": _recomputed("llama", activation_checkpointing={"blocks": "selective"}),
     "activations on the host": _recomputed("bert", activation_offload=SMALL),
@@ -530,6 +552,38 @@ GRAPHS: dict[str, Row] = {
     "deferred logits": _graph("llama", kernels=["loss"]),
     "kernels": _graph("gpt2", kernels="auto"),
     "an encoder and a decoder": _graph("t5", zero_optimization=APART),
+}
+
+
+def _left_out(job: LeftOut, ranks: int = 2, stages: tuple[int, ...] = (3,), **keys: Any) -> Row:
+    """Ranks leave out blocks, each its own in every step."""
+    zero = {"zero_optimization": APART, **keys}
+    plan = {"steps": 3, "accumulation": 2}
+    return Row(
+        job, always(**zero), ranks=ranks, stages=stages, plan=plan, around=_no_compilation
+    ).only("oracle")
+
+
+GRAPHS |= {
+    "blocks left out": _left_out(LeftOut(8, at_random(8, 0.4), False), 3),
+    "blocks left out, reentrant": _left_out(LeftOut(8, at_random(8, 0.4), True)),
+    "blocks left out, replicated": _left_out(LeftOut(8, at_random(8, 0.4)), 4, replicate_size=2),
+    "blocks left out, compiled": _left_out(
+        LeftOut(8, at_random(8, 0.4)), compile={"blocks": True, "backend": "eager"}
+    ),
+    "blocks used later": _left_out(LeftOut(6, first_used(1, 2, 3))),
+    # the length of the shard axis is 1
+    "blocks used later, replicated": _left_out(LeftOut(6, first_used(1, 2, 3)), replicate_size=2),
+    # gradients come in the order in which units are reduced, learned from backwards that reduce
+    "gradients of the input": _left_out(
+        LeftOut(6, lambda at: (), explains=lambda at: True), stages=(1,)
+    ),
+    "gradients of the input, blocks used later": _left_out(
+        LeftOut(6, first_used(1, 2, 3), explains=lambda at: at.micro == 0)
+    ),
+    "gradients of the input, blocks left out": _left_out(
+        LeftOut(6, at_random(6, 0.4), explains=lambda at: at.micro == 1), 3
+    ),
 }
 
 # ---- techniques ----

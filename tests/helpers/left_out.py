@@ -35,10 +35,19 @@ class Dropping(Stack):
 
 
 class LeftOut(StackJob):
-    """``choose(at)`` gives the blocks that a rank leaves out."""
+    """``choose(at)`` gives the blocks that a rank leaves out; ``explains(at)``: the gradient of the
+    input is asked of the loss before its backward.
+    """
 
-    def __init__(self, depth: int, choose: Choose, checkpoints: bool | None = None):
+    def __init__(
+        self,
+        depth: int,
+        choose: Choose,
+        checkpoints: bool | None = None,
+        explains: Callable[[At], bool] = lambda at: False,
+    ):
         self.depth, self.choose, self.checkpoints = depth, choose, checkpoints
+        self.explains, self.name = explains, f"left out {id(self)}"
 
     def build(self) -> torch.nn.Module:
         model = seeded(lambda: Dropping(self.depth, 8))
@@ -52,7 +61,11 @@ class LeftOut(StackJob):
     def loss(self, net: Driver, at: At) -> torch.Tensor:
         out = self.choose(at)
         net.module.chosen = [index for index in range(self.depth) if index not in out]
-        return net(features(at.step, at.micro, at.rank).to(net.dtype)).float().pow(2).mean()
+        x = features(at.step, at.micro, at.rank).to(net.dtype).requires_grad_(self.explains(at))
+        loss: torch.Tensor = net(x).float().pow(2).mean()
+        if self.explains(at):  # a number that is compared
+            loss = loss + torch.autograd.grad(loss, x, retain_graph=True)[0].pow(2).sum()
+        return loss
 
 
 def at_random(depth: int, share: float) -> Choose:

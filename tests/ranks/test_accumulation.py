@@ -165,14 +165,9 @@ def scales(pattern, stage=2, **options):
 
 @in_one_item(
     [
-        ("oooo", [8, 4, 4, 4], {"min_loss_scale": 4}),  # halves down to the minimum
         ("googggg", [16, 8, 4, 4, 4, 4, 8], {"loss_scale_window": 3}),  # begins anew
         # hysteresis forgives the first overflows, and is restored by a full window
-        ("oogoo", [16, 8, 8, 4, 2], {"hysteresis": 2}),
         ("oogggo", [16, 8, 8, 8, 16, 16], {"hysteresis": 2, "loss_scale_window": 2}),
-        # or by any good step
-        ("ogogoo", [16, 16, 16, 16, 16, 8], {"hysteresis": 2, "consecutive_hysteresis": True}),
-        ("ogogoo", [16, 16, 8, 8, 4, 2], {"hysteresis": 2, "consecutive_hysteresis": False}),
         ("gogo", [64] * 4, {"loss_scale": 64.0}),  # static
     ]
 )

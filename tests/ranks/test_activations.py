@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +13,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from hf_zero.activations import policy as activations
 from hf_zero.zero import sharded_model
-from tests.helpers import oracle
-from tests.helpers.capabilities import RECOMPUTATION, SMALL
-from tests.helpers.cells import in_one_item, in_turn
-from tests.helpers.engines import config_of, engine_opener, full_grads, start, train_on_threads
+from tests.helpers.capabilities import RECOMPUTATION
+from tests.helpers.cells import in_turn
+from tests.helpers.engines import config_of, full_grads, start
 from tests.helpers.late_transfers import Late
 from tests.helpers.models import seeded
 from tests.helpers.stacks import on_ranks, run_steps, stack
-from tests.helpers.training import Plan, adamw
+from tests.helpers.training import adamw
 from tests.helpers.ways import WAYS
 
 
@@ -38,36 +36,13 @@ def moved(monkeypatch):
     yield made
 
 
-OFFLOADED: dict[str, Any] = {"activation_offload": SMALL}
-CHECKPOINTS_OFFLOADED = {
-    "activation_checkpointing": {"cpu_checkpointing": True},
-    "activation_offload": {**SMALL, "enabled": False},
-}
-
-
-@in_turn(
-    "way, stage, config",
-    [
-        ("a block called twice, each time under a checkpoint", 1, OFFLOADED),
-        ("reentrant checkpoint around two blocks, another block before and after", 3, OFFLOADED),
-        ("gradient_checkpointing_enable(use_reentrant=False) on bert", 3, CHECKPOINTS_OFFLOADED),
-    ],
-)
-def test_models_that_checkpoint_by_themselves(way, stage, config, moved):
-    del moved[:]
-    job, plan = WAYS[way], Plan(ranks=2, steps=2, clip=0.5)
-    oracle.compare(
-        train_on_threads(job, plan, engine_opener(stage, **config)), oracle.kept(job, plan)
-    )
-    assert moved[0].sent_bytes > 0
-
-
 OWN = "non-reentrant checkpoint around each block"
 
 
-@in_one_item([*(name for name in RECOMPUTATION if "compiled" not in name), OWN])
-def test_no_further_gather(name):
+@in_turn("name", [*(n for n in RECOMPUTATION if "compiled" not in n and " of " not in n), OWN])
+def test_no_further_gather(name, moved):
     """A block's backward gathers it once, for the recomputation and for the gradients."""
+    del moved[:]
     config = RECOMPUTATION[name].keys(3, Path()) if name != OWN else {}
 
     def run(rank, model):
@@ -81,6 +56,7 @@ def test_no_further_gather(name):
         assert (counts["all_gather"], counts["reduce_scatter"]) == (6, 4)
 
     on_ranks(2, run, build=WAYS[OWN].build if name == OWN else stack)
+    assert any(late.sent_bytes for late in moved) == ("on the host" in name)
 
 
 def test_cpu_checkpointing_without_checkpoints_says_so(heard, moved):

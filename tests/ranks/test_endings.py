@@ -31,7 +31,7 @@ from tests.helpers.leftovers import (
     settle,
     working,
 )
-from tests.helpers.models import ARCHITECTURES, Block, Stack, seeded
+from tests.helpers.models import ARCHITECTURES, Block, Stack, floats, seeded
 from tests.helpers.offloads import DEVICE, offload, opened, train
 from tests.helpers.plans import APART
 from tests.helpers.ranks import run_ranks
@@ -229,6 +229,64 @@ def test_a_graph_that_is_dropped_is_freed_at_once(graph, stage):
     finally:
         gc.enable()
     assert alive == [False]
+
+
+class Leaving(nn.Module):
+    """A block whose unit stays whole as long as a result lives that no hook sees."""
+
+    def __init__(self, left):
+        super().__init__()
+        self.layer, self.left = nn.Linear(8, 8), left
+
+    def forward(self, x):
+        out = torch.relu(self.layer(x))
+        self.left.append(out * out)
+        return out
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left: list[torch.Tensor] = []
+        self.blocks = nn.ModuleList(Leaving(self.left) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        loss = x.square().mean() + sum(each.mean() for each in self.left)
+        self.left.clear()
+        return loss
+
+
+def test_a_graph_that_one_rank_still_holds_at_a_step_makes_it_join_no_gather():
+    plain, wanted = seeded(Chain), []
+    optimizer = adamw(plain)
+    for step in range(4):
+        each = [plain(floats(step, 0, rank, 3, 8)) for rank in range(2)]
+        wanted.append([float(loss.detach()) for loss in each])
+        optimizer.zero_grad()
+        (sum(each) / 2).backward()
+        optimizer.step()
+
+    def run(rank, model):
+        engine, held = start(model, adamw(model), config_of(3)), None
+        for step in range(4):
+            x = floats(step, 0, rank, 3, 8)
+            if step == 2:
+                held = engine(x)
+                if rank == 1:
+                    held = None
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+            assert float(loss.detach()) == pytest.approx(wanted[step][rank], rel=1e-5)
+        issued = engine.mesh.shard.gathers.sequence_number
+        del held
+        engine.destroy()
+        return issued
+
+    first, second = on_ranks(2, run, build=lambda: seeded(Chain))
+    assert first == second, "ranks have issued as many gathers"
 
 
 # ---- engines ----

@@ -10,7 +10,6 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,15 +18,12 @@ from torch import nn
 
 import hf_zero
 from hf_zero.checkpoint.convert.export import convert_checkpoint
-from hf_zero.optim import AdamW8bit
-from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of
-from tests.helpers.models import Stack
 from tests.helpers.stacks import on_ranks
 
 EXPONENT = 1.05
 CPU = 8.0  # times, of four times as much: a square is 16
-FEW, TIMES = 80, 4
+FEW, TIMES, WIDTH = 40, 4, 4
 
 
 class Experts(nn.Module):
@@ -45,30 +41,17 @@ class Experts(nn.Module):
         return x
 
 
-def layers(width: int) -> Callable[[int], nn.Module]:
-    return lambda size: nn.Sequential(*(nn.Linear(width, width) for _ in range(size)))
-
-
-# with the width of an input, the optimizer, and the smaller size
-MODELS: dict[str, tuple[Callable[[int], nn.Module], int, Any, int]] = {
-    "experts": (Experts, 4, torch.optim.AdamW, FEW),
-    "blocks": (lambda size: Stack(size // 5), 7, torch.optim.AdamW, FEW),
-    "8 bits": (layers(64), 64, AdamW8bit, 4 * FEW),
-}
-
-
-def operations(name: str, size: int, stage: int, folder: Path) -> Any:
+def operations(size: int, folder: Path) -> Any:
     """Yield the name of each operation and what carries it out."""
-    build, width, optimizer_of, _ = MODELS[name]
-    model, engine = build(size), cast(Any, None)
+    model, engine = Experts(size), cast(Any, None)
 
     def initialize() -> None:
         nonlocal engine
-        optimizer = optimizer_of(model.parameters())
-        engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config_of(stage))[0]
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config_of(3))[0]
 
     def step() -> None:
-        engine.backward(engine(torch.ones(4, width)).square().mean())
+        engine.backward(engine(torch.ones(4, WIDTH)).square().mean())
         engine.step()
 
     yield "initialize", initialize
@@ -88,7 +71,7 @@ def operations(name: str, size: int, stage: int, folder: Path) -> Any:
     yield "destroy", engine.destroy
 
 
-def measured(name: str, size: int, stage: int, folder: Path) -> dict[str, tuple[int, float]]:
+def measured(size: int, folder: Path) -> dict[str, tuple[int, float]]:
     """Return the calls and the CPU seconds of each operation at ``size``."""
 
     def run(rank: int, model: nn.Module) -> dict[str, tuple[int, float]]:
@@ -99,11 +82,11 @@ def measured(name: str, size: int, stage: int, folder: Path) -> dict[str, tuple[
             calls += event in ("call", "c_call")
 
         seconds = {}
-        for what, call in operations(name, size, stage, folder / f"{size}-timed"):
+        for what, call in operations(size, folder / f"{size}-timed"):
             begun = time.process_time()
             call()
             seconds[what] = time.process_time() - begun
-        for what, call in operations(name, size, stage, folder / f"{size}"):
+        for what, call in operations(size, folder / f"{size}"):
             calls = 0
             sys.setprofile(count)
             try:
@@ -121,14 +104,9 @@ def measured(name: str, size: int, stage: int, folder: Path) -> dict[str, tuple[
         gc.enable()
 
 
-@in_turn(
-    "name, stage",
-    [("experts", 3)],
-    long=[("blocks", 3), ("8 bits", 2)],
-)
-def test_four_times_the_model_costs_four_times(name: str, stage: int, tmp_path: Path) -> None:
-    measured(name, 10, stage, tmp_path)  # imports, and what is kept for later
-    few, many = (measured(name, MODELS[name][3] * by, stage, tmp_path) for by in (1, TIMES))
+def test_four_times_the_model_costs_four_times(tmp_path: Path) -> None:
+    measured(10, tmp_path)  # imports, and what is kept for later
+    few, many = (measured(FEW * by, tmp_path) for by in (1, TIMES))
     for what, (calls, seconds) in many.items():
         before, lasted = few[what]
         grown = math.log(calls / before, TIMES)

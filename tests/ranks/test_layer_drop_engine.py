@@ -115,14 +115,6 @@ class Penalized(ByItself):
         return super().loss_of(net, at) + 0.1 * penalty
 
 
-class Twice(ByItself):
-    """A loss of two forwards, which leave out the same blocks."""
-
-    def loss_of(self, net, at):
-        x = features(at.step, at.micro, at.rank)
-        return (net(x) * net(-x)).pow(2).mean()
-
-
 def check(job, stage, steps, units=APART):
     plan = Plan(2, steps, MICRO)
 
@@ -140,7 +132,6 @@ def check(job, stage, steps, units=APART):
     "stage, kind, units",
     [
         (1, ByItself, TOGETHER),
-        (3, Twice, APART),
         (2, Penalized, APART),
     ],
 )
@@ -202,17 +193,6 @@ def older(net, rank, draw):
     yield squared(net, At(0, 1, rank)) + old
 
 
-def evaluated(net, rank, draw):
-    """A forward in eval mode, which runs all blocks, before one in training mode."""
-    for micro in range(MICRO):
-        draw(None)
-        net.module.eval()
-        whole = net(features(0, micro, rank))
-        net.module.train()
-        draw(micro)
-        yield (whole * net(features(0, micro, rank))).pow(2).mean()
-
-
 def alone(net, rank, draw):
     """All blocks called by themselves before the forward of the model."""
     for micro in range(MICRO):
@@ -224,7 +204,7 @@ def alone(net, rank, draw):
         yield x.pow(2).mean() + squared(net, At(0, micro, rank))
 
 
-@in_turn("losses, stage", [(older, 1), (evaluated, 3), (alone, 3)])
+@in_turn("losses, stage", [(older, 1), (alone, 3)])
 def test_a_backward_through_forwards_that_have_left_out_other_blocks(losses, stage):
     """A block that any of them uses is gathered and reduced."""
     job = Several(losses)
