@@ -198,20 +198,6 @@ def test_a_filled_cache_is_part_of_the_result() -> None:
     engine.destroy()
 
 
-def test_a_model_that_checkpoints_by_itself_goes_on_to(heard_in_full: list[str]) -> None:
-    calls = []
-
-    def enable(engine: Any) -> None:
-        engine.module.gradient_checkpointing_enable({"use_reentrant": True})
-        for layer in engine.module.model.layers:
-            layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-
-    build, batch = ARCHITECTURES["llama"].build, ARCHITECTURES["llama"].batch(0, 0, 0)
-    run({"blocks": True}, build, lambda engine: engine(**batch).loss, before=enable)
-    assert len(calls) == 2 * 2 * 3, "two layers, twice each, three steps"
-    assert sum("the model checkpoints by itself" in line for line in heard_in_full) == 1
-
-
 @in_one_item(({"blocks": True}, {"number_checkpoints": 2}))
 def test_a_model_without_blocks_is_refused(section: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))

@@ -9,8 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,67 +93,6 @@ def bench() -> Iterator[Any]:
         yield type("Bench", (), modules)
     finally:
         sys.path.remove(str(BENCH))
-
-
-STUB = """
-import subprocess, sys, time
-print("ROW {\\"work\\": \\"w\\", \\"of\\": \\"a\\", \\"n\\": 1}", flush=True)
-print("something else", flush=True)
-if sys.argv[1] == "w breaks":
-    print("Traceback", "RuntimeError: no memory", sep="\\n", file=sys.stderr)
-    sys.exit(3)
-if sys.argv[1] == "w hangs":
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    print("ROW {\\"child\\": %d}" % child.pid, flush=True)
-    child.wait()
-"""
-
-
-def gone(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def test_a_process_that_fails_or_hangs_keeps_its_rows_and_leaves_nothing_behind(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "stub.py"
-    script.write_text(STUB)
-    limits: list[threading.Timer] = []
-
-    class Timer(threading.Timer):
-        """Its time is over when the row is there that is the last one before it."""
-
-        def start(self) -> None:
-            limits.append(self)
-
-    monkeypatch.setattr(bench.run.threading, "Timer", Timer)
-    execute = bench.run.in_a_process(False, None, script, tmp_path / "logs")
-
-    def told(of: str, limit: float = 30.0) -> tuple[list[dict[str, Any]], str]:
-        rows = []
-        try:
-            for row in execute(bench.cells.Cell("w", of, 1, lambda tiny: iter(())), limit):
-                rows.append(row)
-                if "child" in row:
-                    limits[-1].function()
-        except bench.run.CellFailed as failure:
-            return rows, str(failure)
-        return rows, ""
-
-    one = {"work": "w", "of": "a", "n": 1}
-    assert told("ends") == ([one], "")
-    assert told("breaks") == ([one], "ended with 3: RuntimeError: no memory")
-    kept = tmp_path / "logs" / "w_breaks.txt"
-    assert kept.read_text() == "Traceback\nRuntimeError: no memory\n"
-    rows, failure = told("hangs", limit=3.0)
-    assert rows[0] == one and failure == "no end within 3 s"
-    limit = time.monotonic() + 60
-    while not gone(rows[1]["child"]) and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert gone(rows[1]["child"])
 
 
 def test_every_goal_is_about_cells_that_are_measured_and_a_row_names_the_kernels_that_ran(

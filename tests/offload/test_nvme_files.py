@@ -97,16 +97,6 @@ def test_a_read_asked_for_after_a_write_sees_it(files):
     assert torch.equal(out, expected), "nor does one see a write that was asked for after it"
 
 
-def test_a_read_elsewhere_overtakes_writes(files):
-    extent = files.allocate("r", 201 * BLOCK)
-    inject(files, "write:1+:slow=50")  # ten seconds
-    writing = extent.write(0, bytes_of(200 * BLOCK))
-    extent.read(200 * BLOCK, torch.empty(BLOCK, dtype=torch.uint8), Priority.NEEDED).wait()
-    assert not writing.done()
-    files.close()  # what is queued is dropped
-    assert writing.done() and writing.failed()
-
-
 def test_what_a_failed_write_should_have_replaced_is_not_read(files):
     extent, other = files.allocate("master of unit 4", 4 * BLOCK), files.allocate("other", BLOCK)
     kept = bytes_of(BLOCK)

@@ -88,22 +88,14 @@ def test_another_dtype_is_cast_into_place(offload, monkeypatch):
     ]
 
 
-def test_64_bits_are_added_and_cast(offload):
-    here = Flat(10, torch.float64)
-    offload.send(here, torch.full((10,), 4.0), accumulate=False, scale=0.5)
-    offload.send(here, torch.full((10,), 1e-12, dtype=torch.float64), accumulate=True)
-    offload.wait()
-    assert torch.equal(here.shard, torch.full((10,), 2.0, dtype=torch.float64) + 1e-12)
-
-
-def test_bf16_is_added_in_fp32_and_rounded_once(offload):
-    """As gradients of masters in bf16 are."""
-    here = Flat(1000, torch.bfloat16)
-    begun, more = torch.randn(1000).bfloat16(), torch.randn(1000).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sums_in_another_dtype_are_rounded_once(offload, dtype):
+    here, wide = Flat(1000, dtype), torch.promote_types(dtype, torch.float32)
+    begun, more = torch.randn(1000).to(dtype), torch.randn(1000).to(dtype)
     offload.send(here, begun, accumulate=False)
     offload.send(here, more, accumulate=True, scale=0.25)
     offload.wait()
-    assert torch.equal(here.shard, (begun.float() + 0.25 * more.float()).bfloat16())
+    assert torch.equal(here.shard, (begun.to(wide) + 0.25 * more.to(wide)).to(dtype))
 
 
 def test_what_was_sent_is_kept_until_it_has_been_copied_and_no_longer_when_all_is_over(offload):

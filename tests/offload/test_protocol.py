@@ -2,14 +2,13 @@
 are fetched, in the storage's dtype, as a whole and by sub-group.
 """
 
-import errno
 import itertools
 
 import pytest
 import torch
 
 from hf_zero.offload.nvme import BufferPool, NvmeStorage
-from hf_zero.offload.nvme_files import FileExtent, NvmeFiles
+from hf_zero.offload.nvme_files import NvmeFiles
 from hf_zero.offload.storage import (
     MASTER,
     SHARD,
@@ -135,25 +134,6 @@ def test_what_was_read_ahead_and_not_acquired_is_not_released(tmp_path):
     first.release(0)
     pool.flush()
     assert torch.equal(first.fetch(SHARD), torch.full((4096,), 7.0))
-
-
-def test_a_read_ahead_that_failed_does_not_matter_to_what_overwrites_it(tmp_path, monkeypatch):
-    files, pool = NvmeFiles([tmp_path], 0), BufferPool(2, zeros)
-    shard = in_files("a", 4096, torch.float32, files, pool)
-    shard.store(SHARD, 0, torch.ones(4096))
-    pool.flush()
-
-    class Failed:
-        def wait(self):
-            raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(FileExtent, "read", lambda *args: Failed())
-    shard.prefetch(0)
-    numbers(shard.acquire(0, overwrite=True)[SHARD]).fill_(2.0)
-    shard.release(0)
-    pool.flush()
-    monkeypatch.undo()
-    assert torch.equal(shard.fetch(SHARD), torch.full((4096,), 2.0))
 
 
 # ---- training state, by sub-group ----

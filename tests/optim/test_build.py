@@ -71,12 +71,3 @@ def test_parameters_arrive_with_the_defaults_of_the_dialect():
     assert build("CPUAdam", fp32_optimizer_states=False).param_groups[0]["moments"] == "bf16"
     assert build("CPULion", moments="int8").param_groups[0]["moments"] == "int8"
     assert build("DeepSpeedCPULion").param_groups[0]["lr"] == 1e-3
-
-
-def test_groups_keep_what_they_set():
-    groups = [
-        {"params": [torch.nn.Parameter(torch.zeros(1))], "weight_decay": w} for w in (0.0, 0.2)
-    ]
-    optimizer = build_optimizer(OptimizerConfig("AdamW", {"weight_decay": 0.1, "lr": 0.3}), groups)
-    told = [(group["weight_decay"], group["lr"]) for group in optimizer.param_groups]
-    assert told == [(0.0, 0.3), (0.2, 0.3)]

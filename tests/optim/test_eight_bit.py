@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops import dynamic_map
 from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim import AdamW8bit, Lion8bit, SGD8bit
@@ -89,19 +89,6 @@ def test_small_and_excluded_parameters_keep_fp32():
     optimizer = Lion8bit(groups)
     optimizer.step()
     assert torch.is_tensor(optimizer.state[parameters["large"]]["exp_avg"])
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"optim_bits": 4}, "AdamW8bit: optim_bits is 4; write 8, or 32"),
-        ({"min_8bit_size": 1000}, "min_8bit_size is 1000.*write 4096 or more"),
-        ({"lr": -1.0}, "AdamW8bit: lr is -1.0"),
-    ],
-)
-def test_settings_out_of_range(settings, match):
-    with pytest.raises(ConfigError, match=match):
-        AdamW8bit([nn.Parameter(torch.zeros(3))], **settings)
 
 
 # ---- objects of bitsandbytes and torchao ----
@@ -250,19 +237,6 @@ def test_other_classes_of_the_libraries_are_refused_with_those_that_work():
         optimizer = stand_in(module, name, OPTIONS, ADAM)([nn.Parameter(spread(LARGE, 1))])
         with pytest.raises(UnsupportedOptimizerError, match=rf"{name} cannot run.*AdamW8bit"):
             check(optimizer)
-
-
-def test_torchao_keeps_whole_blocks_only():
-    cls = stand_in("torchao.optim.adam", "Adam8bit", TORCHAO, {**ADAM, "amsgrad": False})
-    whole, ragged = nn.Parameter(spread(5120, 1)), nn.Parameter(spread(LARGE, 1))
-    optimizer = cls([whole, ragged])
-    adopt(optimizer)
-    for p in (whole, ragged):
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert isinstance(optimizer.state[whole]["exp_avg"], Blocks)
-    assert torch.is_tensor(optimizer.state[ragged]["exp_avg"])
-    assert optimizer.param_groups[0]["decoupled_weight_decay"] is False
 
 
 def saved_by_bitsandbytes(wrapped, signed_map=True):

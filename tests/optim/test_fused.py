@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 
-import numpy
 import pytest
 import torch
 
@@ -181,20 +180,6 @@ def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):
         each.step(7)
     same(ours, theirs)
     assert forced.count("adam_") == 6
-
-
-def test_a_gradient_at_the_same_place_of_another_storage(forced):
-    """An allocator reuses an address: in a larger buffer before, as memory of its own now."""
-    ours, theirs = pair()
-    numel = ours.flats[0].grad.numel()
-    memory = numpy.zeros(numel + 64, dtype=numpy.float32)
-    larger, own = torch.from_numpy(memory)[64:], torch.from_numpy(memory[64:])
-    assert larger.data_ptr() == own.data_ptr() and larger.storage_offset() != own.storage_offset()
-    for seed, grad in enumerate((larger, own)):
-        ours.flats[0].grad = grad
-        for each in (ours, theirs):
-            each.step(seed)
-    same(ours, theirs)
 
 
 OPTIONS = {"amsgrad": {"amsgrad": True}, "foreach": {"foreach": True}, "unfused": {"fused": False}}

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_zero.config import TokenDropSection, ZeroConfig
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.techniques.layer_drop import LayerDrop
-from hf_zero.techniques.token_drop import sample, tokens_read
+from hf_zero.techniques.token_drop import tokens_read
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import OnEngine, config_of, engine_opener, start, train_on_threads
@@ -127,16 +127,6 @@ def test_the_schedule():
         )
         found = tuple(tokens_read(made).at(step) for step in (0, 1, 5, 9, 10, 11, 100))
         assert found == expected
-
-
-def test_samples_are_rising_and_differ():
-    cpu = torch.device("cpu")
-    one = sample(7, (3, 0, 1), 2, 40, 30, 11, cpu)
-    assert one.shape == (40, 11) and bool((one[:, 1:] > one[:, :-1]).all()) and int(one.max()) < 30
-    others = [((4, 0, 1), 2), ((3, 1, 1), 2), ((3, 0, 2), 2), ((3, 0, 1), 3)]
-    assert all(not torch.equal(sample(7, at, block, 40, 30, 11, cpu), one) for at, block in others)
-    counts = sample(7, (0, 0, 0), 0, 4000, 30, 11, cpu).flatten().bincount(minlength=30)
-    assert (counts / 4000).sub(11 / 30).abs().max() < 0.04, "each place is as likely"
 
 
 def test_evaluation_reads_everything_and_classes_come_back():
