@@ -14,7 +14,7 @@ from torch import nn
 from hf_zero.zero.layout.box import Box
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.engines import OnEngine, config_of, start
-from tests.helpers.models import Architecture, Batch, floats, tokens
+from tests.helpers.models import Architecture, Batch, tokens
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import ArchitectureJob, Job, Plan, Trace, train
 
@@ -38,10 +38,6 @@ def _pairs(step: int, micro: int, rank: int) -> Batch:
         "input_ids": tokens(step, micro, rank),
         "labels": tokens(step, micro, rank + 50)[:, :5].contiguous(),
     }
-
-
-def _images(step: int, micro: int, rank: int) -> Batch:
-    return {"pixel_values": floats(step, micro, rank, 2, 3, 8, 8), "labels": torch.tensor([1, 3])}
 
 
 def llama(key_value_heads: int = 2, tied: bool = False, **more: Any) -> nn.Module:
@@ -88,11 +84,6 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**_SIZES | _NO_DROPOUT))
 
 
-def roberta() -> nn.Module:
-    sizes = _SIZES | _NO_DROPOUT | {"max_position_embeddings": 20}
-    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**sizes))
-
-
 def t5() -> nn.Module:
     config = transformers.T5Config(
         vocab_size=VOCAB, d_model=HIDDEN, d_kv=8, d_ff=48, num_layers=LAYERS, num_heads=HEADS,
@@ -100,11 +91,6 @@ def t5() -> nn.Module:
         pad_token_id=0, eos_token_id=1, feed_forward_proj="gated-gelu",
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
-
-
-def vit() -> nn.Module:
-    sizes = _SIZES | _NO_DROPOUT | {"image_size": 8, "patch_size": 4, "num_labels": 4}
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
 
 
 MODELS = {
@@ -116,9 +102,7 @@ MODELS = {
         Architecture("qwen3", qwen3, _masked),
         Architecture("gpt2", gpt2, _masked),
         Architecture("bert", bert, _masked),
-        Architecture("roberta", roberta, _masked),
         Architecture("t5", t5, _pairs),
-        Architecture("vit", vit, _images),
         Architecture("mixtral", mixtral, _masked),
         Architecture("phi3", phi3, _masked),
         Architecture("deepseek", deepseek, _masked),

@@ -333,16 +333,3 @@ def test_unused_tokens_go_nowhere():
     found = routing.top1(scores, Capacity(4.0, 0), used)
     assert found.experts[[0, 5], 0].tolist() == [GATED, GATED]
     assert int(found.counts.sum()) == TOKENS - 2 and not found.weights[[0, 5]].any()
-
-
-def test_noise_draws_by_the_gates():
-    torch.manual_seed(0)
-    scores = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(20_000, 1)
-    wide = Capacity(4.0, 0)
-    share = routing.top1(scores, wide, noisy=True).counts / 20_000
-    assert (share - scores[0].softmax(0)).abs().max() < 0.02
-    counts = routing.top2(scores, wide).counts - torch.tensor([20_000, 0, 0, 0])
-    others = scores[0, 1:].softmax(0)
-    assert (counts[1:] / 20_000 - others).abs().max() < 0.02
-    noisy = routing.jittered(torch.ones(10_000))
-    assert noisy.min() >= 0.99 and noisy.max() <= 1.01 and abs(float(noisy.mean()) - 1) < 1e-3

@@ -11,7 +11,6 @@ from deepspeed.runtime.pipe.module import PipelineError
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import nn
 
-import hf_zero
 from tests.helpers.ranks import run_ranks
 
 
@@ -97,9 +96,3 @@ def _order(engine, epoch):
     sampler = engine.training_dataloader.data_sampler
     sampler.set_epoch(epoch)
     return list(sampler)
-
-
-def test_the_names_are_the_native_ones():
-    assert deepspeed.PipelineModule is PipelineModule is hf_zero.PipelineModule
-    assert deepspeed.pipe.TiedLayerSpec is hf_zero.TiedLayerSpec
-    assert deepspeed.runtime.utils.partition_uniform(10, 3) == [0, 4, 7, 10]

@@ -244,26 +244,6 @@ def free(device):
     return Free(device=parse_size(device), ram=parse_size("1TB"), host_device=False)
 
 
-def test_what_fits_a_stage():
-    model = LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=8192,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        vocab_size=32000,
-        architectures=["LlamaForCausalLM"],
-    )
-    found = propose(model, 8, free("2.5GB"), tensor_parallel=2, pipeline_parallel=2)
-    assert found.config is not None
-    assert found.config["zero_optimization"] == {"stage": 1}
-    assert "tensor_parallel" not in found.config  # the call cuts it
-    assert found.cut == "hf_zero.pipeline_stages(hf_zero.tensor_parallel(model, 2), 2)"
-    found = propose(model, 8, free("5GB"), tensor_parallel=2)
-    assert found.config is not None and found.config["tensor_parallel"] == {"autotp_size": 2}
-    nothing = propose(LLAMA, 8, free("1KB"), pipeline_parallel=2)
-    assert nothing.config is None and not any("stage 3" in each.name for each in nothing.fit.trials)
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stage": 2}, "stage 0 or 1, not at 2"),
     ({"stage": 5}, "stage 5 is unknown"),

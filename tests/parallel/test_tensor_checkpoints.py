@@ -15,9 +15,8 @@ from tests.helpers.engines import config_of, start
 from tests.helpers.parts import whole as joined
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tensor_parallel import MODELS, TensorJob, train_tensor_parallel
-from tests.helpers.training import At, Plan, adamw, sgd
+from tests.helpers.training import Plan, sgd
 from tests.parallel.expert_cases import keys
-from tests.parallel.test_moe_layer import MixedJob, part_of
 
 
 def _compare(got, wanted):
@@ -91,45 +90,3 @@ def test_weights_in_buckets_and_in_parts(name, stage):
     for key, value in want.items():
         assert joined([weights[key] for weights, _ in parts]).equal(value), key
         joined([states["state"][key]["exp_avg"] for _, states in parts])
-
-
-def test_layers_of_deepspeed(tmp_path):
-    """Experts stand under their numbers among all."""
-    before, after = (2, 2, 3), (4, 4, 1)
-    job = MixedJob("top 2")
-    whole = job.build()
-
-    def train(engine, at):
-        engine.backward(job.loss(engine, At(at, 0, 0)))  # the same on all ranks
-        engine.step()
-        return whole_state_dict(engine, dtype=torch.float32)
-
-    def opened(size, stage):
-        model = part_of(whole, size, **job.options)
-        return start(model, adamw(model), config_of(stage))
-
-    def save(rank):
-        engine = opened(*before[1:])
-        saved = train(engine, 0)
-        engine.save_checkpoint(tmp_path, tag="t")
-        hf_zero.checkpoint.save_whole(engine, tmp_path, "whole.safetensors")
-        further = train(engine, 1)
-        engine.destroy()
-        return saved, further
-
-    saved, further = run_ranks(before[0], save)[0]
-    assert saved.keys() == whole.state_dict().keys()
-    _compare(dict(hf_zero.checkpoint.iterate_state_dict(tmp_path / "t", dtype="float32")), saved)
-    _compare(load_file(tmp_path / "whole.safetensors"), saved)
-
-    def go_on(rank):
-        engine = opened(*after[1:])
-        engine.load_checkpoint(tmp_path, tag="t")
-        loaded, trained = whole_state_dict(engine, dtype=torch.float32), train(engine, 1)
-        engine.destroy()
-        return loaded, trained
-
-    for loaded, trained in run_ranks(after[0], go_on):
-        _compare(loaded, saved)
-        for name in saved:
-            torch.testing.assert_close(trained[name], further[name], rtol=1e-5, atol=2e-5)

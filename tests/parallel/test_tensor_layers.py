@@ -15,7 +15,7 @@ from torch import nn
 import hf_zero
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import RankMismatchError
-from hf_zero.parallel.tensor import agreement, axis
+from hf_zero.parallel.tensor import agreement
 from hf_zero.parallel.tensor.axis import SharedInputs, WeightGradients
 from hf_zero.zero.layout import wrap
 from hf_zero.zero.layout.sharding import sharding_of
@@ -27,7 +27,6 @@ from tests.helpers.tensor_parallel import (
     MODELS,
     VOCAB,
     TensorJob,
-    gpt2,
     llama,
     qwen3,
     train_tensor_parallel,
@@ -92,16 +91,6 @@ def test_a_layer_sums_twice_forward_and_twice_backward(monkeypatch):
     assert sent == {"all_reduce": 18 * words * 32 * 4, "all_gather": words * VOCAB * 4}
 
 
-def test_what_is_joined_in_stretches(monkeypatch):
-    monkeypatch.setattr(axis, "STRETCH", 5 * VOCAB * 4)  # five tokens of logits
-    monkeypatch.setattr(agreement.Agreement, "compare", lambda *_: None)
-    batch = MODELS["llama"].batch(0, 0, 0)
-    assert _sent(llama, backward=False)[0]["all_gather"] == -(-batch["input_ids"].numel() // 5)
-    wanted = seeded(llama)(**batch).logits.detach()
-    for logits in _on_ranks(lambda model: model(**batch).logits.detach()):
-        torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
-
-
 def _generate(model, ids):
     with hf_zero.summon_full_params(model):
         model.generate(ids, max_new_tokens=2, do_sample=False)
@@ -136,14 +125,6 @@ def test_ranks_that_read_different_batches_are_told(way):
     with pytest.raises(RankFailed, match="given different batches") as raised:
         run_ranks(2, differ)
     assert isinstance(raised.value.__cause__, RankMismatchError)
-
-
-def test_a_model_is_cut_once():
-    def twice(model):
-        attention = hf_zero.tensor_parallel(model, 2).transformer.h[0].attn
-        return tuple(attention.c_attn.weight.shape), attention.split_size
-
-    assert _on_ranks(twice, gpt2)[0] == ((32, 48), 16)
 
 
 def test_values_are_those_of_rank_0():

@@ -9,7 +9,6 @@ import os
 import resource
 import shutil
 import signal
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from hf_zero.measures.metrics_file import (
     read_metrics,
     read_rows,
 )
-from hf_zero.measures.run_record import BUFFERS, WarningRecords
+from hf_zero.measures.run_record import WarningRecords
 from hf_zero.measures.utilisation import flops_per_token
 from tests.helpers.cells import in_turn
 from tests.helpers.commands import completed
@@ -273,38 +272,6 @@ def test_a_resumed_run_continues_one_curve_and_one_with_its_weights_alone_anothe
     assert len(totals) == 2  # at the save, and at the end
     for each in totals:
         assert {row["operation"] for row in each["collectives"]} >= {"reduce_scatter", "all_reduce"}
-
-
-def test_the_header_of_a_run(tmp_path, heard_in_full):
-    """Predicted bytes at rest are those measured, also of parameters that stay whole."""
-
-    def run(rank, model):
-        small = {"stage": 3, "stage3_param_persistence_threshold": 64}
-        keys = {"steps_per_print": None, "zero_optimization": small}
-        engine = measured(model, 3, **on(tmp_path), **keys)
-        if rank == 0:
-            logger.warning("mind the %s", "gap")
-            logger.warning("mind the gap")
-        run_steps(engine, rank, range(2), MICROS)
-        engine.destroy()
-
-    for _ in range(2):
-        on_ranks(RANKS, run)
-    first, *rest = read_rows(tmp_path)
-    assert [row["warning"] for row in rest if "warning" in row] == ["mind the gap"]
-    assert [row["step"] for row in rest if "step" in row] == [1, 2]
-    header = first["run"]
-    assert header["stage"] == 3 and header["ranks"] == RANKS and header["model"] == "Stack"
-    assert [each["ranks"] for each in header["hosts"]] == [[0, 1]]
-    assert torch.__version__.startswith(header["versions"]["torch"])
-    (key,) = [row for row in header["config"] if row["key"] == "zero_optimization.stage"]
-    assert key["value"] == 3 and key["source"] != "default"
-    predicted = Counter[tuple[str, str]]()
-    for row in header["predicted"]:
-        if row["kind"] != BUFFERS:
-            predicted[row["kind"], row["tier"]] += row["bytes"]
-    (totals,) = [row["totals"] for row in rest if "totals" in row]
-    assert {(row["kind"], row["tier"]): row["bytes"] for row in totals["state"]} == predicted
 
 
 def write(file, steps):

@@ -19,8 +19,6 @@ from torch import nn
 import hf_zero.zero.step.optimizer_step as optimizer_step
 from hf_zero.offload.sub_group_update import Update
 from hf_zero.offload.update import Updater
-from hf_zero.ops import native
-from hf_zero.optim import CPUAdam
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import (
@@ -32,46 +30,13 @@ from tests.helpers.engines import (
     train_on_threads,
 )
 from tests.helpers.models import ARCHITECTURES, Block, seeded
-from tests.helpers.offloads import offload, opened, same, trained
+from tests.helpers.offloads import offload, opened, same
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_ranks, squared
-from tests.helpers.training import ArchitectureJob, At, Plan, trainable
+from tests.helpers.training import ArchitectureJob, At, Plan
 from tests.ranks.cases import values_of
 
 LLAMA = ARCHITECTURES["llama"]
-
-
-@pytest.fixture(params=["native", "torch"])
-def core(request, monkeypatch):
-    """With the native core, and without it."""
-    monkeypatch.setenv("HF_ZERO_NATIVE", "1" if request.param == "native" else "0")
-    native._loaded.cache_clear()
-    yield request.param
-    monkeypatch.undo()
-    native._loaded.cache_clear()
-
-
-MAKERS = {
-    "rmsprop": lambda model: torch.optim.RMSprop(trainable(model), lr=1e-3, eps=1e-6),
-    "cpu adam": lambda model: CPUAdam(trainable(model), lr=1e-3, weight_decay=0.1),
-    "fused adamw": lambda model: torch.optim.AdamW(trainable(model), lr=1e-3, fused=True),
-}
-
-
-@pytest.mark.turns
-@pytest.mark.parametrize(
-    "way, stage",
-    [("optimizer on cpu", 1), ("optimizer in files", 2), ("all on cpu", 3), ("all in files", 3)],
-)
-def test_bit_for_bit_as_on_the_device(way, stage, core, tmp_path):
-    """The same kernel updates on both sides: RMSprop its own, CPUAdam that of the host."""
-    for name, make in MAKERS.items():
-        if core == "torch" or name != "fused adamw":
-            want, got = (
-                trained(section, make, ranks=2, steps=3, gradient_clipping=1.0)
-                for section in ({"stage": stage}, offload(way, stage, tmp_path))
-            )
-            same(got, want, exact=True)
 
 
 class Watched(OnEngine):

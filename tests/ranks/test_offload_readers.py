@@ -6,7 +6,6 @@ refused, because nothing takes it back.
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 import re
 from collections.abc import Callable
@@ -31,12 +30,10 @@ from tests.helpers.cells import in_turn
 from tests.helpers.models import features
 from tests.helpers.offloads import (
     DEVICE,
-    WAYS,
     ended,
     offload,
     opened,
     same,
-    stages_of,
     train,
     trained,
 )
@@ -174,76 +171,6 @@ def test_a_lost_gather_is_an_error_of_every_read_and_of_destroy(rank, model, ove
     with pytest.raises(RankMismatchError, match=LOST):
         engine.destroy()
     assert {type(parameter) for parameter in model.parameters()} == {torch.nn.Parameter}
-
-
-def halved(engine):
-    with hf_zero.GatheredParameters([weight(engine)], modifier_rank=0):
-        weight(engine).data.mul_(0.5)
-
-
-def evaluation(engine):
-    engine.eval()
-    with torch.no_grad():
-        found = engine(features(9, 9, 0).bfloat16()).float()
-    engine.train()
-    return found
-
-
-def all_of(engine, value):
-    return torch.full(weight(engine).shape, value)
-
-
-# after each step, but for the gradient, which is set before it
-LATER: dict[str, Callable[[Any], torch.Tensor | None]] = {
-    "get state": lambda engine: hf_zero.safe_get_full_optimizer_state(weight(engine), "exp_avg"),
-    "set state": lambda engine: hf_zero.safe_set_full_optimizer_state(
-        weight(engine), all_of(engine, 0.5), "exp_avg_sq"
-    ),
-    "set master": lambda engine: hf_zero.safe_set_full_fp32_param(
-        weight(engine), all_of(engine, 0.25)
-    ),
-    "set gradient": lambda engine: hf_zero.safe_set_full_grad(weight(engine), all_of(engine, 1.0)),
-    "gathered": halved,
-    "loaded": lambda engine: engine.load_state_dict(
-        {name: value.clone() * 0.5 for name, value in engine.state_dict().items()}
-    ),
-    "zero_grad": lambda engine: engine.zero_grad(),
-    "evaluated": evaluation,
-    "destroyed": lambda engine: None,
-}
-
-
-@in_turn("way", WAYS[:4])
-def test_what_else_may_come_after_a_step(held_up, way, tmp_path):
-    """The same as on the device, where an update is over when ``step`` returns."""
-
-    def run(rank, model, section, what):
-        engine = opened(model, section, bf16={"enabled": True})
-        found = []
-        for step in range(3):
-            engine.backward(squared(engine, At(step, 0, rank), torch.bfloat16))
-            if what == "set gradient":
-                LATER[what](engine)
-            engine.step()
-            if what != "set gradient":
-                found.append(LATER[what](engine))
-        if what == "destroyed":
-            engine.destroy(gather=True)
-            return [model.blocks[1].up.weight.detach().float()]
-        found.append(hf_zero.safe_get_full_fp32_param(weight(engine)))
-        found += [value.float().clone() for value in engine.state_dict().values()]
-        engine.destroy()
-        return [value for value in found if isinstance(value, torch.Tensor)]
-
-    own = list(LATER)[WAYS.index(way) :: 4]  # every fourth
-    for what, stage in zip(own, itertools.cycle(stages_of(way)[::-1])):
-        plain = on_ranks(2, run, {"stage": stage}, what)
-        offloaded = on_ranks(2, run, offload(way, stage, tmp_path), what)
-        for want, got in zip(plain, offloaded):
-            for one, other in zip(want, got, strict=True):
-                torch.testing.assert_close(
-                    other, one, rtol=1e-2, atol=1e-3, msg=lambda text, what=what: f"{what}: {text}"
-                )
 
 
 @in_turn("kind", [float, torch.tensor])

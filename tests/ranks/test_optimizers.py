@@ -75,25 +75,6 @@ def test_torchs_own_muon_is_taken():
         assert type(optimizer) is torch.optim.Muon
 
 
-@in_turn("name, stage", [("adafactor", 1), ("lamb", 3)])
-@on_each_rank(RANKS)
-def test_sums_of_whole_tensors_are_few_messages_and_nothing_is_gathered(rank, model, name, stage):
-    """Adafactor: rows, columns and two numbers of a matrix; LAMB: two of a tensor."""
-    engine = start(model, WHOLE[name].ours(model), config_of(stage))
-    shapes = [tuple(p.ds_shape if stage == 3 else p.shape) for p in model.parameters()]
-    run_steps(engine, rank, range(1))
-    stats = engine.mesh.stats
-    stats.keep_log = True
-    stats.log.clear()
-    run_steps(engine, rank, range(1, 2))
-    sent = [nbytes for _, key, nbytes in stats.log if "sums over whole tensors" in key]
-    numbers = sum(sum(shape) for shape in shapes) + len(shapes)
-    assert (
-        sent
-        == {"adafactor": [8 * numbers, 8 * len(shapes)], "lamb": [(len(shapes) + 1) * 2 * 8]}[name]
-    )
-
-
 @on_each_rank(RANKS)
 def test_a_checkpoint_of_torchs_adafactor_is_refused(rank, model, tmp_path):
     engine = start(model, torch.optim.Adafactor(trainable(model)), config_of(1))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.helpers.cells import in_turn
-from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.engines import config_of, start
 from tests.helpers.models import seeded
 from tests.helpers.stacks import on_ranks
 from tests.helpers.training import Plan
@@ -84,60 +84,3 @@ def test_matrices_are_aligned_and_padding_stays_zero(ranks, stage, plan, optimiz
     answers = on_ranks(ranks, run, build=lambda: seeded(Odd))
     assert sum(checked for checked, _ in answers) > 0
     assert len({norm for _, norm in answers}) == 1 and answers[0][1] > 0
-
-
-class Short(nn.Module):
-    """The matrix is at elements 32 to 48 of the buffer; the second of two ranks begins at 24."""
-
-    def __init__(self):
-        super().__init__()
-        self.scales, self.matrix = nn.Parameter(torch.ones(17)), nn.Parameter(torch.ones(4, 4))
-
-    def forward(self, rows):
-        return rows[:, :4] @ self.matrix * self.scales.square().sum()
-
-
-@in_turn(
-    ("stage", "zero", "optimizer_of"),
-    [
-        (1, {}, partial(torch.optim.Adafactor, lr=0.05)),
-        (3, {}, partial(torch.optim.Adafactor, lr=0.05)),
-        (3, {}, torch.optim.AdamW),
-        (2, {"offload_optimizer": {"device": "cpu"}}, torch.optim.AdamW),
-    ],
-)
-def test_a_shard_may_begin_with_padding(tmp_path, stage, zero, optimizer_of):
-    """An optimizer of whole tensors takes a tensor's elements from the start of its segment."""
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **zero}
-
-    def made(model):
-        return start(
-            model, optimizer_of(model.parameters()), config_of(stage, zero_optimization=zero)
-        )
-
-    def train(engine, numbers):
-        for number in numbers:
-            engine.backward(engine(rows_of(number)).square().mean())
-            engine.step()
-
-    def run(rank, model):
-        engine = made(model)
-        (flat,) = engine.flats
-        assert rank == 0 or next(flat.layout.padding_in(*flat.owned)) == (0, 8)
-        train(engine, range(2))
-        engine.save_checkpoint(str(tmp_path / f"{stage}{len(zero)}"))
-        engine.destroy()
-        again = made(Short())
-        again.load_checkpoint(str(tmp_path / f"{stage}{len(zero)}"))
-        train(again, range(2, 4))
-        return full_weights(again)
-
-    plain = Short()
-    optimizer = optimizer_of(plain.parameters())
-    for number in range(4):
-        optimizer.zero_grad()
-        plain(rows_of(number)).square().mean().backward()
-        optimizer.step()
-    found = on_ranks(2, run, build=Short)[0]
-    for name, wanted in plain.named_parameters():
-        torch.testing.assert_close(found[name], wanted.detach(), rtol=1e-5, atol=1e-5)

@@ -5,7 +5,6 @@ with no gathers of their own, whatever the rest of the configuration is.
 from __future__ import annotations
 
 import copy
-import runpy
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,8 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.deepspeed.zero_config import DEFAULTS
 from hf_zero.errors import PartitionError, ReleasedParameterError
-from hf_zero.zero.layout import wrap
 from hf_zero.zero.layout.parameter import LiveParameter, ReleasedParameter, ZeroParamStatus
-from hf_zero.zero.layout.wrap import persistent_names
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import (
@@ -191,30 +187,6 @@ def test_they_cost_no_gather_but_one_message_a_step_and_share_a_reduction(thresh
 
 
 # ---- which they are ----
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
-        self._hf_zero_packed = ("q.weight", "k.weight", "v.weight"), ("q.bias", "k.bias", "v.bias")
-
-
-def test_which_parameters_stay_whole():
-    model = Scaled(1)
-    everything = {name: p.numel() for name, p in model.named_parameters()}
-    assert persistent_names(model) == persistent_names(model, 0) == frozenset()  # tests' default
-    assert persistent_names(model, 32) == {n for n, size in everything.items() if size <= 32}
-    assert persistent_names(model, ALL) == set(everything)
-    # in the order of the model, what is too large for what is left is passed over
-    assert list(everything)[:3] == ["logit_scale", "enter.weight", "enter.bias"]
-    assert persistent_names(model, ALL, 40) == {"logit_scale", "enter.bias", "head.bias"}
-    # those that are packed stay whole together
-    assert persistent_names(Attention(), 32) == {"q.bias", "k.bias", "v.bias"}
-    assert persistent_names(Attention(), 64, 20) == {"q.bias", "k.bias", "v.bias"}
-    assert len(persistent_names(Attention(), 64)) == 6
-    default = runpy.run_path(wrap.__file__)["PERSISTENCE"]  # tests have another one
-    assert default == DEFAULTS["stage3_param_persistence_threshold"] == 100_000
 
 
 # ---- checkpoints and memory ----

@@ -165,48 +165,6 @@ def test_class_name_and_attributes_are_there_in_every_state(rank, model):
     assert not any(name.startswith("_hf_zero") for name in weight.__dict__)
 
 
-@on_each_rank(RANKS, build=build(width=128))
-def test_bytes_are_gathered_never_reduced_and_have_no_optimizer_state(rank, model):
-    """At stage 3 a rank keeps half of the frozen bytes; adapters alone are reduced."""
-    scales = sum(block.up.base_layer.weight.quant_state.absmax.nbytes for block in model.blocks)
-    frozen = scales + sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    engine = start(model, adam(model), config_of(3))
-    for step in range(2):
-        engine.mesh.stats.bytes.clear()
-        run_steps(engine, rank, [step])
-    padding = 2 * RANKS * 8 * 8 * len(engine.flats)
-    held = engine.state_bytes()
-    assert (frozen + 4 * trained) / 2 <= held["parameters"] <= (frozen + 4 * trained) / 2 + padding
-    assert 4 * trained <= held["optimizer"] <= 4 * trained + padding, (
-        "two moments of half the adapters"
-    )
-    moved = engine.mesh.stats.bytes
-    assert 4 * trained <= moved["reduce_scatter"] <= 4 * trained + padding
-    assert moved["all_gather"] >= frozen
-    assert {flat.dtype for flat in engine.flats if not flat.trainable} == {
-        torch.float32, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
-    }  # fmt: skip
-    assert engine.optimizer.state and all(
-        p.grad is None for p in model.parameters() if not p.requires_grad
-    )
-
-
-@on_each_rank(RANKS, build=build(width=128))
-def test_an_initialize_that_fails_leaves_the_scales_as_they_were(rank, model):
-    layer = model.blocks[0].up.base_layer
-    scales, names = layer.weight.quant_state.absmax, list(layer._parameters)
-    values = scales.clone()
-
-    def fails(optimizer):
-        raise ValueError("no schedule")
-
-    with pytest.raises(ValueError, match="no schedule"):
-        start(model, adam(model), config_of(3), lr_scheduler=fails)
-    assert layer.weight.quant_state.absmax is scales and list(layer._parameters) == names
-    assert torch.equal(scales, values)
-
-
 def test_ranks_with_other_scales_are_told():
     def run(rank, model):
         if rank == 1:

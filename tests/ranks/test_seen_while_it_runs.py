@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 import hf_zero
@@ -98,41 +97,6 @@ def test_a_run_says_what_it_is_about_to_do_and_does(told, tmp_path):
     loaded = {each for each in told if each.startswith("loaded ")}
     what = rf"{tmp_path}/global_step2, of 2 ranks at stage 3: {BYTES} on this rank in \d+\.\d\d s"
     assert loaded and all(re.fullmatch(f"loaded {what}", each) for each in loaded)
-
-
-def test_one_rank_says_that_nothing_is_sharded(told, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    for launched in (True, False):
-        if not launched:
-            monkeypatch.delenv("RANK")
-        for stage in (0, 1, 3):
-            engine, *_ = hf_zero.initialize(torch.nn.Linear(2, 2), {"stage": stage})
-            engine.destroy()
-            lines = next(each for each in reversed(told) if "stage" in each).splitlines()
-            said = [line for line in lines if "nothing is sharded on one rank" in line]
-            assert len(said) == (stage > 0) and not any("unit" in line for line in lines)
-            assert all(("hf-zero launch --ranks N" in line) is not launched for line in said)
-            # an engine for evaluation is one by intent or by oversight: its first line tells
-            assert lines[0].startswith("Linear: 6 parameters, for evaluation, as no optimizer was")
-
-
-@in_turn("offload", [False, True])
-def test_parameters_that_all_stay_whole_are_not_gathered(offload, told):
-    """An offload of them has a warning of its own."""
-    told.clear()
-
-    def start(rank, model):
-        section = {"stage3_param_persistence_threshold": 100_000}
-        section |= {"offload_param": {"device": "cpu"}} if offload else {}
-        begun(model, {"stage": 3, "zero_optimization": section}).destroy()
-
-    on_ranks(2, start)
-    (lines,) = [each.splitlines() for each in told if "resolved configuration" in each]
-    assert re.fullmatch(r"  \d units \(modules that are reduced together\)", lines[1])
-    said = "  all parameters stay whole on each rank: none has more than 100,000 elements"
-    assert lines[2].startswith(said) is not offload
-    assert sum("offload_param moves nothing" in each for each in told) == offload
-    assert sum("stay" in line and "whole" in line for line in lines) == (not offload)
 
 
 def written_by_accelerate():
@@ -218,33 +182,6 @@ def lines():
     logger.removeHandler(ears)
     spans.log_steps("info")
     logger.setLevel(level)
-
-
-def test_a_profile_names_what_a_step_does(tmp_path):
-    def run(rank, model):
-        engine = trained(model)
-        if rank:
-            run_steps(engine, rank, [1])
-            engine.save_checkpoint(str(tmp_path), tag="kept")
-            return []
-        with profile(activities=[ProfilerActivity.CPU]) as recorded:
-            run_steps(engine, rank, [1])
-            engine.save_checkpoint(str(tmp_path), tag="kept")
-        return [event.name for event in recorded.events()]
-
-    names = {name for name in on_ranks(2, run, build=build)[0] if name.startswith("hf_zero::")}
-    blocks = [f"blocks.{index}" for index in range(BLOCKS)]
-    wanted = [
-        *(f"{what} {block}" for what in ("all_gather", "wait_all_gather") for block in blocks),
-        *(f"release {block}" for block in blocks),
-        "update parameters on the device",
-        "save kept",
-    ]
-    assert {f"hf_zero::{each}" for each in wanted} <= names
-    for what in ("reduce_scatter", "wait_reduction"):
-        shown = {name.split()[1] for name in names if name.startswith(f"hf_zero::{what} ")}
-        assert all(any(key.startswith(block) for key in shown) for block in blocks), what
-    assert any(name.startswith("hf_zero::write_file ") for name in names)
 
 
 @on_each_rank(1, build)

@@ -220,6 +220,31 @@ def test_a_scale_that_is_too_large_falls_whoever_overflows(precision, given_to):
     on_ranks(RANKS, run, build=lambda: wides(2))
 
 
+def test_a_scale_that_fell_in_the_middle_of_a_window_counts_from_the_next():
+    """The first engine overflows while the second still holds gradients."""
+    model = wides(2)[1]
+    model(data(0)).pow(2).mean().backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+
+    def run(rank, models):
+        (one, two), _ = opened(models, [config_of(3), config_of(3, fp16=dynamic(10))])
+        x = data(0, 0, rank)
+        huge = one(x).sum() * 1e38
+        two.backward(two(x.half()).float().pow(2).mean() + huge)
+        one.step()
+        assert one.counters.skipped_steps == 1 and two.scaler.scale == 2.0**10
+        oracle.compare_tensors("gradients", full_grads(two), want, 3e-2, 3e-3)
+        two.step()
+        assert two.counters.skipped_steps == 0 and two.scaler.scale == 2.0**9
+        two.backward(two(x.half()).float().pow(2).mean() + one(x).sum() * 1e38)
+        two.zero_grad()
+        assert two.scaler.scale == 2.0**9
+        one.step()
+        assert two.scaler.scale == 2.0**8, "it holds no gradients, so its scale falls at once"
+
+    on_ranks(RANKS, run, build=lambda: wides(2))
+
+
 def duel(nets, step, backward, x):
     """The generator's forward waits while the critic is stepped."""
     generator, critic = nets

@@ -87,24 +87,6 @@ def test_they_travel_together_and_small_units_share_a_message(stage):
     assert travelled(stage, 3)[1] == 1
 
 
-@in_turn("ask", ["engine", "model"])
-def test_a_state_dict_gathers_a_unit_once(ask):
-    """Also a unit that several blocks share."""
-
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(3, **joined(3, 3)))
-        run_steps(engine, rank, range(2))
-        engine.mesh.stats.keep_log = True
-        engine.mesh.stats.log.clear()
-        (engine if ask == "engine" else model).state_dict()
-        gathered = [key for operation, key, _ in engine.mesh.stats.log if operation == "all_gather"]
-        held = [unit for unit in engine.units if unit.pins]
-        return gathered, len(held)
-
-    for gathered, held in on_ranks(2, run, build=of_depth(9)):
-        assert len(gathered) == len(set(gathered)) == 4 and held == 0
-
-
 @in_turn("stage, together, most", [(2, 0, 76), (3, 0, 141), (2, 20, 7), (3, 20, 21)])
 def test_the_python_that_a_block_costs_in_a_step(stage, together, most):
     """Calls of the engine's functions; ``together`` blocks share a unit."""

@@ -168,11 +168,3 @@ def test_a_child_that_was_forked_ends_as_it_would(one_process):
     train(engine, 0, 0)
     assert not engine.stop_requested
     engine.destroy()
-
-
-def test_a_handler_that_was_put_over_ours_stays(one_process, heard_before):
-    engine = listening(signal.SIGUSR1)
-    above = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    engine.destroy()
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
-    signal.signal(signal.SIGUSR1, above)

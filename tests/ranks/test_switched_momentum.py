@@ -6,13 +6,11 @@ import copy
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from hf_zero.checkpoint import convert_checkpoint
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.models import features, seeded
 from tests.helpers.offloads import offload
 from tests.helpers.stacks import on_ranks, run_steps, squared, stack
 from tests.helpers.training import At
@@ -105,53 +103,6 @@ def test_a_momentum_that_is_switched_off_stays_over_a_load(
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-class Later(nn.Module):
-    """Two weights in one flat buffer, of which the second one is used from step 2 on."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(7))
-
-    def forward(self, rows, step):
-        rows = rows * self.first
-        return (rows if step < 2 else rows + self.second).pow(2).mean()
-
-
-@in_turn("tier, way", [("device", "universal"), ("optimizer on cpu", "checkpoint")])
-def test_what_was_never_stepped_has_no_momentum_after_a_load(
-    tier: str, way: str, tmp_path: Path
-) -> None:
-    config = config_of(2, zero_optimization=offload(tier, 2, tmp_path))
-
-    def made(model):
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
-
-    def make_steps(opened, optimizer, numbers):
-        for step in numbers:
-            opened(features(step, 0, 0), step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def train(rank, models):
-        engine = start(models[0], made(models[0]), config)
-        make_steps(engine, engine.optimizer, range(2))
-        engine.save_checkpoint(tmp_path / "run")
-        engine.destroy()
-        engine = start(models[1], made(models[1]), config)
-        convert_checkpoint(tmp_path / "run", tmp_path / "other", to="universal")
-        engine.load_checkpoint(tmp_path / ("run" if way == "checkpoint" else "other"))
-        make_steps(engine, engine.optimizer, range(2, 4))
-        found = full_weights(engine)
-        engine.destroy()
-        return found
-
-    model = seeded(Later)
-    make_steps(model, made(model), range(4))
-    for found in on_ranks(1, train, build=lambda: (seeded(Later), seeded(Later))):
-        for name, value in model.named_parameters():
-            torch.testing.assert_close(found[name], value.detach(), rtol=1e-5, atol=1e-6, msg=name)
-
-
 @in_turn("stage", [1, 3])
 def test_state_dicts_of_torch_have_the_same_entries_on_all_ranks(stage: int) -> None:
     """Some ranks have no element whose group had a momentum."""
@@ -170,20 +121,6 @@ def test_state_dicts_of_torch_have_the_same_entries_on_all_ranks(stage: int) -> 
     with_momentum = [*dict(stack().named_parameters())][::2]
     assert {name for name, kinds in first.items() if kinds} == set(with_momentum)
     assert all(each == first for each in others)
-
-
-def test_counts_of_steps_are_no_states_of_a_momentum() -> None:
-    def train(rank, model):
-        optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
-        engine = start(model, optimizer, config_of(2))
-        engine.backward(squared(engine, At(0, 0, 0)))
-        engine.step()
-        weights, state = copy.deepcopy(get_state_dict(model, optimizer))
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-        assert engine.bound.scalars() == [{"step": 1.0}]
-        engine.destroy()
-
-    on_ranks(2, train)
 
 
 @in_turn("tier, stage", [("device", 3), ("optimizer on cpu", 2)])

@@ -277,3 +277,13 @@ def test_a_batch_that_the_script_sets():
     with pytest.raises(ConfigError, match=r"script has set 2 micro-batches .* leave set_train"):
         trained(engine, 0, range(1), [], [])
     engine.destroy()
+
+
+def test_steps_beyond_a_decay_to_zero_are_told_once(caplog):
+    section = {"phases": [{"steps": 1}, {"steps": 2, "lr_decay_power": 1}]}
+    model = ARCHITECTURE.build()
+    engine = start(model, adamw(model), config_of(0, training_phases=section))
+    trained(engine, 0, range(5), [], [])
+    engine.destroy()
+    (told,) = [each for each in caplog.messages if "is over" in each]
+    assert "phases[1] is over" in told and "from step 4 on" in told

@@ -15,7 +15,6 @@ from torch import nn
 
 import hf_zero
 from hf_zero.errors import UnsupportedOptimizerError
-from hf_zero.offload.update import StagedCopies
 from hf_zero.ops import dispatch
 from hf_zero.optim import Adafactor
 from tests.helpers import oracle
@@ -129,55 +128,6 @@ def test_offloaded(way, kind, stage, more, tmp_path):
     """Pieces are small, so that some hold used and unused parameters."""
     section = offload(way, stage, tmp_path, **more, **{"buffer_size": 512})
     check(kind, Plan(2, 5), stage, zero_optimization=section)
-
-
-def test_memory_for_copies_to_a_device_gets_all_values(tmp_path, monkeypatch):
-    """It holds others before, unlike a shard in host memory."""
-
-    def place(self, flat, start, stop):
-        return torch.full((stop - start,), 7.0, dtype=flat.dtype)
-
-    def placed(self, flat, start, stop, values):
-        flat.store_part(start, values)
-
-    monkeypatch.setattr(StagedCopies, "place", place)
-    monkeypatch.setattr(StagedCopies, "placed", placed)
-    section = offload("optimizer on cpu", 2, tmp_path, buffer_size=512)
-    check("adamw", Plan(2, 5), 2, zero_optimization=section)
-
-
-@in_turn(
-    "kind, stages, ranks, ways",
-    [
-        ("adamw", (2, 3), (2, 3), (DEVICE, "optimizer on cpu")),
-        ("nadam", (1, 3), (3, 1), (DEVICE, DEVICE)),
-    ],
-)
-def test_step_counts_that_differ_are_saved_and_loaded(kind, stages, ranks, ways, tmp_path):
-    """The window is that of six micro-batches however many ranks there are."""
-    job, folder = HeadsJob(kind, 1, 6), str(tmp_path / "saved")
-    want = oracle.run(job, Plan(1, 6, 6))
-
-    def run(rank, model, part):
-        way, stage, each = ways[part], stages[part], 6 // ranks[part]
-        section = offload(way, stage, tmp_path, buffer_size=512)
-        config = config_of(stage, Plan(accumulation=each), zero_optimization=section)
-        net = OnEngine(start(model, job.optimizer(model), config), Plan())
-        if part:
-            net.engine.load_checkpoint(folder)
-        for step in range(4, 6) if part else range(4):
-            for micro in range(each):
-                net.backward(job.loss(net, At(step, rank * each + micro, 0)))
-                net.step()
-        if not part:
-            net.engine.save_checkpoint(folder)
-        weights = net.weights()
-        net.close()
-        return weights
-
-    on_ranks(ranks[0], run, 0, build=job.build)
-    got = on_ranks(ranks[1], run, 1, build=job.build)[0]
-    oracle.compare_tensors("weights", got, want.weights, floor=oracle.ADAM_ROUNDING)
 
 
 class Skipping(nn.Module):
