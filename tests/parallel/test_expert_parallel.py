@@ -1,4 +1,6 @@
-"""Mixtures of experts of transformers with experts on several ranks, against one process."""
+"""Mixtures of experts of transformers with experts on several ranks, alone and beside
+shared layers, against one process.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,8 @@ from tests.helpers.cells import in_one_item
 from tests.helpers.engines import bytes_along, config_of, start, train_on_threads
 from tests.helpers.models import seeded, tokens
 from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.stacks import on_each_rank
+from tests.helpers.tensor_parallel import train_tensor_parallel
 from tests.helpers.training import Plan, plain_sgd
 from tests.loading.counting import counting
 from tests.parallel.expert_cases import keys, spread
@@ -252,3 +256,47 @@ def test_routes_are_those_of_the_forward_that_runs_again():
     kept(find)
     assert backward(other) is found[-1] and len(found) == 4 and backward(one) is first
     assert copy.deepcopy(kept)(find) is found[-1]
+
+
+class Shared(Routed):
+    """A mixture whose vocabulary two ranks can share."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.name, self.options = f"{name}, even", {**self.options, "vocab_size": 68}
+
+
+def by_calls(model):
+    """Before ``initialize``, as the Trainer cuts layers."""
+    hf_zero.expert_parallel(hf_zero.tensor_parallel(model, 2), 2)
+
+
+SHARED_CELLS = [
+    ("deepseek_v3", 3, {}),
+    ("qwen2_moe", 1, {"prepare": by_calls, "activation_checkpointing": {"number_checkpoints": 2}}),
+]
+
+
+@in_one_item(SHARED_CELLS)
+def test_layers_and_experts_are_shared(cell):
+    name, stage, more = cell
+    plan = Plan(ranks=2, steps=2, accumulation=2)
+    got = train_tensor_parallel(Shared(name), plan, 2, stage, **keys(2), **more)
+    oracle.compare(got, oracle.kept(Shared(name), plan), weight_floor=oracle.ROUNDING)
+
+
+@on_each_rank(4, build=lambda: Shared("mixtral").build())
+def test_what_is_refused_leaves_the_job_as_it_was(rank, model):
+    with pytest.raises(ConfigError, match="does not divide"):
+        hf_zero.expert_parallel(model, 4)
+    with pytest.raises(ConfigError, match="which no module or parameter"):
+        hf_zero.tensor_parallel(model, 2, plan={"layers.*.nothing": "colwise"})
+    with pytest.raises(ConfigError, match="is not a layer that its style"):
+        hf_zero.tensor_parallel(model, 2, plan={"model.norm": "colwise"})
+    assert get_parallel() is None
+    for call in (hf_zero.tensor_parallel, hf_zero.expert_parallel):
+        with pytest.raises(ConfigError, match=r"= 2\.0 is not a number of ranks"):
+            call(model, 2.0)
+    hf_zero.expert_parallel(model, 2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel before hf_zero\.expert_parallel"):
+        hf_zero.tensor_parallel(model, 2)

@@ -1,4 +1,5 @@
-"""Momenta in one bit: ranks that are threads do what the equations say, bit for bit. Dense steps
+"""Momenta in one bit: ranks that are threads do what the equations say, bit for bit, those of LAMB
+to a tolerance. Dense steps
 before the freeze, overflows and other ranks are rows of ``test_capabilities.py``.
 """
 
@@ -11,8 +12,8 @@ import hf_zero
 from hf_zero.errors import PartitionError
 from hf_zero.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from hf_zero.zero.access.local import safe_get_local_fp32_param, safe_set_local_fp32_param
-from tests.helpers.cells import in_turn
-from tests.helpers.compressed import sent_bytes
+from tests.helpers.cells import in_one_item, in_turn
+from tests.helpers.compressed import Recorder, flat_of, sent_bytes
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import same
@@ -22,8 +23,12 @@ from tests.helpers.one_bit import (
     FREEZE,
     LAMB,
     RARE,
+    C,
+    WholeLamb,
     check,
     config,
+    inverses,
+    joined,
     nbytes,
     one_bit_steps,
     state_of,
@@ -330,3 +335,96 @@ def test_a_state_dict_in_one_bit_is_of_one_step(cls):
         return taken["param_groups"][0]["frozen_at"]
 
     assert on_ranks(2, run, build=lambda: seeded(lambda: Stack(3, 64))) == [8, 8]
+
+
+LAMB_FREEZE, LAMB_STEPS = 4, 7
+
+
+def lamb_state(engine):
+    found, held = state_of(engine), engine.bound.factors.held()
+    for each in one_bit_steps(engine)._momenta:
+        mine, names = found[each.flat.key], each.flat.layout.by_name
+        mine["ratios"] = {name: float(held[name]["ratio"]) for name in names if name in held}
+        mine["factors"] = each._scales[1].tolist()
+        fresh = engine.bound.tensors(each.flat.optimizer_shard).get("exp_avg_sq_fresh")
+        mine["fresh"] = None if fresh is None else fresh.clone()
+    return found
+
+
+@in_turn(("ranks", "plan", "decay"), [(3, Plan(precision="bf16"), 0.1)])
+def test_steps_of_lamb_are_those_of_its_equations(ranks, plan, decay):
+    settings = {**LAMB, "weight_decay": decay}
+
+    def run(rank, model):
+        optimizer = OneBitLamb(model.parameters(), **settings, freeze_step=LAMB_FREEZE)
+        engine = start(model, optimizer, config(plan))
+        record, seen = Recorder(model), []
+        for number in range(LAMB_STEPS):
+            record.micro.clear()
+            record.begin()
+            run_steps(engine, rank, [number])
+            norm = engine.get_global_grad_norm()
+            seen.append((dict(record.micro[0]), lamb_state(engine), norm))
+        return seen
+
+    answers = on_ranks(ranks, run)
+    moved, at = 0, LAMB_FREEZE - 1
+    for key, first in answers[0][0][1].items():
+        layout, average = first["layout"], joined(answers, at, key, "average")
+        # as the freeze has raised it
+        variance = joined(answers, LAMB_FREEZE, key, "variance")
+        assert bool((variance >= joined(answers, at, key, "variance")).all())
+        whole = WholeLamb(
+            layout,
+            joined(answers, at, key, "master"),
+            average,
+            # LAMB's denominators are not corrected for their start at zero
+            inverses(joined(answers, at, key, "variance"), layout, 0.0, LAMB["eps"], 1),
+            C(average, layout),
+            [torch.zeros(layout.padded) for _ in range(ranks)],
+            LAMB["lr"],
+            decay,
+            LAMB["betas"][0],
+            variance,
+            variance.clone(),
+            {k: v for answer in answers for k, v in answer[at][1][key]["ratios"].items()},
+            dict.fromkeys(layout.by_name, 1.0),
+            LAMB["betas"][1],
+            LAMB["eps"],
+            LAMB_FREEZE,
+        )
+        for number in range(LAMB_FREEZE, LAMB_STEPS):
+            full = answers[0][number][1][key]["full"]
+            grads = [flat_of(layout, answer[number][0], full.dtype).float() for answer in answers]
+            norm = answers[0][number][2]
+            whole.step(grads, number + 1, max(1.0, (norm + 1e-6) / plan.clip) if plan.clip else 1.0)
+            for name, wanted in (
+                ("average", whole.average),
+                ("fresh", whole.fresh),
+                ("variance", variance),
+                ("master", whole.weights),
+            ):
+                got = joined(answers, number, key, name)[: layout.end]
+                torch.testing.assert_close(got, wanted[: layout.end], rtol=1e-3, atol=1e-5)
+            for answer in answers:
+                mine = answer[number][1][key]
+                assert mine["factors"] == pytest.approx(list(whole.factors.values()), rel=1e-3)
+                assert torch.equal(mine["full"], full)
+                moved += sum(factor != 1.0 for factor in mine["factors"])
+    assert moved
+
+
+@in_one_item(
+    [
+        ({"freeze_step": 0}, "freeze_step"),
+        ({"betas": (0.0, 0.9)}, "needs a first one in"),
+        ({"coeff_beta": 1.0}, "coeff_beta"),
+        ({"factor_min": 5.0}, "factor_min"),
+        ({"factor_threshold": 0.0}, "factor_threshold"),
+        ({"max_coeff": 0.1, "min_coeff": 0.2}, "min_coeff"),
+    ]
+)
+def test_settings_outside_their_range(case):
+    settings, message = case
+    with pytest.raises(ValueError, match=message):
+        OneBitLamb([torch.nn.Parameter(torch.zeros(2))], **settings)
