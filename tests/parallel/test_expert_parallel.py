@@ -167,7 +167,7 @@ def test_loaded_in_shards(name, experts, tmp_path):
 
 
 def three_experts():
-    options = {**test_moe.MODELS["mixtral"][2], "num_local_experts": 3}
+    options = {**test_moe.MODELS["mixtral"][1], "num_local_experts": 3}
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**options))
 
 

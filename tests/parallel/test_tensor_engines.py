@@ -92,9 +92,22 @@ class _Adapted(TensorJob):
         return seeded(lambda: get_peft_model(llama(), settings))
 
 
-def test_adapters():
-    plan, job = Plan(steps=2), _Adapted("llama", plain_sgd)
-    job.name = "tensor-lora"
+class _PartlyFrozen(TensorJob):
+    """Recomputed by reentrant checkpoints; some layers that read one input are frozen."""
+
+    def build(self):
+        model = super().build()
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.requires_grad_(False)
+            layer.mlp.up_proj.weight.requires_grad_(False)
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        return model
+
+
+@in_one_item((_Adapted, _PartlyFrozen))
+def test_weights_that_do_not_train(kind):
+    plan, job = Plan(steps=2), kind("llama", plain_sgd)
+    job.name = kind.__name__
     compare(train_tensor_parallel(job, plan, 2, 3), kept(job, plan))
 
 

@@ -21,8 +21,7 @@ import hf_zero
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import RankMismatchError
 from hf_zero.parallel.tensor import agreement
-from hf_zero.parallel.tensor.axis import SharedInputs, WeightGradients
-from hf_zero.zero.layout import wrap
+from hf_zero.parallel.tensor.axis import SharedInputs
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.cells import in_one_item
 from tests.helpers.dropout import dropout_by
@@ -34,16 +33,13 @@ from tests.helpers.tensor_parallel import (
     HEADS,
     MODELS,
     VOCAB,
-    TensorJob,
     boxes_of,
     gpt2,
     llama,
     mixtral,
     put_together,
     qwen3,
-    train_tensor_parallel,
 )
-from tests.helpers.training import Plan, plain_sgd
 
 
 def loss_and_gradients(model, batch):
@@ -182,71 +178,11 @@ def test_adapters_that_are_merged(case):
             torch.testing.assert_close(state[name], value, msg=name)
 
 
-def _as_it_is(model):
-    """A model is trained as it is."""
-
-
-def _linear_units(model, sizes):
-    return [each for each in model.named_modules() if isinstance(each[1], nn.Linear)]
-
-
-def _partly_frozen(model):
-    for layer in model.model.layers:
-        layer.self_attn.q_proj.weight.requires_grad_(False)
-        layer.mlp.up_proj.weight.requires_grad_(False)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-
-
-SMALL = {
-    "stage": 3,
-    "stage3_module_granularity_threshold": 0,
-    "stage3_param_persistence_threshold": 0,
-}
-APART = "each linear layer is a unit"
-BF16, ADDED = Plan(steps=1, precision="bf16"), Plan(steps=1, accumulation=2, clip=0.5)
-# model, stage, what is done to the model, keys, plan
-WAYS: dict[str, tuple[str, int, Callable[[Any], None], dict[str, Any], Plan]] = {
-    "bf16": ("qwen3", 1, _as_it_is, {}, BF16),
-    "reentrant, weights that are frozen": ("llama", 3, _partly_frozen, {}, ADDED),
-    APART: ("llama", 3, _as_it_is, {"zero_optimization": SMALL}, ADDED),
-}
-FEWER = {"reentrant, weights that are frozen": 2, APART: 1}  # that read one input and train
-
-
 @contextmanager
 def _one_after_the_other():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SharedInputs, "_beside", lambda *_: None)
         yield
-
-
-def _trained(way):
-    name, stage, prepare, keys, plan = WAYS[way]
-    return train_tensor_parallel(TensorJob(name, plain_sgd), plan, 2, stage, prepare, **keys)
-
-
-@in_one_item(WAYS)
-def test_bits_are_those_of_one_after_the_other(way):
-    computed = []
-    plain = WeightGradients.compute
-
-    def compute(self, x):
-        found = plain(self, x)
-        computed.append(sum(each is not None for each in found))
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WeightGradients, "compute", compute)
-        if way == APART:
-            patch.setattr(wrap, "find_blocks", _linear_units)
-        with _one_after_the_other():
-            wanted = _trained(way)
-        assert not computed
-        found = _trained(way)
-    assert max(computed) == FEWER.get(way, 3)
-    assert (found.losses, found.norms) == (wanted.losses, wanted.norms)
-    for mine, theirs in zip((found.weights, *found.grads), (wanted.weights, *wanted.grads)):
-        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
 def _loss(model):

@@ -181,49 +181,6 @@ def test_the_loss_is_a_mean_over_the_micro_batches_that_a_step_has(way, tmp_path
     assert [row["samples_seen"] for row in rows] == [3 * each, 5 * each]
 
 
-def test_an_evaluation_is_no_part_of_a_step(tmp_path, monkeypatch):
-    """Between two steps, two micro-batches, or a backward and its step."""
-    now = [0.0]
-    monkeypatch.setattr("hf_zero.measures.stopwatch.time.perf_counter", lambda: now[0])
-
-    def run(rank, model):
-        zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-        config = config_of(3, Plan(accumulation=2), **on(tmp_path), zero_optimization=zero)
-        engine = start(model, adamw(model), config)
-
-        def tick():
-            engine.mesh.job.barrier()
-            now[0] += 0.5 * (rank == 0)
-            engine.mesh.job.barrier()
-
-        def evaluate(whose):
-            whose.eval()
-            with torch.no_grad():
-                for _ in range(2):
-                    squared(engine, At(9, 9, rank))
-                    tick()
-            whose.train()
-
-        for number in range(4):
-            for micro in range(2):
-                engine.backward(squared(engine, At(number, micro, rank)))
-                tick()
-                if (number, micro) == (2, 1):
-                    evaluate(engine)
-                engine.step()
-                if (number, micro) == (1, 0):
-                    evaluate(engine)
-            if number == 2:
-                evaluate(engine.module)
-                engine.training = False  # of the module alone, as Lightning does
-        engine.destroy()
-
-    on_ranks(RANKS, run)
-    rows = list(read_metrics(tmp_path))
-    assert len({row["wire_bytes"] for row in rows}) == 1
-    assert [row["step_ms"] for row in rows] == [1000.0] * 4
-
-
 # ---- their file ----
 
 

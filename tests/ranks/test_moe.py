@@ -22,21 +22,18 @@ from tests.ranks.test_matrix import make_exact
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LAYOUT = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", "MixtralSparseMoeBlock", {**GQA, **ROUTED, "num_local_experts": 6}),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {**GQA, **ROUTED, "num_local_experts": 6}),
     "qwen2_moe": (
         "Qwen2Moe",
-        "Qwen2MoeSparseMoeBlock",
         {**GQA, **ROUTED, **EXPERTS, "shared_expert_intermediate_size": 24},
     ),
     "deepseek_v3": (
         "DeepseekV3",
-        "DeepseekV3MoE",
         {**TEXT, **LATENT, **LAYOUT, "n_routed_experts": 6, **EXPERTS},
     ),
     "gpt_oss": (
         "GptOss",
-        "GptOssMLP",
         {**GQA, **ROUTED, "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2},
     ),
 }
@@ -45,18 +42,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 class Routed(Job):
     """Its router sends the tokens of each rank and step elsewhere; with a loss of its own."""
 
-    def __init__(self, name, leaf=False):
-        self.name, self.leaf = f"{name}, a leaf" if leaf else name, leaf
-        self.prefix, self.block, self.options = MODELS[name]
+    def __init__(self, name):
+        self.name = name
+        self.prefix, self.options = MODELS[name]
 
     def build(self):
         config = getattr(transformers, f"{self.prefix}Config")(**self.options)
         make_exact(config)
-        model = seeded(lambda: getattr(transformers, f"{self.prefix}ForCausalLM")(config))
-        if self.leaf:
-            marked = set_z3_leaf_modules(model, [self.block])
-            assert marked and get_z3_leaf_modules(model) == marked
-        return model
+        return seeded(lambda: getattr(transformers, f"{self.prefix}ForCausalLM")(config))
 
     def optimizer(self, model):
         return plain_sgd(model)
@@ -154,7 +147,8 @@ class Patterned(Job):
     def build(self):
         model = seeded(self.model)
         if self.leaf:
-            set_z3_leaf_modules(model, [Mixture])
+            marked = set_z3_leaf_modules(model, [Mixture])
+            assert marked and get_z3_leaf_modules(model) == marked
         return model
 
     def loss(self, net, at):

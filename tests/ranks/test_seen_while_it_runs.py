@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import sys
-from collections import Counter
 from contextlib import nullcontext
 from itertools import count
 from types import SimpleNamespace
@@ -235,38 +233,6 @@ def test_one_variable_sets_level_and_order_of_steps(environment, level, warning,
     assert asked == level and len(warnings) == bool(warning) and warning in "".join(warnings)
     spans.log_steps(level)
     assert not lines and spans.logs == level.startswith("steps")
-
-
-def calls_of_a_step(depth, **more):
-    """Return the number of calls of each function of hf_zero.device.spans in a step, by name."""
-
-    def run(rank, model):
-        engine, calls = trained(model, steps=2, **more), Counter()
-
-        def count(frame, event, _):
-            if event == "call" and frame.f_code.co_filename == spans.__file__:
-                calls[frame.f_code.co_qualname] += 1
-
-        sys.setprofile(count)
-        try:
-            run_steps(engine, 0, [2])
-        finally:
-            sys.setprofile(None)
-        return calls
-
-    return on_ranks(1, run, build=lambda: seeded(lambda: Stack(depth)))[0]
-
-
-def test_off_nothing_is_recorded():
-    """The cost is that of units and not of blocks."""
-    calls = calls_of_a_step(BLOCKS)
-    assert set(calls) == {"span"}
-    # of each unit two waits for gathers, two releases, a wait for its reduction; the update
-    assert calls["span"] <= (BLOCKS + 1) * 5 + 6
-    assert spans.span("all_gather", "a unit") is spans.span("update", "another")
-    small = {"stage": 3, "stage3_module_granularity_threshold": 1 << 20}
-    few, many = (calls_of_a_step(depth, zero_optimization=small) for depth in (2, 12))
-    assert few == many
 
 
 @pytest.fixture

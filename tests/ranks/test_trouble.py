@@ -219,25 +219,6 @@ def collects_by_itself(engine):
     assert engine.global_steps == 1
 
 
-def step_after_each(engine):
-    engine.accumulation.steps = 3
-    for _ in range(6):
-        backwards(engine, 1)
-        engine.step()
-    assert engine.global_steps == 2
-
-
-def long_windows(engine):
-    engine.accumulation.steps = 12
-    for _ in range(12):
-        backwards(engine, 1)
-        engine.step()
-    assert engine.global_steps == 1
-    engine.set_gradient_accumulation_boundary(True)
-    backwards(engine, 12)
-    engine.step()
-
-
 def windows_of_a_script(engine):
     for _ in range(6):  # gradients of three losses
         backwards(engine, 3)
@@ -265,8 +246,6 @@ LOOPS: dict[Any, tuple[str, ...]] = {  # what a warning says, if there is one
         "has counted one micro-batch of 3",
         "steps to 1",
     ),
-    step_after_each: (),
-    long_windows: (),
     windows_of_a_script: (),
 }
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-import hf_zero
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops import dispatch
 from hf_zero.optim import Adafactor
@@ -31,7 +30,7 @@ from tests.helpers.models import Block, features, seeded
 from tests.helpers.offloads import DEVICE, offload
 from tests.helpers.optimizers import OF_GROUPS
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import on_each_rank, on_ranks
+from tests.helpers.stacks import on_ranks
 from tests.helpers.training import At, Job, Plan, trainable
 from tests.ranks.cases import values_of
 
@@ -270,20 +269,6 @@ def test_a_snapshot_is_loaded_whatever_was_cut_since(kind, stages, ways, whole, 
     goes_back(kind, *sections)
 
 
-@on_each_rank(RANKS, build=Heads)
-def test_groups_whose_step_counts_differ_on_other_ranks_stay_so(rank, model):
-    """A rank whose own parameters have all made as many steps, but not as many as those of others,
-    must report them by parameter.
-    """
-    optimizer, step, _, close = run_on_rank(HeadsJob("adamw", RANKS), model, {"stage": 2}, rank)
-    step(0)
-    packed = copy.deepcopy(optimizer.state_dict())
-    packed["segments"]["parted"] = [0, 1]
-    optimizer.load_state_dict(packed)
-    assert optimizer.state_dict()["segments"]["parted"] == [0, 1]
-    close()
-
-
 def test_elements_of_another_rank_and_other_groups_are_refused():
     job = HeadsJob("adamw", RANKS)
     dicts: list[dict[str, Any]] = [{}] * RANKS
@@ -333,26 +318,3 @@ def test_other_parameters_stay_whole_of_another_number_of_ranks():
     for entry in dicts[1]["state"].values():
         entry["rows"] = torch.ones(2)
     on_ranks(RANKS, loaded, None, "'rows' is of whole tensors", build=job.build)
-
-
-class OneUsed(nn.Module):
-    """The unused parameter fills the part of rank 0, and the used one that of rank 1."""
-
-    def __init__(self):
-        super().__init__()
-        self.unused = nn.Parameter(torch.ones(64, 64))
-        self.used = nn.Parameter(torch.ones(64, 64))
-
-    def forward(self, x):
-        return (self.used * x).sum()
-
-
-@on_each_rank(2, build=OneUsed)
-def test_state_is_read_where_a_rank_has_none(rank, model):
-    optimizer = torch.optim.AdamW(model.parameters())
-    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config_of(2))[0]
-    engine.backward(engine(2.0))
-    engine.step()
-    got = hf_zero.safe_get_full_optimizer_state(model.used, "exp_avg")
-    torch.testing.assert_close(got, torch.full((64, 64), 0.2))
-    engine.destroy()
