@@ -172,14 +172,6 @@ def test_bytes_between_nodes_and_within(monkeypatch):
     assert sent(specs, "reduce_codec") < 0.45 * whole / MICRO
 
 
-def test_bytes_of_mics():
-    """A shard group that is a node: nothing between nodes but one sum of gradients a step."""
-    apart, within, specs = traffic({"mics_shard_size": 2})
-    assert set(+apart) == {"all_reduce"}
-    assert apart["all_reduce"] == 4 * sum(each.layout.chunk for each in specs)
-    assert within["all_ga"] and within["reduce"]
-
-
 @on_each_rank(4)
 def test_memory_is_that_of_the_engine(rank, model):
     """2 / G bytes a parameter more in bf16: counted, and foreseen."""

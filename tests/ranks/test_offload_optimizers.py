@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops import native
 from hf_zero.ops.native import Share
 from hf_zero.optim import CPUSGD, CPUAdam, Lion
@@ -55,32 +54,21 @@ def switched_on(step, optimizer):
 
 
 class Own(torch.optim.Optimizer):
-    """A momentum with bias correction that counts steps in its state, the group or the object."""
+    """A momentum with bias correction that counts steps in its state."""
 
-    def __init__(self, params, counter="state"):
-        super().__init__(
-            params, {"lr": 1e-2, "steps": torch.zeros(()) if counter == "tensor" else 0}
-        )
-        self.counter, self.steps = counter, 0
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2})
 
     @torch.no_grad()
     def step(self, closure=None):
-        self.steps += self.counter == "object"
         for group in self.param_groups:
-            if self.counter in ("group", "tensor"):
-                group["steps"] += 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
+            for p in (each for each in group["params"] if each.grad is not None):
                 kept = self.state[p]
                 if not kept:
                     kept["step"], kept["momentum"] = torch.zeros(()), torch.zeros_like(p)
                 kept["step"] += 1
                 kept["momentum"].lerp_(p.grad, 0.1)
-                count = {"state": kept["step"], "object": self.steps}.get(
-                    self.counter, group["steps"]
-                )
-                p.sub_(kept["momentum"] * group["lr"] / (1 - 0.9 ** float(count)))
+                p.sub_(kept["momentum"] * group["lr"] / (1 - 0.9 ** float(kept["step"])))
 
 
 def own(model):
@@ -170,21 +158,6 @@ def test_moments_of_eight_bits_that_the_optimizer_asks_for(tmp_path):
     asked = trained(section, make(moments="int8"), ranks=2)
     section["offload_optimizer"]["moments"] = "int8"
     same(asked, trained(section, make(), ranks=2), exact=True)
-
-
-def test_an_optimizer_that_counts_its_calls_is_not_stepped_in_pieces(tmp_path):
-    keys = {"elementwise_optimizers": ["Own"]}
-
-    def run(rank, model, counter):
-        optimizer = Own(model.parameters(), counter)
-        section = offload("optimizer on cpu", 2, tmp_path)
-        with pytest.raises(UnsupportedOptimizerError, match=r"\['steps'\]"):
-            opened(model, section, lambda model: optimizer, **keys)
-        assert optimizer.steps == 0 and float(optimizer.param_groups[0]["steps"]) == 0
-        opened(model, {"stage": 2}, lambda model: optimizer, **keys).destroy()
-
-    for counter in ("group", "tensor", "object"):
-        on_ranks(1, run, counter)
 
 
 def test_the_share_of_cores_is_of_those_of_the_rank_and_for_as_long_as_the_engine(

@@ -30,6 +30,7 @@ from tests.helpers.cells import in_turn
 from tests.helpers.models import features
 from tests.helpers.offloads import (
     DEVICE,
+    PLACES,
     ended,
     offload,
     opened,
@@ -37,8 +38,8 @@ from tests.helpers.offloads import (
     train,
     trained,
 )
-from tests.helpers.stacks import on_each_rank, on_ranks, squared
-from tests.helpers.training import At
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared
+from tests.helpers.training import At, adamw
 
 NAME = "blocks.1.up.weight"
 
@@ -220,6 +221,16 @@ def test_the_state_of_the_optimizer_is_read_and_written_behind_the_update(
     if entries:
         assert not hf_zero.safe_get_full_optimizer_state(weight(engine), "exp_avg").any()
     engine.destroy()
+
+
+@in_turn("way", [DEVICE, *PLACES])
+def test_state_that_is_cleared_begins_anew(way, tmp_path):
+    def told(step, optimizer):
+        if step == 1:
+            optimizer.state.clear()
+
+    want, _ = by_hand(adamw, [[(1.0, 0)]] * 4, 1, after_step=lambda step, _, it: told(step, it))
+    same(trained(offload(way, 3, tmp_path), told=told), want)
 
 
 class Broken(Exception):

@@ -5,7 +5,6 @@ every feature that changes a model and every refusal; the right call after it tr
 from __future__ import annotations
 
 import copy
-import pkgutil
 import threading
 import types
 from collections.abc import Callable
@@ -436,46 +435,6 @@ def test_a_damaged_checkpoint_changes_nothing(name, tmp_path, monkeypatch):
         path.write_bytes(content)
     found = on_each_rank(feature, refuse_damaged, models, feature, folder)
     assert found == [[]] * feature.ranks, "\n".join(chain.from_iterable(found))
-
-
-# functions that the construction of an engine calls
-INSIDE = (
-    "hf_zero.distributed.mesh.Mesh.__init__",
-    "hf_zero.zero.layout.materialize._fill",
-    "hf_zero.zero.layout.materialize.place_buffers",
-    "hf_zero.zero.gather.schedule.Schedule.__init__",
-    "hf_zero.zero.gather.model_patches.ModuleGuards.__init__",
-    "hf_zero.zero.step.optimizer_step.OptimizerStep.__init__",
-    "hf_zero.zero.backward.Backward.install",
-    "hf_zero.activations.policy.ActivationPatches.install",
-    "hf_zero.zero.engine_parts.patch_optimizer",
-    "hf_zero.techniques.registry.TrainingTechniques.install",
-    "hf_zero.measures.step.EngineMeasures.__init__",
-)
-
-
-@pytest.mark.parametrize("name", ["layer dropping", "offloaded"])
-def test_an_exception_inside_the_construction_of_an_engine_is_undone(name, tmp_path, monkeypatch):
-    feature = (FEATURES | FURTHER)[name]
-    model, other = seeded(feature.build), seeded(feature.build)
-    config = configuration(feature, {"metrics": {"enabled": True, "path": str(tmp_path)}})
-    found, reached = [], 0
-    for function in INSIDE:
-        optimizer = adamw(model)
-        objects = {"model": model, "optimizer": optimizer}
-        before = snapshot(objects)
-        with monkeypatch.context() as patch:
-            home, _, attribute = function.rpartition(".")
-            patch.setattr(function, broken_off(getattr(pkgutil.resolve_name(home), attribute)))
-            try:
-                hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0].destroy()
-            except Broken:
-                reached += 1
-                changes = before.changes_until(snapshot(objects))
-                found += [f"after {function}: {change}" for change in changes]
-    again, first = trained(model, feature, 0), trained(other, feature, 0)
-    assert found == [] and reached >= len(INSIDE) - 1
-    assert all(torch.equal(first[key], again[key]) for key in first)
 
 
 def test_parameters_without_room_beside_the_engine_are_not_kept(monkeypatch):

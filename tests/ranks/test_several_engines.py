@@ -245,39 +245,6 @@ def test_a_scale_that_fell_in_the_middle_of_a_window_counts_from_the_next():
     on_ranks(RANKS, run, build=lambda: wides(2))
 
 
-def duel(nets, step, backward, x):
-    """The generator's forward waits while the critic is stepped."""
-    generator, critic = nets
-    made = generator(x)
-    backward(1, (critic(x) - 1).pow(2).mean() + critic(made.detach()).pow(2).mean())
-    step(1)
-    backward(0, (critic(made) - 1).pow(2).mean())
-    step(0)
-
-
-def test_a_generator_and_its_critic_in_turn():
-    models = wides(2)
-    optimizers = [plain_sgd(model) for model in models]
-    for number in range(STEPS):
-        duel(models, lambda i: optimizers[i].step(), lambda i, loss: loss.backward(), data(number))
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-
-    def run(rank, models):
-        engines, nets = opened(models, [config_of(3), config_of(2)])
-        for number in range(STEPS):
-            step, backward = (
-                lambda i: engines[i].step(),
-                lambda i, loss: engines[i].backward(loss),
-            )
-            duel(nets, step, backward, data(number, 0, rank))
-            engines[1].zero_grad()
-        return [full_weights(engine) for engine in engines]
-
-    for found, model in zip(on_ranks(RANKS, run, build=lambda: wides(2))[0], models):
-        oracle.compare_tensors("weights", found, values_of(model))
-
-
 def against_half(net, rank=None):
     x = data(0, 0, rank)
     return (net(x).float() - 0.5 * x).pow(2).mean()

@@ -198,18 +198,6 @@ def test_bytes_are_those_that_are_sent(stage, precision, zero, more, way):
     assert 0.98 < foreseen / sent < (1.25 if stage == 3 else 1.06)
 
 
-def test_one_bit_is_a_fifteenth():
-    for stage in (0, 1, 2):
-        ways = {each.name: each for each in traffic(big(), 4, stage=stage)[stage]}
-        assert ways["1 bit after the freeze"].nbytes < ways["dense"].nbytes / 15
-    assert [each.name for each in traffic(big(), 1, stage=2)[2]] == ["dense"]
-
-
-def big():
-    with torch.device("meta"):
-        return Stack(4, 512)
-
-
 def test_speeds_of_links():
     for text, bits, shown in (
         ("100Mbit", 1e8, "100 Mbit/s"),

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
-from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError, RankMismatchError
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
@@ -33,32 +32,6 @@ def test_a_rank_that_does_not_come_is_named(rank, model):
     if rank == 0:
         with pytest.raises(RankMismatchError, match=r"ranks? 1\b"):
             squared(engine, At(0, 0, rank))
-
-
-@on_each_rank(RANKS)
-def test_work_that_fails_on_one_rank_is_given_up_by_all(rank, model):
-    error, told = OSError, "disk"
-    if rank != 1:
-        error, told = RankMismatchError, "rank 1 could not read: OSError: disk"
-    with pytest.raises(error, match=told), raise_on_all_ranks("read"):
-        if rank == 1:
-            raise OSError("disk")
-    with raise_on_all_ranks("read"):
-        pass
-    assert start(model, adamw(model), config_of(3)).global_rank == rank
-
-
-@in_turn("stage", (0, 3))
-def test_rank_0s_values_reach_every_rank(stage):
-    """Ranks that initialised with other seeds start from rank 0's model."""
-
-    def run(rank, model):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(float(rank))
-        return full_weights(start(model, adamw(model), config_of(stage)))
-
-    expect(values_of(stack()), run, tolerance=0.0, floor=0.0)
 
 
 def test_autocast_around_the_engine():

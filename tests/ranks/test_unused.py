@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.offload.update import StagedCopies
 from hf_zero.ops import dispatch
 from hf_zero.optim import Adafactor
 from tests.helpers import oracle
@@ -127,6 +128,21 @@ def test_offloaded(way, kind, stage, more, tmp_path):
     """Pieces are small, so that some hold used and unused parameters."""
     section = offload(way, stage, tmp_path, **more, **{"buffer_size": 512})
     check(kind, Plan(2, 5), stage, zero_optimization=section)
+
+
+def test_memory_for_copies_to_a_device_gets_all_values(tmp_path, monkeypatch):
+    """It holds others before, unlike a shard in host memory."""
+
+    def place(self, flat, start, stop):
+        return torch.full((stop - start,), 7.0, dtype=flat.dtype)
+
+    def placed(self, flat, start, stop, values):
+        flat.store_part(start, values)
+
+    monkeypatch.setattr(StagedCopies, "place", place)
+    monkeypatch.setattr(StagedCopies, "placed", placed)
+    section = offload("optimizer on cpu", 2, tmp_path, buffer_size=512)
+    check("adamw", Plan(2, 5), 2, zero_optimization=section)
 
 
 class Skipping(nn.Module):
