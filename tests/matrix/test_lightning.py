@@ -32,33 +32,52 @@ def relative(got, want):
     return float((got - want).norm() / want.norm())
 
 
-def same_weights(got, want):
+def same_weights(got, want, limit=FP32):
     got, want = (torch.load(file, weights_only=True) for file in (got, want))
     assert got.keys() == want.keys()
     whole = [torch.cat([value.flatten() for value in each.values()]) for each in (got, want)]
-    assert relative(*whole) < FP32
+    assert relative(*whole) < limit
+
+
+class Run:
+    """The results of a launch: what each rank reports, and files."""
+
+    def __init__(self, folder, ranks):
+        files = [folder / f"report-{rank}.json" for rank in range(ranks)]
+        self.folder, self.ranks = folder, [json.loads(file.read_text()) for file in files]
+
+    def __getitem__(self, case):
+        """The report of rank 0, with losses averaged over the ranks."""
+        losses = zip(*(rank[case]["losses"] for rank in self.ranks), strict=True)
+        return {**self.ranks[0][case], "losses": [sum(each) / len(self.ranks) for each in losses]}
+
+
+def run(folder, strategy, *given, ranks):
+    """Run the script; with more ranks than one it is Lightning that starts the others."""
+    given = (*given, "--devices", str(ranks), "--strategy", strategy)
+    alone(SCRIPT, folder, *given, timeout=300)
+    return Run(folder, ranks)
+
+
+def same_course(found, plain, case, limit=FP32):
+    """Losses, norms, what evaluation found, and weights."""
+    assert len(found[case]["losses"]) > 4
+    for what in ("losses", "norms", "evaluated"):
+        if plain[case][what] or found[case][what]:
+            assert relative(found[case][what], plain[case][what]) < limit, (case, what)
+    same_weights(*(each.folder / f"{case}.pt" for each in (found, plain)), limit)
 
 
 def test_training_is_that_of_one_process(tmp_path):
-    """Two ranks that Lightning's own launcher starts: losses, norms, evaluations and weights."""
     save_bert(tmp_path / "bert")
     given = ("--model", str(tmp_path / "bert"))
-    sharded, place = tmp_path / "sharded", tmp_path / "plain"
-    with beside(SCRIPT, place, *given) as report:
-        alone(SCRIPT, sharded, *given, "--devices", "2", "--strategy", "zero_stage_3", timeout=300)
-        plain = report()
-    ranks = [json.loads((sharded / f"report-{rank}.json").read_text()) for rank in range(2)]
-    found = dict(ranks[0])
-    for case in found:
-        losses = zip(*(rank[case]["losses"] for rank in ranks), strict=True)
-        found[case]["losses"] = [sum(each) / 2 for each in losses]
+    with beside(SCRIPT, tmp_path / "plain", *given) as report:
+        found = run(tmp_path / "sharded", "zero_stage_3", *given, ranks=2)
+        report()
+    plain, ranks = Run(tmp_path / "plain", 1), found.ranks
 
     for case in ("fit", "manual", "own_hooks", "evaluated_first"):
-        assert len(found[case]["losses"]) > 4
-        for what in ("losses", "norms", "evaluated"):
-            if plain[case][what] or found[case][what]:
-                assert relative(found[case][what], plain[case][what]) < FP32, (case, what)
-        same_weights(sharded / f"{case}.pt", place / f"{case}.pt")
+        same_course(found, plain, case)
     fit, saved = plain["fit"], found["saved"]
     assert found["fit"]["tested"] == pytest.approx(fit["tested"], rel=FP32)
     parts = [torch.tensor(rank["fit"]["predicted"]) for rank in ranks]
@@ -67,15 +86,15 @@ def test_training_is_that_of_one_process(tmp_path):
     assert relative(*(each["evaluated_first"]["found"] for each in (found, plain))) < FP32
     assert found["pretrained"]["kinds"] == ["ReleasedParameter"]  # as it is read
     assert relative(*(each["pretrained"]["losses"] for each in (found, plain))) < FP32
-    same_weights(sharded / "pretrained.pt", place / "pretrained.pt")
+    same_weights(found.folder / "pretrained.pt", plain.folder / "pretrained.pt")
 
     for what in ("losses", "norms"):
         assert relative(saved[what], fit[what][len(fit[what]) // 2 :]) < FP32
-    same_weights(sharded / "saved.pt", place / "fit.pt")
+    same_weights(found.folder / "saved.pt", plain.folder / "fit.pt")
     assert (saved["global_step"], saved["best"]) == (8, plain["saved"]["best"])
     for way in ("tested", "tested_whole"):
         assert saved[way] == pytest.approx(fit["tested"], rel=FP32)
-    folder = sharded / "checkpoints" / "last.ckpt"
+    folder = found.folder / "checkpoints" / "last.ckpt"
     assert (folder / "latest").read_text().strip() == "checkpoint"
     files = [f"rank-0000{rank}-of-00002.safetensors" for rank in (0, 1)]
     assert sorted(path.name for path in (folder / "checkpoint").glob("rank-*")) == files

@@ -4,6 +4,7 @@ backward of one gives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,3 +244,9 @@ def error(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> dic
             size = float(beside.norm())
         errors[name] = float((found[name] - grad).norm()) / max(size, 1e-12)
     return errors
+
+
+def on_every(test: Callable[..., Any]) -> Callable[..., Any]:
+    import pytest
+
+    return pytest.mark.parametrize("name", list(ANIMALS))(test)

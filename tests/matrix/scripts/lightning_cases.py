@@ -3,11 +3,12 @@ one process, which has the rows of all ranks.
 
 A report has, for each case, the losses of this rank, the norms of the gradient and what else the
 case shows; weights are in ``FOLDER/<case>.pt``. The last batch of an epoch is short, and so is its
-window.
+window, unless ``--samples`` says otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -18,9 +19,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from script import given
 from torch import nn
 
-arguments = given(devices=1, strategy="plain", model="")
+CASES = "fit manual own_hooks evaluated_first saved pretrained"
+arguments = given(
+    accelerator="cpu", devices=1, strategy="plain", samples=52, model="", cases=CASES.split()
+)
 RANK = int(os.environ.get("LOCAL_RANK", 0))
-ROWS, WIDTH, SAMPLES = 8, 8, 52  # ROWS: of a step over all ranks
+ROWS, WIDTH = 8, 8  # rows of a step over all ranks
+# Lightning makes a plain model on its GPU, whose generator draws other values than the CPU's.
+ON_CPU = torch.device("cpu") if arguments.accelerator == "gpu" else contextlib.nullcontext()
 WINDOWS = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 
 
@@ -35,7 +41,8 @@ class Net(pl.LightningModule):
     def configure_model(self):
         if not hasattr(self, "body"):
             torch.manual_seed(0)
-            self.make(self.hparams.width)
+            with ON_CPU:
+                self.make(self.hparams.width)
 
     def make(self, width):
         self.body = nn.ModuleList(
@@ -108,8 +115,9 @@ class Net(pl.LightningModule):
 class Manual(Net):
     """Two micro-batches a step, the schedule stepped by hand, inside training_step."""
 
-    def __init__(self, width=WIDTH, rate=0.05):
+    def __init__(self, width=WIDTH, rate=0.05, clip=0.5):
         super().__init__(width, rate)
+        self.clip = clip
         self.automatic_optimization = False
 
     def loss(self, batch):
@@ -126,7 +134,8 @@ class Manual(Net):
         self.manual_backward(loss / 2)
         if index % 2:
             self.note_norm()
-            self.clip_gradients(optimizer, 0.5, "norm")
+            if self.clip:
+                self.clip_gradients(optimizer, self.clip, "norm")
             optimizer.step()
             optimizer.zero_grad()
             self.lr_schedulers().step()
@@ -194,7 +203,7 @@ def engine_of(module):
 def loader():
     """Rank ``r`` of ``n`` has each n-th row; Lightning's own sampler would shuffle them."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(SAMPLES, WIDTH, generator=generator)
+    x = torch.randn(arguments.samples, WIDTH, generator=generator)
     return batches_of(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)))
 
 
@@ -206,7 +215,7 @@ def batches_of(data):
 def trainer_of(**more):
     quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     chosen = {
-        "accelerator": "cpu",
+        "accelerator": arguments.accelerator,
         "devices": arguments.devices,
         "strategy": "auto" if arguments.strategy == "plain" else arguments.strategy,
         "max_epochs": 2,
@@ -255,6 +264,10 @@ def manual():
     return trained("manual", Manual())
 
 
+def manual_unclipped():
+    return trained("manual_unclipped", Manual(clip=0.0, rate=0.005))
+
+
 def own_hooks():
     return trained("own_hooks", OwnHooks(), accumulate_grad_batches=2)
 
@@ -298,8 +311,7 @@ def saved():
 
 
 def main():
-    cases = (fit, manual, own_hooks, evaluated_first, saved, pretrained)
-    found = {case.__name__: case() for case in cases}
+    found = {case: globals()[case]() for case in arguments.cases}
     (arguments.out / f"report-{RANK}.json").write_text(json.dumps(found))
 
 
