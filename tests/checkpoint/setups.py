@@ -14,7 +14,7 @@ import torch
 
 import hf_zero
 from hf_zero.checkpoint import save_job
-from tests.helpers.engines import full_weights, start
+from tests.helpers.engines import start
 from tests.helpers.models import ARCHITECTURES, ROWS
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
@@ -111,15 +111,6 @@ def train(engine: Any, rank: int, steps: range, model: str = "gpt2") -> list[flo
     return losses
 
 
-def global_losses(results: list[list[float]], ranks: int) -> list[float]:
-    """The mean loss of each step."""
-    each = WINDOW // ranks
-    return [
-        sum(sum(losses[at : at + each]) for losses in results) / WINDOW
-        for at in range(0, len(results[0]), each)
-    ]
-
-
 COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 
 
@@ -147,35 +138,6 @@ def state(engine: Any) -> dict[str, torch.Tensor]:
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def first_half(engine: Any, rank: int, setup: Setup, folder: Any, **options: Any) -> list[float]:
-    """Save after three of six steps; return the losses of all."""
-    before = train(engine, rank, range(3), setup.model)
-    assert (0 < engine.counters.skipped_steps < 3) == (setup.precision == "fp16"), engine.counters
-    client_state = {"step": 3}
-    engine.save_checkpoint(str(folder), client_state=client_state, **options)
-    client_state["step"] = 99
-    return before + train(engine, rank, range(3, 6), setup.model)
-
-
-def second_half(
-    rank: int, models: list[torch.nn.Module], setup: Setup, folder: Any
-) -> tuple[list[float], Any]:
-    """Losses and weights of steps 3 to 5 of a model with other weights, resumed."""
-    with torch.no_grad():
-        for parameter in models[rank].parameters():
-            parameter.fill_(0.5)
-    engine = setup.open(models[rank])
-    path, client_state = engine.load_checkpoint(str(folder))
-    assert path == str(folder / "global_step3")
-    assert client_state == {"step": 3} and engine.global_steps == 3
-    assert (engine.counters.skipped_steps > 0) == (setup.precision == "fp16")
-    losses = train(engine, rank, range(3, 6), setup.model)
-    weights = full_weights(engine)
-    assert engine.global_steps == 6 and engine.lr_scheduler.get_last_lr() == engine.get_lr()
-    engine.destroy()
-    return losses, weights
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import convert_checkpoint, load_state_dict_from_zero_checkpoint
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import CheckpointError
 from hf_zero.integrations.peft import adapters
 from tests.checkpoint.jobs import Engine, Job, edit, run, train_some
 from tests.helpers import oracle
@@ -145,24 +145,6 @@ def test_several_adapters_each_in_its_folder(tmp_path: Path, base: Path) -> None
     done = convert_checkpoint(tmp_path / "run", tmp_path / "one", only="*.other.*")
     assert done.files == (f"other/{FILE}",)
     assert not (tmp_path / "one" / "adapter_config.json").exists()
-
-
-def test_what_a_checkpoint_of_an_adapter_is_converted_to(tmp_path: Path, base: Path) -> None:
-    """Whole, in 16 bits, and by patterns on request."""
-    folder, whole = tmp_path / "run", tmp_path / "whole"
-    model = saved(folder, adapted(base, KINDS["LoRA"]()))
-    assert convert_checkpoint(folder, whole, adapters=False).files == ("model.safetensors",)
-    assert set(load_file(whole / "model.safetensors")) == set(model.state_dict())
-    convert_checkpoint(folder, tmp_path / "half", "bfloat16")
-    dtypes = {tensor.dtype for tensor in load_file(tmp_path / "half" / FILE).values()}
-    assert dtypes == {torch.bfloat16}
-    convert = checkpoint.convert_zero_checkpoint_to_fp32_state_dict
-    done = convert(folder, tmp_path / "script")
-    assert (done / "model.safetensors").is_file() and not (done / FILE).exists()
-    with pytest.raises(ConfigError, match=r"only='\*\.mlp\.\*' fits no tensor"):
-        convert_checkpoint(folder, tmp_path / "out", only="*.mlp.*")
-    done = convert_checkpoint(folder, tmp_path / "out", only="*.mlp.*", adapters=False)
-    assert done.tensors == 6
 
 
 def test_names_alone_are_not_enough(tmp_path: Path, base: Path, heard: list[str]) -> None:

@@ -1,5 +1,5 @@
-"""Saves that a thread writes: errors come to all ranks, nothing half done is ever seen. That the
-state is that of the call: test_going_on.py.
+"""Saves that a thread writes: errors come to all ranks, nothing half done is seen, the state is
+that of the call; loads in the middle of a window, and after one that failed.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,21 @@ import torch
 from hf_zero.checkpoint import (
     save_job,
     storage,
+    tensorfile,
     verify_checkpoint,
 )
 from hf_zero.errors import CheckpointError, HostMemoryError
 from tests.checkpoint.jobs import run_holds
-from tests.checkpoint.setups import Setup, held, train
-from tests.helpers.engines import start
+from tests.checkpoint.setups import (
+    Setup,
+    held,
+    place,
+    same,
+    state,
+    train,
+)
+from tests.helpers.engines import full_weights, start
+from tests.helpers.models import ARCHITECTURES
 from tests.helpers.ranks import run_ranks
 
 __all__ = ["held"]
@@ -93,84 +103,30 @@ def test_what_comes_next_raises_on_all_ranks(tmp_path, monkeypatch):
     run_ranks(2, run, Setup().models())
 
 
-def test_a_second_save_and_a_load_wait_for_the_first(tmp_path, held, heard_in_full):
-    """A wait that is interrupted leaves the thread its memory."""
-    waits = f"the save of {tmp_path} waits for {tmp_path / 'one'}, which is still being written"
-
-    def release() -> None:
-        while not any(waits in line for line in heard_in_full):
-            threading.Event().wait(0.01)
-        held.set()
-
-    def interrupt(self: Any, timeout: float | None = None) -> None:
-        raise KeyboardInterrupt
-
-    def run(engine: Any, rank: int) -> Any:
-        engine.save_checkpoint(str(tmp_path), tag="one", blocking=False)
-        memory = engine.async_saves.writer.nbytes
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(save_job.Future, "result", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                engine.save_checkpoint(str(tmp_path), tag="two", blocking=False)
-        assert not (tmp_path / "one").exists()
-        heard_in_full.clear()
-        threading.Thread(target=release, daemon=True).start()
-        engine.save_checkpoint(str(tmp_path), tag="three", blocking=False)
-        assert memory and (tmp_path / "one").is_dir()
-        return engine.load_checkpoint(str(tmp_path))[0]
-
-    assert Setup(ranks=1).run(run) == [str(tmp_path / "three")]
-    assert run_holds(tmp_path) == ["one", "three"]
-    assert verify_checkpoint(tmp_path, "one").whole
-    told = f"saved {tmp_path / 'one'} in the background: "
-    assert any(told in line and "; training waited" in line for line in heard_in_full)
-
-
 def refuse(numel: int, dtype: torch.dtype, huge_pages: bool) -> torch.Tensor:
     raise HostMemoryError("0.10 GB are not to be had")
 
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_staging_memory_is_freed_when_the_file_is_written(
-    keeps: bool, tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+    keeps: bool, tmp_path: Path, held: threading.Event
 ) -> None:
-    """Also where another rank has no room for its copy; ``keep_staging`` keeps it."""
+    """``keep_staging`` keeps it."""
     setup = Setup()
-    commit, seen = save_job.SaveJob._publish, []
-
-    def publish(self: Any, *rest: Any) -> str:
-        seen.append(writers[0].nbytes)
-        return commit(self, *rest)
-
-    monkeypatch.setattr(save_job.SaveJob, "_publish", publish)
-    writers: dict[int, Any] = {}
 
     def run(rank: int, models: list[torch.nn.Module]) -> None:
         config = {**setup.config, "checkpoint": {"keep_staging": keeps}}
         engine = start(models[rank], setup.optimizer(models[rank]), config)
-        writer = writers[rank] = engine.async_saves.get_writer()
-        taken = []
-        for tag in ("one", "two"):
-            held.clear()
-            torch.distributed.barrier()
-            engine.save_checkpoint(str(tmp_path), tag=tag, blocking=False)
-            taken.append(writer.nbytes)
-            torch.distributed.barrier()
-            held.set()
-            engine.wait_for_checkpoint()
-            assert writer.nbytes == (taken[0] if keeps else 0)
-        assert taken == taken[:1] * 2 and taken[0] > 0
-        if rank == 1 and not keeps:  # all ranks write in the call
-            writer._arena.take = refuse
-        engine.save_checkpoint(str(tmp_path), tag="three", blocking=False)
-        if not keeps:
-            assert writer._image is None
+        writer = engine.async_saves.get_writer()
+        engine.save_checkpoint(str(tmp_path), blocking=False)
+        taken = writer.nbytes
+        torch.distributed.barrier()
+        held.set()
         engine.wait_for_checkpoint()
-        assert writer.nbytes == (taken[0] if keeps else 0)
+        assert taken and writer.nbytes == (taken if keeps else 0)
         engine.destroy()
 
     run_ranks(2, run, setup.models())
-    assert all(bool(nbytes) == keeps for nbytes in seen)
 
 
 def test_without_room_or_a_store_all_ranks_write_while_training_waits(
@@ -222,3 +178,154 @@ def test_a_bar_appears_for_work_that_lasts(monkeypatch, capsys):
             clock[0] += lasts * storage.SHOWN_AFTER
             tick(75)
         assert ("saving run" in capsys.readouterr().err) == shown
+
+
+# ---- at moments that nobody plans ----
+
+__all__ = ["held"]
+
+# ---- at moments that nobody plans ----
+
+TWO = Setup()
+
+
+def half_a_window(engine: Any, rank: int, step: int) -> None:
+    """One micro-batch of a window of two."""
+    engine.backward(engine(**ARCHITECTURES["gpt2"].batch(step, rank * 2, 0)).loss)
+    engine.step()
+    assert engine.window_is_open
+
+
+def test_in_the_middle_of_a_window(tmp_path: Path, heard: list[str]) -> None:
+    """The save leaves the window alone; who resumes begins it anew, and the loss is said."""
+
+    def plain(engine: Any, rank: int) -> Any:
+        losses, weights = train(engine, rank, range(4)), full_weights(engine)
+        engine.save_checkpoint(str(tmp_path), tag="boundary")
+        return losses, weights
+
+    def saving(engine: Any, rank: int) -> Any:
+        losses = train(engine, rank, range(3))
+        half_a_window(engine, rank, 3)
+        engine.save_checkpoint(str(tmp_path), tag="middle", blocking=False)
+        engine.backward(engine(**ARCHITECTURES["gpt2"].batch(3, rank * 2 + 1, 0)).loss)
+        engine.step()
+        weights = full_weights(engine)
+        half_a_window(engine, rank, 4)  # the load forgets it
+        engine.load_checkpoint(str(tmp_path), tag="middle")
+        assert engine.global_steps == 3 and not engine.window_is_open
+        return losses + train(engine, rank, range(3, 4)), weights, full_weights(engine)
+
+    expected = TWO.run(plain)
+    assert not heard
+    for (losses, weights), (found, gone_on, resumed) in zip(expected, TWO.run(saving)):
+        assert found == losses and same(weights, gone_on) and same(weights, resumed)
+    (said,) = [text for text in heard if "middle of an accumulation window" in text]
+    assert str(tmp_path) in said and "1 micro-batches" in said
+
+
+def test_a_load_that_failed_halfway_is_mended_by_the_next(tmp_path, monkeypatch):
+    """The mixture it leaves is said to be one, on all ranks, and nothing of it stays."""
+    read, broken = tensorfile.TensorFile.read_into, threading.Event()
+
+    def failing(self: Any, name: str, start: int, out: torch.Tensor) -> None:
+        if broken.is_set() and name.endswith("exp_avg_sq") and "00001-of" in self.path.name:
+            raise OSError(5, "Input/output error")
+        read(self, name, start, out)
+
+    monkeypatch.setattr(tensorfile.TensorFile, "read_into", failing)
+
+    def run(engine: Any, rank: int) -> None:
+        train(engine, rank, range(2))
+        engine.save_checkpoint(str(tmp_path), tag="a")
+        there, at = state(engine), place(engine)
+        losses = train(engine, rank, range(2, 4))
+        torch.distributed.barrier()
+        broken.set()
+        with pytest.raises(CheckpointError, match=r"rank 1: .*partly loaded: load again"):
+            engine.load_checkpoint(str(tmp_path))
+        torch.distributed.barrier()
+        broken.clear()
+        torch.distributed.barrier()
+        engine.load_checkpoint(str(tmp_path))
+        assert same(state(engine), there) and place(engine) == at
+        assert train(engine, rank, range(2, 4)) == losses
+
+    TWO.run(run)
+
+
+def test_all_that_changes_while_a_thread_writes(tmp_path: Path, held: threading.Event) -> None:
+    """The state is that of the call, to the last part."""
+
+    def run(rank: int, models: list[torch.nn.Module]) -> None:
+        models[rank].register_buffer("seen", torch.zeros(3))
+        engine = TWO.open(models[rank])
+        train(engine, rank, range(2))
+        client = {"list": [1], "tensor": torch.zeros(2), "pair": ([1], 2)}
+        engine.save_checkpoint(str(tmp_path), tag="a", client_state=client, blocking=False)
+        there, at = state(engine), place(engine)
+        decays = {group["weight_decay"] for group in engine.optimizer.param_groups}
+        client["list"].append(2), client["tensor"].fill_(7), client["pair"][0].append(3)
+        models[rank].seen.fill_(9)
+        train(engine, rank, range(2, 4))
+        for group in engine.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 123.0, 4.5
+        engine.lr_scheduler.last_batch_iteration = 1000
+        torch.distributed.barrier()
+        held.set()
+        _, found = engine.load_checkpoint(str(tmp_path))
+        assert same(state(engine), there) and place(engine) == at
+        assert models[rank].seen.tolist() == [0, 0, 0]
+        assert found["tensor"].tolist() == [0, 0]
+        assert (found["list"], found["pair"]) == ([1], ([1], 2))
+        assert {group["weight_decay"] for group in engine.optimizer.param_groups} == decays
+        engine.destroy()
+
+    run_ranks(2, run, TWO.models())
+
+
+class Unheard:
+    """A mailbox whose store is lost after the ranks have begun."""
+
+    def send(self, topic: str, number: int, word: str) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    def receive_all(self, topic: str, number: int, ranks: Sequence[int]) -> dict[int, str]:
+        raise RuntimeError("Connection reset by peer")
+
+
+class Half:
+    """A mailbox that sends, and loses what it receives."""
+
+    def __init__(self, mail: Any) -> None:
+        self.send, self._receive = mail.send, mail.receive
+
+    def receive(self, *word: Any) -> str:
+        self._receive(*word)
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_rank_that_has_lost_the_store_believes_the_folder(tmp_path, heard):
+    """Rank 0 saves nothing then; others find a checkpoint that is whole."""
+    said = (
+        "rank 1: RuntimeError: Connection reset by peer.*Nothing was saved as 'unheard'",
+        "rank 1 does not know what became of .*unheard .*rank 0 did not report",
+    )
+
+    def run(engine: Any, rank: int) -> None:
+        behind = engine.async_saves.get_writer()
+        mail = behind._mail
+        mail._timeout = 0.5
+        if rank == 0:
+            behind._mail = Unheard()
+        engine.save_checkpoint(str(tmp_path), tag="unheard", blocking=False)
+        with pytest.raises(CheckpointError, match=said[rank]):
+            engine.wait_for_checkpoint()
+        torch.distributed.barrier()
+        behind._mail, mail._timeout = Half(mail) if rank == 1 else mail, 60.0
+        engine.save_checkpoint(str(tmp_path), tag="whole", blocking=False)
+        engine.wait_for_checkpoint()
+
+    Setup().run(run)
+    assert run_holds(tmp_path) == ["whole"]
+    assert any("the store is unreachable (Connection reset by peer)" in line for line in heard)

@@ -126,10 +126,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
 # what is done to files of the checkpoint, and what a load says; ``verify`` finds it, too
 FILES: dict[str, Damage] = {
     **{
-        f"{name}: {kind}": (partial(changed, name, change), [name, said])
+        f"{RANK1}: {kind}": (partial(changed, RANK1, change), [RANK1, said])
         for kind, (change, said, _) in DAMAGES.items()
-        for name in (RANK1, OBJECTS)
     },
+    "no objects.pt": (partial(changed, OBJECTS, os.unlink), [OBJECTS, "is missing"]),
     "a file of another save": (partial(of_the_other, RANK1), [RANK1, "another save"]),
     "a manifest of another run": (
         partial(of_the_other, "manifest.json"),
@@ -150,13 +150,10 @@ FILES: dict[str, Damage] = {
         partial(edited, (f'"version": {PADDED_VERSION}', '"version": 99')),
         ["format version 99"],
     ),
-    **{
-        f"the hash {wrong}": (
-            partial(edited, lambda document, wrong=wrong: document["files"][0].update(hash=wrong)),
-            ["manifest.json", "is not a hash"],
-        )
-        for wrong in ("md5:" + "0" * 32, "xxh3_128:abc", "xxh3_128:" + "g" * 32, "0" * 64)
-    },
+    "a hash of another kind": (
+        partial(edited, lambda document: document["files"][0].update(hash="md5:" + "0" * 32)),
+        ["manifest.json", "is not a hash"],
+    ),
     "chunks that miss elements": (
         partial(edited, lambda document: document["flats"][0]["chunks"][0].update(stop=1)),
         ["does not continue at"],
@@ -181,7 +178,7 @@ FOLDERS: dict[str, Damage] = {
     "latest is a folder": (partial(latest, None), NO_LATEST),
     **{
         f"latest {content!r}": (partial(latest, content), NO_LATEST)
-        for content in (b"", b"\n", b"../x", b"/etc", b".hf-zero-saving-a", b"a\0", b"\xff\xfe")
+        for content in (b"", b"../x", b"\xff\xfe")
     },
 }
 

@@ -367,3 +367,39 @@ def test_whole_and_converted_it_is_the_model_that_was_trained(tmp_path):
     assert head.data_ptr() == embedding.data_ptr()
     trained = load_file(tmp_path / "whole" / "trained.safetensors")
     assert set(weights) - set(trained) == {name for name in weights if "h.0" in name}
+
+
+def test_names_that_save_pretrained_keeps_and_leaves_out(tmp_path):
+    """Tied weights have the name that it keeps."""
+
+    def kept_as_head():
+        module = small()
+        module._tied_weights_keys = {"embed.weight": "head.weight"}
+        return module
+
+    def action(engine: Engine):
+        assert engine.aliases == {"head.weight": "embed.weight"}
+        engine.module._keys_to_ignore_on_save = {"norm.running_mean", "second.bias"}
+        return checkpoint.save(engine, tmp_path / "run")
+
+    run(Job(2, 3, optimizer=None), kept_as_head, action)
+    convert_checkpoint(tmp_path / "run", tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / MODEL)
+    assert torch.equal(tensors["head.weight"], small().embed.weight)
+    assert not tensors.keys() & {"norm.running_mean", "second.bias", "embed.weight"}
+    assert {"norm.running_var", "second.weight"} < tensors.keys()
+
+
+def test_the_whole_model_into_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    """Every rank hears of it, and training goes on."""
+    (tmp_path / "file").write_text("")
+
+    def run(engine: Any, rank: int) -> list[float]:
+        for name in ("model.safetensors", "pytorch_model.bin"):
+            with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
+                engine.save_16bit_model(str(tmp_path / "file"), name)
+        with pytest.raises(CheckpointError, match="one file of the whole model"):
+            engine.save_16bit_model("memory://bucket/model")
+        return train(engine, rank, range(1))
+
+    assert [len(losses) for losses in Setup().run(run)] == [2, 2]

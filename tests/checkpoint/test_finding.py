@@ -119,21 +119,6 @@ def test_verify_finds_checkpoints_and_models_at_any_depth(states: Path, tmp_path
     assert "no checkpoint 'pytorch_model'" in every.stderr
 
 
-def test_all_names_a_latest_that_leads_nowhere(saved: Path, tmp_path: Path) -> None:
-    for tag in ("a", "b"):
-        shutil.copytree(saved / "pytorch_model", tmp_path / tag)
-    (tmp_path / "b" / "manifest.json").unlink()
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "latest").write_text("b")
-    found = {verdict.folder.name: verdict.problems for verdict in checkpoint.verify_all(tmp_path)}
-    assert found.keys() == {"a", "b", "latest"} and found["a"] == ()
-    assert f"{tmp_path / 'b' / 'manifest.json'} is missing" in found["b"][0]
-    assert "no checkpoint 'b'" in found["latest"][0] and "tags that exist: a" in found["latest"][0]
-    for nothing in (checkpoint.verify_checkpoint, checkpoint.verify_all):
-        with pytest.raises(CheckpointError, match="no checkpoint"):
-            nothing(tmp_path / "logs")
-
-
 DAMAGES = {
     "its tensors end at byte": lambda file: file.write_bytes(file.read_bytes()[:-4]),
     "is damaged": lambda file: file.write_bytes(b"{"),
@@ -158,3 +143,17 @@ def test_a_damaged_model_folder(tmp_path: Path) -> None:
     assert "model.safetensors lacks bias" in problem and index.name in problem
     index.write_text("{")
     assert "index.json is damaged" in checkpoint.verify_checkpoint(folder).problems[0]
+
+
+def test_what_another_program_left_is_taken_where_it_is_alone(tmp_path: Path) -> None:
+    def deepspeed(folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        (folder / "mp_rank_00_model_states.pt").touch()
+        return folder
+
+    one = deepspeed(tmp_path / "run" / "global_step1")
+    model(tmp_path / "run" / "model")
+    assert find_checkpoint(tmp_path / "run") == one
+    deepspeed(tmp_path / "run" / "global_step2")
+    with pytest.raises(CheckpointError, match="pass it: global_step1, global_step2, model"):
+        find_checkpoint(tmp_path / "run")

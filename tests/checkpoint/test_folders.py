@@ -1,27 +1,31 @@
 """Tags, ``latest``, links, permissions, two jobs in one folder, what an interrupted save leaves;
 retention: the newest complete checkpoints stay, as do damaged ones, the one that ``latest`` names
-and folders with other names.
+and folders with other names; their order is that of the saves, never of a clock.
 """
 
 from __future__ import annotations
 
-import errno
 import os
+import shutil
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import commit, find, storage
+from hf_zero.checkpoint import commit, find
 from hf_zero.checkpoint.commit import CommitTarget
 from hf_zero.checkpoint.find import DROPPED, LATEST, REPLACED, SAVING, find_checkpoint
-from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import (
     ONE,
+    edit,
     errors,
     load,
     names,
@@ -34,8 +38,9 @@ from tests.checkpoint.jobs import (
     weights,
 )
 from tests.checkpoint.setups import held
-from tests.helpers.engines import start
+from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES
+from tests.helpers.stacks import on_each_rank, run_steps
 from tests.helpers.training import adamw
 
 __all__ = ["held"]
@@ -149,34 +154,13 @@ def test_a_save_that_was_stopped_around_its_renames(tmp_path: Path) -> None:
     assert find.tags_in(tmp_path) == ["a"]
 
 
-def test_leftovers_of_the_same_tag_go_and_what_is_replaced_is_named(tmp_path, heard_in_full):
-    """Leftovers of other tags are named. A folder of somebody else is not replaced."""
-    (tmp_path / ".hf-zero-saving-a.76543210" / "deep").mkdir(parents=True)
-    (tmp_path / ".hf-zero-saving-a").mkdir()
-    other = tmp_path / ".hf-zero-saving-a.b.76543210"
-    other.mkdir()
-    assert list(commit.begin_folder(tmp_path, "a", ID).iterdir()) == []
-    assert names(tmp_path) == [f".hf-zero-saving-a.{ID[:8]}", other.name]
-    assert any(f"{other} was left by an interrupted save" in line for line in heard_in_full)
-    made(tmp_path / "a", "old")
-    commit.begin_folder(tmp_path, "a", ID)
-    commit.begin_folder(tmp_path, "a", ID)
-    assert sum(f"'a' in {tmp_path} is replaced" in line for line in heard_in_full) == 1
-    (tmp_path / "b").mkdir()
-    commit.begin_folder(tmp_path, "b", ID)
-    (tmp_path / "b" / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match="exists and is no checkpoint of hf-zero"):
-        commit.begin_folder(tmp_path, "b", ID)
-
-
 # ---- while a save is under way ----
 
 
-@pytest.mark.parametrize("ends", ["first", "last"])
-def test_two_jobs_save_under_one_tag(tmp_path, monkeypatch, ends):
+def test_two_jobs_save_under_one_tag(tmp_path, monkeypatch):
     """The job that began last has the tag. The other one raises; files of both are never mixed."""
     check, calls = CommitTarget._check_written, []
-    others, there, gone_on = [], threading.Event(), threading.Event()
+    others, there = [], threading.Event()
     engines = [
         run(ONE, small, lambda engine, steps=steps: train_some(engine, steps))[0]
         for steps in (3, 5)
@@ -193,16 +177,12 @@ def test_two_jobs_save_under_one_tag(tmp_path, monkeypatch, ends):
         if len(calls) == 1:  # all files of the first job are written
             thread.start()
             assert there.wait(50)
-        elif ends == "first":  # all files of the second job, too
-            there.set()
-            assert gone_on.wait(50)
         return check(target, manifest)
 
     saved(tmp_path, ONE, tag="a")
     monkeypatch.setattr(CommitTarget, "_check_written", checked)
     with pytest.raises(CheckpointError, match=f"{SAVING}.*nobody may remove it meanwhile"):
         checkpoint.save(engines[0][0], tmp_path, tag="a")
-    gone_on.set()
     thread.join(50)
     assert others == [tmp_path / "a"]
     assert same(weights(load(tmp_path, ONE, verify=True)), weights(engines[1]))
@@ -262,21 +242,6 @@ def test_damaged_ones_are_neither_counted_nor_removed(tmp_path, heard):
     assert any("global_step3 is damaged" in text and "cut short" in text for text in heard)
 
 
-def test_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, heard):
-    save(tmp_path, 1)
-
-    def busy(source, target):
-        raise OSError(errno.EACCES, "Permission denied", str(source))
-
-    monkeypatch.setattr(storage, "rename_durably", busy)
-    save(tmp_path, 2, keep=1)
-    assert sorted(find.tags_in(tmp_path)) == ["global_step1", "global_step2"]
-    assert any("could not delete" in text and "global_step1" in text for text in heard)
-    monkeypatch.undo()
-    save(tmp_path, 3, keep=1)
-    assert find.tags_in(tmp_path) == ["global_step3"]
-
-
 def test_the_key_of_the_configuration(tmp_path):
     """The key applies to tags that the engine chooses, the argument to tags of the script."""
     for keep in (0, -1, True, 1.5):
@@ -296,3 +261,89 @@ def test_the_key_of_the_configuration(tmp_path):
     assert sorted(find.tags_in(tmp_path)) == ["global_step2", "global_step3"]
     assert sorted(find.tags_in(tmp_path / "own")) == ["s1", "s2", "s3", "t3"]
     engine.destroy()
+
+
+def training(model: nn.Module) -> Any:
+    return start(model, torch.optim.AdamW(model.parameters(), 1e-2), config_of(1))
+
+
+def steps(engine: Any, count: int) -> None:
+    run_steps(engine, 0, range(engine.global_steps, engine.global_steps + count))
+
+
+def set_back(folder: Path) -> None:
+    """Give the manifest of ``folder`` the newest time of all."""
+    os.utime(folder / MANIFEST_NAME, ns=(2**62, 2**62))
+
+
+@on_each_rank(1)
+def test_retention_and_resume_do_not_ask_the_clock(
+    rank: int, model: nn.Module, tmp_path: Path
+) -> None:
+    engine = training(model)
+    for _ in range(3):
+        steps(engine, 1)
+        engine.save_checkpoint(str(tmp_path))
+    set_back(tmp_path / "global_step1")
+    steps(engine, 1)
+    engine.save_checkpoint(str(tmp_path), keep=2)
+    assert find.tags_in(tmp_path) == ["global_step3", "global_step4"]
+    (tmp_path / find.LATEST).unlink()
+    set_back(tmp_path / "global_step3")
+    assert find.newest_whole(tmp_path) == (tmp_path, "global_step4")
+    engine.destroy()
+
+
+@on_each_rank(1)
+def test_a_run_that_went_back_is_newer_than_what_it_left(
+    rank: int, model: nn.Module, tmp_path: Path
+) -> None:
+    engine = training(model)
+    for _ in range(3):
+        steps(engine, 2)
+        engine.save_checkpoint(str(tmp_path))
+    engine.load_checkpoint(str(tmp_path), "global_step2")
+    steps(engine, 1)
+    engine.save_checkpoint(str(tmp_path))
+    assert find.tags_in(tmp_path)[-1] == "global_step3"
+    steps(engine, 2)
+    engine.save_checkpoint(str(tmp_path), keep=2)
+    assert find.tags_in(tmp_path) == ["global_step3", "global_step5"]
+    engine.destroy()
+
+
+@on_each_rank(1)
+def test_checkpoints_of_earlier_versions_come_first_by_step(
+    rank: int, model: nn.Module, tmp_path: Path
+) -> None:
+    engine = training(model)
+    for tag in ("b", "a", "c"):
+        steps(engine, 1)
+        engine.save_checkpoint(str(tmp_path), tag)
+    for tag in ("a", "b"):
+        edit(tmp_path / tag / MANIFEST_NAME, lambda manifest: manifest.pop("order"))
+    set_back(tmp_path / "b")
+    assert find.tags_in(tmp_path) == ["b", "a", "c"]
+    shutil.copytree(tmp_path / "c", tmp_path / "copy")
+    engine.save_checkpoint(str(tmp_path), "d")
+    assert Manifest.read(tmp_path / "d" / MANIFEST_NAME).order == 4
+    assert find.tags_in(tmp_path)[-1] == "d"
+    (tmp_path / "d" / MANIFEST_NAME).write_text("{")  # damaged: the oldest
+    assert find.tags_in(tmp_path)[0] == "d"
+    engine.destroy()
+
+
+def test_nothing_goes_if_the_new_one_is_damaged(tmp_path, monkeypatch, heard):
+    """A disk that loses what it has just been given is not to be trusted with the rest."""
+    save(tmp_path, 1)
+    published = commit.publish_folder
+
+    def losing(temporary, tag):
+        final = published(temporary, tag)
+        cut_short(final)
+        return final
+
+    monkeypatch.setattr(commit, "publish_folder", losing)
+    save(tmp_path, 2, keep=1)
+    assert sorted(find.tags_in(tmp_path)) == ["global_step1", "global_step2"]
+    assert any("global_step2 is damaged" in text for text in heard)

@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,12 +18,12 @@ from safetensors.torch import load_file
 
 import hf_zero
 from hf_zero.checkpoint.foreign import torch_files
-from hf_zero.checkpoint.foreign.deepspeed import CLASSES, scaler_of
-from hf_zero.checkpoint.foreign.torch_files import MappedFiles, SavedTensor, load_pickle
+from hf_zero.checkpoint.foreign.assembled import Table, Widened
+from hf_zero.checkpoint.foreign.deepspeed import scaler_of
+from hf_zero.checkpoint.foreign.torch_files import MappedFiles, SavedTensor
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from tests.checkpoint.setups import Setup
-from tests.helpers.deepspeed_files import write
 from tests.helpers.engines import full_weights
 from tests.helpers.models import ARCHITECTURES
 
@@ -159,35 +157,6 @@ def test_the_scale_goes_on_as_it_would_have_there() -> None:
     assert scaler_of({"state": {}}) is None
 
 
-def test_a_file_with_the_object_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "global_step1"
-    write(folder, {"weight": torch.arange(8.0).reshape(2, 4)}, stage=1)
-    (tmp_path / "latest").write_text(folder.name)
-    for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.fp16"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    module: Any = ModuleType(DynamicLossScaler.__module__)
-    module.DynamicLossScaler = DynamicLossScaler  # it is pickled under its name
-    monkeypatch.setitem(sys.modules, DynamicLossScaler.__module__, module)
-    for path in folder.glob("*.pt"):
-        data: dict[str, Any] = torch.load(path, weights_only=False)
-        if "optim" in path.name:
-            scaler = DynamicLossScaler(512.0, cur_iter=6, last_overflow_iter=2, cur_hysteresis=1)
-            data["optimizer_state_dict"]["loss_scaler"] = scaler
-        else:
-            data["ds_config"]["fp16"] = {"enabled": True}
-        torch.save(data, path)
-    found = load_pickle(next(folder.glob("*optim*")), CLASSES)["optimizer_state_dict"]
-    assert scaler_of(found) == {"scale": 512.0, "left": 1, "since": 2}
-    model = torch.nn.Linear(4, 2, bias=False)
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
-    config["fp16"] = {"enabled": True, "loss_scale_window": WINDOW}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
-    engine.load_checkpoint(tmp_path)
-    assert engine.scaler.state_dict() == {"scale": 512.0, "left": 1, "since": 2}
-    engine.destroy()
-
-
 # ---- folders of save_pretrained ----
 
 
@@ -230,3 +199,32 @@ def test_an_index_that_leads_nowhere(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors.index.json").write_bytes(index)
         with pytest.raises(CheckpointError, match=says):
             hf_zero.convert_checkpoint(tmp_path, tmp_path / "out")
+
+
+def test_what_lies_in_no_file_is_left_to_memory(tmp_path, loaded, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_files, "MAPS", tmp_path / "none")
+        assert not read(MappedFiles(), loaded)[0], "the system does not tell"
+    files, another = MappedFiles(), MappedFiles()
+    assert not read(files, VALUES)[0]
+    assert not files.read(loaded, 0, torch.empty(4, dtype=torch.float64))
+    assert not files.read(loaded[::2], 0, torch.empty(4))
+    assert not files.read(loaded, 0, torch.empty(0))
+    assert not files.read(loaded, 4990, torch.empty(1 << 20)), "beyond the mapping"
+    os.rename(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert not read(files, loaded)[0], "nothing stands at that path"
+    (tmp_path / "a.pt").write_bytes(bytes(30000))
+    assert not read(another, loaded)[0], "another file stands at that path"
+    table = Table(tmp_path / "a.pt", {"x": loaded}, files)
+    out = torch.empty(3)
+    table.read_into("x", 5, out)
+    assert out.tolist() == [5.0, 6.0, 7.0]
+
+
+def test_16_bits_are_widened_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_zero.checkpoint.foreign.assembled.CAST_AT_ONCE", 7)
+    table = Table(Path("x"), {"x": Widened(torch.float32, VALUES.bfloat16())}, MappedFiles())
+    out = torch.empty(100)
+    table.read_into("x", 3, out)
+    assert table.entries["x"].dtype == torch.float32
+    assert torch.equal(out, VALUES.bfloat16().float()[3:103])

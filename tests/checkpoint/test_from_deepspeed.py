@@ -173,24 +173,6 @@ def test_the_client_state_may_hold_numbers_of_numpy(tmp_path: Path) -> None:
     assert {key: read[key] for key in given} == given and type(read["best"]) is np.float64
 
 
-def test_frozen_weights_that_are_tied_are_read_once(tmp_path: Path) -> None:
-    folder = copied(tmp_path, "stage3")
-    again = {"again.weight": "frozen.weight"}
-    first = folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    rewritten(first, lambda data: data["shared_params"].update(again))
-    state = get_fp32_state_dict_from_zero_checkpoint(folder)
-    assert torch.equal(state["again.weight"], state["frozen.weight"])
-
-    def tie(data: dict[str, Any]) -> None:
-        data["module"]["again.weight"] = data["module"]["frozen.weight"]
-
-    folder = copied(tmp_path)
-    rewritten(folder / MODEL, tie)
-    with open_checkpoint(folder) as opened:
-        assert opened.manifest.aliases["again.weight"] == "frozen.weight"
-        assert "again.weight" not in opened.manifest.parameters
-
-
 # ---- what cannot be read ----
 
 

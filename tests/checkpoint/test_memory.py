@@ -25,8 +25,6 @@ from hf_zero.zero.layout.sharding import persistent_buffers
 from tests.checkpoint.jobs import Job, run
 from tests.checkpoint.setups import Setup, train
 from tests.helpers.deepspeed_files import write
-from tests.helpers.engines import start
-from tests.helpers.ranks import run_ranks
 
 MB = 1 << 20
 MODEL = 128 * MB  # bytes in fp32
@@ -96,35 +94,6 @@ def test_what_others_wrote(tmp_path, way):
     found = load_file(out / "model.safetensors")
     for name, tensor in kept.items():
         assert torch.equal(found[name][:: 1 << 12], tensor), name
-
-
-def deep() -> torch.nn.Module:
-    """Four units of 36 MB: malloc keeps freed blocks of less than 32 MB, which depends on what the
-    process has freed before, but returns these to the system.
-    """
-    model = torch.nn.Module()
-    model.blocks = torch.nn.ModuleList(torch.nn.Linear(3072, 3072, bias=False) for _ in range(4))
-    model.forward = lambda x: x  # type: ignore[method-assign]
-    return model
-
-
-def test_saving_what_is_in_files_takes_the_memory_of_one_flat(tmp_path):
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    optimizer, parameters = {**nvme, "buffer_size": 1 << 18}, {**nvme, "max_in_cpu": 0}
-    section = {"stage": 3, "offload_optimizer": optimizer, "offload_param": parameters}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": section}
-
-    def on_rank(rank: int) -> None:
-        model = deep()
-        engine = start(model, torch.optim.AdamW(model.parameters()), config)
-        assert len(engine.flats) == 4
-        saved = grows(lambda: checkpoint.save(engine, tmp_path / "saved"))
-        assert saved < 96 * MB, "state is 432 MB"
-        # a flat's master, moments and shard, and buffers beside
-        assert grows(lambda: checkpoint.load(engine, tmp_path / "saved")) < 240 * MB
-        engine.destroy()
-
-    run_ranks(1, on_rank)
 
 
 # ---- bytes that each rank reads ----

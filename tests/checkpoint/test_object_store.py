@@ -265,6 +265,9 @@ def test_what_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert names(tmp_path / "run" / "global_step1") == held, "a URL of files is a folder"
     for text in errors(saved, Path("s3://bucket/run")):
         assert "s3:/bucket/run looks like a URL that was made a path" in text
+    (UPath(URL) / "b" / "precious").write_text("")
+    for text in errors(saved, URL, tag="b"):
+        assert f"{URL}/b holds precious and is no checkpoint" in text
     with pytest.raises(CheckpointError, match="3 of type int is not a place"):
         storage.as_path(3)
 

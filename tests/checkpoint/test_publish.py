@@ -30,7 +30,8 @@ from tests.helpers.cells import in_turn
 
 pytestmark = pytest.mark.usefixtures("without_other_jobs")
 
-CALLS = ("rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync")
+CALLS = ("rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync", "open", "write")
+CALLS += ("pwrite", "preadv", "ftruncate")
 
 
 class Faults:

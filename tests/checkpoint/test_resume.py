@@ -195,18 +195,6 @@ def test_nothing_to_resume_from(tmp_path, heard):
     assert "holds weights without training state" in heard[-1]
 
 
-def test_the_folder_of_a_tag(tmp_path, monkeypatch):
-    metrics = {"metrics": {"enabled": True}}
-    everyone(1, config(tmp_path, **metrics), Rows(), {1, 2}, 2)
-    engine, _ = resumed(tmp_path, config=config(tmp_path / "other", **metrics), resume=None)
-    path, state = engine.load_checkpoint(tmp_path / "global_step1")
-    assert path == str(tmp_path / "global_step1") and state == {"step": 1}
-    assert engine.measures.file.folder.parent == tmp_path
-    monkeypatch.chdir(tmp_path / "global_step1")
-    assert engine.load_checkpoint(".")[1] == {"step": 1}
-    assert resumed(tmp_path, resume=".")[0].global_steps == 1
-
-
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, heard):
     everyone(1, config(tmp_path), Rows(), {1, 2}, 2)
     next((tmp_path / "global_step2").glob("rank-*")).unlink()
@@ -267,3 +255,12 @@ def test_a_state_that_needs_a_pickle_and_the_folder_by_default(tmp_path):
     engine.training_dataloader = Opaque(1, 0)
     with pytest.raises(CheckpointError, match="cannot be saved without a pickle"):
         engine.save_checkpoint()
+
+
+def test_the_epoch_that_a_script_forgets(tmp_path, heard):
+    everyone(1, config(tmp_path), Rows(), {4}, 4)
+    _, loader = resumed(tmp_path)
+    assert loader.epoch == 1
+    loader.data_sampler.set_epoch(0)
+    next(iter(loader))
+    assert any("begin its loop with range(loader.epoch" in line for line in heard)

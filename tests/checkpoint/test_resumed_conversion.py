@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import json
 import os
 import shutil
 from pathlib import Path
@@ -213,3 +214,15 @@ def test_a_file_system_without_direct_writes(run, tmp_path, monkeypatch, cut_oft
         patch.setattr(os, call, refusing)
         with pytest.raises(CheckpointError, match="Permission denied"):
             convert_checkpoint(run, tmp_path / "none")
+
+
+def test_a_journal_removes_nothing_outside_of_its_folder(run, tmp_path):
+    """The lock file of a killed process counts as free."""
+    mine, out = tmp_path / files.temporary_path(Path(), "mine").name, tmp_path / "out"
+    mine.write_text("mine")
+    out.mkdir()
+    names = ["../mine", str(tmp_path / "mine"), "a/../../mine", 3, ""]
+    (out / files.JOURNAL).write_text(json.dumps({"identity": "of another", "files": names}) + "\n")
+    (out / files.LOCK).write_bytes(b"")
+    convert_checkpoint(run, out)
+    assert mine.read_text() == "mine" and not (out / files.LOCK).exists()

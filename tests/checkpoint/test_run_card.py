@@ -101,17 +101,6 @@ def test_the_card_describes_the_run(trained: tuple[Path, list[float]], tmp_path:
     assert versions["transformers"] == transformers.__version__ and len(versions) == 3
 
 
-def test_a_checkpoint_in_the_middle_has_its_own_steps(
-    trained: tuple[Path, list[float]], tmp_path: Path
-) -> None:
-    folder, losses = trained
-    (first,) = folder.glob("*step2")
-    rows = rows_of(first, tmp_path / "out")
-    assert rows["training loss, steps 1 to 2"].startswith(f"{losses[0]:.4g} ")
-    assert rows["tokens, with padding"] == str(2 * RANKS * ROWS * WORDS)
-    assert "resumed from" not in rows
-
-
 @pytest.fixture
 def copy(trained: tuple[Path, list[float]], tmp_path: Path) -> Iterator[Path]:
     yield shutil.copytree(trained[0], tmp_path / "run", symlinks=True)
@@ -140,24 +129,3 @@ def test_no_path_secret_or_markup_reaches_the_card(copy: Path, tmp_path: Path) -
     card = ModelCard.load(tmp_path / "out" / "README.md").text
     for secret in (SECRET, FOLDER, "<b>", "train.py", os.uname().nodename, str(tmp_path)):
         assert secret not in card, secret
-
-
-def test_figures_of_another_run_are_left_out(copy: Path, tmp_path: Path) -> None:
-    """So are those that end before the checkpoint, and damaged ones; the Trainer's log has tokens
-    then.
-    """
-    damaged = {
-        "of other samples": lambda row: row.update(samples_seen=7) if "step" in row else None,
-        "too short": lambda row: row.update(step=row["step"] + 9) if "step" in row else None,
-    }
-    (copy / "trainer_state.json").write_text(
-        '{"log_history": [{"num_tokens": 1234.0, "step": 4}, {"loss": 1.5, "step": 4}]}'
-    )
-    whole = (copy / NAME).read_bytes()
-    for name, change in damaged.items():
-        (copy / NAME).write_bytes(whole)
-        rewrite(copy, change)
-        rows = rows_of(copy, tmp_path / "out")
-        assert not [label for label in rows if label.startswith("training loss,")], name
-        assert rows["tokens"] == "1,234" and "resumed from" not in rows, name
-        assert rows["training loss"] == "1.5 at step 4", name

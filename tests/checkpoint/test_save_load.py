@@ -26,7 +26,6 @@ from tests.checkpoint.jobs import (
     saved,
     small,
     state_of,
-    train_some,
 )
 
 
@@ -79,36 +78,6 @@ def test_any_ranks_stage_units_precision_and_order_of_groups(tmp_path, before, w
     assert here.scalars()[::turn] == there.scalars()
     assert here.hyperparameters()[::turn] == there.hyperparameters()
     assert after[0].counters == before[0].counters
-
-
-def momentum_of_one(groups):
-    """States that one group has."""
-    groups[0]["momentum"] = 0.9
-    return torch.optim.SGD(groups, lr=0.1)
-
-
-def test_into_an_engine_that_has_trained_and_groups_with_other_states(tmp_path):
-    job = Job(3, 3, units=("first", "second"), optimizer=momentum_of_one)
-    before = saved(tmp_path / "a", job)
-    into = Job(2, 3, units=("second",), optimizer=momentum_of_one)
-    after, _ = loaded(into, tmp_path / "a", lambda engine: train_some(engine, 3))
-    assert after[0].counters.global_steps == 1
-    found, wanted = state_of(after), state_of(before)
-    for name, kinds in found.items():
-        for kind, tensor in kinds.items() if "bias" not in name else ():
-            assert torch.equal(tensor, wanted[name][kind]), (name, kind)
-    assert torch.equal(found["second.bias"]["weights"], wanted["second.bias"]["weights"])
-    saved(tmp_path / "b", Job(2, 1), steps=0)
-    fresh, _ = loaded(Job(2, 1), tmp_path / "b", train_some)
-    assert all(not engine.bound.optimizer.state for engine in fresh)
-
-    def weights_alone(engine: Engine) -> None:
-        train_some(engine)
-        checkpoint.load(engine, tmp_path / "b", load_optimizer_states=False)
-
-    found = state_of(run(Job(2, 1), small, weights_alone)[0])["second.weight"]["exp_avg"]
-    wanted = state_of(run(Job(2, 1), small, train_some)[0])["second.weight"]["exp_avg"]
-    assert found.any() and torch.equal(found, wanted), "moments stay"
 
 
 def test_replicas_write_each_element_once(tmp_path):
@@ -246,22 +215,3 @@ def test_floats_for_an_integer_buffer_are_refused_before_anything_changes(tmp_pa
     for text in errors(run, TWO, make, load):
         assert "has other values of phase, which the model cannot take" in text
         assert "Nothing was loaded" in text
-
-
-def test_strided_shared_and_conjugated_buffers(tmp_path: Path) -> None:
-    turned = torch.arange(12.0).reshape(3, 4).t()
-    conjugated = torch.tensor([1 + 2j, 3 - 4j]).conj()
-
-    def shared(values: bool) -> torch.nn.Module:
-        one, two = (turned, conjugated) if values else (torch.zeros(3, 4).t(), conjugated * 0)
-        module = with_buffers(small if values else other, turned=one, conjugated=two)()
-        every_other = torch.arange(10.0) if values else torch.zeros(10)
-        module.register_buffer("every_other", every_other[::2])
-        module.second.register_buffer("same", module.every_other)
-        return module
-
-    put(tmp_path, lambda: shared(True))
-    module = got(tmp_path, lambda: shared(False))
-    assert torch.equal(module.turned, turned) and torch.equal(module.conjugated, conjugated)
-    assert module.second.same is module.every_other
-    assert module.every_other.tolist() == [0, 2, 4, 6, 8]

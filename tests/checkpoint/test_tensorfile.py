@@ -172,3 +172,12 @@ def test_damage_is_an_error_that_names_the_file(tmp_path):
         assert caught.match(r"broken\.safetensors is damaged: "), kind
     with pytest.raises(CheckpointError, match=r"nothing cannot be opened"):
         TensorFile(tmp_path / "nothing")
+
+
+def test_a_file_cut_short_while_it_is_read(tmp_path):
+    write(tmp_path / "f", {"a": torch.arange(1000.0)})
+    with TensorFile(tmp_path / "f") as file:
+        with open(tmp_path / "f", "r+b") as raw:
+            raw.truncate(200)
+        with pytest.raises(CheckpointError, match="cut short"):
+            file.read_into("a", 0, torch.empty(1000))

@@ -8,7 +8,6 @@ import itertools
 import os
 import resource
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,18 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hf_zero.config import ZeroConfig
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.distributed.collective_log import CollectiveStats, PendingCollective
 from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.flat_mesh import DimMaker
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import BROADCAST, get_world_group
 from hf_zero.errors import ConfigError
-from hf_zero.launch.hosts import free_port
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.cells import in_one_item
 from tests.helpers.ranks import run_ranks
@@ -61,25 +56,6 @@ def test_without_a_group_this_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) 
     assert process_group.get_local_rank() == 3, "the launcher's"
 
 
-def test_without_a_launcher_a_group_of_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    join = dist.init_process_group
-
-    def joined(*args: Any, **options: Any) -> None:
-        seen.append(options["timeout"])
-        join(*args, **options)
-
-    monkeypatch.setattr(dist, "init_process_group", joined)
-    for limit, seconds in ((None, 1830), (7.0, 37), (timedelta(seconds=9), 39)):
-        init.init_distributed(timeout=limit)
-        assert process_group.is_initialized()
-        assert (process_group.get_rank(), process_group.get_world_size()) == (0, 1)
-        assert dist.get_backend() == "gloo"
-        init.init_distributed("nonsense", timeout=1.0)  # a group exists: nothing to do
-        assert seen.pop() == timedelta(seconds=seconds) and not seen
-        process_group.destroy_process_group()
-
-
 def test_the_environment_as_a_meeting_place_is_the_launcher_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,52 +75,6 @@ def test_the_environment_as_a_meeting_place_is_the_launcher_s(
     init.init_distributed("gloo", 30, init_method="env://")
     assert joined == [(("gloo",), ["device_id", "rank", "store", "timeout", "world_size"])]
     assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "2", "0"]
-
-
-def test_the_port_is_ours_where_the_launcher_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
-        monkeypatch.setenv(name, value)
-    asked = {"backend": "gloo", "port": port, "interface": "lo"}
-    keys = {f"distributed_{name}": value for name, value in asked.items()}
-    init.init_from_config(ZeroConfig(stage=0, timeout=30, **keys))
-    assert os.environ["MASTER_PORT"] == str(port) and process_group.get_world_size() == 1
-    assert type(dist.distributed_c10d._get_default_store()).__name__ != "HashStore"
-    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
-    for name in ("MASTER_PORT", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, os.environ[name])  # for the end of this test to take away
-
-
-def test_the_device_is_the_gpu_of_the_local_rank_unless_the_cpu_is_forced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert process_group.default_device() == CPU or torch.cuda.is_available()
-    play_accelerator(monkeypatch, count=4)
-    monkeypatch.setenv("LOCAL_RANK", "6")
-    for forced, device in (("true", CPU), ("1", CPU), ("false", GPU), ("0", GPU)):
-        monkeypatch.setenv("ACCELERATE_USE_CPU", forced)
-        assert process_group.default_device() == device
-    process_group.choose_device(CPU)  # as a Trainer may
-    assert process_group.default_device() == CPU
-    process_group.choose_device(None)
-    assert process_group.default_device() == GPU
-
-
-def test_the_backend_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = "cpu:gloo,cuda:nccl"
-    for config, backend in ((both, "gloo"), ("cuda:nccl,cpu:gloo", "gloo"), ("threaded",) * 2):
-        monkeypatch.setattr(dist, "get_backend_config", lambda config=config: config)
-        assert process_group.group_backend(CPU) == backend
-        on_gpu = "nccl" if "nccl" in config else backend
-        assert process_group.group_backend(GPU) == on_gpu
-    assert process_group.backends_for(GPU) == both and process_group.backends_for(CPU) == "gloo"
-    for asked in (None, "nccl", "NCCL", both):
-        assert process_group.backends_asked(asked, GPU) == both
-    assert process_group.backends_asked("gloo", GPU) == "gloo"
-    assert process_group.backends_asked(None, CPU) == "gloo"
-    monkeypatch.setattr(dist, "get_backend", lambda: "ucc")
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
-    assert process_group.group_backend(CPU) == "ucc", "no entry for the device: the default backend"
 
 
 def test_one_rank_runs_every_operation_and_sends_nothing() -> None:
@@ -210,72 +140,6 @@ def test_one_kernel_of_a_device_casts_and_scales_with_the_same_bits(
         Handle([], OFF, PendingCollective("x"), [every]).reduce_into(out, False, scale)
         same = out.view(torch.int32) == want.view(torch.int32)
         assert (same | want.isnan()).all() and out.isnan().equal(want.isnan()), scale
-
-
-def test_what_a_rank_of_four_issues_and_counts() -> None:
-    """On the fake group: a logical collective a call, with the bytes of the whole, in the order
-    of the calls.
-    """
-    rank = 2
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
-    mesh = Mesh(4, CPU)
-    assert mesh.consensus is None
-    mesh.stats.keep_log = True
-    chunk = torch.full((8,), float(rank + 1))
-    full = torch.zeros(32)
-    half, whole_half = torch.ones(8, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.bfloat16)
-    mesh.shard.all_gather([(full, chunk), (whole_half, half)], "layer.0").wait()
-    assert full[rank * 8 : rank * 8 + 8].tolist() == chunk.tolist()
-    mesh.shard.reduce_scatter(full, "layer.0").reduce_into(torch.zeros(8), False, 1.0)
-    mesh.shard.all_reduce(torch.zeros(1), "norm").wait()
-    mesh.shard.all_reduce(torch.zeros(1), "most", maximum=True).wait()
-    mesh.replicate.all_reduce(torch.zeros(1), "nobody").wait()
-    mesh.broadcast(torch.zeros(3))
-    mesh.broadcast(torch.zeros(0))
-    assert mesh.stats.log == [
-        ("all_gather", "layer.0", 4 * 32 + 2 * 32),
-        ("reduce_scatter", "layer.0", 4 * 32),
-        ("all_reduce", "norm", 4),
-        ("all_reduce", "most", 4),
-        ("broadcast", "", 12),
-    ]
-    counts = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1}
-    assert mesh.stats.counts == counts
-    assert mesh.stats.bytes["all_reduce"] == 8
-
-
-def test_each_axis_has_one_group_for_gathers_and_one_for_reductions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An axis of parallelism has one beside ZeRO's two over all ranks; sums over these take the
-    same.
-    """
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
-    made: list[list[int]] = []
-    new_group = dist.new_group
-
-    def noted(ranks: list[int], **options: Any) -> Any:
-        made.append(ranks)
-        return new_group(ranks, **options)
-
-    monkeypatch.setattr(dist, "new_group", noted)
-    mesh = Mesh(4, CPU)
-    rows, columns = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert made == [*rows, *rows, *columns, *columns], "all ranks make all groups, in one order"
-    assert mesh.shard._group is not mesh.shard._reduce_group
-    made.clear()
-    Mesh(8, CPU)
-    assert made == [list(range(8))] * 2, "an axis of one rank needs no group"
-    for axis in ("tensor", "sequence", "expert"):
-        made.clear()
-        groups = init_parallel(ParallelDims.over(8, **{axis: 2}))
-        pairs = groups.dims.ranks_along(5, axis)
-        assert len(made) == 4 and [list(pairs)] == [ranks for ranks in made if 5 in ranks]
-        along = groups.along(axis)
-        assert along._group is along._reduce_group is groups.group(axis)
-        made.clear()
-        mesh = Mesh(8, CPU, parallel=groups)
-        assert made == [list(range(8))] * 2 and mesh.sums.each is mesh.shard
 
 
 def test_values_in_host_memory_need_a_backend_that_takes_them(

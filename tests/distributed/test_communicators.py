@@ -23,7 +23,6 @@ from tests.helpers.accelerators import play_accelerator
 
 DEVICE = torch.device("cuda", 0)
 WORLD, SHARDS = 1024, 8
-LIMIT = timedelta(seconds=20)
 
 
 class Options:
@@ -115,19 +114,6 @@ def test_a_bound_job_of_1024_ranks_has_one_id_and_splits_for_the_rest(play: Any)
     assert len(job.splits) == 4 and not job.groups
     assert (job.ids, job.calls) == (1, WORLD)
     assert rows.group == tuple(range(8)) and columns.group == tuple(range(0, WORLD, 8))
-
-
-def test_the_ranks_of_a_later_group_of_the_process_are_named() -> None:
-    """torch's own split of one without them crashes the process."""
-    for _ in range(2):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        assert communicators.name_ranks(torch.device("cpu"))
-        world = dist.group.WORLD
-        assert world is not None
-        gloo = world._get_backend(torch.device("cpu"))
-        part = world.split_group([0], LIMIT, gloo.options, "part", "of a later group")
-        assert part is not None and part.size() == 1
-        dist.destroy_process_group()
 
 
 def test_the_fields_reach_each_communicator_and_gathers_have_high_priority(play: Any) -> None:

@@ -4,13 +4,10 @@ report of a rank that ends.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +19,6 @@ from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.rank_status import RankStatus, StatusPost, diagnose_hang
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
-from tests.distributed.threads import on_threads
 from tests.helpers.cells import in_one_item
 
 WORLD = range(3)
@@ -147,22 +143,6 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Any:
         watching._watches.discard(rank.watchdog)
 
 
-def test_both_ranks_of_a_divergence_raise(pair: Any, heard: list[str]) -> None:
-    texts: list[str] = []
-
-    def run(rank: Rank, what: str) -> None:
-        with pytest.raises(RankMismatchError) as caught:
-            rank.wait(what)
-        texts.append(str(caught.value))
-
-    on_threads([partial(run, *each) for each in zip(pair, ["gather of x", "gather of y"])])
-    assert len(texts) == 2
-    assert all("gather of x" in text and "gather of y" in text for text in texts)
-    assert len(heard) == 2, "each says so at once, whatever becomes of the exception"
-    with pytest.raises(RankMismatchError, match="gather of"):
-        pair[0].watchdog.check()
-
-
 def test_a_wait_in_an_engine_that_all_have_left_is_over(pair: Any) -> None:
     """Rank 1 has posted it, has gone on since, and is silent now; the digest that rank 0 reads is
     from before.
@@ -262,34 +242,6 @@ def test_a_process_that_is_killed_is_known_to_be_dead(monkeypatch: pytest.Monkey
                 native = CollectiveLog("gathers", range(3), 60.0)
                 assert status.diagnose(native.issue("gather 1"), ()) is None
             assert all(each and SAID in each.text for each in verdicts)
-
-
-def test_a_post_that_the_store_holds_up_blocks_no_other_and_the_newest_one_stays() -> None:
-    """A post of the watchdog's thread, while the training's ends its engine."""
-    store, held, go_on = dist.HashStore(), threading.Event(), threading.Event()
-
-    class Slow:
-        def set(self, key: str, value: str) -> None:
-            if threading.current_thread() is not threading.main_thread():
-                held.set()
-                assert go_on.wait(60)
-            store.set(key, value)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(store, name)
-
-    status = RankStatus(Slow(), 0, 2)
-    with ThreadPoolExecutor(1) as thread:
-        slow = thread.submit(status.publish, "waits")
-        assert held.wait(60)
-        late = threading.Timer(30, go_on.set)  # ends a wait of the main thread
-        late.start()
-        status.publish("broken", "rank 1 failed")
-        assert not go_on.is_set(), "it has waited for the other thread's call"
-        late.cancel()
-        go_on.set()
-        slow.result(60)
-    assert json.loads(store.get("0"))["state"] == "broken"
 
 
 class Gone:

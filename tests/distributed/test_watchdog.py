@@ -13,16 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from hf_zero.distributed import watchdog as module
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
-from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
-from tests.helpers.accelerators import play_streams
 
 
 class Clock:
@@ -120,36 +117,6 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watchdog], list[Col
     return watches, logs
 
 
-def test_a_collective_that_is_followed_keeps_no_tensor_alive(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Works of a device's backend hold their outputs.
-
-    What is followed is an event in the stream that waits for them.
-    """
-    played = play_streams(monkeypatch, prompt=False)
-    watches, logs = two_ranks(monkeypatch)
-    before: list[int] = []
-
-    class Holding(Work):
-        def wait(self) -> None:
-            before.append(len(played.events))
-
-    # what another thread has issued is followed by the same watch
-    for number, watchdog in enumerate((watches[0], watches[0].beside())):
-        work = Holding()
-        pending = logs[0].issue("all-gather")
-        handle = Handle([work], watchdog, pending, follows=torch.device("cpu"))
-        held = weakref.ref(work)
-        del work
-        assert held() is not None
-        handle.wait()
-        assert before == [*range(number + 1)], "the event is recorded after the wait"
-        assert held() is None and watches[0]._oldest_followed() is not None
-        played.events[number].over = True
-        assert watches[0]._oldest_followed() is None
-
-
 def test_followed_collectives_that_differ_end_both_ranks(
     clock: Clock, heard: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,22 +149,6 @@ def test_communicators_are_aborted_together(caplog: pytest.LogCaptureFixture) ->
     assert not idle.broken
     with pytest.raises(RankMismatchError, match="rank 1 has failed"):
         watchdog.check()
-
-
-def test_a_hang_names_units_in_words_and_is_told_once(heard: list[str]) -> None:
-    log = CollectiveLog("reductions", (0, 1), 60.0)
-    key = "layer.1|trainable|float32|whole..|frozen|bfloat16|tensor|tensor 0"
-    pending = log.issue(f"reduce-scatter of {key}, 8 bytes")
-    assert str(pending) == (
-        "reduce-scatter of layer.1 (trainable, float32, whole)..(root) (frozen, bfloat16, tensor, "
-        "tensor 0), 8 bytes (number 0 of reductions)"
-    )
-    assert log.recent[0] == pending.what, "ranks compare the keys themselves"
-    watchdog = Watchdog(enabled=False)
-    error = watchdog.explain_failure(pending, RuntimeError("closed"))
-    assert heard == [str(error)] and "|" not in heard[0]
-    assert str(error) not in module.uncaught.described(error, None)
-    assert "see the error logged above" in module.uncaught.described(error, None)
 
 
 class Record:

@@ -1,23 +1,38 @@
-"""Ranks that part ways on real gloo processes: each ends with an error that says where both are,
-and none is aborted natively. The process group is made anew for each kind: one launch tries many.
+"""Ranks that part ways, hang or go on after an exception, and hosts that are unreachable, on real
+gloo processes: each rank ends with an error that names the others' places, and none is aborted
+natively. The process group is made anew for each kind: one launch tries many.
 """
 
+from __future__ import annotations
+
+import os
 import re
+import socket
+import struct
 import tempfile
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hf_zero
+from hf_zero.distributed import host_heartbeats
+from hf_zero.distributed.collective_log import PendingCollective
+from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import PartitionError, RankMismatchError
-from tests.helpers.backends import join_again
+from tests.distributed.test_host_heartbeats import threads
+from tests.helpers import tensor_parallel as models
+from tests.helpers.backends import PLAIN, join_again
 from tests.helpers.broken_stacks import Armed
+from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import features, seeded
 from tests.helpers.processes import run_processes, say
-from tests.helpers.stacks import squared
-from tests.helpers.training import At, Plan, plain_sgd
+from tests.helpers.stacks import run_steps, squared, stack
+from tests.helpers.training import At, Plan, adamw, plain_sgd
+from tests.parallel import expert_cases, pipelines
 
 ODD = 1  # the rank that parts
 COLLECTIVES = (
@@ -153,3 +168,137 @@ def test_ranks_that_part(cases):
         if not is_named(rank, answers[rank][number], answers[1 - rank][number])
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def go_on(rank, cases):
+    """Norms of steps after an exception on all ranks, and the error after one on a single rank."""
+    found = []
+    for number, (backend, stage, where) in enumerate(cases):
+        say(f"{where} at stage {stage} with {backend}")
+        join_again(backend, f"broken {number}")
+        job, norms, told = Job(rank, stage), [], "nothing"
+        for at in range(3):
+            job.step()
+            norms.append(float(job.engine.get_global_grad_norm()))
+            if at == 1:
+                job.raise_and_go_on(where)
+                job.at -= 1
+        try:
+            if rank == ODD:
+                job.raise_and_go_on(where)
+            for _ in range(3):
+                job.step()
+        except (RankMismatchError, PartitionError) as error:
+            told = f"{type(error).__name__}: {error}"
+        found.append((norms, told))
+        del job
+    return found
+
+
+def test_a_script_that_goes_on_after_an_exception():
+    cases = [
+        (PLAIN, 3, "forward"),
+        (PLAIN, 2, "loss"),
+        ("gloo", 2, "backward"),
+    ]
+    cases += [(PLAIN, 0, "backward")]
+    answers = run_processes(2, go_on, cases, timeout=400)
+    wanted = answers[0][0][0]
+    for case, (norms, first), (others, second) in zip(cases, *answers, strict=True):
+        assert norms == others and norms == pytest.approx(wanted, rel=1e-5), case
+        _, stage, where = case
+        for text in (first, second):
+            if where == "loss" and stage < 3:  # it has missed nothing, and comes again
+                assert text == "nothing", (case, text)
+                continue
+            assert text.startswith(f"RankMismatchError: rank {ODD} goes on with another "), case
+            assert "after an exception" in text, (case, text)
+
+
+HANGS = 1
+SECONDS = 3  # the timeout: groups made before the engine would wait for half an hour
+TOLD = "the others have raised"
+
+
+def _hang(*_):
+    if dist.get_rank() == HANGS:
+        store = dist.distributed_c10d._get_default_store()
+        store.wait([TOLD], timedelta(seconds=200))
+
+
+def _train(rank, axis):
+    if axis == "pipeline":
+        model, keys = pipelines.pipeline(2, 2), {}
+    else:
+        model, keys = models.mixtral(), expert_cases.keys(2)
+    config = pipelines.config(2, 1, timeout=SECONDS, **keys)
+    engine, *_ = hf_zero.initialize(model=model, config=config, optimizer=pipelines.sgd)
+
+    def step():
+        if axis == "pipeline":
+            engine.train_batch(iter(pipelines.batches(2)))
+            return
+        ids = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+
+    step()
+    last = [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
+    last.register_forward_pre_hook(_hang)
+    try:
+        step()
+    except RankMismatchError as error:
+        return str(error)
+    finally:
+        dist.distributed_c10d._get_default_store().set(TOLD, "")
+    return "no error"
+
+
+@in_one_item(("expert", "pipeline"))
+def test_the_timeout_of_the_configuration_holds_and_the_rank_that_hangs_is_named(axis):
+    said = run_processes(2, _train, axis, timeout=200)[1 - HANGS]
+    assert "which is the timeout" in said and f"rank {HANGS} on" in said, said
+    assert f"{axis} " in said, said
+
+
+def train_on_two_hosts(rank: int) -> tuple[list[int], str]:
+    """Return the threads that send heartbeats before, during and after an engine of a rank on a
+    host of its own, and the error for the other host, whose loss is simulated.
+    """
+    os.environ.update(HF_ZERO_HOST=f"worker-{rank}", LOCAL_WORLD_SIZE="1")
+    counts = [threads()]
+    engines = []
+    for _ in range(2):
+        model = stack()
+        engines.append(start(model, adamw(model), config_of(3, host_timeout=30)))
+        run_steps(engines[-1], rank, [0])
+    counts.append(threads())
+    for engine in engines:
+        engine.destroy()
+    counts.append(threads())
+    model = stack()
+    engine = start(model, adamw(model), config_of(3, host_timeout=30))
+    run_steps(engine, rank, [0])
+    heartbeats = host_heartbeats._started[2]
+    assert heartbeats is not None
+    packet = struct.pack("!4I16s", 0x687A6231, 2, rank, 1 - rank, heartbeats._token)
+    watchdog = get_world_group().watchdog
+    if rank == 0:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+            other.sendto(packet, heartbeats._members[0][1:])
+        with pytest.raises(RankMismatchError) as raised:
+            run_steps(engine, rank, [1])
+        return counts, str(raised.value)
+    with watchdog.watching(PendingCollective("the other rank", needs=(0,))):
+        watchdog.sleep(300.0)  # until it learns through the store what rank 0 has found
+    return counts, watchdog.verdict
+
+
+def test_a_rank_that_waits_for_an_unreachable_host_names_it() -> None:
+    pytest.importorskip("hf_zero._cpu")
+    (counts, own), (_, other) = run_processes(2, train_on_two_hosts)
+    assert counts == [0, 1, 0]
+    cause = "rank 1 on worker-1 (127.0.0.1) is unreachable: no heartbeat of this host for 30 s"
+    for told in (own, other):  # by the wait that it ends, or before that begins
+        assert cause in told, told

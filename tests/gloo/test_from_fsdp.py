@@ -1,4 +1,6 @@
-"""Checkpoints that torch wrote of an FSDP2 model: training continues; damage is reported."""
+"""Trainings that go on between FSDP2 and hf-zero, by checkpoints of torch and by its functions for
+state dicts; damage is reported.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,26 @@ from safetensors.torch import load_file
 
 import hf_zero
 from hf_zero.checkpoint.reader import open_checkpoint
-from hf_zero.errors import CheckpointError
-from tests.checkpoint.deepspeed_inputs.model import SAVED_AFTER, build, optimizer_of
-from tests.gloo.fsdp import BESIDE, EXTRA, engine_at, hf_zero_on, step_engine, step_lr
+from hf_zero.checkpoint.tensor_part import TensorPart
+from hf_zero.errors import CheckpointError, ConfigError
+from tests.checkpoint.deepspeed_inputs.model import SAVED_AFTER, STEPS, build, optimizer_of
+from tests.gloo.fsdp import (
+    BEFORE,
+    BESIDE,
+    EXTRA,
+    LATER,
+    engine_at,
+    hf_zero_on,
+    load_dcp,
+    mean,
+    save_dcp,
+    step_engine,
+    step_fsdp2,
+    step_lr,
+    under_fsdp2,
+)
 from tests.helpers.cells import in_one_item
+from tests.helpers.processes import run_processes
 from tests.helpers.ranks import RankFailed, run_ranks
 
 # the form, ranks, stage, and whether initialize resumes the folder
@@ -209,3 +227,125 @@ def test_damage_is_reported(written, tmp_path):
 
     refused()
     assert Harm.done == []
+
+
+# ---- checkpoints written for torch ----
+
+LAST = range(SAVED_AFTER + 1, STEPS)
+
+
+def on_with_fsdp2(rank, folder, form):
+    model, optimizer = under_fsdp2()
+    load_dcp(model, optimizer, folder, form)
+    return step_fsdp2(model, optimizer, LAST, rank)
+
+
+@pytest.fixture(scope="module")
+def back(written, tmp_path_factory):
+    """FSDP2's checkpoint after a step of hf-zero, that one converted back, and later losses."""
+    folder, want = tmp_path_factory.mktemp("dcp"), written[1]
+    between, _ = hf_zero_on(3, 3, written[0] / "one", folder / "run", LATER[:1])
+    assert between == pytest.approx([want[SAVED_AFTER]], rel=2e-6)
+    hf_zero.convert_checkpoint(folder / "run", folder / "back", to="dcp")
+    return folder / "run", folder / "back", want[SAVED_AFTER + 1 :]
+
+
+def test_fsdp2_goes_on_after_hf_zero(back):
+    for form, ranks in (("recipe", 2), ("torchtitan", 3)):
+        losses = run_processes(ranks, on_with_fsdp2, str(back[1]), form)
+        assert mean(losses) == pytest.approx(back[2], rel=2e-6), form
+
+
+def test_hf_zero_reads_it_again(back):
+    for ranks, stage in ((1, 0), (2, 2)):
+        losses, _ = hf_zero_on(ranks, stage, back[1], None, LAST)
+        assert losses == pytest.approx(back[2], rel=2e-6)
+
+
+def test_safetensors_are_in_the_layout_that_torch_reads(back, tmp_path):
+    out = tmp_path / "model"
+    done = hf_zero.convert_checkpoint(back[0], out, max_shard_size=400, to="safetensors")
+    assert len(done.files) > 1
+    asked = {name: torch.empty_like(value) for name, value in build(True).state_dict().items()}
+    want = {"model": {name: torch.empty_like(value) for name, value in asked.items()}}
+    dcp.load(want, checkpoint_id=str(back[1]), no_dist=True)
+    reader = dcp.HuggingFaceStorageReader(str(out))
+    held = reader.read_metadata().state_dict_metadata
+    asked = {name: value for name, value in asked.items() if name in held}
+    dcp.load(asked, storage_reader=reader, no_dist=True)
+    assert len(asked) == done.tensors
+    for name, value in asked.items():
+        assert torch.equal(value, want["model"][name]), name
+
+
+def test_what_it_refuses(back, tmp_path):
+    run, out, taken = back[0], tmp_path / "out", tmp_path / "taken"
+    with pytest.raises(ConfigError, match="onnx"):
+        hf_zero.convert_checkpoint(run, out, to="onnx")
+    for options in ({"only": "*.weight"}, {"adapters": True}, {"workers": 3}):
+        with pytest.raises(ConfigError, match=f"does not take {next(iter(options))}"):
+            hf_zero.convert_checkpoint(run, out, to="dcp", **options)
+    taken.mkdir()
+    (taken / "file").touch()
+    with pytest.raises(CheckpointError, match="taken exists"):
+        hf_zero.convert_checkpoint(run, taken, to="dcp")
+    assert [path.name for path in taken.iterdir()] == ["file"]
+
+
+# ---- torch.distributed.checkpoint.state_dict ----
+
+OFFLOADED = "3, offloaded"
+CPU = {"device": "cpu"}
+SECTIONS = {
+    0: {"stage": 0},
+    2: {"stage": 2},
+    OFFLOADED: {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
+}
+OTHERS = {0: OFFLOADED, 2: 0, OFFLOADED: 2}
+
+
+def from_hf_zero(rank, folder):
+    """At each stage: train, save through torch's functions, and train on; the losses by stage."""
+    found = {}
+    for stage, section in SECTIONS.items():
+        engine = engine_at(section)
+        losses = step_engine(engine, BEFORE, rank)
+        before = dict(engine.mesh.stats.bytes)
+        weights, _ = save_dcp(engine.module, engine.optimizer, f"{folder}/{stage}")
+        assert engine.mesh.stats.bytes == before, "a state dict in parts gathers nothing"
+        for name, _ in engine.module.named_parameters():
+            assert isinstance(weights[name], TensorPart)
+        found[stage] = losses + step_engine(engine, LATER, rank)
+        engine.destroy()
+    return found
+
+
+def on_with_others(rank, folder, fsdp2):
+    """From the checkpoint of each stage: FSDP2, and hf-zero at other stages; from FSDP2's: each."""
+    found = {}
+
+    def on(origin, stage):
+        engine = engine_at(SECTIONS[stage])
+        load_dcp(engine.module, engine.optimizer, origin)
+        found[f"{origin} to {stage}"] = step_engine(engine, LATER, rank)
+        engine.destroy()
+
+    for stage in SECTIONS:
+        model, optimizer = under_fsdp2()
+        load_dcp(model, optimizer, f"{folder}/{stage}")
+        found[f"{stage} to FSDP2"] = step_fsdp2(model, optimizer, LATER, rank)
+        on(f"{folder}/{stage}", stage)
+        on(f"{folder}/{stage}", OTHERS[stage])
+        on(fsdp2, stage)
+    return found
+
+
+def test_a_training_goes_on_under_either(written, tmp_path):
+    fsdp2, want = written
+    saved = run_processes(2, from_hf_zero, str(tmp_path))
+    found = run_processes(3, on_with_others, str(tmp_path), str(fsdp2 / "one"))
+    for stage in SECTIONS:
+        assert mean([each[stage] for each in saved]) == pytest.approx(want, rel=2e-6)
+    for way in found[0]:
+        losses = mean([each[way] for each in found])
+        assert losses == pytest.approx(want[SAVED_AFTER:], rel=2e-6), way

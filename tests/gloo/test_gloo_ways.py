@@ -1,25 +1,32 @@
-"""The engine's features over real gloo processes: ways to call a model and a slice of the matrix,
-few bits, messages of several units, gathers in two hops, loops over weights that are left early.
-One launch runs many cases inside the same processes.
+"""The engine's features over real gloo processes, and what engines that have ended leave behind:
+no descriptor, thread, group, log or key. One launch runs many cases inside the same processes.
 """
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from tests.helpers import one_bit, oracle
-from tests.helpers.compressed import GRADIENTS, check_gradients, compressible, trained
+from hf_zero.distributed.collective_log import CollectiveStats
+from hf_zero.distributed.collectives import DimGroups, MeshDim
+from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.world_group import get_world_group
+from tests.helpers import oracle
 from tests.helpers.engines import (
     STAGES,
     engine_opener,
     train_on_rank,
 )
-from tests.helpers.models import ARCHITECTURES, Stack, seeded
+from tests.helpers.leftovers import ENDINGS, await_threads, held_of_the_job, large, settle, working
+from tests.helpers.models import ARCHITECTURES, seeded
+from tests.helpers.offloads import DEVICE, offload, opened, train
 from tests.helpers.processes import run_processes, say
-from tests.helpers.training import ArchitectureJob, Plan, merge
+from tests.helpers.tensor_parallel import llama
+from tests.helpers.training import ArchitectureJob, Plan, adamw, merge
 from tests.helpers.ways import WAYS
 
 Cell = tuple[str, int, Plan]  # job, stage, plan
@@ -65,58 +72,91 @@ def test_all_ways_on_three_processes():
     check(3, [(name, STAGES[at % 4], plan_of(3)) for at, name in enumerate(WAYS)])
 
 
-# ---- fewer bits ----
-
-RANKS = 3
-ONE = Plan(precision="bf16")
-CASES: list[tuple[int, Plan, dict[str, Any], dict[str, Any]]] = [
-    (1, Plan(steps=2, precision="bf16"), {}, {"compressed_communication": {"bits": 4}}),
-    (3, Plan(steps=2, precision="bf16"), {**GRADIENTS, "zero_quantized_weights": True}, {}),
-]
-
-
-def trained_in_turn(rank):
-    sent: list[int] = []
-    isend = dist.isend
-
-    def counted(tensor, *args, **kwargs):
-        sent.append(tensor.nbytes)
-        return isend(tensor, *args, **kwargs)
-
-    dist.isend = counted
-    answers = []
-    for stage, plan, zero, more in CASES:
-        say(f"stage {stage}")
-        sent.clear()
-        answers.append((trained(rank, seeded(Stack), stage, plan, zero, more), list(sent)))
-    say("1 bit")
-    sent.clear()
-    answers.append((one_bit.trained(rank, seeded(Stack), ONE), list(sent)))
-    return answers
-
-
-def test_fewer_bits():
-    answers = run_processes(RANKS, trained_in_turn)
-    one_bit.check([answer[-1][0] for answer in answers], ONE)
-    for answer in answers:
-        seen, sent = answer[-1]
-        for state in seen[0][1].values():
-            message = one_bit.nbytes(state["layout"])
-            # to each other rank, up and down, in each step after the freeze
-            assert sent.count(message) >= 2 * (RANKS - 1) * (one_bit.STEPS - one_bit.FREEZE)
-    for number, (stage, plan, _, _) in enumerate(CASES):
-        check_gradients([answer[number][0] for answer in answers], stage, plan)
-        for answer in answers:
-            (_, layouts), sent = answer[number]
-            for layout in [layout for layout, _ in layouts.values() if compressible(layout)]:
-                four = -(-layout.chunk // 32) * 16 + -(-layout.chunk // 512) * 16
-                eight = -(-layout.chunk // 16) * 16 + -(-layout.chunk // 2048) * 16
-                # to each other rank: up, and down, in each of two steps
-                assert sent.count(four) >= 2 * (RANKS - 1) * (2 if stage == 1 else 1)
-                assert (sent.count(eight) >= 2 * (RANKS - 1)) == (stage == 3)
-                assert 2 * layout.chunk not in sent
-
-
 # ---- gathers in two hops ----
 
 NODES, NODE = 4, 2  # ranks, and those of a node
+
+
+# ---- after the end of an engine ----
+
+# how it ends, where its state is, stage, further configuration
+Case = tuple[str, str, int, dict[str, Any]]
+ASYNC: dict[str, Any] = {"checkpoint": {"async_save": True}}
+TENSOR: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}}
+
+CASES: list[Case] = [
+    ("destroyed", DEVICE, 2, ASYNC),
+    ("dropped", DEVICE, 3, {"replicate_size": 2}),
+    ("exception", "all in files", 3, {}),
+    ("destroyed", DEVICE, 3, TENSOR),
+]
+
+
+def one_engine(rank, case, folder):
+    ending, way, stage, more = case
+    section = offload(way, stage, folder, max_in_cpu=0, buffer_size=1 << 16)
+    if "tensor_parallel" in more:
+        model = seeded(llama)
+        engine = opened(model, section, adamw, **more)
+        ids = torch.arange(12).view(2, 6)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    else:
+        engine = opened(large(), section, adamw, **more)
+        train(engine, rank, range(2))
+        if "checkpoint" in more:
+            engine.save_checkpoint(str(folder / "saved"))
+    ENDINGS[ending](engine)
+
+
+def look(others):
+    """What remains after all ranks have ended their engine. Collective."""
+    await_threads(others)
+    for _ in range(2):  # what all ranks have left is known once all of them have left it
+        dist.barrier()
+        settle()
+    dist.barrier()
+    held = held_of_the_job()
+    dist.barrier()
+    return held
+
+
+def train_and_end(rank, tmp_path):
+    one_engine(rank, CASES[0], tmp_path)  # it saves: the keys of messages are made once
+    get_world_group().watchdog.rank_status.look()  # as a long wait does
+    seen, others = [], working()
+    for number, case in enumerate(CASES):
+        say(str(case))
+        folder, held = tmp_path / str(number), []
+        folder.mkdir(exist_ok=True)
+        for _ in range(3):
+            one_engine(rank, case, folder)
+            gc.collect()
+            held.append(look(others))
+        seen.append(held)
+    return seen
+
+
+def test_what_the_job_holds_does_not_grow(tmp_path):
+    """By the second engine of a kind what is made once is made."""
+    answers = run_processes(2, train_and_end, tmp_path, timeout=590)
+    for rank, seen in enumerate(answers):
+        for case, (_, first, last) in zip(CASES, seen):
+            assert last == first, f"rank {rank}, {case}"
+            assert first["keys"] == seen[0][0]["keys"], f"rank {rank}, {case}"
+
+
+def between_hosts(rank):
+    """Gathered numbers, and the maximum, between the hosts of a device's ranks."""
+    groups = DimGroups(None, None, "nccl", torch.device("cpu"))
+    axis = MeshDim(range(3), rank, groups, CollectiveStats(), Watchdog(enabled=False))
+    axis._follows = torch.device("cuda")  # whose messages no backend here takes
+    assert axis.host_messages_on == torch.device("cpu")
+    whole = torch.empty(3, 2, dtype=torch.int64)
+    axis.all_gather([(whole.view(-1), torch.tensor([rank, 7 * rank]))], "numbers").wait()
+    return whole, axis.maximum_on_hosts([rank, -rank, int(rank == 1)], "numbers")
+
+
+def test_hosts_tell_each_other_numbers_beside_a_device():
+    for whole, largest in run_processes(3, between_hosts, timeout=300):
+        assert whole.tolist() == [[0, 0], [1, 7], [2, 14]] and largest == [2, 0, 1]

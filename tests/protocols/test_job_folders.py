@@ -16,7 +16,7 @@ from hf_zero.checkpoint.memory import folders, saving
 from hf_zero.checkpoint.storage import collective_try
 from hf_zero.errors import CheckpointError
 from tests.protocols import memory
-from tests.protocols.explore import Judge, explore, find, seed_fault
+from tests.protocols.explore import Judge, explore
 from tests.protocols.files import folder_of
 from tests.protocols.ranks import CollectiveFailed, World
 from tests.protocols.simulation import Process, Simulation
@@ -119,25 +119,3 @@ def test_a_job_keeps_its_folder(
     jobs: str, settings: Any, few: int, schedules: Callable[..., int]
 ) -> None:
     explore(JOBS[jobs], schedules(few, 2 * len(JOBS)), **settings)
-
-
-def test_a_rank_enters_as_files_of_an_earlier_attempt_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a job of the same name that has claimed the folder a moment before."""
-    touch = Path.touch
-
-    def late(self: Path) -> None:
-        monkeypatch.setattr(Path, "touch", touch)
-        folders.forget_ranks(tmp_path)
-        touch(self)
-
-    monkeypatch.setattr(Path, "touch", late)
-    folders.enter(tmp_path, 3)
-    assert folders.rank_mark(tmp_path, 3).exists()
-
-
-def test_a_folder_is_cleaned_after_its_lock_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    edit = ("    try:\n        away", "    lock.close()\n    try:\n        away")
-    seed_fault(monkeypatch, folders, "remove_job", edit)
-    find(JOBS["it is cleaned"], 300, **HELD)

@@ -12,7 +12,7 @@ import pytest
 from hf_zero.checkpoint.convert.files import LOCK, lock_folder
 from hf_zero.deepspeed import state_dicts
 from hf_zero.errors import CheckpointError
-from tests.protocols.explore import Judge, explore, find, seed_fault
+from tests.protocols.explore import Judge, explore
 from tests.protocols.files import folder_of, scheduled
 from tests.protocols.simulation import Process, Simulation
 
@@ -73,9 +73,3 @@ def files() -> Iterator[None]:
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_one_writes(entry: str, schedules: Callable[..., int]) -> None:
     explore(partial(writers, *ENTRIES[entry], 3), schedules(400, len(ENTRIES)), **SETTINGS)
-
-
-def test_a_writer_asks_for_the_name_of_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    edit = ("writes = lock.is_current()", "writes = (folder / '.fp32.lock').exists()")
-    seed_fault(monkeypatch, state_dicts, "_one_writer", edit)
-    find(partial(writers, *ENTRIES["one writes for all"], 3), 3000, **SETTINGS)

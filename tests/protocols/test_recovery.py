@@ -21,12 +21,13 @@ from tests.protocols.simulation import Simulation
 
 TIMEOUT = 30.0
 SETTINGS: dict[str, Any] = {"delays": (0.3, 2.0, 70.0), "deaths": 1, "seconds": 900.0}
-Passes = list[tuple[str, int, bool]]  # kind, collectives, whether an exception ends it
+Passes = list[tuple[str, int, bool]]  # kind ("": none), collectives, whether an exception ends it
 WHOLE: Passes = [("forward", 2, False), ("forward", 2, False)]
 STEP: Passes = [("backward", 1, False), ("norm", 1, False)]
 # the passes of each rank, and whether they go on alike
 CASES: dict[str, tuple[list[Passes], bool]] = {
     "all break alike": ([[("forward", 1, True), ("forward", 2, False)]] * 3, True),
+    "all go on outside any pass": ([[("forward", 1, True), ("", 1, False)]] * 3, True),
     "one breaks after its collectives": ([[("forward", 2, True), WHOLE[0]], WHOLE], True),
     "one breaks early": ([[("forward", 1, True), WHOLE[0]], WHOLE], False),
     "one breaks before its first collective": (
@@ -77,14 +78,16 @@ def run_passes(scripts: list[Passes], alike: bool, simulation: Simulation) -> Ju
 
         simulation.spawn(f"watch of {rank}", watch, daemon=True)
         for kind, collectives, breaks in scripts[rank]:
-            tracker.begin(kind, kind)
+            if kind:
+                tracker.begin(kind, kind)
             for number in range(collectives):
                 what = log.issue(f"{kind} {number}").what
                 said = world.collective("gathers", rank, what, lambda: bool(watchdog.verdict))
                 if len(set(said)) > 1:
                     world.fault = f"different collectives have matched: {said}"
                 watchdog.check()
-            tracker.broke() if breaks else tracker.end()
+            if kind:
+                tracker.broke() if breaks else tracker.end()
         world.results[rank] = "over"  # its watchdog answers until the others are over, too
         simulation.wait(lambda: len(world.results) == world.size, 2 * TIMEOUT, "the others")
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_zero.checkpoint.memory import folders
-from hf_zero.checkpoint.memory.hosts import Hosts
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
 from hf_zero.ops import native
@@ -107,27 +105,6 @@ def test_a_job_is_known_by_what_its_restarts_keep(monkeypatch: pytest.MonkeyPatc
         assert folders.job_identity(asked)[0] == found, "it is the same at each call"
 
 
-PARTNERS = [
-    ("ab", 2, [[1], [0]]),
-    ("ab", 3, [[1], [0]]),
-    ("aa", 2, [[], []]),
-    ("aabb", 2, [[2], [3], [0], [1]]),
-    ("abab", 2, [[1], [0], [3], [2]]),
-    ("aaab", 2, [[3], [3], [3], [0]]),
-    ("abc", 3, [[1, 2], [2, 0], [0, 1]]),
-    ("abc", 1, [[], [], []]),
-]
-
-
-def test_copies_are_on_the_next_hosts() -> None:
-    for hosts, copies, partners in PARTNERS:
-        made, ranks = Hosts(hosts), range(len(hosts))
-        assert [made.partners(rank, copies) for rank in ranks] == partners, hosts
-        pairs = {(rank, peer) for rank, peers in enumerate(partners) for peer in peers}
-        kept = {(rank, peer) for peer in ranks for rank in made.kept_by(peer, copies)}
-        assert kept == pairs, hosts
-
-
 def left(base: Path, job: str) -> Path:
     folder = folders.job_folder(base, job)
     slot = folder / "host" / "engine-0" / "slot-0"
@@ -183,65 +160,3 @@ def test_clean_takes_no_mark_that_is_not_a_file(tmp_path: Path) -> None:
     if os.getuid() == 0:  # another user's folder of this user's name
         os.chown(job, 65534, 65534)
         assert remove().exit_code == 0 and job.exists()
-
-
-def test_a_job_that_begins_while_its_folder_is_removed_makes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, removed, marks = left(tmp_path, "job"), shutil.rmtree, []
-
-    def begins(path: Path, **options: bool) -> None:
-        marks.append(folders.InUse(folder))
-        removed(path, **options)
-
-    monkeypatch.setattr(folders.shutil, "rmtree", begins)
-    assert folders.remove_job(folder)
-    monkeypatch.undo()
-    assert folders.is_in_use(folder) and marks[-1].is_current()
-    assert not any(folder.rglob("*.safetensors"))
-    assert [job.folder for job in folders.jobs_in(tmp_path)] == [folder]
-    interrupted = left(tmp_path, "half")
-    interrupted.rename(interrupted.with_name(interrupted.name + folders.REMOVED))
-    assert [folders.remove_job(job.folder) for job in folders.jobs_in(tmp_path)].count(True) == 1
-
-
-ENDING = """
-import os, sys
-from pathlib import Path
-from hf_zero.checkpoint.memory import folders
-from hf_zero.ops import native
-how, *jobs = sys.argv[1:]
-for top in map(Path, jobs):  # a process for each job: one import for all
-    if os.fork() == 0:
-        break
-else:
-    sys.exit(any([os.wait()[1] for _ in jobs]))
-folder = top / "host" / "engine-0"
-folders.enter(folder, 0)
-if how == "native":
-    native.release_at_exit(folder, top, folders.IN_USE, folders.rank_mark(folder, 0))
-os.write(1, b"entered\\n")
-sys.stdin.buffer.raw.read(1)
-if how == "python":
-    folders.release(folder, top, 0)
-"""
-
-
-def test_a_job_that_ends_leaves_the_next_one_its_folder(tmp_path: Path) -> None:
-    """The next one has claimed the folder, or only marked the job's, or has not begun."""
-    how = "native" if hasattr(native.core(), "release_at_exit") else "python"
-    tops = {name: left(tmp_path, name) for name in ("claimed", "entered", "marked", "alone")}
-    engines = {name: top / "host" / "engine-0" for name, top in tops.items()}
-    launched = [sys.executable, "-c", ENDING, how, *map(str, tops.values())]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(launched, **pipes) as ending:
-        assert [ending.stdout.readline() for _ in tops] == ["entered\n"] * len(tops)
-        kept: list[Any] = [folders.InUse(tops["claimed"]), folders.InUse(tops["marked"])]
-        kept.append(folders.Claim(engines["claimed"]))
-        folders.enter(engines["entered"], 0)
-        ending.communicate("." * len(tops))
-    assert ending.returncode == 0
-    for name, top in tops.items():
-        assert any(engines[name].glob("slot-0/*")) == (name in ("claimed", "entered")), name
-        assert top.exists() == (name != "alone"), name
-    assert all(mark.is_current() for mark in kept)

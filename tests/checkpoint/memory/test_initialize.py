@@ -1,10 +1,11 @@
-"""``initialize(resume=...)`` and loads of a script whose generations are in memory; ranks that
-share layers, experts or shards: resumed bit for bit on the same ranks, and on others as from disk.
+"""``initialize(resume=...)`` and loads of scripts whose generations are in memory; ranks that share
+layers; saves on disk that a thread takes from a generation, without a second copy of the state.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import shutil
 import threading
 from collections.abc import Callable
@@ -16,13 +17,16 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.checkpoint.memory import saving
+from hf_zero import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+from hf_zero.checkpoint import save_job, verify_checkpoint
+from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.memory import folders, saving
 from hf_zero.checkpoint.memory.resume import newest_in_memory
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError
-from hf_zero.measures.metrics_file import read_metrics
 from tests.checkpoint.memory.jobs import Kept, attempt, firsts, hosts, same, whole
 from tests.checkpoint.memory.test_generations import flip
+from tests.checkpoint.setups import held
 from tests.checkpoint.test_resume import Rows, config, net, train
 from tests.helpers.stacks import on_ranks
 
@@ -117,18 +121,6 @@ def test_a_checkpoint_that_is_named_is_the_one_that_is_resumed(tmp_path: Path) -
     assert engine.resumed_from is None and engine.global_steps == 0
 
 
-def test_the_figures_of_a_run_stay_in_its_folder(tmp_path: Path) -> None:
-    """Nothing is saved on disk: the folder is the one that the script resumes."""
-    settings = settings_of(tmp_path, every=2, on_disk=False) | {"metrics": {"enabled": True}}
-    for stop, first in ((3, 0), (5, 2)):
-        steps, engine = trained(settings, stop=stop, resume=str(tmp_path / "run"))
-        assert min(steps) == first + 1
-        engine.measures.finish(engine)
-        assert [row["step"] for row in read_metrics(tmp_path / "run")] == [*range(1, stop + 1)]
-        del engine
-    assert not list((tmp_path / "memory").rglob("metrics.jsonl"))
-
-
 def test_a_generation_that_is_lost_between_choice_and_load_is_named(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, on_disk=False)
     trained(settings, stop=1)
@@ -170,7 +162,6 @@ def test_buffers_that_ranks_change_by_themselves_are_those_of_rank_0(tmp_path):
 
 
 TENSOR = {"tensor_parallel": {"autotp_size": 2}}
-WHOLE = {"replicate_size": 1}  # no parallel axis, with the models of the others
 
 
 def meshed(keys: dict[str, Any], ranks: int = 2, stage: int = 3) -> Kept:
@@ -195,15 +186,161 @@ def test_a_restart_without_a_host_is_exact(row: str, tmp_path: Path) -> None:
     same(resumed, whole(setup, 3))
 
 
-def test_other_parallel_sizes_load_as_from_disk(tmp_path: Path) -> None:
-    before, after = (meshed(keys).at(tmp_path) for keys in (TENSOR, WHOLE))
+__all__ = ["held", "hosts"]
+
+COPIES: list[str] = []  # files that saves on disk have copied to staging memory
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves on disk note the copies that they make of the state."""
+    copy = save_job.copy_to_memory
+    COPIES.clear()
+
+    def noted(memory: torch.Tensor, plan: Any, *rest: Any) -> None:
+        COPIES.append(f"{plan.size} bytes")
+        copy(memory, plan, *rest)
+
+    monkeypatch.setattr(save_job, "copy_to_memory", noted)
+
+
+def files(engine: Any, rank: int) -> set[int]:
+    """The inodes of this rank's files in both slots."""
+    folder = engine.memory.folder(engine.memory.base)
+    found = folder.glob(f"slot-*/rank-{rank:05d}-*.safetensors")
+    return {path.stat().st_ino for path in found}
+
+
+def test_a_generation_is_written_to_disk_while_later_ones_are_made(
+    tmp_path: Path, held: threading.Event
+) -> None:
+    """The thread writes once both slots have been overwritten."""
+    setup = Kept(stage=3, way="all in files").at(tmp_path)
+    trained = threading.Barrier(setup.ranks, timeout=60)
 
     def to_disk(engine: Any, rank: int) -> None:
-        before.train(engine, rank, range(2))
-        engine.save_checkpoint(str(tmp_path / "saved"))
+        setup.train(engine, rank, range(2))
+        engine.memory.wait()
+        before = files(engine, rank)
+        setup.train(engine, rank, range(2, 4))
+        engine.memory.wait()
+        assert files(engine, rank) == before, "each slot's file is overwritten in place"
+        state = {"step": 4}
+        engine.save_checkpoint(str(tmp_path / "run"), client_state=state, blocking=False)
+        state["step"] = 5
+        setup.train(engine, rank, range(4, 6))
+        engine.memory.wait()
+        assert len(files(engine, rank) & before) == 1, "the file that is read stays as it is"
+        trained.wait()
+        held.set()
+        engine.wait_for_checkpoint()
+        for thread in threading.enumerate():
+            if thread.name == "hf-zero save":
+                thread.join()
+        own, lines = f"/rank-{rank:05d}-", Path("/proc/self/maps").read_text().splitlines()
+        maps = [line for line in lines if f"{setup.base}/" in line and own in line]
+        assert len(maps) >= 2
+        assert not [line for line in maps if "(deleted)" in line], "what was written takes no room"
 
-    attempt(before, range(2), before=to_disk)
-    resumed = attempt(after, range(3), tmp_path / "disk")
-    assert firsts(resumed) == {2}
-    elsewhere = dataclasses.replace(after, base=tmp_path / "other")
-    same(resumed, attempt(elsewhere, range(3), tmp_path / "saved"))
+    attempt(setup, range(6), before=to_disk)
+    assert not COPIES
+    assert verify_checkpoint(tmp_path / "run").problems == ()
+
+    def loads(engine: Any, rank: int) -> Any:
+        return engine.load_checkpoint(str(tmp_path / "run"), "global_step4")[1]
+
+    elsewhere = dataclasses.replace(setup, base=tmp_path / "third")
+    resumed = attempt(elsewhere, range(7), before=loads)
+    assert [said for *_, said in resumed] == [{"step": 4}] * setup.ranks
+    same([(4, *rest) for _, *rest in resumed], whole(setup, 7))
+
+
+def test_without_room_for_a_third_file_a_generation_is_left_out(
+    tmp_path: Path,
+    held: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    heard_in_full: list[str],
+) -> None:
+    setup = Kept(1, 2, hosts="a").at(tmp_path)
+
+    def to_disk(engine: Any, rank: int) -> None:
+        setup.train(engine, rank, range(2))
+        engine.save_checkpoint(str(tmp_path / "run"), blocking=False)
+        monkeypatch.setattr(folders, "free", lambda base: 1000)
+        setup.train(engine, rank, range(2, 4))  # of step 4: its slot is being read
+        engine.memory.wait()
+        held.set()
+        engine.wait_for_checkpoint()
+
+    attempt(setup, range(4), before=to_disk)
+    failed = [line for line in heard_in_full if "step 4 in memory failed" in line]
+    assert "no room for a third" in failed[0]
+    assert verify_checkpoint(tmp_path / "run").problems == ()
+    assert firsts(attempt(setup, range(4), tmp_path / "run")) == {3}
+
+
+def tensors_of(folder: Path) -> dict[str, bytes]:
+    """The data of each rank's file, behind its header (which names the save)."""
+    files = {path.name: path.read_bytes() for path in folder.glob("rank-*")}
+    return {name: data[8 + int.from_bytes(data[:8], "little") :] for name, data in files.items()}
+
+
+def nothing(engine: Any, rank: int) -> None:
+    """The state is that of the generation."""
+
+
+def weights(engine: Any, rank: int) -> None:
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.add_(1.0)
+
+
+def moments(engine: Any, rank: int) -> None:
+    parameter = next(iter(engine.module.parameters()))
+    found = safe_get_full_optimizer_state(parameter, "exp_avg")
+    safe_set_full_optimizer_state(parameter, found + 1.0, "exp_avg")
+
+
+def generator(engine: Any, rank: int) -> None:
+    random.random()
+
+
+CHANGES = [(nothing, False), (weights, True), (moments, True), (generator, True)]
+
+
+def test_what_is_saved_is_the_state_of_the_call(tmp_path: Path) -> None:
+    """A generation that differs is not taken, nor one that another save on disk has taken."""
+    setup = Kept(1, 2, hosts="a").at(tmp_path)
+
+    def saves(engine: Any, change: Callable[[Any, int], None], copies: bool) -> None:
+        folders = [str(tmp_path / f"{name} {change.__name__}") for name in ("beside", "plain")]
+        change(engine, 0)
+        COPIES.clear()
+        engine.save_checkpoint(folders[0], blocking=False)
+        engine.wait_for_checkpoint()
+        assert bool(COPIES) == copies, change.__name__
+        engine.save_checkpoint(folders[1], blocking=True)
+        beside, plain = (next(Path(folder).glob("global_step*")) for folder in folders)
+        assert tensors_of(beside) == tensors_of(plain), change.__name__
+        first, second = (Manifest.read(each / "manifest.json") for each in (beside, plain))
+        assert first.save_id != second.save_id
+        first, second = (
+            dataclasses.replace(each, save_id="", files=()) for each in (first, second)
+        )
+        assert first == second, change.__name__
+
+    def run(engine: Any, rank: int) -> None:
+        for step, (change, copies) in enumerate(CHANGES):
+            setup.train(engine, rank, range(step, step + 1))
+            engine.memory.wait()
+            saves(engine, change, copies)
+        setup.train(engine, rank, range(step, step + 1))
+        engine.save_checkpoint(str(tmp_path / "first"), blocking=False)
+        engine.wait_for_checkpoint()
+
+        def twice(engine: Any, rank: int) -> None:
+            """Another save on disk has taken the generation."""
+
+        saves(engine, twice, True)
+
+    attempt(setup, range(0), before=run)
