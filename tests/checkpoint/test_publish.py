@@ -232,6 +232,21 @@ def test_a_save_over_a_tag_that_fails_at_any_call(
     assert "exchange" in faults.made
 
 
+def test_a_load_that_fails_at_any_call(tmp_path: Path) -> None:
+    """The next load works."""
+    engine = trained(2)
+    checkpoint.save(engine, tmp_path)
+    for at in itertools.count(1):
+        faults = Faults(at, at)
+        with faults.installed():
+            ended = _ends(lambda: checkpoint.load(engine, tmp_path, verify=True))
+        checkpoint.load(engine, tmp_path)
+        if len(faults.made) < at:
+            break
+        assert not ended, (at, faults.made[-1])
+    assert ended and at > 10
+
+
 def _step(folder: Path) -> int:
     return Manifest.read(folder / MANIFEST_NAME).counters["global_steps"]
 
