@@ -151,23 +151,6 @@ def test_without_room_or_a_store_all_ranks_write_while_training_waits(
         assert verify_checkpoint(tmp_path, lacks).whole
 
 
-def test_the_configuration_asks_for_it(tmp_path: Path, held: threading.Event) -> None:
-    setup = Setup(ranks=1)
-
-    def run(rank: int) -> None:
-        model = setup.models()[0]
-        config = {**setup.config, "checkpoint": {"async_save": True}}
-        engine = start(model, setup.optimizer(model), config)
-        engine.save_checkpoint(str(tmp_path), tag="a")
-        assert not (tmp_path / "a").exists()
-        held.set()
-        engine.save_checkpoint(str(tmp_path), tag="b", blocking=True)
-        assert (tmp_path / "a").exists() and (tmp_path / "latest").read_text() == "b"
-        engine.destroy()
-
-    run_ranks(1, run)
-
-
 def test_a_bar_appears_for_work_that_lasts(monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr("tqdm.std.time", lambda: clock[0])

@@ -96,17 +96,6 @@ def test_latest_names_the_checkpoint_and_what_is_missing_is_named(tmp_path: Path
         find.locate(tmp_path / "c")
 
 
-def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path) -> None:
-    old = os.umask(0o027)
-    try:
-        saved(tmp_path / "run", tag="a", client_state={"pair": (1, 2)})
-    finally:
-        os.umask(old)
-    for path in (tmp_path / "run").rglob("*"):
-        allowed = (0o777 if path.is_dir() else 0o666) & ~0o027
-        assert stat.S_IMODE(path.stat().st_mode) == allowed, path
-
-
 # ---- links ----
 
 
@@ -277,24 +266,6 @@ def set_back(folder: Path) -> None:
 
 
 @on_each_rank(1)
-def test_retention_and_resume_do_not_ask_the_clock(
-    rank: int, model: nn.Module, tmp_path: Path
-) -> None:
-    engine = training(model)
-    for _ in range(3):
-        steps(engine, 1)
-        engine.save_checkpoint(str(tmp_path))
-    set_back(tmp_path / "global_step1")
-    steps(engine, 1)
-    engine.save_checkpoint(str(tmp_path), keep=2)
-    assert find.tags_in(tmp_path) == ["global_step3", "global_step4"]
-    (tmp_path / find.LATEST).unlink()
-    set_back(tmp_path / "global_step3")
-    assert find.newest_whole(tmp_path) == (tmp_path, "global_step4")
-    engine.destroy()
-
-
-@on_each_rank(1)
 def test_a_run_that_went_back_is_newer_than_what_it_left(
     rank: int, model: nn.Module, tmp_path: Path
 ) -> None:
@@ -347,3 +318,14 @@ def test_nothing_goes_if_the_new_one_is_damaged(tmp_path, monkeypatch, heard):
     save(tmp_path, 2, keep=1)
     assert sorted(find.tags_in(tmp_path)) == ["global_step1", "global_step2"]
     assert any("global_step2 is damaged" in text for text in heard)
+
+
+def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        saved(tmp_path / "run", tag="a", client_state={"pair": (1, 2)})
+    finally:
+        os.umask(old)
+    for path in (tmp_path / "run").rglob("*"):
+        allowed = (0o777 if path.is_dir() else 0o666) & ~0o027
+        assert stat.S_IMODE(path.stat().st_mode) == allowed, path

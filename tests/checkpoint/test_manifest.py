@@ -70,6 +70,7 @@ FIELDS = [
 NAMES = ["../rank.safetensors", "/etc/passwd", "a/b", "", ".", "..", ".hidden", "a\0b"]
 # What is changed: in the first flat, f, its chunks, c, its slots, s, or the document, d.
 DAMAGES = {
+    "no hash": lambda f, c, s, d: d["files"][0].update(hash="md5:" + "0" * 32),
     "gap between chunks": lambda f, c, s, d: _add(c[1], "start", 8),
     "chunks overlap": lambda f, c, s, d: _add(c[1], "start", -8),
     "chunk missing": lambda f, c, s, d: c.pop(),

@@ -42,20 +42,6 @@ def no_group_before_or_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not process_group.is_initialized()
 
 
-def test_without_a_group_this_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not process_group.is_initialized() and process_group.get_world_size() == 1
-    assert process_group.get_rank() == process_group.get_local_rank() == 0
-    world_group.barrier()
-    value = torch.ones(3)
-    world_group.broadcast(value, 0)
-    process_group.destroy_process_group()
-    assert value.tolist() == [1, 1, 1] and not process_group.is_initialized()
-    with pytest.raises(KeyError), world_group.raise_on_all_ranks("look"):
-        raise KeyError("an error of this rank alone")
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert process_group.get_local_rank() == 3, "the launcher's"
-
-
 def test_the_environment_as_a_meeting_place_is_the_launcher_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

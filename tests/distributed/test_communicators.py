@@ -1,10 +1,9 @@
-"""The communicators of a job on NCCL: how many ids go through the store, which calls make groups,
-and the options that reach them. NCCL itself is played; tests/gpu has it.
+"""The communicators of a job on NCCL, which is played: whether groups are split or made anew, and
+the options that reach them; tests/gpu has NCCL itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -36,62 +35,39 @@ class Options:
         self.config = SimpleNamespace(**fields, **({"cta_policy": None} if self.newest else {}))
 
 
-class Job:
-    """A job on NCCL of which only this rank exists: the groups it makes, the ids that the ranks of
-    the job write to the store and the calls of the store for them.
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Groups that this rank of a job on NCCL, the only one that exists, splits or makes, and their
+    options; ``job`` is the default group.
     """
+    made = SimpleNamespace(splits=[], groups=[], options=[])
+    backend = SimpleNamespace(
+        supports_splitting=True, options=SimpleNamespace(global_ranks_in_group=[])
+    )
 
-    def __init__(self, bound: bool, selects: bool, host: str):
-        self.bound, self.selects, self.host = bound, selects, host
-        self.ids, self.calls = 1, WORLD  # of the default group: one rank writes, the others read
-        self.splits: list[list[list[int]]] = []
-        self.groups: list[list[int]] = []
-        self.options: list[Any] = []
-        self.bound_device_id = DEVICE if bound else None
-        self.backend = SimpleNamespace(
-            supports_splitting=True, options=SimpleNamespace(global_ranks_in_group=[])
-        )
-
-    def size(self) -> int:
-        return WORLD
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self.backend
-
-    def split_group(self, split_ranks: Any, timeout: Any, pg_options: Any, **only: Any) -> Any:
+    def split_group(split_ranks: Any, timeout: Any, pg_options: Any, backend: str) -> Any:
         # torch crashes without them, if the process has had another group of the backend
-        assert self.backend.options.global_ranks_in_group == list(range(WORLD))
-        assert only == ({"backend": "cuda:nccl"} if self.selects else {}) and timeout
-        self.splits.append(split_ranks)
-        self.options.append(pg_options)
-        return next((tuple(ranks) for ranks in split_ranks if 0 in ranks), None)
+        named = made.job._get_backend(DEVICE).options.global_ranks_in_group
+        assert named == list(range(WORLD)) and backend == "cuda:nccl" and timeout
+        made.splits.append(split_ranks)
+        made.options.append(pg_options)
+        return next(tuple(ranks) for ranks in split_ranks if 0 in ranks)
 
-    def new_group(self, ranks: Any, timeout: Any, backend: str, pg_options: Any) -> Any:
+    def new_group(ranks: Any, timeout: Any, backend: str, pg_options: Any) -> Any:
         assert backend == "nccl" and timeout
-        self.groups.append(ranks)
-        self.options.append(pg_options)
-        if not self.bound:
-            self.ids, self.calls = self.ids + 1, self.calls + len(ranks)
+        made.groups.append(ranks)
         return tuple(ranks)
 
-
-@pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def begin(bound: bool = True, selects: bool = True, host: str = "gloo") -> Job:
-        job = Job(bound, selects, host)
-        played = SimpleNamespace(
-            new_group=job.new_group,
-            split_group=job.split_group,
-            group=SimpleNamespace(WORLD=job),
-            ProcessGroupNCCL=SimpleNamespace(Options=Options, NCCL_CTA_POLICY_ZERO=2),
-        )
-        monkeypatch.setattr(communicators, "dist", played)
-        monkeypatch.setattr(communicators, "_selects_backends", lambda: selects)
-        monkeypatch.setattr(communicators, "backend_serving", lambda device: host)
-        monkeypatch.setattr(flat_mesh, "connect", lambda *args: None)
-        return job
-
-    return begin
+    made.job = SimpleNamespace(
+        bound_device_id=DEVICE, size=lambda: WORLD, _get_backend=lambda device: backend
+    )
+    nccl = SimpleNamespace(Options=Options, NCCL_CTA_POLICY_ZERO=2)
+    played = SimpleNamespace(new_group=new_group, split_group=split_group, ProcessGroupNCCL=nccl)
+    played.group = SimpleNamespace(WORLD=made.job)
+    monkeypatch.setattr(communicators, "dist", played)
+    monkeypatch.setattr(communicators, "_selects_backends", lambda: True)
+    monkeypatch.setattr(flat_mesh, "connect", lambda *args: None)
+    return made
 
 
 def both_dimensions(**fields: Any) -> list[Any]:
@@ -102,54 +78,34 @@ def both_dimensions(**fields: Any) -> list[Any]:
     return [maker.make(sets, "engine 1", CollectiveStats()) for sets in (rows, columns)]
 
 
-def test_a_bound_job_of_1024_ranks_has_one_id_and_splits_for_the_rest(play: Any) -> None:
-    job = play(bound=False)
-    both_dimensions()
-    sets = WORLD // SHARDS + SHARDS
-    assert len(job.groups) == 2 * sets == 272 and not job.splits
-    assert (job.ids, job.calls) == (273, 5 * WORLD)
-
-    job = play()
-    rows, columns = both_dimensions()
-    assert len(job.splits) == 4 and not job.groups
-    assert (job.ids, job.calls) == (1, WORLD)
+def test_a_bound_job_splits_its_group_for_all_dimensions(made: Any) -> None:
+    rows, columns = both_dimensions(max_ctas=4, cta_policy="zero")
+    assert len(made.splits) == 4 and not made.groups
     assert rows.group == tuple(range(8)) and columns.group == tuple(range(0, WORLD, 8))
-
-
-def test_the_fields_reach_each_communicator_and_gathers_have_high_priority(play: Any) -> None:
-    job = play()
-    both_dimensions(max_ctas=4, cta_policy="zero")
-    assert [options.is_high_priority_stream for options in job.options] == [True, False] * 2
-    for options in job.options:
+    assert [options.is_high_priority_stream for options in made.options] == [True, False] * 2
+    for options in made.options:
         assert vars(options.config) == {"min_ctas": None, "max_ctas": 4, "cta_policy": 2}
         assert options._timeout == timedelta(seconds=35)
+    made.splits.clear()
+    made.job.bound_device_id = None
+    both_dimensions()
+    assert len(made.groups) == 2 * (WORLD // SHARDS + SHARDS) and not made.splits
 
 
 def test_an_older_nccl_names_the_field_and_the_release(
-    play: Any, monkeypatch: pytest.MonkeyPatch
+    made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play()
     monkeypatch.setattr(Options, "newest", False)
     said = r"nccl\.cta_policy: this build of torch .* without cta_policy; .* wheels of torch 2\.11"
     with pytest.raises(ConfigError, match=said):
         both_dimensions(cta_policy="zero")
 
 
-@pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    calls: list[Any] = []
-
-    def note(backend: str, device_id: Any, **options: Any) -> None:
-        calls.append((backend, device_id))
-
-    monkeypatch.setattr(dist, "init_process_group", note)
-    yield calls
-
-
-def test_the_default_group_is_bound_where_it_can_be_split(
-    joined: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_group_is_bound_where_it_can_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[Any] = []
     named: list[torch.device] = []
+    note = lambda backend, device_id, **_: joined.append((backend, device_id))  # noqa: E731
+    monkeypatch.setattr(dist, "init_process_group", note)
     monkeypatch.setattr(init, "name_ranks", named.append)
     monkeypatch.setattr(dist, "get_world_size", lambda *args: 1)
     for library in ("GLOO", "NCCL"):

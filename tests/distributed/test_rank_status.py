@@ -143,23 +143,6 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Any:
         watching._watches.discard(rank.watchdog)
 
 
-def test_a_wait_in_an_engine_that_all_have_left_is_over(pair: Any) -> None:
-    """Rank 1 has posted it, has gone on since, and is silent now; the digest that rank 0 reads is
-    from before.
-    """
-    first, second = (rank.rank_status for rank in pair)
-    logs = [rank.register(CollectiveLog("engine 1", (0, 1), 60.0)) for rank in (first, second)]
-    second.publish("waits", pending=logs[1].issue("gather"))
-    second.look()  # it leads, and writes the digest
-    logs[0].issue("gather")
-    waits = pair[0].log.issue("backward")
-    for rank, log in zip((first, second), logs):
-        rank.publish("here")
-        rank.unregister([log])
-    assert first.diagnose(waits) is None
-    assert first.missing_ranks(waits) == [1]
-
-
 def test_a_lost_connection_of_the_script_itself_is_explained(pair: Any, heard: list[str]) -> None:
     """A rank that has finished its loop gets the error in a barrier of its own."""
     lost, explain = RuntimeError("Connection closed by peer"), watching._explain_lost_connection
@@ -289,3 +272,20 @@ def test_a_rank_is_gone_once_its_interpreter_has_ended_and_not_before() -> None:
     assert "rank 1 has ended (its script is over)" in other.exit_reasons([1])[1]
     reasons = RankStatus(Gone(), 1, 2, store_host=0).exit_reasons([0])
     assert reasons[0].startswith("rank 0, which hosts the ranks' store, cannot be reached")
+
+
+def test_a_wait_in_an_engine_that_all_have_left_is_over(pair: Any) -> None:
+    """Rank 1 has posted it, has gone on since, and is silent now; the digest that rank 0 reads is
+    from before.
+    """
+    first, second = (rank.rank_status for rank in pair)
+    logs = [rank.register(CollectiveLog("engine 1", (0, 1), 60.0)) for rank in (first, second)]
+    second.publish("waits", pending=logs[1].issue("gather"))
+    second.look()  # it leads, and writes the digest
+    logs[0].issue("gather")
+    waits = pair[0].log.issue("backward")
+    for rank, log in zip((first, second), logs):
+        rank.publish("here")
+        rank.unregister([log])
+    assert first.diagnose(waits) is None
+    assert first.missing_ranks(waits) == [1]

@@ -7,12 +7,9 @@ from __future__ import annotations
 import os
 import re
 import socket
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from hf_zero.distributed import init, process_group, rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog
@@ -252,21 +249,6 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_every_rank_learns_every_host(known: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with ThreadPoolExecutor(3) as ranks:
-        for rank in (2, 1):  # they wait for rank 0, which collects
-            monkeypatch.setenv("HF_ZERO_HOST", "worker-1")
-            ranks.submit(rank_hosts.learn, store, rank, 3)
-            store.wait([f"{rank_hosts.KEY}/1/{rank}"], timedelta(seconds=60))
-        monkeypatch.setenv("HF_ZERO_HOST", "worker-0")
-        rank_hosts.learn(store, 0, 3)
-    assert known == ["worker-0 (127.0.0.1)", "worker-1 (127.0.0.1)", "worker-1 (127.0.0.1)"]
-    said = rank_hosts.named([0, 1, 2])
-    assert said == "rank 0 on worker-0 (127.0.0.1), ranks 1, 2 on worker-1 (127.0.0.1)"
-
-
 def test_a_collective_that_breaks_names_the_peers_and_their_hosts(known: list[str]) -> None:
     assert rank_hosts.named([0, 3]) == "ranks 0, 3"  # nobody told their hosts
     known += ["a (10.0.0.1)", "b (10.0.0.2)"]
@@ -371,18 +353,3 @@ def test_an_interface_that_is_not_there_is_named(
     monkeypatch.setenv(VARIABLES[0], "lo,eth98")
     with pytest.raises(LaunchError, match=r"GLOO_SOCKET_IFNAME=lo,eth98: .* interface eth98;"):
         choose_interface("127.0.0.1", several_hosts=False)
-
-
-def test_a_name_that_is_loopback_in_etc_hosts_does_not_lead_other_hosts_astray(
-    unset: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Many machines know their own name as 127.0.1.1."""
-    ways = {"worker-0": "127.0.0.1", rank_hosts.SOMEWHERE: "10.9.8.7"}
-    monkeypatch.setattr(rank_hosts, "_source", lambda address: ways.get(address))
-    names = {"127.0.0.1": "lo", "10.9.8.7": "eth0"}
-    monkeypatch.setattr(rank_hosts, "interface_of", names.get)
-    choose_interface("worker-0", several_hosts=True)
-    assert os.environ[VARIABLES[0]] == "eth0"
-    monkeypatch.setenv(VARIABLES[0], "")
-    choose_interface("worker-0", several_hosts=False)
-    assert os.environ[VARIABLES[0]] == "lo"

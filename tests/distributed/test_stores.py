@@ -8,7 +8,6 @@ import ctypes
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -276,25 +275,6 @@ def test_serving_ends_with_what_is_served(quick: None) -> None:
 MANY, ON_A_HOST = 64, 8
 
 
-class Counted:
-    """A client of a store that counts its requests by name."""
-
-    def __init__(self, store: Any) -> None:
-        self._store, self.asked = store, Counter[str]()
-
-    def clone(self) -> Counted:
-        return self
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        call = getattr(self._store, name)
-
-        def counted(*args: Any) -> Any:
-            self.asked[name] += 1
-            return call(*args)
-
-        return counted
-
-
 def test_ranks_of_unknown_hosts_are_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(rank_status, "_identity", lambda process: f"? {process} ?")
@@ -302,20 +282,3 @@ def test_ranks_of_unknown_hosts_are_not_taken_for_dead(monkeypatch: pytest.Monke
     here.look()
     assert here._identities.keys() == {0, 1} and not here._neighbours
     assert here.failure_cause(0.0) is None and not here.troubled
-
-
-def test_an_agreement_costs_each_rank_the_same_whatever_the_world() -> None:
-    store = dist.HashStore()
-    clients = [Counted(store) for _ in range(MANY)]
-    ranks = [Consensus(client, at, range(MANY), 60.0) for at, client in enumerate(clients)]
-
-    def agree(rank: Consensus) -> None:
-        for unit in range(3):
-            rank.gathers.agree("forward", (1, unit), str)
-
-    on_threads([partial(agree, rank) for rank in ranks])
-    for client in clients:
-        polls = client.asked.pop("check")
-        assert polls >= 3
-        # the last to come reads the list, publishes the outcome, and deletes the last one
-        assert 3 * 3 <= client.asked.total() <= 3 * (3 + 2 + 3)

@@ -94,19 +94,6 @@ def test_a_look_that_fails_is_not_the_last(heard: list[str]) -> None:
         watchdog.close()
 
 
-class Work:
-    """A collective whose wait returns at once, as where only a stream waits."""
-
-    def __init__(self) -> None:
-        self.completed = False
-
-    def is_completed(self) -> bool:
-        return self.completed
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watchdog], list[CollectiveLog]]:
     store, logs, watches = dist.HashStore(), [], []
     for rank in range(2):
@@ -115,19 +102,6 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watchdog], list[Col
         watches.append(Watchdog(rank_status=rank_status))
         monkeypatch.setattr(watches[-1], "start", lambda: None)
     return watches, logs
-
-
-def test_followed_collectives_that_differ_end_both_ranks(
-    clock: Clock, heard: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watches, logs = two_ranks(monkeypatch)
-    for watchdog, log, name in zip(watches, logs, ("layer.1", "layer.2")):
-        watchdog.follow(log.issue(f"all-gather of {name}"), Work().is_completed)
-    for watchdog in (*watches, *watches):
-        clock.run(watchdog, 2)
-    for watchdog in watches:
-        with pytest.raises(RankMismatchError, match=r"layer.1.*layer.2|layer.2.*layer.1"):
-            watchdog.check()
 
 
 def test_communicators_are_aborted_together(caplog: pytest.LogCaptureFixture) -> None:

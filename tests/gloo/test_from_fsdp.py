@@ -139,18 +139,6 @@ def test_what_lies_beside_the_model_keeps_its_shape(written, heard):
     assert "holds tensors beside the model, which the client state is without: seen.0" in heard[0]
 
 
-def test_states_that_no_engine_names_are_left_out(written, heard):
-    """By their places alone they would go to the wrong parameters."""
-    with open_checkpoint(written[0] / "unnamed") as opened:
-        assert opened.manifest.optimizer is None
-        assert {name for flat in opened.manifest.flats for name in flat.states} == set()
-    assert "does not say which parameters its optimizer's state belongs to" in heard[0]
-    named = [(name, p) for name, p in build(True).named_parameters() if p.requires_grad]
-    other = [[name for name, p in named if p.ndim == ndim] for ndim in (1, 2)]
-    with open_checkpoint(written[0] / "unnamed", lambda: other) as opened:
-        assert opened.manifest.optimizer is None
-
-
 # ---- damage ----
 
 

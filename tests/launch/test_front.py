@@ -92,15 +92,6 @@ def test_the_first_failure_ends_the_others(
     assert gone(int(pid.read_text()))
 
 
-def test_what_hides_in_a_session_of_its_own_is_ended_too(tmp_path: Path) -> None:
-    """The ranks of torchrun are such processes when torchrun itself is killed."""
-    pid = tmp_path / "pid"
-    hides = f"setsid sh -c 'echo $$ > {pid}; exec sleep 3600' & "
-    hides += f"while ! [ -s {pid} ]; do sleep 0.05; done; kill -9 $$"
-    assert carry_out(LaunchPlan([on("a", hides), on("b", "exec sleep 3600")], None)) == 137
-    assert gone(int(pid.read_text()))
-
-
 def test_a_host_that_is_deaf_is_cut_off(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     deaf = "trap '' TERM; while true; do sleep 1; done"
     starts = [on("deaf", "true", agent=deaf), on("bad", "exit 1")]

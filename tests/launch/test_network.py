@@ -11,16 +11,13 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch.distributed as dist
 
-from hf_zero.distributed.rank_hosts import interface_of
 from hf_zero.distributed.torchrun import RendezvousStore
-from hf_zero.launch.plan import Request, plan
-from tests.helpers.cells import in_one_item, in_turn
+from tests.helpers.cells import in_one_item
 from tests.helpers.commands import end_group
 
 LIMIT_SECONDS = 240.0
@@ -99,26 +96,3 @@ def test_a_store_listens_on_the_address_of_the_rendezvous(case: tuple[str, set[s
     client = dist.TCPStore(address, store.port, is_master=False, timeout=timedelta(seconds=20))
     client.set("key", "value")
     assert again.get("key") == b"value"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="gloo takes the interface of an address")
-@in_turn(
-    "options, environ, chosen",
-    [
-        ({}, {}, True),
-        ({"master_addr": "127.0.0.1"}, {}, True),
-        ({"master_addr": "10.0.0.1"}, {}, False),  # the user asks for the network
-        ({"master_addr": "localhost", "export": ("GLOO_SOCKET_IFNAME=eth7",)}, {}, False),
-        ({}, {"GLOO_SOCKET_IFNAME": "eth7"}, False),
-        ({"num_nodes": 2, "node_rank": 0, "master_addr": "10.0.0.1", "master_port": 1}, {}, False),
-    ],
-)
-def test_gloo_gets_the_loopback_interface_on_one_host(
-    options: dict[str, Any], environ: dict[str, str], chosen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    (start,) = plan(Request("train.py", **options), lambda: 2).starts
-    found = start.environment.get("GLOO_SOCKET_IFNAME")
-    assert (found == interface_of("127.0.0.1")) is chosen

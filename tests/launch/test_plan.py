@@ -16,7 +16,7 @@ from hf_zero.errors import LaunchError
 from hf_zero.launch import hosts
 from hf_zero.launch import plan as planning
 from hf_zero.launch.hosts import SSH, Host, address_of, is_here, read_hostfile, select, ssh_command
-from hf_zero.launch.plan import LAUNCHER, LaunchPlan, Request, exported, plan
+from hf_zero.launch.plan import LaunchPlan, Request, exported, plan
 from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed
 
@@ -42,18 +42,6 @@ def made(script: str = "train.py", *arguments: str, ranks: int = 2, **options: A
 
 def option(command: list[str], name: str) -> str:
     return command[command.index(name) + 1]
-
-
-def test_one_machine_takes_torchrun_at_a_free_port() -> None:
-    planned = made("train.py", "--lr", "1", ranks=3, log_dir=Path("logs"))
-    assert planned.alone and planned.meeting is None
-    (start,) = planned.starts
-    assert start.command[:4] == [sys.executable, "-m", LAUNCHER, "torch.distributed.run"]
-    assert start.command[-4:] == ["--", "train.py", "--lr", "1"]
-    assert option(start.command, "--nproc-per-node") == "3"
-    assert option(start.command, "--rdzv-endpoint") == "127.0.0.1:0"
-    assert option(start.command, "--log-dir") == "logs" and option(start.command, "--tee") == "3"
-    assert start.environment.keys() <= {"GLOO_SOCKET_IFNAME"}
 
 
 def test_hosts_are_reached_through_the_ssh_program(
@@ -91,19 +79,6 @@ def test_the_ssh_program(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ssh_command("other") == ["other"]
     with pytest.raises(LaunchError, match="cannot be read as a command"):
         ssh_command("'open")
-
-
-def test_slots_that_were_chosen_are_the_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = hostfile(tmp_path, "10.9.9.1 slots=4", "10.9.9.2 slots=2")
-    planned = made(hostfile=file, include="10.9.9.1:1,3@10.9.9.2", master_port=1)
-    name = "CUDA_VISIBLE_DEVICES"
-    assert [start.environment.get(name) for start in planned.starts] == ["1,3", None]
-    assert option(planned.starts[0].command, "--nproc-per-node") == "2"
-    assert made(include="localhost:2", ranks=4).starts[0].environment[name] == "2"
-    monkeypatch.setenv(name, "4,5,6,7")
-    assert made(include="localhost:1,2", ranks=4).starts[0].environment[name] == "5,6"
 
 
 def test_accelerate_launch_gets_its_machine(tmp_path: Path) -> None:

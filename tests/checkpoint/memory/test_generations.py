@@ -109,21 +109,6 @@ def saves_each(engine: Any, rank: int, disk: Path) -> None:
     engine.memory.wait()
 
 
-def test_a_newer_checkpoint_on_disk_and_a_tag_prevail(tmp_path: Path) -> None:
-    setup, disk = Kept(more={"every": 2}).at(tmp_path), tmp_path / "disk"
-    # memory has step 2, the disk 1 to 3
-    attempt(setup, range(3), before=lambda engine, rank: saves_each(engine, rank, disk))
-
-    def tagged(engine: Any, rank: int) -> int:
-        assert engine.global_steps == 3
-        path, _ = engine.load_checkpoint(str(disk), "global_step1")
-        assert path == str(disk / "global_step1")
-        return int(engine.global_steps)
-
-    resumed = attempt(setup, range(1), disk, before=tagged)
-    assert [said for *_, said in resumed] == [1, 1]
-
-
 @pytest.mark.parametrize("step", [1, 2])
 def test_what_is_saved_after_a_load_of_an_earlier_step_prevails(step: int, tmp_path: Path) -> None:
     setup, disk = Kept().at(tmp_path), tmp_path / "disk"
@@ -161,37 +146,6 @@ def test_a_generation_of_two_attempts_is_never_mixed(tmp_path: Path) -> None:
     kept_aside(setup, "b", tmp_path, None)
     with pytest.raises(RankFailed, match="no checkpoint in"):
         attempt(setup, range(STEPS), tmp_path / "disk")
-
-
-@pytest.mark.parametrize("saves", ["memory", "disk"])
-def test_the_branch_that_was_left_loses_between_memory_and_disk(saves, tmp_path, monkeypatch):
-    """Steps to 6; back to 1, and a save of step 2 in memory or on disk. The clock is set back at
-    the restart, which resumes step 2, and what it saves is newer still.
-    """
-    left_in_memory = 4 if saves == "memory" else 6  # the latest of the other kind is of step 6
-    setup = Kept(1, hosts="a", more={"every": 2}).at(tmp_path)
-
-    def goes_back(engine, rank):
-        train(engine, rank, range(1))
-        engine.save_checkpoint(setup.folder, "early")
-        train(engine, rank, range(1, left_in_memory))
-        if saves == "memory":
-            train(engine, rank, range(left_in_memory, 6))
-            engine.save_checkpoint(setup.folder, "left")
-        engine.memory.wait()
-        engine.load_checkpoint(setup.folder, "early")
-        engine.memory.every = 2 if saves == "memory" else 100
-        train(engine, rank, range(1, 2))
-        engine.memory.wait()
-        if saves == "disk":
-            engine.save_checkpoint(setup.folder, "other")
-
-    attempt(setup, range(0), before=goes_back)
-    monkeypatch.setattr(job_folders.time, "time_ns", lambda: 0)
-    first = attempt(setup, range(3), setup.folder, lambda e, r: e.save_checkpoint(setup.folder))
-    assert firsts(first) == {2}
-    assert firsts(attempt(setup, range(4), setup.folder)) == {2}
-    assert firsts(attempt(setup, range(5), setup.folder)) == {4}
 
 
 CLAIMS = """

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import shutil
 import threading
 from collections.abc import Callable
 from itertools import chain
@@ -110,17 +109,6 @@ def test_initialize_resumes_from_the_newer_of_memory_and_disk(tmp_path, on_disk,
         assert steps == {step: all_steps[step] for step in steps}
 
 
-def test_a_checkpoint_that_is_named_is_the_one_that_is_resumed(tmp_path: Path) -> None:
-    settings, run = settings_of(tmp_path), tmp_path / "run"
-    trained(settings, saves={1}, stop=2)
-    for resume, step in ((run / "global_step1", 1), (run, 2), ("latest", 2)):
-        engine = alone(config=settings, training_data=Rows(), resume=resume)
-        assert engine.global_steps == step
-    shutil.rmtree(tmp_path / "memory")
-    engine = alone(config=settings_of(tmp_path, on_disk=False), resume="latest")
-    assert engine.resumed_from is None and engine.global_steps == 0
-
-
 def test_a_generation_that_is_lost_between_choice_and_load_is_named(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, on_disk=False)
     trained(settings, stop=1)
@@ -159,31 +147,6 @@ def test_buffers_that_ranks_change_by_themselves_are_those_of_rank_0(tmp_path):
 
 
 # ---- ranks that share layers, experts or shards ----
-
-
-TENSOR = {"tensor_parallel": {"autotp_size": 2}}
-
-
-def meshed(keys: dict[str, Any], ranks: int = 2, stage: int = 3) -> Kept:
-    together = 2 if "tensor_parallel" in keys else 1
-    hosts = "ab" if ranks == 2 else "aabb"
-    return Kept(ranks, stage, model="llama", hosts=hosts, keys=keys, together=together)
-
-
-ROWS = {
-    "tensor 2, stage 3": meshed(TENSOR),
-    "secondary shards": meshed({"zero_optimization": {"zero_hpz_partition_size": 2}}, 4),
-}
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_a_restart_without_a_host_is_exact(row: str, tmp_path: Path) -> None:
-    setup = ROWS[row].at(tmp_path)
-    attempt(setup, range(2))
-    shutil.rmtree(setup.folder_of("b"))
-    resumed = attempt(setup, range(3), tmp_path / "disk")
-    assert firsts(resumed) == {2}
-    same(resumed, whole(setup, 3))
 
 
 __all__ = ["held", "hosts"]
