@@ -1,12 +1,14 @@
-"""A rank is killed, raises, has a disk that fails, or is through before the others, in a step or
-while a checkpoint is written: all ranks end, what they print names that rank and its error, and
-nothing torn is left.
+"""A rank is killed, raises, gets a signal, has a disk that fails, or is through before the others,
+in a step or while a checkpoint is written: all ranks end, what they print names that rank and its
+error, and checkpoints are whole.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import re
+import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.checkpoint import verify_checkpoint
+from hf_zero.checkpoint import verify_all, verify_checkpoint
 from hf_zero.launch.hosts import free_port
 from tests.helpers.cells import fast
 from tests.helpers.commands import completed
@@ -120,3 +122,30 @@ def test_a_rank_that_never_comes_ends_the_other_at_the_timeout(rank, reason):
     wanted = rf"LaunchError: the ranks cannot meet at {HOST}:{port}: {reason}"
     assert re.search(wanted, done.stderr), done.stderr
     assert "c10d" not in done.stderr  # torch's lines about its own attempts
+
+
+# ---- signals while checkpoints are written ----
+
+SIGNALLED = Path(__file__).with_name("signalled_save.py")
+LONGEST = 0.6  # seconds until the signal
+INTERRUPTED, FAILED, STOPPED = -signal.SIGINT, 1, 85
+CELLS = [(what, number) for what in ("one", "all", "group") for number in range(10)]
+
+
+@pytest.mark.parametrize("what, number", fast(CELLS, lambda what, number: number == 0))
+def test_ranks_end_and_checkpoints_are_whole(what: str, number: int, tmp_path: Path) -> None:
+    seconds = random.Random(f"{what} {number}").uniform(0.0, LONGEST)
+    ended = plainly(SIGNALLED, str(tmp_path / "run"), what, f"{seconds:.3f}", limit=LIMIT)
+    codes, outputs = zip(*ended, strict=True)
+    found = list(verify_all(tmp_path / "run", progress=False))
+    assert all(each.whole for each in found), [each.problems for each in found]
+    names = {each.folder.name for each in found}
+    assert (tmp_path / "run" / "latest").read_text().strip() in names
+    if what == "group":
+        assert codes == (STOPPED, STOPPED) and len(names) == 1, outputs
+        return
+    # with both, one rank may meet the end of the other before its own signal
+    assert codes[1] == INTERRUPTED or (what == "all" and INTERRUPTED in codes), outputs
+    assert set(codes) <= {INTERRUPTED, FAILED}, outputs
+    if codes[0] == FAILED:
+        assert "rank 1 has failed: KeyboardInterrupt" in outputs[0]
