@@ -23,11 +23,9 @@ from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.flat_mesh import DimMaker
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.distributed.world_group import BROADCAST, get_world_group
 from hf_zero.errors import ConfigError
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.cells import in_one_item
-from tests.helpers.ranks import run_ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 2)
 OFF = Watchdog(enabled=False)
@@ -180,30 +178,6 @@ def test_the_limit_of_open_files_is_raised_to_what_ranks_need(
             process_group.allow_connections(world)
         assert limits == {resource.RLIMIT_NOFILE: (limit, hard)}
         assert any("Too many open files" in line for line in heard_in_full) == told
-
-
-def test_each_rank_has_the_bytes_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    received: list[int] = []
-    gather, broadcast = dist.all_gather, dist.broadcast
-
-    def gathered(parts: list[torch.Tensor], *how: object) -> None:
-        received.append(sum(part.numel() for part in parts))
-        gather(parts, *how)
-
-    def sent(part: torch.Tensor, *how: object) -> None:
-        received.append(part.numel())
-        broadcast(part, *how)
-
-    monkeypatch.setattr(world_group.dist, "all_gather", gathered)
-    monkeypatch.setattr(world_group.dist, "broadcast", sent)
-    for sizes in ([3, 2 * BROADCAST, 0], [0, 0, 0], [5, 5, 5], [0, 0, 1 << 20]):
-        received.clear()
-        values = [bytes([rank + 1]) * size for rank, size in enumerate(sizes)]
-        got = run_ranks(
-            3, lambda rank, values=values: get_world_group().all_gather_bytes(values[rank])
-        )
-        assert got == [values] * 3
-        assert sum(received) <= 3 * (sum(sizes) + 3 * BROADCAST)
 
 
 # ---- communicators of NCCL ----

@@ -17,8 +17,6 @@ from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.rank_hosts import VARIABLES, choose_interface, interface_of
 from hf_zero.distributed.rendezvous import (
     DEFAULT_PORT,
-    FIRST_PORT,
-    PORTS,
     Place,
     discover,
     expand_hosts,
@@ -91,16 +89,6 @@ PLACES: dict[str, tuple[dict[str, str], Place]] = {
 def test_each_launcher_in_its_own_words(name: str) -> None:
     environ, place = PLACES[name]
     assert discover(environ) == place
-
-
-def test_mpirun_on_one_host_meets_on_loopback_at_a_port_of_its_job() -> None:
-    place = found(MPIRUN)
-    assert (place.rank, place.world_size, place.local_rank) == (1, 2, 1)
-    assert place.master_addr == "127.0.0.1"
-    other = found({**MPIRUN, "PMIX_NAMESPACE": "7"})
-    first = found({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
-    assert first.master_port == place.master_port != other.master_port
-    assert FIRST_PORT <= place.master_port < FIRST_PORT + PORTS
 
 
 def test_all_ranks_of_srun_come_to_one_answer() -> None:

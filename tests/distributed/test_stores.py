@@ -282,3 +282,14 @@ def test_ranks_of_unknown_hosts_are_not_taken_for_dead(monkeypatch: pytest.Monke
     here.look()
     assert here._identities.keys() == {0, 1} and not here._neighbours
     assert here.failure_cause(0.0) is None and not here.troubled
+
+
+def test_each_word_replaces_the_last_and_is_told_by_its_number() -> None:
+    store = dist.HashStore()
+    here, there = (StoreMessages(store, rank, 60.0, lambda ranks: {}) for rank in range(2))
+    there.send("wrote", 1, "a|b")
+    assert here.receive("wrote", 1, 1) == "a|b"
+    timer = threading.Timer(0.1, there.send, ("wrote", 2, "second"))
+    timer.start()
+    assert here.receive("wrote", 2, 1) == "second", "not the first one again"
+    timer.join()
