@@ -16,7 +16,7 @@ from transformers import MixtralConfig
 from typer.testing import CliRunner
 
 import hf_zero
-from hf_zero.cli import main
+from hf_zero.cli import main, smoke
 from hf_zero.cli.app import BAD_INPUT, app
 from hf_zero.cli.printing import in_units
 from hf_zero.config import ZeroConfig
@@ -26,6 +26,8 @@ from tests.cli.invoked import ROOT, ZERO3, invoke, refusal
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed
+from tests.helpers.models import seeded
+from tests.helpers.ranks import run_ranks
 
 HF_ZERO = str(Path(sys.executable).with_name("hf-zero"))
 COMMANDS = [
@@ -374,3 +376,45 @@ def test_files_that_are_empty_or_damaged_are_named(
     ):
         Path(file).write_bytes(content)
         assert said in refusal(command)
+
+
+def test_a_stage_that_gathers_nothing_has_no_largest_unit(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_zero.zero.layout.wrap.PERSISTENCE", 100_000)  # as outside of tests
+    monkeypatch.setenv("COLUMNS", "200")
+    rows = invoke("estimate", model, "--ranks", "2").splitlines()
+    [row] = [row for row in rows if row.startswith("│     3 │")]
+    assert "│ none: all stay whole │" in row
+
+
+def test_smoke_finds_weights_that_differ(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained, make = smoke._sharded, smoke._model
+    # the ranks are threads, and share torch's generator
+    monkeypatch.setattr(smoke, "_model", lambda: seeded(make))
+
+    def wrong_at_2(stage: int, *place: Any) -> Any:
+        weights = trained(stage, *place)
+        return weights if stage != 2 else smoke._model().state_dict()
+
+    monkeypatch.setattr(smoke, "_sharded", wrong_at_2)
+    assert run_ranks(2, lambda rank: smoke.main([])) == [smoke.WRONG, 0]
+    out = capsys.readouterr().out
+    assert out.count("WRONG") == 1 and "hf-zero doctor --json" in out
+    smoke._print([{"stage": 0, "largest_difference": 0.0, "right": True}], 2)
+    assert "2 ranks, 6 steps, saved and resumed after step 3" in capsys.readouterr().out
+
+
+def test_a_name_that_the_hub_cannot_be_asked_for_is_answered_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(address: Any, seconds: float) -> Any:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("socket.create_connection", refuse)
+    said = refusal("estimate some/model --ranks 1")
+    assert "the Hub cannot be reached: no route to host" in said

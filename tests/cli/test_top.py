@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hf_zero.cli import top as command
 from hf_zero.errors import ConfigError
 from hf_zero.json_text import parse_json
 from hf_zero.logging import BARS, curve
@@ -166,3 +168,34 @@ def test_curves_and_folders_without_a_run(tmp_path: Path) -> None:
     assert curve([0.0, 1.0, 2.0, 7.0]) == "▁▂▃█"
     assert curve([1.0] * 100, width=5) == "▁" * 5 and curve([float("nan")]) == ""
     assert "has no metrics.jsonl" in refusal(f"top {tmp_path}")
+
+
+def test_a_running_run_is_read_until_it_has_ended(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Live:
+        """The titles of the tables that are shown."""
+
+        def __init__(self, table: Any, **options: Any) -> None:
+            shown.append(table.title)
+
+        def __enter__(self) -> Live:
+            return self
+
+        def __exit__(self, *ended: Any) -> None: ...
+
+        def update(self, table: Any) -> None:
+            shown.append(table.title)
+
+    def sleep(seconds: float) -> None:
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('ss": 1}\n{"step": 32, "loss": 0.5}\n{"ended": "", "after_step": 32}\n')
+
+    shown: list[str] = []
+    monkeypatch.setattr("rich.live.Live", Live)
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    monkeypatch.setattr(
+        command, "sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True))
+    )
+    command.top(str(run))
+    assert "step 30," in shown[0] and "step 32, ended," in shown[1]

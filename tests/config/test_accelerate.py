@@ -71,6 +71,7 @@ def test_a_standard_yaml(tmp_path: Path) -> None:
     engine = {"zero_optimization", "gradient_accumulation_steps", "gradient_clipping", "bf16"}
     assert set(config.to_dict()) == engine
     assert ZeroConfig.from_dict(config.to_dict()) == config
+    assert config["gradient_clipping"] == 1.0 and "optimizer" not in config
 
 
 def test_what_a_few_keys_mean() -> None:

@@ -159,6 +159,12 @@ FSDP {distributed_type: FSPD} => distributed_type: to fix, did you mean FSDP?
 {train_batch_size: 16, elasticity: {enabled: true, max_train_batch_size: 64,
     micro_batch_sizes: [2, 4], ignore_non_elastic_batch_info: true}} => train_batch_size: taken,
 
+{gradient_accumulation_steps: "8"} => gradient_accumulation_steps: translated, 8, without quotes
+{optimizer: {type: onebitadam, params: {lr: 0.1, cuda_aware: true}}}
+    => optimizer.params.cuda_aware: no effect, messages travel
+{deepspeed_config: {zero_stage: 3}, fsdp_config: {}} => fsdp_config: no effect, it is empty
+DYNAMO {mode: max-autotune} => dynamo_config.mode: translated, without CUDA graphs
+
 # -- keys by another name
 {steps_per_prnt: 10} => steps_per_prnt: to fix, did you mean 'steps_per_print'
 {zero_optimization: {optimizer: {type: AdamW}}}

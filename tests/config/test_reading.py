@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -34,15 +35,20 @@ def test_keywords() -> None:
     config = ZeroConfig(
         stage=3,
         bf16=True,
-        gradient_clipping=1,
-        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "betas": (0.9, 0.95)}},
-        prefetch_bucket_size=1e7,
+        gradient_clipping=np.float32(1),
+        optimizer={
+            "type": "AdamW",
+            "params": {"lr": np.float32(0.5), "foreach": np.int64(1), "betas": (0.9, 0.95)},
+        },
+        prefetch_bucket_size=np.int64(10_000_000),
         elementwise_optimizers=["Sophia"],
         communication_data_type=torch.float32,
         timeout=60,
     )
     assert (config.stage, config.precision, config.gradient_clipping) == (3, "bf16", 1.0)
-    assert config.optimizer == OptimizerConfig("AdamW", {"lr": 1e-3, "betas": [0.9, 0.95]})
+    assert config.optimizer == OptimizerConfig(
+        "AdamW", {"lr": 0.5, "foreach": 1, "betas": [0.9, 0.95]}
+    )
     assert config.zero.prefetch_bucket_size == 10_000_000
     assert config.elementwise_optimizers == ("Sophia",)
     assert (config.communication_data_type, config.timeout) == ("fp32", 60.0)
@@ -82,6 +88,10 @@ def test_an_unknown_key_of_a_foreign_file_is_told_once(heard: list[str]) -> None
         assert heard == [f"file of {key}: the key {key!r} is not known here and has no effect"]
         with pytest.raises(ConfigError, match=f"unknown key {key!r}"):
             ZeroConfig.from_dict(given)
+    heard.clear()
+    autotuning = {"autotuning": {"enabled": True}}
+    ZeroConfig.from_dict(autotuning, source="a foreign file", foreign=True)
+    assert "estimate MODEL --fit" in heard[0]  # what is done instead
     misspelt: dict[str, Any]
     for misspelt in ({"fp_16": 1, "bf16": {}}, {"stage3": 1, "bf16": {}}, {"fp16": {"log": 1}}):
         with pytest.raises(ConfigError, match="unknown key"):
@@ -272,7 +282,8 @@ HJSON = """
   }
   optimizer: {
     type: AdamW
-    params: {lr: 1e-4, betas: [0.8, 0.9,]}
+    params: {lr: 1e-4, betas: [0.8, 0.9,], name: '''
+      one'''}
   }
 }
 """
@@ -285,7 +296,9 @@ def test_hjson_is_read(tmp_path: Path) -> None:
         config = ZeroConfig.coerce(str(file))
         assert (config.stage, config.train_batch_size, config.precision) == (3, 16, "bf16")
         assert config.gradient_clipping == 1.0 and config.offload_optimizer.device == "cpu"
-        assert config.optimizer == OptimizerConfig("AdamW", {"lr": 1e-4, "betas": [0.8, 0.9]})
+        assert config.optimizer == OptimizerConfig(
+            "AdamW", {"lr": 1e-4, "betas": [0.8, 0.9], "name": "one"}
+        )
 
 
 def test_what_is_no_hjson_is_named(tmp_path: Path) -> None:
@@ -314,3 +327,9 @@ def test_bytes_in_words() -> None:
             parse_size(text)
     words = {0: "0 B", 999: "999 B", 1000: "1.00 kB", 1.5e9: "1.50 GB", 2e15: "2,000.00 TB"}
     assert {nbytes: in_units(nbytes) for nbytes in words} == words
+
+
+def test_a_file_that_the_system_cannot_read() -> None:
+    """The memory of this process, at an address that has none."""
+    with pytest.raises(ConfigError, match=r"/proc/self/mem cannot be read .Input/output error"):
+        ZeroConfig.from_file("/proc/self/mem")

@@ -116,6 +116,7 @@ def test_kernels_auto_means_what_helps_on_the_device() -> None:
     assert on_cpu.kernels == AUTO["cpu"]
     assert on_cpu.sources["kernels"] == "computed: keyword is auto, on cpu"
     assert on_cpu.resolve(2).kernels == on_cpu.kernels
+    assert on_cpu.uses("loss") and not ZeroConfig(stage=0).uses("loss")
     assert config.on_device("cuda").kernels == NAMES
     without = config.on_device("cuda without Triton")
     assert without.kernels == ("loss",)

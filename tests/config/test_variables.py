@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.cli import doctor
 from hf_zero.config import variables
 from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, WRITTEN, check_launch
 from hf_zero.errors import ConfigError
@@ -129,3 +130,11 @@ def test_accelerate_launch_gets_a_warning_on_rank_0_alone(
     (record,) = caplog.records
     assert "`accelerate launch --config_file zero.yaml` asks for zero_opt" in record.getMessage()
     assert "stage 2 (the script: 3, keyword), precision bf16" in record.getMessage()
+
+
+def test_doctor_shows_the_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO_LOGLEVEL", "debug")
+    monkeypatch.setenv("HF_ZERO_LOG_LEVEL", "loud")
+    found = {each.name: each for each in doctor.examine() if each.part == "environment"}
+    assert found["HF_ZERO_LOGLEVEL"].detail == FAULTS["HF_ZERO_LOGLEVEL"][1]
+    assert "'loud' is unknown; write debug, info" in found["HF_ZERO_LOG_LEVEL"].detail

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -12,6 +13,7 @@ from hf_zero.ops import masked_rows, norms, packed_linear  # noqa: F401  # regis
 from hf_zero.ops.activations import gelu, swiglu_packed
 from hf_zero.ops.flat_optimizers import FlatRun, RowSettings, Tiles, settings_table
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
+from hf_zero.ops.norms import rms_norm
 from hf_zero.ops.operators import operator
 from hf_zero.ops.residual import dropout_add
 from hf_zero.ops.rotary import rotary, split_rotary
@@ -207,3 +209,10 @@ def test_a_block_compiles_whole_to_the_same_numbers(row: tuple[Any, list[torch.T
 
 def test_a_seed_is_drawn_in_the_graph() -> None:
     torch.compile(drawing, fullgraph=True, backend="aot_eager")(plain(3, 8))
+
+
+def test_the_short_way_has_no_second_derivative_either() -> None:
+    x, weight = trained(3, 8), trained(8)
+    (grad,) = torch.autograd.grad(rms_norm(x, weight).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="norm_backward"):
+        grad.sum().backward()

@@ -68,6 +68,16 @@ class Diagonal(SparsityConfig):
         return torch.eye(seq_len // self.block, dtype=torch.int64).repeat(self.num_heads, 1, 1)
 
 
+def test_empty_inputs_give_empty_outputs() -> None:
+    q, k, v = qkv(batch=0)
+    out = sparse_attention(q, k, v, DenseSparsityConfig(2))
+    out.sum().backward()
+    assert out.shape == q.shape == q.grad.shape
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sparse_attention(q, k.bfloat16(), v, DenseSparsityConfig(2))
+        assert out.dtype == torch.bfloat16
+
+
 def test_layouts_of_every_kind() -> None:
     """Causal within its blocks, a tensor, a subclass's own; a plan is made once for equal ones."""
     q, k, v = qkv(length=64)

@@ -64,6 +64,7 @@ def test_the_mean_is_kept_and_numbers_of_bf16_stay() -> None:
     out = rounded(torch.full((1 << 16,), low + step / 4), 0).float()
     assert set(out.tolist()) == {low, low + step}
     assert abs(float(out.eq(low + step).float().mean()) - 0.25) < 0.01
+    round_stochastically(out.bfloat16().to("meta"), out.to("meta"), KEY)  # as in a simulation
     exact = values(5000).bfloat16()
     assert same_bits(rounded(exact.float(), 3), exact)
 
