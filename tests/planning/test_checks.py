@@ -22,7 +22,6 @@ from hf_zero.device.free_memory import DiskFree, Free
 from hf_zero.errors import DoesNotFitError
 from hf_zero.integrations.transformers.meta_model import build_on_meta
 from hf_zero.planning import (
-    ACTIVATIONS,
     NamedBytes,
     Needs,
     PreflightReport,
@@ -109,19 +108,6 @@ def test_8b_with_fp32_moments_is_refused_and_what_is_proposed_runs(llama_8b: nn.
     assert verdict_of(llama_8b, proposed)[0].fits
 
 
-def test_70b_is_judged_from_its_cuts_alone() -> None:
-    model = llama(8192, 80, 28672, 64, 128256, 8)
-    whole = replace(H200, disks=(DiskFree("/nvme", 2000 * GIB, 0),))
-    config = {"device": "nvme", "nvme_path": "/nvme"}
-    runs = ZeroConfig(
-        3, bf16=True, offload_optimizer=config, offload_param={**config, "max_in_cpu": 0}
-    ).resolve(8)
-    verdict, own = verdict_of(model, runs, 8, whole)
-    assert verdict.fits
-    assert own.disk_bytes == pytest.approx(70.55e9 * (12 + 2) / 8, rel=0.01)
-    assert all(parameter.is_meta for parameter in model.parameters())
-
-
 # -- verdicts --------------------------------------------------------------------------------------
 
 
@@ -175,21 +161,6 @@ def test_folders_on_one_disk_share_it() -> None:
 SMALL = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
 
 
-def test_an_offload_that_only_costs_time_is_said() -> None:
-    plenty, cpu = Free(GIB, GIB), torch.device("cpu")
-    slow = check(SMALL, offloading(), 1, device=GPU, free=plenty)
-    assert "offload is slower than no offload here: all of it fits on the device (1" in slow.note
-    on_device = ZeroConfig(2, bf16=True).resolve(1)
-    assert check(SMALL, on_device, 1, device=GPU, free=plenty).note == ""
-    # 16 bytes a parameter and what is under way would fill more than the margin leaves
-    filled = needs(planned(SMALL, on_device, gpu=True)).device_bytes / (1 - ACTIVATIONS)
-    assert check(SMALL, offloading(), 1, device=GPU, free=Free(int(filled) - 8, GIB)).note == ""
-    host = replace(plenty, host_device=True)
-    assert check(SMALL, offloading(), 1, device=cpu, free=host).note == ""
-    locked = check(SMALL, offloading(), 1, device=GPU, free=Free(12_000_000, GIB, memlock=1))
-    assert locked.note.startswith("ulimit -l is 1 B")
-
-
 def test_refusal_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "0")
     report = check(SMALL, offloading(), 1, device=GPU, free=Free(1000, 1000))
@@ -222,13 +193,6 @@ def test_ranks_go_by_the_least_free_memory_of_all(monkeypatch: pytest.MonkeyPatc
     assert one == other and "bytes for each of 2 ranks" in one
 
 
-def test_an_engine_that_only_evaluates_needs_its_parameters() -> None:
-    config = ZeroConfig(0, bf16=True).resolve(1, training=False)
-    report = check(SMALL, config, 1, device=GPU, free=Free(GIB, GIB), optimizer=None)
-    parameters = sum(parameter.numel() for parameter in SMALL.parameters())
-    assert report.needs.device == (NamedBytes("parameters", 2 * parameters),)
-
-
 def test_the_model_s_own_memory_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """It moves into the engine, and is freed: counted once, whatever it is tied to."""
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
@@ -252,20 +216,6 @@ def test_the_model_s_own_memory_is_room(monkeypatch: pytest.MonkeyPatch) -> None
         assert room_for(model, config, GPU).ram == 2 * shards
     engine.destroy()
     assert room_for(model, config, GPU).ram == shards
-
-
-def test_this_machine_is_measured_where_nothing_is_given(tmp_path: Any) -> None:
-    config = ZeroConfig(
-        3,
-        offload_optimizer={
-            "device": "nvme",
-            "nvme_path": [str(tmp_path / "a"), str(tmp_path / "b")],
-        },
-        offload_param={"device": "nvme", "nvme_path": str(tmp_path / "a")},
-    ).resolve(1)
-    report = check(SMALL, config, 1, device=torch.device("cpu"))
-    assert report.verdict.fits and report.free.host_device
-    assert [disk.path for disk in report.free.disks] == [str(tmp_path / "a"), str(tmp_path / "b")]
 
 
 # -- the search ------------------------------------------------------------------------------------
@@ -328,25 +278,6 @@ def test_the_fastest_that_fits(row: Any) -> None:
     assert result.chosen.why == ""
 
 
-def test_parameters_that_memory_has_room_for_stay_in_it() -> None:
-    for most, name in ((10_000_000, "in files alone"), (100_000, "in files")):
-        plan = searched(param={"buffer_count": 2, "max_in_cpu": most})
-        wanted = f"stage 3, optimizer and parameters {name}, fp32 moments, ratio auto"
-        assert found(10, 12.5, 60, plan).chosen.name == wanted
-
-
-def test_nothing_fits() -> None:
-    result = found(1, 1, 1)
-    assert (
-        result.chosen is None
-        and len({trial.name for trial in result.trials}) == len(result.trials) >= 15
-    )
-    assert not any("files" in trial.name for trial in found(1, 1).trials)
-    assert {trial.plan.settings.stage for trial in found(1, 1, 1, stages=[1]).trials} == {1}
-    trials = fit(searched(gpu=False), Free(1000, 1000, host_device=True)).trials
-    assert not any("ratio" in trial.name for trial in trials)  # nothing to share out on a CPU
-
-
 @settings(deadline=None, max_examples=6)
 @given(st.integers(1, 100), st.integers(1, 100), st.none() | st.integers(1, 100))
 def test_what_is_proposed_fits_as_a_configuration(device: int, ram: int, disk: int | None) -> None:
@@ -368,13 +299,6 @@ def test_what_is_proposed_fits_as_a_configuration(device: int, ram: int, disk: i
         and own.ram_bytes <= ram * 1e6 + 1
         and own.disk_bytes <= (disk or 0) * 1e6
     )
-
-
-def test_moments_that_are_kept_in_fp32_alone_are_not_proposed_in_fewer_bits() -> None:
-    plan = searched(made=lambda model: torch.optim.NAdam(model.parameters()))
-    names = {trial.name for trial in found(1, 1, 1, plan).trials}
-    assert any("fp32 moments" in name for name in names)
-    assert not any("bf16 moments" in name or "int8 moments" in name for name in names)
 
 
 def test_whoever_has_chosen_small_moments_is_not_given_large_ones() -> None:
@@ -403,68 +327,6 @@ def test_communicators_that_may_not_fit_are_told_of() -> None:
     assert alone.note == ""
 
 
-def test_whether_the_model_fits_beside_the_plan() -> None:
-    config = ZeroConfig(0, bf16=True).resolve(1, training=False)
-    needed = check(SMALL, config, 1, device=GPU, free=Free(GIB, GIB), optimizer=None).needs
-    for held, spare in ((0, True), (10, True), (11, False)):
-        free = Free(needed.device_bytes + 10, GIB, held=(held, 0))
-        report = check(SMALL, config, 1, device=GPU, free=free, optimizer=None)
-        assert report.verdict.fits and report.spare is spare
-
-
-def test_a_base_in_4_bits_is_counted_by_its_bytes_and_scales() -> None:
-    """As bitsandbytes packs it: half a byte for a weight, and a byte for 64 of them."""
-    sizes = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "vocab_size": 1000,
-    }
-    four = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
-    plain = hf_zero.estimate(sizes, ranks=2, precision="bf16")
-    found = hf_zero.estimate({**sizes, "quantization_config": four}, ranks=2, precision="bf16")
-    assert found.total_parameters == plain.total_parameters and found.trainable_parameters == 0
-    layers = 2 * (4 * 1024**2 + 3 * 4096 * 1024)
-    others = found.total_parameters - layers
-    whole = layers // 2 + layers // 64 + 4 * layers // 64 // 256 + 2 * others
-    assert found.at(2).parameters == pytest.approx(whole, rel=1e-3)
-    # scales of scales stay whole at stage 3, as do norms
-    assert found.at(3).parameters == pytest.approx(whole / 2, rel=0.02)
-    assert found.at(3).optimizer == found.at(3).gradients == 0
-
-
-def test_a_base_in_8_bits_is_counted_by_its_rows() -> None:
-    """A byte for a weight and, as the library has them, 4 or 5 for each row."""
-    sizes = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "vocab_size": 1000,
-    }
-    layers, rows = 2 * (4 * 1024**2 + 3 * 4096 * 1024), 2 * (5 * 1024 + 2 * 4096)
-    plain = hf_zero.estimate(sizes, ranks=2, precision="bf16")
-    torchao = {"quant_method": "torchao"}
-    for values, row in (
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 4),
-        ({**torchao, "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}, 5),
-        ({**torchao, "quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}}, 4),
-    ):
-        found = hf_zero.estimate(
-            {**sizes, "quantization_config": values}, ranks=2, precision="bf16"
-        )
-        assert found.total_parameters == plain.total_parameters
-        assert found.trainable_parameters == 0
-        whole = layers + row * rows + 2 * (found.total_parameters - layers)
-        assert found.at(2).parameters == pytest.approx(whole, rel=1e-4)
-        assert found.at(3).parameters == pytest.approx(whole / 2, rel=0.02)
-
-
 def test_other_quantized_bases_are_said_not_to_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     warn = "hf_zero.integrations.transformers.meta_model._warn_once"
@@ -476,3 +338,63 @@ def test_other_quantized_bases_are_said_not_to_be_counted(monkeypatch: pytest.Mo
     model = build_on_meta({**sizes, "quantization_config": four}, needs_loss=True)
     assert "(bitsandbytes) is not counted in estimates of activations" in said[1]
     assert all(p.is_floating_point() and p.requires_grad for p in model.parameters())
+
+
+def test_an_offload_that_only_costs_time_is_said() -> None:
+    plenty = Free(GIB, GIB)
+    slow = check(SMALL, offloading(), 1, device=GPU, free=plenty)
+    assert "offload is slower than no offload here: all of it fits on the device (1" in slow.note
+    host = replace(plenty, host_device=True)
+    assert check(SMALL, offloading(), 1, device=torch.device("cpu"), free=host).note == ""
+
+
+def test_an_engine_that_only_evaluates_needs_its_parameters_and_room_for_the_model() -> None:
+    config = ZeroConfig(0, bf16=True).resolve(1, training=False)
+    nbytes = 2 * sum(parameter.numel() for parameter in SMALL.parameters())
+    for held, spare in ((0, True), (10, True), (11, False)):
+        free = Free(nbytes + 10, GIB, held=(held, 0))
+        report = check(SMALL, config, 1, device=GPU, free=free, optimizer=None)
+        assert report.needs.device == (NamedBytes("parameters", nbytes),)
+        assert report.verdict.fits and report.spare is spare
+
+
+LAYERS = 2 * (4 * 1024**2 + 3 * 4096 * 1024)
+ROWS = 2 * (5 * 1024 + 2 * 4096)
+BNB = {"quant_method": "bitsandbytes"}
+TORCHAO = {"quant_method": "torchao"}
+# a quantization_config, and the bytes of the layers' weights, with those of their scales
+BASES: list[tuple[dict[str, Any], int]] = [
+    (
+        {**BNB, "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+        LAYERS // 2 + LAYERS // 64 + 4 * LAYERS // 64 // 256,
+    ),
+    ({**BNB, "load_in_8bit": True}, LAYERS + 4 * ROWS),
+    ({**TORCHAO, "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}, LAYERS + 5 * ROWS),
+    (
+        {**TORCHAO, "quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}},
+        LAYERS + 4 * ROWS,
+    ),
+]
+
+
+def test_a_quantized_base_is_counted_by_its_bytes_and_scales() -> None:
+    sizes = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "vocab_size": 1000,
+    }
+    plain = hf_zero.estimate(sizes, ranks=2, precision="bf16")
+    for values, nbytes in BASES:
+        quantized = {**sizes, "quantization_config": values}
+        found = hf_zero.estimate(quantized, ranks=2, precision="bf16")
+        assert found.total_parameters == plain.total_parameters
+        assert found.trainable_parameters == 0
+        whole = nbytes + 2 * (found.total_parameters - LAYERS)
+        assert found.at(2).parameters == pytest.approx(whole, rel=1e-3)
+        # scales of scales stay whole at stage 3, as do norms
+        assert found.at(3).parameters == pytest.approx(whole / 2, rel=0.02)
+        assert found.at(3).optimizer == found.at(3).gradients == 0

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from hf_zero.device import free_memory, host_limits
+from hf_zero.device import host_limits
 from hf_zero.device.free_memory import DiskFree, Free, free_bytes, measure
 from tests.helpers.commands import completed
 
@@ -52,23 +52,6 @@ def test_version_2_counts_every_group_from_the_innermost_to_the_root(tmp_path: P
         },
     )
     assert left(root) == {"/slice/job/step": 5 * GIB, "/slice/job": 6 * GIB}
-
-
-def test_version_1_beside_an_empty_version_2(tmp_path: Path) -> None:
-    root = write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "5:cpuset,memory:/docker/abc\n1:name=systemd:/\n0::/",
-            "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes": 4 * GIB,
-            "sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes": 3 * GIB,
-            "sys/fs/cgroup/memory/docker/abc/memory.stat": "inactive_file 7\n"
-            f"total_inactive_file {GIB}",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": 100 * GIB,
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": 101 * GIB,
-            "sys/fs/cgroup/unified/cgroup.procs": "",
-        },
-    )
-    assert left(root) == {"/memory/docker/abc": 2 * GIB, "/memory": 0}
 
 
 def test_a_container_sees_its_own_group_at_the_mount(tmp_path: Path) -> None:
@@ -148,27 +131,6 @@ def test_ranks_share_the_cpu_and_their_disk(
     assert shared.disks[0].nbytes == pytest.approx(free / 4, rel=0.1)
 
 
-def test_folders_on_different_disks_are_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    real = os.stat
-
-    class Stat:
-        def __init__(self, path: str | os.PathLike[str]) -> None:
-            self.st_dev = real(path).st_ino
-
-    monkeypatch.setattr(free_memory.os, "stat", lambda path, **more: Stat(path))
-    monkeypatch.setattr(
-        free_memory.os.path, "exists", lambda path: Path(path) in (tmp_path / "a", tmp_path / "b")
-    )
-    disks = free_memory._disks(
-        [str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "a" / "deeper")], 1
-    )
-    assert [disk.disk for disk in disks] == [0, 1, 0]
-
-
 def test_ranks_agree_on_the_least_of_each_number() -> None:
     one = Free(10, 20, (DiskFree("/a", 5, 0), DiskFree("/b", 9, 1)), limited_by="x")
     other = Free(12, 15, (DiskFree("/a", 7, 0), DiskFree("/b", 7, 0)), limited_by="y")
@@ -179,18 +141,3 @@ def test_ranks_agree_on_the_least_of_each_number() -> None:
     assert Free(1, 2).with_numbers([3, 4]) == Free(3, 4)
     assert Free(1, 2).with_room(device=10, ram=5) == Free(11, 7)
     assert Free(1, 2, host_device=True).with_room(device=10) == Free(11, 12, host_device=True)
-
-
-def test_freed_memory_goes_back_to_the_system() -> None:
-    """Pieces below 32 MB, which the C library keeps: a model's weights, as the engine takes them
-    over.
-    """
-    large = torch.ones(28 << 18)  # freed, it makes the library keep pieces up to its size
-    del large
-    pieces = [torch.ones(1 << 18) for _ in range(200)]
-    last = torch.ones(1 << 18)  # above them, so that the heap does not shrink by itself
-    del pieces
-    before = psutil.Process().memory_info().rss
-    host_limits.release_freed()
-    assert before - psutil.Process().memory_info().rss > 100 << 20
-    assert last.sum() == 1 << 18

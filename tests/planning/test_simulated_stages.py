@@ -16,7 +16,7 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.planning.needs import state_bytes
-from hf_zero.planning.simulation import Machine, Measured
+from hf_zero.planning.simulation import Machine
 from hf_zero.planning.simulation.machine import OffloadTimes, seconds_of_stages
 from hf_zero.planning.simulation.recording import (
     FORWARD,
@@ -137,46 +137,6 @@ def test_a_step_is_that_of_real_ranks(ranks: int) -> None:
     assert not wrong
 
 
-FREE = Machine(node=1e30, network=1e30, memory=1e30, latency=0)
-
-
-def uniform(stages: int, micro_batches: int, schedule: str = "1f1b") -> Any:
-    """A pipeline whose stages have two blocks each, beside embeddings and a head of hardly any
-    work, without time for messages.
-    """
-    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2 * stages}
-    config = config_of(1, micro_batches, pipeline={"schedule": schedule})
-    return hf_zero.simulate(
-        llama(vocab_size=2, bos_token_id=None, eos_token_id=None, pad_token_id=None, **sizes),
-        stages, config=config, pipeline_parallel=stages, sequence_length=LENGTH, machine=FREE,
-    )  # fmt: skip
-
-
-def test_the_bubble_is_that_of_the_schedule() -> None:
-    """Each stage works on all micro-batches, and waits as long as ``stages`` - 1 of them take."""
-    stages, micro_batches = 2, 3
-    found = uniform(stages, micro_batches)
-    for each in found.stages:
-        spent = each.seconds
-        idle = spent.exposed / spent.step
-        assert idle == pytest.approx((stages - 1) / (micro_batches + stages - 1), rel=0.05)
-        assert spent.step == pytest.approx(found.seconds.step)
-        assert spent.step == pytest.approx(spent.compute + spent.exposed)
-
-
-def test_a_stage_keeps_the_activations_of_the_micro_batches_under_way() -> None:
-    """In 1F1B as many as there are stages after it, and itself; in GPipe those of all."""
-    few, many, all_of_many = uniform(2, 3), uniform(2, 6), uniform(2, 6, "gpipe")
-    most = [
-        [each.peak_bytes["device"] for each in found.stages] for found in (few, many, all_of_many)
-    ]
-    assert most[0] == sorted(most[0], reverse=True)
-    assert most[1] == pytest.approx(most[0], rel=1e-3)  # a loss has four bytes
-    assert all(large > small for small, large in zip(most[1], most[2]))
-    sent = [each for each in many.collectives if each.operation == "send_activations"]
-    assert [(each.count, each.nbytes) for each in sent] == [(6, 6 * 2 * LENGTH * 64 * 2)]
-
-
 HERE = StepPlace(FORWARD, "block", 0)
 PAIR = Group("pipeline", (0, 1))
 SLOW = Machine(flops=10, memory=10, node=10, network=10, latency=0, ranks_per_host=2)
@@ -202,18 +162,6 @@ def test_a_message_that_nobody_sends_is_refused() -> None:
     both = of_two(Work(HERE, 30))
     with pytest.raises(ConfigError, match="ranks 1 wait for each other"):
         seconds_of_stages(both, SLOW, dict.fromkeys(both, OffloadTimes()))
-
-
-def test_rates_of_a_block_hold_for_all_stages() -> None:
-    measured = Measured("model.layers.0", 2.0, 1e9, 1e-5, 1, None, None, 1.0, False)
-    found = hf_zero.simulate(
-        model(), 2, config=config_of(1, 2), pipeline_parallel=2, sequence_length=LENGTH, rank=1,
-        measured=measured,
-    )  # fmt: skip
-    assert found.rank == 1 and found.machine.sources["flops"] == "measured"
-    assert [each.stage for each in found.stages] == [0, 1]
-    # two micro-batches of three blocks of two seconds
-    assert found.seconds.compute == pytest.approx(12, rel=0.25)
 
 
 REFUSED: dict[str, dict[str, Any]] = {

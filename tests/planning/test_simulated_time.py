@@ -51,15 +51,6 @@ def test_a_message_beside_computation_costs_what_is_left_of_it() -> None:
     assert found.phases == {FORWARD: 5}
 
 
-def test_messages_of_a_link_follow_each_other() -> None:
-    first, second = gather(20), gather(20)
-    events = [first, second, work(15), Wait(HERE, first), Wait(HERE, second)]
-    found = seconds(Recording(1, events), SLOW)
-    assert (found.step, found.exposed) == (2, 0.5)
-    # one that nobody waits for ends the step
-    assert seconds(Recording(1, [gather(40)]), SLOW).step == 2
-
-
 def test_gathers_of_updated_parameters_run_beside_the_next_forward() -> None:
     """On a device: a step begins with them, and each unit waits for its own."""
     names = ("one", "two")
@@ -76,37 +67,6 @@ def test_gathers_of_updated_parameters_run_beside_the_next_forward() -> None:
     whole = dataclasses.replace(sent[0], unit=f"{sent[0].unit}|whole")
     kept = Recording(1, [*blocks, whole, Wait(step, whole)])
     assert seconds(kept, SLOW).exposed == 2 and seconds(kept, SLOW).phases[STEP] == 2
-
-
-def test_what_processors_move_takes_their_time() -> None:
-    """A gather into memory that was released takes time to write it: no computation runs beside
-    it, whatever else overlaps.
-    """
-    half = dataclasses.replace(SLOW, overlap=0.5)
-    sent = gather(40)  # 2 seconds, one of them the processor's
-    found = seconds(Recording(1, [sent, work(30), Wait(HERE, sent)]), half)
-    assert (found.step, found.compute, found.exposed) == (4, 3, 1)
-    slow = dataclasses.replace(SLOW, first_write=0.05)
-    sent = dataclasses.replace(gather(40), anew=40)  # 2 seconds on the link, 2 of the processor
-    found = seconds(Recording(1, [sent, work(30), Wait(HERE, sent)]), slow)
-    assert (found.step, found.compute, found.exposed) == (5, 3, 2)
-
-
-@in_one_item((2, 3))
-def test_units_that_are_released_are_gathered_into_new_memory(stage: int) -> None:
-    recording = record_plans(plans_of_stages(None, 2, stage, params=2e6)[1], 8)[0]
-    gathers = [e for e in recording.events if isinstance(e, Message) and "gather" in e.operation]
-    anew = {each.unit_name: each.anew for each in gathers}
-    assert all(each.anew in (0, each.nbytes) for each in gathers)
-    assert bool(anew.get("model.layers.0")) == (stage == 3)
-
-
-def test_launches_hide_behind_work_on_a_device_alone() -> None:
-    launching = dataclasses.replace(SLOW, operation=0.5)
-    on_host = dataclasses.replace(launching, asynchronous=False)
-    events = [work(10, 10, 6)]  # 2 seconds, and 3 seconds of launches
-    assert seconds(Recording(1, events), launching).step == 3
-    assert seconds(Recording(1, events), on_host).step == 5
 
 
 def test_time_on_a_link() -> None:

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,19 +36,9 @@ from tests.helpers.tensor_parallel import llama, mixtral
 # Table 1 of Rajbhandari et al., arXiv 1910.02054: GB of model states of a device, by parameters
 # and devices, at stages 1, 2 and 3
 PAPER = {
-    7.5e9: {
-        1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88),
-        256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12),
-    },
-    128e9: {
-        1: (2048, 2048, 2048), 4: (896, 704, 512), 16: (608, 368, 128), 64: (536, 284, 32),
-        256: (518, 263, 8), 1024: (513, 257, 2),
-    },
-    1e12: {
-        1: (16000, 16000, 16000), 4: (7000, 5500, 4000), 16: (4750, 2875, 1000),
-        64: (4187, 2218, 250), 256: (4046, 2054, 62.5), 1024: (4011, 2013, 15.6),
-    },
-}  # fmt: skip
+    7.5e9: {1: (120, 120, 120), 64: (31.4, 16.6, 1.88), 1024: (30.1, 15.1, 0.12)},
+    1e12: {1: (16000, 16000, 16000), 64: (4187, 2218, 250), 1024: (4011, 2013, 15.6)},
+}
 HOST = torch.device("cpu")
 CAUSAL = ["LlamaForCausalLM"]
 SIZES = {
@@ -62,12 +51,9 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize(
-    "counts", fast([((1024,),), ((1, 4, 16, 64, 256),)], lambda counts: counts == (1024,))
-)
-def test_model_states_are_those_of_the_paper(counts: tuple[int, ...]) -> None:
+def test_model_states_are_those_of_the_paper() -> None:
     """Stage 0 is the paper's baseline, of 16 bytes a parameter on each device."""
-    for parameters, ranks in itertools.product(PAPER, counts):
+    for parameters, ranks in itertools.product(PAPER, (1, 64, 1024)):
         base = plans_of_stages(None, ranks, 0, params=parameters)[1][0]
         for stage, figure in enumerate((16e-9 * parameters, *PAPER[parameters][ranks])):
             settings = base.settings
@@ -245,23 +231,6 @@ def test_gathers_in_float8_have_half_the_bytes() -> None:
     assert all(nbytes == 2 * halves.get(unit, nbytes / 2) for unit, nbytes in sent[False])
 
 
-def test_measures_are_no_part_of_a_simulation(tmp_path: Path) -> None:
-    """They would write files of a run that never was."""
-    found = {}
-    for on in (False, True):
-        place = {"enabled": on, "path": str(tmp_path / "run")}
-        config = config_of(
-            1,
-            metrics=place,
-            trace=place | {"first": 1, "steps": 1},
-            csv_monitor={"enabled": on, "output_path": str(tmp_path)},
-            dump_state=on,
-            wall_clock_breakdown=on,
-        )
-        found[on] = hf_zero.simulate(small(), 4, config=config, sequence_length=16).to_dict()
-    assert found[True] == found[False] and not list(tmp_path.iterdir())
-
-
 def test_parameters_without_a_gradient_leave_the_others_to_be_updated() -> None:
     """They are in a flat buffer with others, which is sent after the update."""
 
@@ -279,21 +248,6 @@ def test_parameters_without_a_gradient_leave_the_others_to_be_updated() -> None:
     sent = {each.unit.partition(" ")[0]: each.nbytes for each in found.collectives}
     assert sent["updated"] == 2 * 9 * 4 * 256  # 2 × (64 × 64 + 64), whole blocks on each rank
     assert found.flops == 2 * 2 * 64 * 64  # the product of the forward, that of the weight
-
-
-def test_middle_micro_batches_are_like_each_other() -> None:
-    """A step of five micro-batches is a recorded one of three, with its second one repeated."""
-    three, five = (
-        hf_zero.simulate(params=2e6, ranks=4, micro_batches=each, sequence_length=8)
-        for each in (3, 5)
-    )
-    assert five.flops == pytest.approx(5 / 3 * three.flops)
-    sent = {
-        each: sum(row.count for row in found.collectives if row.phase != "step")
-        for each, found in ((3, three), (5, five))
-    }
-    assert sent[5] / 5 == sent[3] / 3
-    assert five.peak_bytes == three.peak_bytes
 
 
 def test_a_process_in_a_job_simulates_nothing() -> None:
@@ -322,46 +276,6 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_refusals(said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         hf_zero.simulate(ranks=4, **{"params": 2e6} | REFUSED[said])
-
-
-def test_an_unknown_keyword_is_an_error() -> None:
-    options: Any = {"tensor_paralel": 2}
-    with pytest.raises(TypeError, match="tensor_paralel"):
-        hf_zero.simulate(params=1e6, **options)
-    with pytest.raises(TypeError, match="tensor_paralel"):
-        hf_zero.estimate(torch.nn.Linear(2, 2), 1, **options)
-
-
-def test_experts_get_equally_many_tokens() -> None:
-    """Each rank sends the rows of half of its pairs of token and expert to the other, and
-    computes as many as it would alone.
-    """
-    alone, spread = (
-        hf_zero.simulate(mixtral(), 4, 1, "bf16", expert_parallel=size, sequence_length=16)
-        for size in (1, 2)
-    )
-    rows = [each for each in spread.collectives if each.operation == "all_to_all"]
-    sizes = mixtral().config
-    pair = 2 * sizes.hidden_size
-    pairs = 16 * sizes.num_experts_per_tok
-    assert {each.nbytes // each.count for each in rows if "counts" not in each.unit} == {
-        pairs * pair
-    }
-    assert {each.ranks for each in rows} == {2}
-    assert spread.flops == alone.flops > 0
-    assert sum(spread.state.values()) < sum(alone.state.values())
-
-
-def test_sequence_parallel_ranks_exchange_heads() -> None:
-    """Queries, keys, values and results go to the other ranks, each once a pass."""
-    found = hf_zero.simulate(small(), 4, 2, sequence_parallel=2, sequence_length=16)
-    sent = [each for each in found.collectives if each.operation == "all_to_all"]
-    assert {each.ranks for each in sent} == {2} and {each.phase for each in sent} == {
-        "forward", "backward",
-    }  # fmt: skip
-    whole = hf_zero.simulate(small(), 4, 2, sequence_length=16)
-    assert found.phases[0].phase == whole.phases[0].phase == "forward"
-    assert found.phases[0].device < whole.phases[0].device
 
 
 @in_one_item([{"context_parallel": 2}, {"context_parallel": 2, "sequence_parallel": 2}])
