@@ -16,8 +16,6 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.sequence.division import Division
-from hf_zero.planning.activation_memory import Saving, Sequences, activation_bytes
 from tests.cli.invoked import invoke, refusal
 from tests.helpers.cells import fast, in_one_item
 from tests.helpers.engines import start
@@ -87,27 +85,6 @@ def test_what_is_foreseen_is_what_a_pass_adds(place: int) -> None:
         assert measured == pytest.approx(foreseen, rel=0.02, abs=SCRATCH)
     first, second = (more - less for less, more in zip(*found))
     assert second == pytest.approx(first, rel=0.05)
-
-
-@in_one_item([Division(2), Division(context=2), Division(2, 2)])
-def test_parts_of_sequences_are_those_of_shorter_ones_and_what_is_exchanged(
-    division: Division,
-) -> None:
-    model, length = seeded(llama), 512 * division.ranks
-    lengths = (Sequences(512), Sequences(length, 1, division))
-    half, part = (activation_bytes(model, each) for each in lengths)
-    heads = division.sequence > 1  # more memory than the largest of the others
-    assert half.most + heads <= part.most < 1.3 * half.most
-    assert model.config._attn_implementation == "sdpa"
-    assert all("forward" not in module.__dict__ for module in model.modules())
-
-
-def test_what_a_configuration_saves_is_not_added_again() -> None:
-    keys = {"kernels": ["loss", "norms"], "tiled_mlp": {"enabled": True}}
-    ways = list(Saving.from_config(ZeroConfig.from_dict(keys)).and_more())
-    recomputed = {"activation_checkpointing": {"blocks": True}}
-    found = [(name, added) for name, _, added in ways]
-    assert found == [("", {}), ("blocks recomputed", recomputed)]
 
 
 VIT = transformers.ViTConfig(num_hidden_layers=1, architectures=["ViTForImageClassification"])

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import MixtralConfig
 from typer.testing import CliRunner
 
@@ -23,7 +22,6 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.planning.simulation import Machine
 from tests.cli.invoked import ROOT, ZERO3, invoke, refusal
-from tests.helpers.accelerators import play_accelerator
 from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed
 from tests.helpers.models import seeded
@@ -185,26 +183,6 @@ def test_fit_writes_a_configuration_that_can_be_saved(model: str, tmp_path: Path
     assert "exists; remove it, or pass another path with -o" in said
 
 
-def test_fit_takes_the_machine_as_it_is_and_shares_it_among_its_ranks(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def free(options: str) -> Any:
-        return json.loads(invoke(f"estimate {model} --fit --json {options}"))["free"]
-
-    options = f"--ranks 4 --device-memory 80GB --ram 1GiB --disk {tmp_path} --ranks-per-host"
-    four, two = (free(f"{options} {count}") for count in (4, 2))
-    assert (four["ram"], two["ram"]) == ((1 << 30) // 4, (1 << 30) // 2)
-    assert four["disks"][0]["path"] == str(tmp_path)
-    assert 1.5 * four["disks"][0]["nbytes"] < two["disks"][0]["nbytes"]
-    assert not four["host_device"] and four["device"] == 80_000_000_000
-    assert free("--ranks 1")["host_device"] is not torch.cuda.is_available()
-    monkeypatch.setattr("hf_zero.device.free_memory.free_bytes", lambda device: 1 << 30)
-    for gpus, share in ((0, 8), (4, 4)):  # as many ranks a host as it has GPUs
-        play_accelerator(monkeypatch, count=gpus)
-        found = free("--ranks 8 --ram 8GiB")
-        assert found["ram"] == (8 << 30) // share and found["host_device"] is (gpus == 0)
-
-
 def test_fit_where_nothing_fits_is_code_1(model: str) -> None:
     command = f"estimate {model} --ranks 1 --fit --device-memory 1kB --ram 1kB"
     assert json.loads(invoke(command, "--json", ends_with=1))["config"] is None
@@ -245,35 +223,6 @@ def test_smoke_trains_as_plain_pytorch_does() -> None:
     done = completed([HF_ZERO, "smoke", "--ranks", "2", "--json"], timeout=300, check=True)
     rows = json.loads(done.stdout)
     assert [(row["stage"], row["right"]) for row in rows] == [(stage, True) for stage in range(4)]
-
-
-def test_convert_checkpoint_hands_its_options_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_zero.checkpoint.convert.export import Conversion
-
-    asked: list[Any] = []
-    sizes: dict[str, Any] = {"dtypes": ("bfloat16", "float32")}
-    done = Conversion(Path("to"), ("model.safetensors",), ("config.json",), 3, 1000, 4000, **sizes)
-
-    def convert(*arguments: Any, **options: Any) -> Conversion:
-        asked.append((arguments, options))
-        return done
-
-    monkeypatch.setattr(hf_zero, "convert_checkpoint", convert, raising=False)
-    command = "convert-checkpoint from to"
-    table = invoke(f"{command} --dtype bfloat16 --max-shard-size 1GB --tag t --verify")
-    given = {"verify": True, "only": None, "adapters": None, "workers": 2}
-    more = {"to": "safetensors", "overwrite": False}
-    assert asked[0] == (("from", "to", "bfloat16", "1GB", "t", None), given | more)
-    said = "1,000 parameters in bfloat16, float32, 4.00 kB: model.safetensors"
-    assert said in table and "config.json" in table
-    assert json.loads(invoke(command, "--json"))["files"] == ["model.safetensors"]
-    invoke(f"{command} --only a.* --only b --whole --workers 5")
-    given = {"verify": None, "only": ["a.*", "b"], "adapters": False, "workers": 5}
-    assert asked[-1][1] == given | more
-    invoke(f"{command} --adapters --overwrite")
-    assert asked[-1][1]["adapters"] is True and asked[-1][1]["overwrite"] is True
-    table = invoke(f"{command} --to dcp")
-    assert "training state" in table and "carried along" not in table
 
 
 # ---- bad input ----

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from hf_zero.cli.app import app
-from hf_zero.cli.docs import find, pages, stem
+from hf_zero.cli.docs import find, pages
 from hf_zero.errors import ConfigError
 from tests.helpers.cells import in_one_item
-from tests.helpers.commands import completed
 
 
 def shown(*topic: str) -> str:
@@ -57,23 +54,6 @@ def test_a_topic_is_a_page_or_a_section(case: tuple[str, str, str]) -> None:
     assert [line for line in text.splitlines() if line.startswith(f"{level} ")][1:] == []
 
 
-@in_one_item(
-    [
-        "resume resumes resumed resuming",
-        "batch batches batched batching",
-        "embed embedded embedding embeddings",
-        "copy copies copied copying",
-        "loss losses",
-        "roll rolls rolled rolling",
-        "ring rings",
-    ]
-)
-def test_inflections_have_one_stem_and_other_words_others(words: str) -> None:
-    assert len({stem(word) for word in words.split()}) == 1
-    others = "result stride share run rank lose zero zero++ gradient_clipping gradient_clip"
-    assert len({stem(word) for word in (words.split()[0], *others.split())}) == 11
-
-
 def test_headings_are_found_in_any_inflection_and_then_sections_that_mention_a_topic() -> None:
     resuming = "Checkpoints and resuming: `hf-zero docs trainer#checkpoints-and-resuming`"
     for topic, first in (
@@ -105,11 +85,3 @@ def test_a_misspelt_topic() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             find(topic)
-
-
-def test_a_terminal_of_few_characters_shows_what_it_can() -> None:
-    env = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
-    command = [sys.executable, "-c", "from hf_zero.cli import main; main()", "docs", "features"]
-    shown = completed(command, env=env)
-    assert shown.returncode == 0 and shown.stderr == ""
-    assert "* works; the device makes no difference" in shown.stdout

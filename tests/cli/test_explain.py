@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.cli.invoked import ZERO3, invoke
+from tests.cli.invoked import invoke
 
 
 def written(folder: Path, content: dict[str, Any]) -> str:
@@ -17,18 +17,6 @@ def written(folder: Path, content: dict[str, Any]) -> str:
 
 def rows(*arguments: str, **how: Any) -> dict[str, Any]:
     return {row["key"]: row for row in json.loads(invoke("explain", *arguments, "--json", **how))}
-
-
-def test_every_value_has_its_source_and_defaults_are_left_out() -> None:
-    found = rows(ZERO3, "--ranks", "2")
-    assert found["zero_optimization.stage"]["value"] == 3
-    assert "zero3.yaml" in found["zero_optimization.stage"]["source"]
-    assert found["train_batch_size"]["value"] == 2
-    assert "zero_optimization.stage" in invoke("explain", "zero1")
-    shown, every = rows(ZERO3), rows(ZERO3, "--all")
-    assert set(shown) < set(every) and "gradient_predivide_factor" not in shown
-    left = len(every) - len(shown)
-    assert f"{left} more keys have their defaults: --all shows them" in invoke("explain", ZERO3)
 
 
 def test_auto_stays_beside_a_number_of_ranks(tmp_path: Path) -> None:

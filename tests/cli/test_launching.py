@@ -27,23 +27,6 @@ def command_of(line: str) -> list[str]:
     return found
 
 
-def test_presets_are_read_back_as_their_stage() -> None:
-    from accelerate.commands.launch import launch_command_parser
-
-    for preset, stage in (("zero0", 0), ("zero3", 3)):
-        command = command_of(
-            f"--preset {preset} --ranks 3 --precision bf16 --json -- train.py --lr 1"
-        )
-        assert command[:4] == [sys.executable, "-m", LAUNCHER, "accelerate.commands.launch"]
-        assert command[-3:] == ["train.py", "--lr", "1"]
-        args = launch_command_parser().parse_args(command[4:])
-        assert args.dynamo_backend == "no"  # else accelerate warns that it was not passed
-        assert args.use_deepspeed is True and int(args.zero_stage) == stage
-        assert (args.num_processes, args.mixed_precision) == (3, "bf16")
-        assert args.gradient_clipping is None, "the script or the training arguments choose it"
-        assert (args.training_script, args.training_script_args) == ("train.py", ["--lr", "1"])
-
-
 DEFAULTS = """
 compute_environment: LOCAL_MACHINE
 distributed_type: DEEPSPEED

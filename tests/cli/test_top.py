@@ -60,25 +60,6 @@ def test_the_figures_of_a_run(run: Path) -> None:
         assert text in shown if text != BARS else BARS[0] in shown, text
 
 
-def test_the_steps_of_the_whole_run_are_recorded(run: Path) -> None:
-    """By the Trainer, or in the configuration of the scheduler; --steps precedes both."""
-    file = run / "metrics.jsonl"
-    whole = file.read_text().partition('{"step": 31')[0]
-    header, _, rest = whole.partition("\n")
-    total = {"key": "scheduler.params", "value": {"total_num_steps": 50}, "source": "a file"}
-    scheduled = json.loads(header)
-    scheduled["run"]["config"] = [total]
-    planned = json.dumps({"planned_steps": 40, "after_step": 0, "time": 1})
-    known = json.dumps(scheduled)
-    for lines, steps in (([planned, header], None), ([known], 50), ([known, planned], 40)):
-        file.write_text("\n".join([*lines, rest]))
-        found = json.loads(invoke(f"top {run} --json"))
-        assert found["steps"] == steps
-        assert found["seconds_left"] == (None if steps is None else (steps - 30) * 0.2)
-    assert json.loads(invoke(f"top {run} --steps 60 --json"))["seconds_left"] == 6
-    assert "step 30 of 40" in invoke(f"top {run}")
-
-
 def test_the_states_of_ranks_while_rank_0_waits(run: Path) -> None:
     """Until the next step, in which all take part."""
     file = run / "metrics.jsonl"

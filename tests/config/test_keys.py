@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
 import pytest
 
-from hf_zero.config import ZeroConfig, ZeroSection
-from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
+from hf_zero.config import ZeroConfig
+from hf_zero.config.keys import KEYS
 from hf_zero.config.kinds import Key, Status
 from hf_zero.errors import ConfigError, NotBuiltError
 from tests.config.samples import VALUES
@@ -111,13 +110,6 @@ def test_a_wrong_type_names_key_value_and_expectation(key: Key) -> None:
     with pytest.raises(ConfigError) as caught:
         ZeroConfig.from_dict(complete(key, Odd()))
     assert f"{key.path} = <odd> (Odd) is not {key.kind.expected}; " in str(caught.value)
-
-
-def test_aliases_lead_to_the_table() -> None:
-    assert all(target in KEYS or target in SECTIONS for target in ALIASES.values())
-    assert not set(ALIASES) & set(KEYS)
-    for item in fields(ZeroSection):
-        ZeroConfig.from_dict({"zero_optimization": {item.name: None}})
 
 
 def test_the_configuration_needs_neither_torch_nor_hugging_face() -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from hf_zero.config import (
-    AioSection,
     OffloadOptimizer,
     OffloadParam,
     ZeroConfig,
@@ -21,56 +17,10 @@ from hf_zero.errors import ConfigError
 from tests.helpers.cells import in_one_item
 
 CPU = {"device": "cpu"}
-ACCELERATE = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
 
 
 def zero(**keys: Any) -> ZeroConfig:
     return ZeroConfig.from_dict({"zero_optimization": {"stage": 3, **keys}})
-
-
-@in_one_item(
-    [
-        lambda: ZeroConfig(3, offload_optimizer="cpu", offload_param="cpu"),
-        lambda: ZeroConfig(
-            3, offload_optimizer=OffloadOptimizer("cpu"), offload_param=OffloadParam("cpu")
-        ),
-        lambda: zero(offload_optimizer=CPU, offload_param=CPU),
-        lambda: zero(cpu_offload=True, cpu_offload_params=True),
-        lambda: ZeroConfig.from_dict({"deepspeed_config": ACCELERATE, "use_cpu": True}),
-    ]
-)
-def test_every_spelling_of_offload_to_the_cpu(make: Callable[[], ZeroConfig]) -> None:
-    config = make()
-    expected = (OffloadOptimizer("cpu"), OffloadParam("cpu"))
-    assert (config.offload_optimizer, config.offload_param) == expected
-    assert config.offload_optimizer.on and config.offload_param.on
-    assert ZeroConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
-
-INFINITY = """
-zero_optimization:
-  stage: 3
-  offload_optimizer: {device: nvme, nvme_path: /nvme, pin_memory: true, buffer_count: 8,
-    pipeline_read: false, pipeline_write: false, fast_init: true, ratio: 0.9,
-    cpuadam_cores_perc: 0.8}
-  offload_param: {device: nvme, nvme_path: [/nvme0, /nvme1], pin_memory: false, buffer_count: 7,
-    buffer_size: 1.0e+7, max_in_cpu: 0}
-aio: {block_size: 262144, queue_depth: 16, intra_op_parallelism: 2, single_submit: true,
-  use_gds: false}
-"""
-
-
-def test_everything_that_deepspeed_writes_for_infinity() -> None:
-    config = ZeroConfig.from_dict(yaml.safe_load(INFINITY))
-    pipeline = {"pipeline_read": False, "pipeline_write": False}
-    optimizer = OffloadOptimizer(
-        "nvme", ("/nvme",), True, buffer_count=8, ratio=0.9, cores=0.8, **pipeline
-    )
-    assert config.offload_optimizer == optimizer
-    param = OffloadParam("nvme", ("/nvme0", "/nvme1"), False, 7, 10_000_000, 0)
-    assert config.offload_param == param
-    assert config.aio == AioSection(262144, 16, 2)
-    assert ZeroConfig.from_dict(config.to_dict()) == config
 
 
 # -- paths -----------------------------------------------------------------------------------------

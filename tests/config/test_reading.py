@@ -56,17 +56,6 @@ def test_keywords() -> None:
     assert config.sources["prescale_gradients"] == "default"
 
 
-def test_a_host_may_be_silent_for_15_seconds_or_for_the_timeout_if_that_is_shorter() -> None:
-    defaults = {None: 15.0, 60: 15.0, 10: 10.0, 0.5: 0.0}
-    for timeout, expected in defaults.items():
-        config = ZeroConfig(stage=1, timeout=timeout)
-        assert config.host_timeout == expected
-        derived = "computed: timeout" if expected < 15 else "default"
-        assert config.sources["host_timeout"] == derived
-    for written in (0, 1, 1800):
-        assert ZeroConfig(stage=1, host_timeout=written).host_timeout == written
-
-
 def test_the_configuration_is_frozen_hashable_and_can_be_copied() -> None:
     config = ZeroConfig(stage=3, optimizer={"type": "Adam", "params": {"lr": 1.0}})
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -13,14 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zero.config import ExplainRow, ZeroConfig
+from hf_zero.config import ZeroConfig
 from hf_zero.config.explaining import WIDTH, as_summary, written
-from hf_zero.config.keys import KEYS, SECTIONS
+from hf_zero.config.keys import KEYS
 from hf_zero.config.kinds import Status
 from hf_zero.errors import ConfigError, NotBuiltError
 from tests.config.samples import drawn
 
-MEANT = "did you mean|it resembles"
 DRAWN = {
     path: drawn(key.kind.expected)
     for path, key in KEYS.items()
@@ -114,50 +113,6 @@ def test_any_value_is_taken_or_refused_by_name(path: str, value: Any) -> None:
     else:
         json.dumps(config.to_dict())
         assert config.describe()
-
-
-LONG = sorted(path for path in {*KEYS, *SECTIONS} if len(path.rpartition(".")[2]) > 6)
-
-
-@given(st.sampled_from(LONG), st.data())
-def test_a_letter_left_out_is_noticed(path: str, data: st.DataObject) -> None:
-    section, _, name = path.rpartition(".")
-    position = data.draw(st.integers(0, len(name) - 1))
-    wrong = f"{section}.{name[:position]}{name[position + 1 :]}".lstrip(".")
-    if wrong in KEYS:
-        return
-    with pytest.raises(ConfigError, match=rf"unknown key .*({MEANT})") as caught:
-        ZeroConfig.from_dict(nest({wrong: {}}))
-    # a key of another section may have just that name
-    meant = re.split(MEANT, str(caught.value))[-1]
-    assert repr(path) in meant or f".{wrong.rpartition('.')[2]}'" in meant
-
-
-def test_explain() -> None:
-    zero = {"stage": 3, "overlap_comm": True, "offload_param": {"device": "none"}}
-    config = ZeroConfig.from_dict(
-        {
-            "zero_optimization": zero,
-            "gradient_clipping": "auto",
-            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
-        },
-        source="config file zero3.yaml",
-        allow_auto=True,
-    )
-    rows = {row.key: row for row in config.explain()}
-    stage = "zero_optimization.stage"
-    assert rows[stage][:3] == (stage, 3, f"config file zero3.yaml: {stage}")
-    said = "how long a rank waits for others before it raises an error"
-    assert rows["timeout"] == ExplainRow("timeout", 1800.0, "default", said)
-    idle = rows["zero_optimization.overlap_comm"].note
-    assert idle == "no effect: gathers and reductions always overlap computation"
-    assert rows["gradient_clipping"].value == rows["optimizer.params.lr"].value == "auto"
-    assert "zero_optimization.sub_group_size" not in rows
-    lines = config.describe().splitlines()
-    assert len(lines) == len(rows)
-    assert any(line.split()[:3] == ["timeout", "1800.0", "default"] for line in lines)
-    with pytest.raises(ConfigError, match="world_size = 0 is not a number of ranks"):
-        ZeroConfig(stage=1).explain(0)
 
 
 def test_a_dict_remembers_where_its_values_stood(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -92,28 +91,6 @@ def test_initialize_refuses_a_preset_of_the_launch_that_it_would_ignore(
     said = rf"`{PRESET}` .*stage 2 \(the script: 3, preset zero3\), precision bf16 .*leave --preset"
     with pytest.raises(ConfigError, match=said):
         hf_zero.initialize(model=model, optimizer=optimizer, config="zero3")
-
-
-def test_precision_offload_and_keys_of_set_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(config: dict[str, Any], said: str) -> None:
-        with pytest.raises(ConfigError, match=said):
-            check_launch(hf_zero.ZeroConfig.from_dict(config))
-
-    launch(monkeypatch, 2, "no", "hf-zero launch --preset zero2 --precision fp32")
-    refused(BF16, r"asks for precision fp32 .the script: bf16, config dict: bf16.enabled.,")
-    by = "hf-zero launch --config zero3.yaml"
-    launch(monkeypatch, 3, by=by, OFFLOAD_OPTIMIZER_DEVICE="cpu", OFFLOAD_PARAM_DEVICE="none")
-    refused({"stage": 3}, "offload_optimizer cpu .the script: none.*leave the configuration out")
-
-    command = "hf-zero launch --preset zero2 --set metrics.enabled=true --set metrics.path=runs/a"
-    launch(monkeypatch, 2, by=command, OFFLOAD_OPTIMIZER_DEVICE="none")
-    asked = {"metrics": {"enabled": True, "path": "runs/a"}}
-    monkeypatch.setenv(WRITTEN, json.dumps(asked))
-    own: dict[str, Any] = {"zero_optimization": {"stage": 2}}
-    check_launch(hf_zero.ZeroConfig.from_dict(own | {"metrics": asked["metrics"]}))
-    refused(own, r"metrics.enabled True .the script: False\),.*and --set")
-    other = {"metrics": {"enabled": True, "path": "runs/b"}}
-    refused(own | other, "metrics.path runs/a .the script: runs/b, config dict: metrics.path.,")
 
 
 def test_accelerate_launch_gets_a_warning_on_rank_0_alone(
