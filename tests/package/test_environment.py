@@ -86,17 +86,6 @@ def test_one_environment_grows(folder: Path, capsys: pytest.CaptureFixture[str])
     assert not (folder / "tmp").exists()
 
 
-def test_a_build_is_chosen_by_hand_or_by_driver(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(script, "has_nvidia_driver", lambda: True)
-    ordinary = f"torch==={script.pinned('torch')}"
-    assert prepare(folder)[0].endswith(ordinary)
-    assert "+cpu" in prepare(folder, HF_ZERO_TORCH="cpu")[0]
-    assert prepare(folder) == []  # a later call keeps the build
-    assert prepare(folder, HF_ZERO_TORCH="cuda")[0].endswith(ordinary)
-
-
 ABSENT = "ERROR: No matching distribution found for torch==2.13.0+cpu\n"
 CONSTRAINED = (  # the same, where pip's settings name a file of constraints with torch
     "The conflict is caused by:\n    The user requested torch==2.13.0+cpu\n"
@@ -132,26 +121,6 @@ def test_what_is_installed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.endswith(f"==={script.pinned('torch')}") and package.endswith("[lint,test]")
     monkeypatch.setattr(script, "digest", lambda: "another")
     assert prepare(folder)[-1].endswith("[lint,test]")
-
-
-def test_an_interrupted_installation_goes_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(self: Any, line: str) -> None:
-        raise KeyboardInterrupt
-
-    prepare(folder)
-    with monkeypatch.context() as patch:
-        answer(folder, "lint", "Collecting ruff\n")
-        patch.setattr(script.Progress, "line", interrupt)
-        patch.setattr(sys, "argv", ["environment.py", str(folder), "lint"])
-        assert script.main() == 130 and "the next call" in capsys.readouterr().err
-    answer(folder)
-    assert len(prepare(folder)) == 2  # even what was there before has no stamp
-    (folder / "install.log").unlink()
-    (folder / "install.log").mkdir()
-    monkeypatch.setattr(sys, "argv", ["environment.py", str(folder), "docs"])
-    assert script.main() == 1 and "install.log" in capsys.readouterr().err
 
 
 def packaged(folder: Path, name: str) -> Path:
@@ -265,20 +234,6 @@ def interpreters(folder: Path, **versions: str) -> dict[str, str]:
 def chosen(variables: dict[str, str]) -> Any:
     command = [shutil.which("bash"), "-c", f"source '{SOURCED}' && find_interpreter"]
     return completed(command, env=variables)
-
-
-@pytest.mark.parametrize(
-    ("versions", "wanted"),
-    [
-        ({"python3": "3.12.0", "python3_9": "3.9.1"}, "python3"),
-        ({"python3_14": "3.14.0!", "python3_12": "3.12.0"}, "python3.12"),
-        ({"python3_14": "3.14.1", "python3_13": "3.13.0"}, "python3.13"),
-    ],
-)
-def test_the_newest_python_that_works_is_taken(
-    versions: dict[str, str], wanted: str, tmp_path: Path
-) -> None:
-    assert chosen(interpreters(tmp_path, **versions)).stdout.strip() == wanted
 
 
 @pytest.mark.parametrize(

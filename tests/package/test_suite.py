@@ -21,19 +21,6 @@ from tests.helpers.cells import off_turn, parted
 ROOT = Path(suite.__file__).parent.parent
 
 
-def test_options_come_in_any_order():
-    for arguments in (
-        ["--all", "--part", "2/5", "-k", "layout", "--stress"],
-        ["-k", "layout", "--stress", "--part=2/5", "--all"],
-    ):
-        options = suite.parse(arguments)
-        assert (options.whole, options.part, options.stress) == (True, "2/5", True)
-        assert options.pytest == ["-k", "layout"] and "docs" in options.extras
-    assert suite.parse(["--changed", "HEAD", "-x"]).base == "HEAD"
-    assert suite.parse(["--changed", "tests/zero"]).pytest == ["tests/zero"]
-    assert suite.parse(["--durations=3"]).pytest == ["--durations=3"]
-
-
 def test_an_impossible_option_is_one_line(capsys):
     for arguments, named in (
         (["--part", "5/4"], "5/4"),
@@ -112,18 +99,6 @@ def test_a_run_that_is_ended_leaves_nothing(number, tmp_path):
 def _alive(folder: str) -> list[psutil.Process]:
     processes = psutil.process_iter(["environ"])
     return [each for each in processes if folder in (each.info["environ"] or {}).get("TMPDIR", "")]
-
-
-def test_files_of_a_run_that_has_ended_are_removed(tmp_path):
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    old = tmp_path / f"{suite.FOLDER}{ended.pid}-x"
-    running = tmp_path / f"{suite.FOLDER}{os.getpid()}-x"
-    for folder in (old, running):
-        folder.mkdir()
-        (folder / "file").touch()
-    suite._remove_old_folders(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [running.name]
 
 
 # ---- selection of the cells of a product that the fast suite runs ----
