@@ -5,22 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_zero.errors import KernelError
 from hf_zero.ops import dynamic_map
 from hf_zero.ops import reference as reference_kernels
 from hf_zero.ops.host import Blocks
 from tests.helpers.buffers import reference
-
-
-def test_the_maps_have_256_values():
-    for signed, smallest in ((True, 5.5e-7), (False, 3.25e-7)):
-        table = dynamic_map.values(signed)
-        assert len(set(table.tolist())) == 256 and float(table[-1]) == 1.0
-        assert float(table[table > 0][0]) == pytest.approx(smallest)
-        assert float(table[0]) == pytest.approx(-0.9929687 if signed else 0.0)
-        edges, _, _, tops = dynamic_map.regions(signed)
-        assert edges.diff().gt(0).all()
-        assert float(tops[-1]) == len(dynamic_map.magnitudes(signed)) - 1
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -70,16 +58,3 @@ def test_codes_at_the_edges_of_regions_are_those_of_the_reference(isa, signed):
     made.encode(values)
     codes, _ = reference_kernels.encode_dynamic(values, signed)
     assert torch.equal(made.codes, codes)
-
-
-def test_a_part_of_blocks_is_overwritten_from_the_start_of_a_block():
-    blocks = Blocks.zeros(1000, True, dynamic=True)
-    values = torch.randn(1000)
-    blocks.encode(values)
-    before = blocks.decode()
-    blocks.put(256, torch.zeros(300))
-    after = blocks.decode()
-    assert after[256:556].eq(0).all() and torch.equal(after[:256], before[:256])
-    assert torch.equal(after[768:], before[768:])
-    with pytest.raises(KernelError, match="narrow"):
-        blocks.put(100, torch.zeros(10))

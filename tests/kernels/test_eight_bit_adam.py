@@ -96,19 +96,6 @@ def test_every_body_gives_the_bits_of_the_reference(every_body: str) -> None:
             compare(lambda g, n=numel, of=(grad, out): state(n, *of, g), **changes)
 
 
-def test_elements_past_the_end_of_a_block_do_not_raise_its_scale(every_body: str) -> None:
-    """The gradient shrinks the only element of the block more than a step shrinks any other."""
-
-    def made(guarded: Guarded) -> State:
-        start = state(257, torch.float32, None, guarded)
-        start["grad"][256] = -1.0
-        ones = torch.ones(257)
-        return {**start, "exp_avg": blocks(ones, True, guarded)}
-
-    after = compare(made, divisor=1.0)
-    assert float(after["exp_avg"].scales[1]) == pytest.approx(0.8)
-
-
 def test_a_value_that_is_not_finite_spoils_its_block_alone(every_body: str) -> None:
     for value in (float("nan"), float("inf"), -float("inf"), 3e38, 1e-45):
 
@@ -128,27 +115,6 @@ def test_a_value_that_is_not_finite_spoils_its_block_alone(every_body: str) -> N
 def no_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors take the way of those on a GPU."""
     monkeypatch.setattr(native, "core", lambda: None)
-
-
-def test_amsgrad_and_moments_in_other_formats_take_the_reference(no_core: None) -> None:
-    pytest.importorskip("triton")
-    from tests.helpers.checked_triton import checked_triton
-
-    changes: list[dict[str, Callable[[Guarded], Any]]] = [
-        {"max_exp_avg_sq": lambda guarded: torch.zeros(300)},
-        {"exp_avg": lambda guarded: torch.zeros(300)},
-        {"exp_avg_sq": lambda guarded: torch.zeros(300)},
-        {"exp_avg": lambda guarded: Blocks.zeros(300, True)},
-    ]
-    with checked_triton() as settings:
-        for change in changes:
-            compare(
-                lambda guarded, change=change: {  # type: ignore[misc]
-                    **state(300, torch.float32, None, guarded),
-                    **{name: make(guarded) for name, make in change.items()},
-                }
-            )
-        assert not settings.launches
 
 
 @pytest.mark.parametrize("kind", [AdamW8bit, Adam8bit])

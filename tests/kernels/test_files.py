@@ -112,30 +112,6 @@ def last_of(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_urgent_goes_first(backend: str, tmp_path: Path) -> None:
-    """Both write the last block, so what is there in the end tells which of them came last; equally
-    urgent ones keep their order.
-    """
-    behind, ahead, needed = Priority.BEHIND, Priority.AHEAD, Priority.NEEDED
-    for first, second in ((behind, ahead), (behind, needed), (ahead, needed)):
-        file, queue = open_file(tmp_path), FileQueue(BLOCK, 1, 1, backend)
-        queue.inject(SLOW)
-        tickets = [
-            queue.write(file, 0, fill(1, LONG), first),
-            queue.write(file, LAST.start, fill(2), second),
-        ]
-        queue.inject(AT_ONCE)
-        queue.close()  # a wait would make urgent
-        assert all(ticket.done() for ticket in tickets)
-        assert last_of(tmp_path) == bytes([1]) * BLOCK, (first, second)
-    queue = FileQueue(BLOCK, 1, 1, backend)
-    for value in range(20):
-        queue.write(file, 0, fill(value))
-    queue.close()
-    assert (tmp_path / "file").read_bytes()[:BLOCK] == bytes([19]) * BLOCK
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_somebody_waits_for_becomes_urgent(backend: str, tmp_path: Path) -> None:
     """A read overtakes the rest of a long write; what is to come after another does not."""
     file, out = open_file(tmp_path), fill(7)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.ops import flat_tiles
 from hf_zero.ops.flat_optimizers import (
     FlatRun,
     RowSettings,
@@ -145,25 +144,6 @@ def untouched(flats: Flats, before: Tensor) -> None:
         assert torch.equal(buffer[~inside], was[~inside].to(buffer.dtype))
 
 
-def test_settings_of_rows(watched_body: str) -> None:
-    """Bias corrections are those of fp64: the second one is 1e-3 at first, and in fp32 its power
-    would be off in the fifth digit.
-    """
-    steps = torch.tensor([0.0, 9.0, 99_999.0])
-    rows = [RowSettings(1e-3, *betas) for betas in ((0.9, 0.999), (0.95, 0.99), (0.9, 0.9999))]
-    got = advance_(steps, settings_table(rows, "cpu"))
-    for row, (settings, count) in enumerate(zip(rows, (1, 10, 100_000))):
-        assert got[row, 7].item() == pytest.approx(1e-3 / (1 - settings.beta1**count), rel=1e-7)
-        assert got[row, 8].item() == pytest.approx((1 - settings.beta2**count) ** -0.5, rel=1e-7)
-    assert steps.tolist() == [1.0, 10.0, 100_000.0]
-    rates = [RowSettings(torch.tensor(0.25)), RowSettings(torch.tensor([0.5]))]
-    assert settings_table(rates, "cpu")[:, 0].tolist() == [0.25, 0.5], "a rate may be a tensor"
-    nothing = Flats((), 1, tile=16)
-    nothing.step([RowSettings(1e-3)])
-    assert nothing.tiles.table.shape[0] == nothing.tiles.numel == 0 and nothing.steps.item() == 1.0
-    assert advance_(torch.zeros(0), settings_table([], "cpu")).shape[0] == 0
-
-
 @in_one_item((16, 64, 4096))
 def test_tiles_cover_each_element_once(tile: int) -> None:
     generator = torch.Generator().manual_seed(tile)
@@ -189,20 +169,6 @@ def test_tiles_cover_each_element_once(tile: int) -> None:
             want[piece.master : piece.master + piece.length] = 1 + piece.row
         assert torch.equal(seen, want)
         assert tiles.numel == sum(piece.length for piece in pieces)
-
-
-def test_long_segments_are_whole_tiles_but_for_their_ends() -> None:
-    """Pieces that go on, in each buffer, are one; tables are made once."""
-    table = Tiles.cut([FlatRun(1000, 0, 3, 3, 11, 3)], "cpu", 64).table
-    assert table[:, 6].tolist() == [0] + [1] * 15 + [0]
-    assert table[:, 4].tolist() == [5] + [64] * 15 + [35]
-    apart = Tiles.cut([FlatRun(1000, 0, 0, 1, 0, 0)], "cpu", 64).table
-    assert apart[:, 6].sum() == 0
-    for second, tiles in (((0, 32, 32, 32), 1), ((1, 32, 32, 32), 2), ((0, 32, 40, 32), 2)):
-        pieces = [FlatRun(32, 0, 0, 0, 0), FlatRun(32, *second)]
-        assert Tiles.cut(pieces, "cpu", 64).table.shape[0] == tiles
-    places, here = ((0, 40), (40, 24)), torch.device("cpu")
-    assert flat_tiles.run_tables(places, here) is flat_tiles.run_tables(places, here)
 
 
 # ---- norms ----

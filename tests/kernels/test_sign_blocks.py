@@ -8,13 +8,11 @@ import itertools
 import math
 from itertools import accumulate
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_zero.ops import sign_blocks
 from hf_zero.ops import sign_blocks_reference as plain
 from hf_zero.ops.sign_blocks import BlockTable, SignBlocks
 from tests.helpers.buffers import Guarded, same_bits
@@ -164,27 +162,3 @@ def test_signs_and_scales(every_body) -> None:
     assert one(2048, 8).nbytes == 256 + 16
     # the second row has three tensors, the first one
     assert SignBlocks(32).cut((0, 70, 80), 120, 2, 64).shape == (2, 4)
-
-
-def test_mean_squares_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No temporary is longer than a piece, else each of them has eight bytes a weight."""
-    rows, chunk, numel = 4, 130, 301
-    exponents = torch.arange(rows * chunk).remainder(61).sub(30).to(torch.int8)
-    table = SignBlocks(32).cut((0, 37), numel, rows, chunk)
-    values = plain.powers(exponents).double().square()[:numel]
-    parts = values.split([37, 93, 130, 41])  # of tensors and chunks
-    blocks = [[*parts[0].split(32), *parts[1].split(32)], *(part.split(32) for part in parts[2:])]
-    wanted = torch.zeros(4, 5, dtype=torch.float64)
-    for row, own in zip(wanted, blocks):
-        row[: len(own)] = torch.stack([part.mean() for part in own])
-    longest: list[int] = []
-    powers = plain.powers
-    monkeypatch.setattr(sign_blocks, "PIECE", 64)
-    monkeypatch.setattr(plain, "powers", lambda each: (longest.append(len(each)), powers(each))[1])
-    found = table.mean_squares(exponents)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0.0)
-    assert max(longest) <= 64
-    spread_out = table.spread(found.float())
-    assert torch.equal(spread_out[:32], wanted[0, :1].float().expand(32))
-    assert torch.equal(spread_out[32:37], wanted[0, 1:2].float().expand(5))
-    assert not spread_out[numel:].any()

@@ -186,14 +186,3 @@ def test_threads_and_cuts_leave_no_trace(isa: str, update: Update, kind: str) ->
             settings["first"] += start
         update(**piece, **settings)
     assert all(same_bits(a, b) for a, b in zip(parts(whole), parts(cut)))
-
-
-def test_denormals_are_kept_whatever_the_callers_thread_is_set_to(isa: str) -> None:
-    masters, grads = torch.full((2, 70_000), 3e-39), torch.full((70_000,), 2e-39)
-    for master, flush in zip(masters, (False, True)):
-        torch.set_flush_denormal(flush)
-        try:
-            sgd(master, grads, None, lr=1.0)
-        finally:
-            torch.set_flush_denormal(False)
-    assert torch.equal(*masters) and bool((masters[0] != 0).all())
