@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.activations.host_copies import Streams
 from hf_zero.activations.offload import Offload
 from hf_zero.activations.policy import offload_of
 from hf_zero.config import ActivationOffload
@@ -109,42 +107,6 @@ def assert_same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("name", SECTIONS)
 def test_the_same_bits(name: str, stage: int, precision: str) -> None:
     assert_same_bits(train(SECTIONS[name], stage, precision), train({}, stage, precision))
-
-
-# ---- who waits for whom ----
-
-
-@pytest.fixture
-def delays(monkeypatch: pytest.MonkeyPatch) -> random.Random:
-    """Before and after each copy, one of the streams sleeps for a while, at random."""
-    drawn = random.Random(0)
-
-    def nap(owner: Streams) -> None:
-        for stream in (owner._stream, torch.cuda.current_stream()):
-            if drawn.random() < 0.3:
-                with torch.cuda.stream(stream):
-                    torch.cuda._sleep(drawn.randrange(SLOW))
-
-    def napping(function: Any) -> Any:
-        def napped(owner: Streams, *args: Any) -> Any:
-            nap(owner)
-            answer = function(owner, *args)
-            nap(owner)
-            return answer
-
-        return napped
-
-    for name in ("send", "leave", "bring"):
-        monkeypatch.setattr(Streams, name, napping(getattr(Streams, name)))
-    return drawn
-
-
-@pytest.mark.parametrize("name", ["offload", "offload, one at a time", "blocks, inputs offloaded"])
-def test_the_same_bits_whoever_is_slow(name: str, delays: random.Random) -> None:
-    want = train({})
-    for round_ in range(20):
-        delays.seed(round_)
-        assert_same_bits(train(SECTIONS[name], stage=2 + round_ % 2), want)
 
 
 def alone() -> Offload:

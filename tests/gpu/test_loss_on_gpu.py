@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import hf_zero
 from hf_zero.ops import dispatch
 from hf_zero.ops import model_reference as reference
 from hf_zero.ops.chunked_head import CROSS_ENTROPY, Terms
@@ -93,35 +89,6 @@ def test_the_chunked_head_errs_no_more_than_torch(dtype, vocabulary, chunk):
         )
         print(f"{dtype} {vocabulary} chunk {chunk}: error {error:.3e}, torch's {bound:.3e}")
         assert error <= 1.1 * bound + 1e-6
-
-
-@pytest.mark.parametrize("read", ["log_softmax", "logsumexp"])
-def test_log_probabilities_of_a_model_are_computed_in_chunks(read: str) -> None:
-    """As trainers of preferences and policies read them."""
-    torch.manual_seed(0)
-    shape = {"vocab_size": 128_256, "hidden_size": 256, "intermediate_size": 512}
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    plain = LlamaForCausalLM(LlamaConfig(**shape, **heads)).to(DEVICE)
-    deferred = hf_zero.optimize(copy.deepcopy(plain), ["loss"])
-    ids = torch.randint(0, shape["vocab_size"], (4, 2048), device=DEVICE)  # four chunks
-    advantages = torch.randn(4, 2047, device=DEVICE)
-    found, peaks = [], []
-    for model in (plain, deferred):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        logits, at = model(input_ids=ids).logits[:, :-1], ids[:, 1:, None]
-        if read == "log_softmax":
-            values = logits.log_softmax(-1).gather(-1, at)[..., 0]
-        else:
-            values = logits.gather(-1, at)[..., 0] - logits.logsumexp(-1)
-        (values * advantages).sum().backward()
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-        found.append([values.detach(), *(each.grad for each in model.parameters())])
-        del logits, values
-    assert peaks[1] < 0.5 * peaks[0], peaks
-    for ours, theirs in zip(*found):
-        scale = float(theirs.abs().max())
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * scale)
 
 
 def test_nothing_but_the_count_of_rows_is_waited_for() -> None:

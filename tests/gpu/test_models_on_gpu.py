@@ -14,12 +14,6 @@ from tests.integrations.fused.animals import BLOCKS, build, error, inputs, on_ev
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = (*BLOCKS, "loss")
-LLAMA = {"intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 2}
-WIDE: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_size": 256, **LLAMA},
-    "bert": {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4},
-    "gpt2": {"n_embd": 256, "n_head": 4},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -64,33 +58,3 @@ def test_bf16_is_no_further_from_fp32_than_torchs(name: str) -> None:
         ours += distance(step(hf_zero.optimize(put(name, **kept), BLOCKS), batch)[1], right) / size
         plain += distance(step(put(name, **kept), batch)[1], right) / size
     assert ours**0.5 <= 1.1 * plain**0.5, (ours**0.5, plain**0.5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", list(WIDE))
-def test_wide_models(name: str, dtype: torch.dtype) -> None:
-    """Widths at which kernels take their wide tiles, and a batch of many rows."""
-    positions = {"n_positions": 512} if name == "gpt2" else {"max_position_embeddings": 512}
-    batch = inputs(name, device=DEVICE, rows=4, tokens=333)
-    options = {"dtype": dtype, "initializer_range": 0.05, **WIDE[name], **positions}
-    right = step(put(name, **options).float(), batch)[1]
-    grads = step(hf_zero.optimize(put(name, **options), ALL), batch)[1]
-    plain = step(put(name, **options), batch)[1]
-    squared = [distance(found, right) for found in (grads, plain)]
-    size = sum(float(grad.square().sum()) for grad in right.values())
-    assert squared[0] <= 1.1**2 * squared[1] + 1e-10 * size, (squared, size)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "t5", "vit"])
-def test_checkpointing_replays_the_same_dropout(name: str, reentrant: bool) -> None:
-    batch = inputs(name, device=DEVICE)
-    models = [hf_zero.optimize(put(name, dropout=True), BLOCKS) for _ in range(2)]
-    told = {"use_reentrant": reentrant}
-    models[1].gradient_checkpointing_enable(gradient_checkpointing_kwargs=told)
-    if reentrant and name != "vit":
-        for model in models:
-            model.enable_input_require_grads()
-    (loss, right), (again, grads) = (step(model, batch) for model in models)
-    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
-    assert max(error(grads, right).values()) < 5e-5

@@ -1,12 +1,11 @@
-"""Offload on one GPU: equal to the same training on the device, whatever is slow, in pinned memory
-of the size asked for.
+"""Offload on one GPU: equal to the same training on the device, in pinned memory of the size asked
+for. Who waits for whom, tests/late shows.
 
 tests/ranks/test_offload.py shows the same numbers on the CPU, where transfers are copies.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,6 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.offload.gradient_offload import GradientOffload
-from hf_zero.offload.sub_group_update import Update
-from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import WAYS, offload, stages_of
 from tests.helpers.training import trainable
@@ -25,7 +21,6 @@ from tests.helpers.training import trainable
 pytestmark = pytest.mark.usefixtures("process_group")
 STEPS = 5
 CELLS = [(way, stage) for way in WAYS for stage in stages_of(way)]
-SLOW = 20_000_000  # cycles that a delayed stream sleeps: some 10 ms
 
 
 def wide() -> torch.nn.Module:
@@ -36,11 +31,6 @@ def wide() -> torch.nn.Module:
 def batches() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(4, 7, generator=generator).cuda() for _ in range(STEPS)]
-
-
-def rmsprop(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """It steps itself, on the device and on the host, by kernels of two devices."""
-    return torch.optim.RMSprop(trainable(model), lr=1e-3, eps=1e-6)
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -79,13 +69,6 @@ def train(
     return weights, [loss.item() for loss in losses]
 
 
-def apart(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
-    """The difference, relative in norm."""
-    difference = sum(float((got[name] - want[name]).double().square().sum()) for name in want)
-    whole = sum(float(weights.double().square().sum()) for weights in want.values())
-    return (difference / whole) ** 0.5
-
-
 @pytest.mark.parametrize("way, stage", CELLS)
 def test_the_same_additions_give_the_same_bits(way: str, stage: int, tmp_path: Path) -> None:
     """Unclipped, so that no norm is summed in another order."""
@@ -94,57 +77,6 @@ def test_the_same_additions_give_the_same_bits(way: str, stage: int, tmp_path: P
     assert away == losses
     for name, weights in want.items():
         assert torch.equal(got[name], weights), name
-
-
-# ---- who waits for whom ----
-
-
-@pytest.fixture(params=["nothing", "gradients", "parameters", "compute", "host"])
-def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One of the parties sleeps before each of its transfers: who does not wait for it reads
-    what was there before.
-    """
-    kind = request.param
-
-    def sleeping(function: Any, stream: Callable[[Any], torch.cuda.Stream | None]) -> Any:
-        def slept(owner: Any, *args: Any) -> Any:
-            chosen = stream(owner) or torch.cuda.current_stream()
-            with torch.cuda.stream(chosen):
-                torch.cuda._sleep(SLOW)
-            return function(owner, *args)
-
-        return slept
-
-    if kind == "gradients":
-        sends = sleeping(GradientOffload.send, lambda offload: offload._stream)
-        monkeypatch.setattr(GradientOffload, "send", sends)
-    elif kind == "parameters":
-        for name in ("store_part", "bring_shard"):
-            slept = sleeping(getattr(FlatBuffer, name), lambda flat: None)
-            monkeypatch.setattr(FlatBuffer, name, slept)
-    elif kind == "compute":
-        monkeypatch.setattr(Stack, "body", sleeping(Stack.body, lambda model: None))
-    elif kind == "host":
-        apply = Update._apply
-
-        def late(update: Any, *args: Any) -> None:
-            time.sleep(0.002)
-            apply(update, *args)
-
-        monkeypatch.setattr(Update, "_apply", late)
-    return str(kind)
-
-
-PLACES = [("optimizer on cpu", 0), ("optimizer on cpu", 2), ("optimizer on cpu", 3)]
-PLACES += [("all on cpu", 3), ("all in files", 3)]
-
-
-@pytest.mark.parametrize("make", [adamw, rmsprop])
-@pytest.mark.parametrize("way, stage", PLACES)
-def test_nobody_reads_what_has_not_come(way, stage, make, slow, tmp_path):
-    want, _ = train({"stage": stage}, make=make)
-    got, _ = train(offload(way, stage, tmp_path), make=make)
-    assert apart(got, want) < 1e-5, slow
 
 
 # ---- bytes ----

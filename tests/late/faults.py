@@ -1,8 +1,8 @@
 """Faults put into hf_zero, one at a time, and what the device finds: ``python -m tests.late.faults
-MODE GROUP``.
+MODE``.
 
 A fault leaves out a call of the device (a wait, a synchronisation) that comes from a function of
-hf_zero, or puts another function in the place of one. Every rank of the group has it. A line of
+hf_zero, or puts another function in the place of one. Every rank has it. A line of
 JSON says what was found.
 """
 
@@ -12,7 +12,6 @@ import contextlib
 import gc
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,15 +20,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.late import checkpoints, device, training, ways_out
+from tests.late import device, training, ways_out
 
-import torch.distributed as dist  # isort: skip
 import hf_zero  # isort: skip
 from hf_zero.activations import host_copies as transfers  # isort: skip
 from torch.distributed.pipelining import schedules  # isort: skip
 from hf_zero.zero.gather import schedule  # isort: skip
 from hf_zero.zero.layout import unit  # isort: skip
-from hf_zero.distributed import collectives, world_group  # isort: skip
+from hf_zero.distributed import collectives  # isort: skip
 from hf_zero.offload import update, update_gathers  # isort: skip
 from hf_zero.device import streams  # isort: skip
 
@@ -257,44 +255,6 @@ FAULTS: dict[str, Fault] = {
             replaced(collectives.Handle, "finish_with", _finished_at_once), COPIES),
     }.items()
 }  # fmt: skip
-# In the lazy order alone: in others the copies may be over by themselves.
-IN_LAZY: dict[str, Fault] = {
-    "an engine ends under the copies of activations": Fault(
-        "an engine with activations on the host ends",
-        left_out("synchronize", "host_copies.py close"), ENDED),
-}  # fmt: skip
-TWO_HOPS = "stage 3, gathers in two hops"
-# On four ranks of two hosts.
-OVER_HOSTS: dict[str, Fault] = {
-    name: Fault(job, put, COPIES)
-    for name, job, put in (
-        ("a second hop does not wait for the first",
-         TWO_HOPS, left_out("wait", "two_hops.py pass_on")),
-        ("a first hop does not wait for what it gathers",
-         f"{TWO_HOPS}, all on the host", left_out("wait", "two_hops.py gather")),
-        ("what is gathered is freed under the first hop",
-         "stage 3, weights in 8 bits, gathers in two hops",
-         left_out("record_stream", "two_hops.py gather")),
-        ("parameters that other ranks use are read before their number comes",
-         "stage 3, replicas, updated in the backward, parts of a block",
-         left_out("wait", "norm.py receive")),
-    )
-}  # fmt: skip
-# On one rank, where no collective orders streams.
-ON_ONE_RANK: dict[str, Fault] = {
-    name: Fault(job, put, COPIES)
-    for name, job, put in (
-        ("shards are on the device before their copy begins",
-         ALL, unrecorded("unit.py launch_gather")),
-        ("a branch does not wait for a unit that the other one prefetches",
-         "stage 3, branches on two streams, a unit prefetched",
-         unrecorded("unit.py launch_gather")),
-        ("a forward does not wait for the copies of an update",
-         HOST, left_out("wait", "update.py finish")),
-        ("the gradient norm is reported under its copy",
-         "stage 2, in the most adverse order", left_out("query", "step_reports.py _look")),
-    )
-}  # fmt: skip
 
 
 def _ends(job: str, micros: int, again: bool, rank: int) -> None:
@@ -313,35 +273,12 @@ def _ends(job: str, micros: int, again: bool, rank: int) -> None:
     device.synchronize_all()
 
 
-def _runs_late(rank: int) -> None:
-    """Train while nothing runs that nobody waits for."""
-    device.configure("lazy")
-    try:
-        training.train("stage 2", 3, rank, 1)
-    finally:
-        device.configure("eager")
-
-
-def _saves(rank: int) -> None:
-    with tempfile.TemporaryDirectory() as own:
-        folder = [own]
-        dist.broadcast_object_list(folder)
-        checkpoints.sums_are_loaded(rank, Path(folder[0]))
-        world_group.barrier()
-
-
 RUNS: dict[str, Callable[[int], Any]] = {
     "pipeline": lambda rank: training.train_pipeline("1f1b"),
     "weights are sent": lambda rank: ways_out.sends_weights(ways_out.Job(ALL, rank)),
     "an engine ends": partial(_ends, HOST, 2, False),
-    "an engine with activations on the host ends": partial(_ends, ACTIVATIONS, 2, True),
-    "stage 2, in the most adverse order": _runs_late,
-    "a checkpoint is saved": _saves,
     "a state dict is put": lambda rank: ways_out.is_under_way(ways_out.Job(ALL, rank)),
 }
-
-
-GROUPS = {"two ranks": FAULTS, "lazy": IN_LAZY, "hosts": OVER_HOSTS, "one rank": ON_ONE_RANK}
 
 
 def run(name: str, fault: Fault, rank: int, world: int) -> dict[str, Any]:
@@ -365,7 +302,7 @@ def main() -> None:
     rank, world = device.begin(sys.argv[1]), int(os.environ.get("WORLD_SIZE", "1"))
     # the main thread has set its device by now, without a fault
     training.train("stage 3", 1, rank, world)
-    for name, fault in GROUPS[sys.argv[2]].items():
+    for name, fault in FAULTS.items():
         device.tell(**run(name, fault, rank, world))
 
 

@@ -4,21 +4,16 @@ tests.late.overlap``, one line of JSON per case.
 
 from __future__ import annotations
 
-import math
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
 from tests.late import device, training
 
 import hf_zero  # isort: skip
-from hf_zero.offload import update, update_gathers  # isort: skip
 from hf_zero.activations import offload  # isort: skip
-from hf_zero.offload import sub_group_update  # isort: skip
 from hf_zero.zero.reduce import reductions  # isort: skip
 
 HOST = device.C.HOST
@@ -52,22 +47,6 @@ def traced(**rates: float) -> Iterator[Callable[[], list[Ran]]]:
         yield lambda: [Ran(*row) for row in device.C.trace()]
     finally:
         device.C.set_tracing(False)
-
-
-@contextmanager
-def host_lane(lane: int, not_before: float = 0.0) -> Iterator[None]:
-    """This thread's work counts on a clock of its own, beside the thread that launches."""
-    before = device.C.set_lane(lane)
-    device.C.host_not_before(not_before)
-    try:
-        yield
-    finally:
-        device.C.set_lane(before)
-
-
-def host_now() -> float:
-    """The time of this thread's lane."""
-    return float(device.C.host_work(0.0, ""))
 
 
 def total(tasks: Sequence[Ran]) -> float:
@@ -105,71 +84,8 @@ RATES = {
     "launch": 0.0,
     "shortest": 0.0,
 }
-UPDATE_RATE = 4e9  # bytes a second that the host's update reads and writes
-STATES = 28  # bytes of an element: gradient, master and two moments read, three of them written
 STEPS = 2
 BLOCKS = 6  # deep enough for the first and the last to count little
-
-
-@contextmanager
-def update_on_its_own_lane(waits: bool) -> Iterator[None]:
-    """The update's thread has a clock of its own, which hands over where threads do.
-
-    However late the machine lets a thread run, the device gets its work in the order of simulated
-    time: what is updated in the backward is updated before the backward goes on, and a unit of the
-    step after the gathers of the units before it, which are issued as soon as the forward comes to
-    them. ``waits``: a step returns when all is updated.
-    """
-    wanted: set[Any] = set()
-    begun: dict[Any, float] = {}
-    over: dict[Any, float] = {}
-    submit = update.Updater._submit
-    run = update.Updater._run
-    finish = update.Updater.finish
-    apply = sub_group_update.Update.run
-
-    def submit_at(self: Any, chosen: Any, units: Any) -> None:
-        begun.update(dict.fromkeys(units, host_now()))
-        submit(self, chosen, units)
-        if chosen is self.early:
-            futures.wait([self._pending[unit][0] for unit in units])
-        if waits:
-            self.finish()
-
-    def run_on_lane(self: Any, chosen: Any, unit: Any, ready: Any) -> Any:
-        gathers = [gather for _, gather in list(self._pending.values()) if gather is not None]
-        own = self._pending[unit][1]
-        before = [gather for gather in gathers if gather.number < own.number] if own else []
-        while unit not in wanted and not all(gather.issued.done() for gather in before):
-            time.sleep(0.001)
-        with host_lane(1, begun[unit]):
-            copied = run(self, chosen, unit, ready)
-            over[unit] = host_now()
-        return copied
-
-    def finish_at(self: Any, unit: Any = None) -> None:
-        waited = [unit] if unit is not None else list(self._pending)
-        wanted.update(waited)
-        finish(self, unit)
-        wanted.difference_update(waited)
-        for each in waited:
-            device.C.host_not_before(over.get(each, 0.0))
-
-    def apply_at(self: Any, flat: Any, *args: Any, **kwargs: Any) -> Any:
-        device.C.host_work((flat.owned[1] - flat.owned[0]) * STATES / UPDATE_RATE, "update")
-        return apply(self, flat, *args, **kwargs)
-
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (update.Updater, "_submit", submit_at),
-            (update.Updater, "_run", run_on_lane),
-            (update.Updater, "finish", finish_at),
-            (sub_group_update.Update, "run", apply_at),
-            # the forward alone issues gathers, also where the machine lets it come late
-            (update_gathers, "GRACE_SECONDS", math.inf),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
-        yield
 
 
 def train(job: str, zero: dict[str, Any], rank: int, world: int) -> list[list[Ran]]:
@@ -227,22 +143,7 @@ def _brings_nothing(run: offload._OffloadedPass, position: int, missing: bool = 
     run.end()
 
 
-def updates(job: str, waits: bool, rank: int, world: int) -> dict[str, Any]:
-    """Offload: how much of the host's update lies beside the device's work, in the last step."""
-    with update_on_its_own_lane(waits):
-        ran = train(job, {}, rank, world)[-1]
-    found = [task for task in ran if task.stream == HOST + 1]
-    return {
-        "updates": len(found),
-        "seconds": total(found),
-        "beside forward": beside(found, computed(ran, forward=True)),
-        "beside backward": beside(found, computed(ran, forward=False)),
-    }
-
-
 GATHERED, ACTIVATIONS = "stage 3, one micro-batch", "stage 3, activations on the host"
-CLIPPED = "stage 2, optimizer on the host"
-AT_ONCE = "stage 3, all on the host, updated in the backward"
 # of a rank and the number of ranks
 CASES: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "gathers, prefetched": lambda *of: exposed(GATHERED, 40_000, *of),
@@ -255,9 +156,6 @@ CASES: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "activations, not prefetched": lambda *of: with_fault(
         offload._OffloadedPass, "bring_before", _brings_nothing, ACTIVATIONS, 40_000, *of
     ),
-    "updates beside the next forward": lambda *of: updates(CLIPPED, False, *of),
-    "updates beside the backward": lambda *of: updates(AT_ONCE, False, *of),
-    "updates that a step waits for": lambda *of: updates(CLIPPED, True, *of),
 }
 
 

@@ -20,9 +20,8 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.measures.metrics_file import read_metrics, read_rows
 from hf_zero.report import charts, write_report
-from hf_zero.report.page import _messages as messages
 from hf_zero.report.page import in_numbers
-from hf_zero.report.run import SPEEDS, LoggedMessage, RecordedRun, RunStart, read_run
+from hf_zero.report.run import SPEEDS, RecordedRun, read_run
 from hf_zero.report.timeline import read_timeline
 from tests.helpers.cells import fast
 from tests.helpers.engines import config_of, start
@@ -167,16 +166,6 @@ def test_a_rank_that_comes_late_is_in_the_record(tmp_path: Path) -> None:
     assert read_run(tmp_path).ranks is None, "steps have followed"
 
 
-def test_memory_measured_is_memory_predicted(folders: Path) -> None:
-    for name in RUNS:
-        (chart,) = charts.memory([read_run(folders / name)])
-        lines: dict[str, int] = {}
-        for row in values(chart.spec):
-            if row["kind"] != "buffers of a step":
-                lines[row["line"]] = lines.get(row["line"], 0) + row["bytes"]
-        assert lines["device, predicted"] == lines["device, measured"] > 0
-
-
 def test_the_timeline_has_the_blocks_of_both_ranks(folders: Path) -> None:
     run = read_run(folders / "three")
     assert run.trace is not None
@@ -232,32 +221,6 @@ def test_long_runs_are_drawn_as_means() -> None:
     assert rows[0] == {"step": 3, "value": 2.0, "run": "long"} and rows[-1]["step"] == count
     texts = {0: "0", 1.5: "1.5", 1234: "1.23 k", 7.5e9: "7.5 B"}
     assert {number: in_numbers(number) for number in texts} == texts
-
-
-def test_lines_have_gaps_and_runs_their_colours() -> None:
-    """Where a loss is not finite; and where one of two runs has no such figure."""
-    steps = [{"step": step, "loss": None if step == 2 else 1.0} for step in (1, 2, 3)]
-    scaled = [row | {"loss_scale": 2.0, "grad_norm": None} for row in steps]
-    runs = [RecordedRun("a", Path(), scaled), RecordedRun("b", Path(), steps)]
-    drawn = {chart.name: chart.spec for chart in charts.curves(runs)}
-    assert drawn.keys() == {"loss", "loss_scale"}
-    assert [row["value"] for row in values(drawn["loss"])] == [1.0, None, 1.0] * 2
-    for spec in drawn.values():
-        encoding = spec["layer"][0]["encoding"]
-        assert encoding["color"]["scale"]["domain"] == ["a", "b"]
-        assert encoding["strokeDash"]["scale"]["domain"] == ["a", "b"]
-        assert "strokeDash" not in spec["layer"][1]["encoding"]
-
-
-def test_restarts_and_warnings_are_in_the_order_of_their_times() -> None:
-    """An error that ended a start precedes the restart, which continues from an earlier step."""
-    header = {"started": "2026-11-24T13:23:10+00:00"}
-    starts = [RunStart(0, 0, header), RunStart(10, 1, header)]
-    died = LoggedMessage("error", "rank 1 died", 11, "2026-11-24 13:22:18")
-    slow = LoggedMessage("warning", "slow", 10, "2026-11-24 13:24:00")
-    run = RecordedRun("a", Path(), [], starts, [died, slow])
-    drawn = "".join(messages([run]))
-    assert drawn.index("rank 1 died") < drawn.index("1 step taken again") < drawn.index("slow")
 
 
 @needs_chromium

@@ -11,7 +11,7 @@ import pytest
 
 from hf_zero.errors import ConfigError
 from hf_zero.measures.trace import PIDS
-from hf_zero.report.timeline import Bar, covered, merged, read_timeline, without
+from hf_zero.report.timeline import read_timeline
 
 HOST, KERNEL, COPY = "user_annotation", "kernel", "gpu_memcpy"
 
@@ -85,23 +85,6 @@ def test_the_kernels_of_a_device(tmp_path: Path) -> None:
     assert row["transfers"] * 1e3 == pytest.approx(10) and row["updates"] * 1e3 == pytest.approx(60)
 
 
-def test_some_of_many_ranks(tmp_path: Path) -> None:
-    ranks = [each | {"pid": rank * PIDS} for rank in range(7) for each in STEP]
-    found = read_timeline(write(tmp_path / "t.json.gz", ranks))
-    assert (found.ranks, found.shown) == (7, 4) and {bar.rank for bar in found.bars} == {0, 1, 2, 3}
-
-
 def test_a_trace_without_steps(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no steps of an engine; make it with engine\.trace"):
         read_timeline(write(tmp_path / "t.json.gz", STEP[:1]))
-
-
-def test_parts_of_bars() -> None:
-    def bar(begin: float, end: float) -> Bar:
-        return Bar(0, "compute", "forward", "a", begin, end)
-
-    parts = without(bar(0, 10), [bar(8, 20), bar(-5, 1), bar(3, 4)])
-    assert [(each.begin, each.end) for each in parts] == [(1, 3), (4, 8)]
-    joined = merged([bar(0, 2), bar(3, 4), bar(9, 10)], 1)
-    assert [tuple(each) for each in joined] == [(0, 4), (9, 10)]
-    assert covered([bar(0, 4), bar(2, 6), bar(8, 9)]) == 7
