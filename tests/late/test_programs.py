@@ -1,6 +1,4 @@
-"""Right and broken programs are judged rightly in every mode, and each fault that is put into
-hf_zero is found, whatever the numbers say.
-"""
+"""Right and broken programs are judged rightly in every mode."""
 
 from __future__ import annotations
 
@@ -37,21 +35,3 @@ def test_each_program_is_judged_rightly(as_cuda: bool) -> None:
         ):
             wrong.append(f"{mode} {name}: {row['value']} instead of {inline}")
     assert not wrong
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["eager", "random:1"])
-def test_no_fault_survives(mode: str) -> None:
-    launch.needs_the_device()
-    by_name: dict[str, list[dict[str, Any]]] = {}
-    for row in launch.run_ranks("tests.late.faults", mode):
-        by_name.setdefault(row["fault"], []).append(row)
-    assert by_name
-    lived = []
-    for name, found in by_name.items():
-        kinds = {kind for row in found for kind, _ in row["reports"]}
-        if not any(row["struck"] for row in found):
-            lived.append(f"{name}: it was put nowhere")
-        elif not kinds & set(found[0]["kinds"]):
-            lived.append(f"{name}: reports {kinds or 'none'}, {[row['error'] for row in found]}")
-    assert lived == []

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import launched
 from tests.helpers.cells import fast
-from tests.late import families, host_syncs, launch, training
+from tests.late import launch, training
 
-# The fast suite: each kind of collective and copy once; what deep models, faults and ways out do,
-# too, is left to the long one.
+# The fast suite: each kind of collective and copy once; what ways out do, too, is left to the long
+# one.
 FAST = (
     "stage 2, optimizer on the host, updated in the backward",
     "stage 3, Muon",
@@ -145,68 +144,7 @@ def test_a_group_serves_host_memory_whoever_begins(route: str) -> None:
         assert row["gathered on the host"] == 2 and row["objects"] == [0, 1], row
 
 
-# of two micro-batches: the host learns in each of four layers how many rows go where, for experts
-# without a capacity
-SYNCS = {"experts": {"dispatch.py: _to_copy": 8}}
-
-
-@pytest.mark.parametrize("names", fast(host_syncs.CASES, "alone".__eq__))
-def test_a_step_waits_for_the_device_as_often_as_the_table_says(names: str) -> None:
-    """Blocking copies in either direction, waits for events and streams: none but the table's."""
-    launch.needs_the_device()
-    env = launch.environment(as_cuda=True)
-    rows = launch.run_ranks("tests.late.host_syncs", names, env=env)
-    assert {row["case"] for row in rows} == host_syncs.CASES[names].keys()
-    for row in rows:
-        assert not row["reports"], row
-        assert row["found"] == SYNCS.get(row["case"], {}), row
-
-
-def test_gathers_reductions_and_copies_run_beside_the_computation() -> None:
-    """In simulated time: counted by rates, not measured. Of each pair of cases the second has a
-    fault, in which the measure sees all of the time exposed.
-    """
-    launch.needs_the_device()
-    rows = launch.run_ranks("tests.late.overlap")
-    found = {row["case"]: row for row in rows if row["rank"] == 1}
-    brought = "copy from host, not waited for"
-    for what, right, wrong, least in (
-        ("all_gather", "gathers, prefetched", "gathers, not prefetched", 10),
-        ("reduce_scatter", "gathers, prefetched", "reductions, each awaited at once", 7),
-        (brought, "activations, prefetched", "activations, not prefetched", 40),
-    ):
-        assert found[right][f"{what}, tasks"] == found[wrong][f"{what}, tasks"] >= least
-        assert found[right][what] < 0.01 and found[wrong][what] > 0.9
-    # of the parameters that a step has updated: that of the first block alone
-    updated = found["gathers of updated parameters"]
-    assert updated["all_gather, tasks"] == 7 and updated["all_gather"] < 0.2
-
-
 FP32, SAVED = 7e-6, 0.0625  # relative; where saved, absolute, of a number below 8
-
-
-@pytest.mark.parametrize(
-    ("mode", "names"),
-    [
-        ("random", ["all and activations on the host, saved"]),
-        pytest.param("aliased", [*families.cases("")], marks=pytest.mark.long),
-    ],
-)
-def test_a_deep_model_has_the_losses_of_cpu_ranks(
-    mode: str, names: list[str], tmp_path: Path
-) -> None:
-    launch.needs_the_device()
-    cpu, device = (
-        launch.run_ranks("tests.late.families", kind, "bert", str(tmp_path), "4", *names, env=env)
-        for kind, env in (("cpu", launched.environment()), (mode, launch.environment(True)))
-    )
-    expected = {(row["case"], row["rank"]): row["losses"] for row in cpu}
-    assert len(device) == len(expected) == 2 * len(names)
-    for row in device:
-        saved = row["case"].endswith(", saved")
-        limit = {"abs": SAVED} if saved else {"rel": FP32}
-        wanted = pytest.approx(expected[row["case"], row["rank"]], **limit)
-        assert row["losses"] == wanted and not row["reports"], row
 
 
 @pytest.mark.long

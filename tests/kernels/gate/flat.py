@@ -77,12 +77,9 @@ def eight_bit(grad: str, out: str | None) -> Case:
 
 OPTIMIZERS = [
     update(True, "fp32", None),
-    update(True, "fp32", "bf16"),
     update(True, "bf16", "bf16"),
-    update(True, "fp16", "fp16"),
     update(False, "fp32", "bf16"),
     eight_bit("fp32", None),
-    eight_bit("fp32", "bf16"),
     eight_bit("bf16", "bf16"),
     lamb(lamb_kernels.lamb_measure_kernel),
     lamb(lamb_kernels.lamb_apply_kernel),
@@ -92,7 +89,6 @@ OPTIMIZERS = [
         1, 0.25, "steps settings out", streams=False,
     ),
     squares("fp32"),
-    squares("bf16"),
     case(
         flat_norm.sum_runs_kernel, "", {"*fp64": "partials out", "*i64": "bounds"},
         {"BLOCK": flat_norm.PARTIALS}, flat_norm.PARTIAL_WARPS, 0.5, streams=False,
@@ -172,9 +168,7 @@ CASES = [
     *OPTIMIZERS,
     *SIGNS,
     quantise(4, "bf16"),
-    quantise(4, "fp32"),
     quantise(4, "fp32", "bf16"),
-    quantise(8, "bf16"),
     dequantise(8, "bf16", False),
     dequantise(4, "bf16", True),
     blocks(
@@ -182,7 +176,6 @@ CASES = [
     ),
     levels("bf16", True, False),
     levels("bf16", False, True),
-    levels("fp32", True, False),
     case(
         stochastic_rounding.stochastic_round_kernel, "fp32 to bf16",
         {"*bf16": "out", "*fp32": "source", "i64": "a b first"},
