@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from hf_zero.ops import dispatch, philox
-from tests.helpers.cells import in_turn
 from tests.helpers.checked_triton import checked_triton
 from tests.helpers.commands import completed
 
@@ -54,13 +53,12 @@ def third_party(path: Path) -> set[str]:
     return found - {"tests", "hf_zero"} - sys.stdlib_module_names
 
 
-@in_turn("minutes", [(), ("--minutes", "9")])
-def test_what_a_bare_machine_lacks_is_installed_first(minutes, tmp_path):
+def test_what_a_bare_machine_lacks_is_installed_first(tmp_path):
     bare, asked = tmp_path / "python", tmp_path / "asked"
     bare.write_text(BARE)
     bare.chmod(0o755)
     env = {**os.environ, "PYTHON": str(bare), "ASKED": str(asked)}
-    script = [str(ROOT / "scripts" / "gpu"), "--out", str(tmp_path / "out"), *minutes]
+    script = [str(ROOT / "scripts" / "gpu"), "--out", str(tmp_path / "out")]
     assert subprocess.run(script, env=env, capture_output=True).returncode == 1
     pinned = {line.partition("==")[0] for line in Path(f"{asked}.pinned").read_text().splitlines()}
     assert "transformers" in pinned, "versions that were tested"
@@ -68,15 +66,12 @@ def test_what_a_bare_machine_lacks_is_installed_first(minutes, tmp_path):
     assert not {"torch", "triton"} & pinned
     installed = set(asked.read_text().split())
     assert {"transformers", "psutil"} <= installed
-    if not minutes:
-        tests = [ROOT / "tests" / "conftest.py", *(ROOT / "tests" / "gpu").glob("*.py")]
-        with_others = {"numpy", "triton", "safetensors", "huggingface_hub", "yaml", "_pytest"}
-        # asked for by its own hook alone; a test skips itself without it
-        optional = {"xdist", "torchao"}
-        named = set().union(*map(third_party, tests))
-        assert named - {"torch"} - with_others - optional <= installed
-    else:
-        assert "pytest" not in installed
+    tests = [ROOT / "tests" / "conftest.py", *(ROOT / "tests" / "gpu").glob("*.py")]
+    with_others = {"numpy", "triton", "safetensors", "huggingface_hub", "yaml", "_pytest"}
+    # asked for by its own hook alone; a test skips itself without it
+    optional = {"xdist", "torchao"}
+    named = set().union(*map(third_party, tests))
+    assert named - {"torch"} - with_others - optional <= installed
 
 
 @pytest.fixture(scope="module")

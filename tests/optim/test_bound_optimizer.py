@@ -255,32 +255,6 @@ def test_hooks_and_wrappers_of_the_user_run_once_a_step_and_not_for_a_load():
     assert bound.scalars() == [{"step": 4.0}, {"step": 4.0}]
 
 
-def test_gradients_are_gone_after_the_step_even_when_it_fails():
-    """A flat without one counts as zero; one may move between steps."""
-    units, group_of = [{"x": (8, 4)}, {"y": (8, 4)}], {"x": 0, "y": 0}
-    it = world("AdamW", shards=2, units=units, group_of=group_of, fused=False)
-    assert [len(bound.segments) for bound in it.bound] == [1, 1]
-    for kept in (True, False, True):
-        it.gradients()
-        if not kept:
-            it.whole["y"].grad = torch.zeros(8, 4)
-            for flats in it.ranks:
-                flats[1].grad = None
-        it.plain.step()
-        for bound in it.bound:
-            bound.step()
-            assert all(tensor.grad is None for _, tensor in bound.segments)
-        for flats in it.ranks:  # now they lie apart
-            for flat in flats:
-                flat.grad = torch.zeros_like(flat.master)
-    it.assert_equal()
-    it.bound[0].groups[0]["betas"] = None
-    with pytest.raises(TypeError):
-        it.bound[0].step(torch.tensor(1.0), torch.tensor(0.0))
-    assert all(tensor.grad is None for _, tensor in it.bound[0].segments)
-    assert not hasattr(it.bound[0].optimizer, "grad_scale")
-
-
 # ---- the table ----
 
 

@@ -23,7 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hf_zero.planning.needs import state_bytes
 from hf_zero.zero.state_bytes import held_bytes
 from tests.helpers import oracle
-from tests.helpers.capabilities import COLUMNS, GROUPS, ROWS, Same, WithoutGradients
+from tests.helpers.capabilities import GROUPS, ROWS
+from tests.helpers.capability import COLUMNS, Same, WithoutGradients
 from tests.helpers.engines import OnEngine, config_of, start
 from tests.helpers.leftovers import await_threads, working
 from tests.helpers.plans import planned

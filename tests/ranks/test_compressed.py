@@ -16,7 +16,7 @@ import hf_zero
 from hf_zero.compression.error_feedback import ErrorCodec
 from hf_zero.errors import PartitionError
 from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
-from tests.helpers.capabilities import ERRORS, FEW, FOUR
+from tests.helpers.capabilities_of_techniques import ERRORS, FEW, FOUR
 from tests.helpers.cells import in_turn
 from tests.helpers.compressed import (
     GRADIENTS,

@@ -14,7 +14,7 @@ from torch.nn import functional
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.sequence_length import of_config
-from tests.helpers.capabilities import LEGACY, SCHEDULE, by_metric, cut
+from tests.helpers.capabilities_of_techniques import LEGACY, SCHEDULE, by_metric, cut
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES, LENGTH, VOCAB, tokens

@@ -127,7 +127,7 @@ def test_losses_as_in_one_process(cell: tuple[str, int]) -> None:
         return plain(one)
 
     job = Way(f"deferred: {name}", case.make, case.loss, plain_sgd)
-    plan = Plan(ranks=2, steps=2, accumulation=2)
+    plan = Plan(ranks=2, steps=2)
     opener = engine_opener(stage, kernels=["loss"], **case.keys)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy, "transfers_of", lambda device: Late())

@@ -125,23 +125,6 @@ def test_eigenvalues_are_those_of_the_dense_hessian_and_set_the_bits():
     assert len({until for _, until, _ in state["layers"]}) > 1
 
 
-def test_a_measurement_changes_nothing_but_bits():
-    """Losses and weights are those of a run whose bits fall by the same steps without one."""
-
-    def run(rank, model, measures):
-        plain = config_of(3, quantize_training=SECTION)
-        engine = engine_of(model, 3, {}) if measures else start(model, plain_sgd(model), plain)
-        torch.manual_seed(3)
-        train(engine, rank, range(2))
-        return full_weights(engine), torch.rand(1)
-
-    with_it = on_ranks(1, run, True, build=losing)[0]
-    without = on_ranks(1, run, False, build=losing)[0]
-    for name, value in without[0].items():
-        assert torch.equal(with_it[0][name], value), name
-    assert torch.equal(with_it[1], without[1])
-
-
 @on_each_rank(2, build=lambda: seeded(lambda: Losing(0.0, 64)))
 def test_refuses(rank, model):
     for section, more, said in (

@@ -14,7 +14,7 @@ from tests.helpers.cells import in_turn
 from tests.helpers.checked_triton import checked_triton
 from tests.helpers.engines import config_of, engine_opener, full_weights, start, train_on_threads
 from tests.helpers.models import Stack, seeded
-from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared
+from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, Plan, Way, adamw, trainable
 
 
@@ -61,35 +61,6 @@ def groups(model):
         lr=1e-3,
         eps=1e-6,
     )
-
-
-def test_groups_and_schedules(launches):
-    """Half of the state in host memory, half updated by the kernel, in one step."""
-    ranks = 3
-
-    def lower(step, model, optimizer):
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.7
-
-    want, norms = by_hand(groups, [[(1.0, 0)]] * 3, ranks, clip=0.5, after_step=lower)
-
-    def run(rank, model):
-        optimizer = groups(model)
-        zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
-        config = config_of(2, zero_optimization=zero, gradient_clipping=0.5)
-        engine, seen = start(model, optimizer, config), []
-        away = sum(flat.optimizer_shard.offloaded for flat in engine.flats)
-        assert 0 < away < len(engine.flats)
-        for step in range(3):
-            run_steps(engine, rank, [step])
-            lower(step, model, optimizer)
-            seen.append(engine.get_global_grad_norm())
-        return full_weights(engine), seen
-
-    for weights, seen in on_ranks(ranks, run):
-        oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
-        assert seen == pytest.approx(norms, rel=1e-6)
-    assert len(launches) == 3 * ranks and not any(launches), "fp32 parameters are their shards"
 
 
 def storages_of(tensors):

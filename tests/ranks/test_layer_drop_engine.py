@@ -19,7 +19,7 @@ from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.techniques.layer_drop import draw
 from hf_zero.zero.reduce.norm import Usage
 from tests.helpers import oracle
-from tests.helpers.capabilities import WithoutGradients
+from tests.helpers.capability import WithoutGradients
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import OnEngine, config_of, start, train_on_threads
 from tests.helpers.layer_drop import DEPTH, LayerDropJob, left_out, probabilities

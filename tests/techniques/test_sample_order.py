@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hf_zero.errors import ConfigError
-from hf_zero.techniques.data_sampling import Criterion, CurriculumSampler, RankBatches, SampleOrder
+from hf_zero.techniques.data_sampling import Criterion, CurriculumSampler, SampleOrder
 from hf_zero.techniques.difficulty_index import write_index
 
 ROWS = 40
@@ -76,27 +76,6 @@ def test_a_step_that_admits_nothing_is_an_error(index):
 
 def sampler_over(order, drop_last=False):
     return CurriculumSampler(range(order.rows), order.batch_size, drop_last)
-
-
-@pytest.mark.parametrize(("ranks", "micro"), [(4, 2), (1, 3)])
-def test_ranks_share_one_order(index, ranks, micro):
-    """The micro-batches of all ranks, put together, are the order, on any number of ranks."""
-    batch = 24
-    order = SampleOrder(ROWS, [Criterion("m", index, SCHEDULES["grows in stages"], 100)], batch, 5)
-
-    def sampler():
-        made = sampler_over(order)
-        made.follow(order, lambda: 1)
-        return made
-
-    whole = list(sampler())
-    assert whole == list(itertools.islice(order.after(batch), 2 * batch))
-    shares = [list(RankBatches(sampler(), micro, ranks, rank)) for rank in range(ranks)]
-    assert {len(share) for share in shares} == {2 * batch // (micro * ranks)}
-    together = [sample for batches in zip(*shares) for each in batches for sample in each]
-    assert together == whole
-    for rank in range(ranks):
-        assert len(RankBatches(sampler(), micro, ranks, rank)) == len(shares[rank])
 
 
 def test_an_iteration_begins_at_the_next_step(index):
