@@ -1,6 +1,8 @@
 """The dtype that a parameter computes in, the fp16 loss scale event by event, the point where
-averages are multiplied in, and the norm of gradients in host memory.
+averages are multiplied in, and sums of squares on a device without a kernel for them.
 """
+
+from __future__ import annotations
 
 import itertools
 
@@ -13,6 +15,7 @@ from torch import nn
 from hf_zero.errors import ConfigError
 from hf_zero.zero.layout.precision import compute_dtype, kept_in_fp32
 from hf_zero.zero.reduce.losses import Fp16LossScaler, Scaling
+from hf_zero.zero.reduce.norm import RUN, _sums_over_runs
 from tests.helpers.cells import in_one_item
 
 WIDE, HALF, BRAIN, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -139,3 +142,25 @@ def test_where_the_average_and_the_weight_of_a_loss_are_multiplied_in():
     assert (half.before(0.25, False), half.after(0.25, False)) == (0.25, 1 / 8), (
         "an accumulator is wide: it takes the weight"
     )
+
+
+SIZES = (0, 1, 5, RUN - 1, RUN, RUN + 1, 3 * RUN, 7 * RUN + 11)
+
+
+def one_by_one(grad: torch.Tensor) -> torch.Tensor:
+    """The squares of norms over runs, each cast to fp64."""
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    norms = [torch.linalg.vector_norm(run, dtype=wide).double() for run in grad.split(RUN)]
+    return torch.stack(norms).square().sum() if grad.numel() else torch.zeros(()).double()
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float64))
+def test_a_sum_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
+    together, want = _sums_over_runs(grads), [one_by_one(grad) for grad in grads]
+    assert torch.equal(torch.stack(together), torch.stack(want))
+    for grad, found in zip(grads, together):
+        assert torch.equal(_sums_over_runs([grad])[0], found)
+    grads[3][2] = float("inf")
+    assert torch.stack(_sums_over_runs(grads)).isfinite().tolist() == [n != 3 for n in range(8)]
