@@ -227,21 +227,6 @@ def test_updates_are_differences_to_what_all_ranks_have(stage, ranks, plan, capl
     assert f"differences in int4 blocks of {BLOCK}" in found and "bytes instead of" in found
 
 
-@on_each_rank(3)
-def test_a_unit_that_is_fetched_has_the_values_of_a_gather(rank, model):
-    engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
-    unit = engine.units[1]
-    unit.launch_gather()
-    unit.finish_gather()
-    gathered = [flat.full.clone() for flat in unit.sharded]
-    unit.release()
-    chunks = engine.mesh.all_gather_object(unit.chunk_bytes())
-    unit.fill({shard: data for shard, data in enumerate(chunks) if shard != rank})
-    assert all(torch.equal(flat.full, full) for flat, full in zip(unit.sharded, gathered))
-    unit.release()
-    assert any(flat.spec.gather_codec is not None for flat in unit.sharded)
-
-
 def test_whole_weights_and_checkpoints_are_of_the_masters(tmp_path):
     """The weights that ranks compute with lag behind them; a load rounds them, on other ranks."""
     plan = Plan(precision="bf16")

@@ -123,7 +123,6 @@ HOST: dict[str, Any] = {
 STAYING = {"stage3_param_persistence_threshold": 50, "ignore_unused_parameters": False}
 ROWS: dict[str, tuple[Any, ...]] = {
     # name: (sizes, stage, accumulation, optimizer, clip, more)
-    "replicated": (TP, 0, 1, plain_sgd, CLIP, {}),
     "all on the host, updated in the backward": (EP, 3, 2, adamw, 0.0, HOST),
     "persistent, and all used": (TP, 3, 2, adamw, CLIP, STAYING),
     "both axes, away, written and loaded": (BOTH, 3, 1, adamw, CLIP, {"after": all_of_it}),

@@ -5,14 +5,12 @@ weights, and beside one plain process. The layers are torchao's: ``pip install h
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import hf_zero
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.float8_weights import FLOAT8, LARGEST, Float8Weights, is_float8, scales_of
@@ -61,73 +59,7 @@ def test_a_cast_of_what_arrives_has_the_bytes_that_were_sent(dtype, size):
         assert torch.equal(got, bytes_of) and torch.equal(scale, its_scale)
 
 
-def one_life(rank: int, model: Any, config: Any, micros: int, folder: Path) -> list[torch.Tensor]:
-    """Steps with whatever changes weights between them; returns losses and weights."""
-    engine = start(model, adamw(model), config)
-    found = run_steps(engine, rank, range(2), micros)
-    first, second = model.blocks[0].up.weight, model.blocks[1].down.weight
-    with hf_zero.GatheredParameters([first], modifier_rank=0), torch.no_grad():
-        first[0, 0] = 3.0  # another scale
-    found += run_steps(engine, rank, [2], micros)
-    master = hf_zero.safe_get_full_fp32_param(second)
-    if master is not None:
-        hf_zero.safe_set_full_fp32_param(second, master * 0.25)
-    found += run_steps(engine, rank, [3], micros)
-    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
-    parameters = list(model.parameters())
-    with hf_zero.GatheredParameters(parameters):  # the backward is the first to gather
-        loss = squared(engine, At(4, 0, rank), parameters[0].dtype)
-    found.append(loss.detach())
-    for _ in range(micros - 1):
-        engine.backward(squared(engine, At(4, 1, rank), parameters[0].dtype))
-    engine.backward(loss)
-    engine.step()
-    engine.eval()
-    with torch.no_grad():
-        found.append(squared(engine, At(4, 0, rank), next(model.parameters()).dtype))
-    engine.train()
-    engine.save_checkpoint(str(folder), tag="a")
-    found += run_steps(engine, rank, [5], micros)
-    engine.load_checkpoint(str(folder), tag="a")
-    found += run_steps(engine, rank, [5], micros)
-    weights = [*full_weights(engine).values()]
-    engine.destroy()
-    return found + weights
-
-
 BF16 = Plan(precision="bf16")
-HOST = {"device": "cpu"}
-COMPILED = {"blocks": True, "backend": "aot_eager"}
-
-
-@needs_torchao
-@in_turn(
-    ("ranks", "plan", "zero", "more"),
-    [
-        (2, BF16, {}, {}),
-        (3, Plan(precision="fp32", accumulation=2), {}, {}),
-        (4, BF16, {"mics_shard_size": 2}, {"activation_checkpointing": {"blocks": True}}),
-        (2, BF16, {"offload_param": HOST, "offload_optimizer": HOST}, {}),
-        (2, BF16, {"keep_parameter_shards": True}, {"compile": COMPILED}),
-        (4, BF16, {"zero_hpz_partition_size": 2}, {}),
-        (4, BF16, {"mics_hierarchical_params_gather": True}, {}),
-        (1, BF16, {}, {}),
-    ],
-)  # fmt: skip
-def test_results_are_those_of_layers_that_cast_gathered_weights(ranks, plan, zero, more, tmp_path):
-    """Bit for bit, with frozen layers among them."""
-
-    def run(rank: int, model: Any, gathers: bool) -> Any:
-        model.blocks[2].requires_grad_(False)
-        model.blocks[0].down.requires_grad_(False)
-        config = keys(gathers, plan, zero, **more)
-        return one_life(rank, model, config, plan.accumulation, tmp_path / str(gathers))
-
-    wanted, got = (on_ranks(ranks, run, gathers) for gathers in (False, True))
-    for want, found in zip(wanted, got):
-        assert len(want) == len(found)
-        for number, (one, other) in enumerate(zip(want, found)):
-            assert torch.equal(one, other), number
 
 
 @needs_torchao

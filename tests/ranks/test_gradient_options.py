@@ -19,15 +19,13 @@ from tests.helpers.engines import (
     config_of,
     engine_opener,
     full_grads,
-    full_weights,
     start,
     train_on_threads,
 )
 from tests.helpers.models import features, seeded
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import run_steps, squared, stack
-from tests.helpers.training import At, Plan, StackJob, plain_sgd
-from tests.ranks.cases import expect, trains_alike, values_of
+from tests.helpers.training import Plan, StackJob, plain_sgd
+from tests.ranks.cases import expect, trains_alike
 
 RANKS = 2
 
@@ -102,30 +100,6 @@ def test_small_addends_survive_in_fp32(stage, kept_in):
 
     exact = {f"blocks.{i}.weight": torch.full((16, 1), want) for i in range(2)}
     expect(exact, run, build=lambda: seeded(Adds), tolerance=1e-3)
-
-
-def test_the_norm_to_clip_to_may_change_between_steps():
-    """The norm that is reported is the one before clipping."""
-    limits, model, norms = [0.5, 0.05, 1e4, 0.0], stack(), []
-    optimizer = plain_sgd(model)
-    for step, limit in enumerate(limits):
-        optimizer.zero_grad()
-        for rank in range(RANKS):
-            (squared(model, At(step, 0, rank)) / RANKS).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit or 1e9)))
-        optimizer.step()
-
-    def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(3, gradient_clipping=limits[0]))
-        assert engine.max_norm == limits[0]
-        for step, limit in enumerate(limits):
-            engine.max_norm = limit
-            run_steps(engine, rank, [step])
-            norm = engine.get_global_grad_norm()
-            assert type(norm) is float and norm == pytest.approx(norms[step], rel=1e-5)
-        return full_weights(engine)
-
-    expect(values_of(model), run)
 
 
 class Words(nn.Module):

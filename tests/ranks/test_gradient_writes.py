@@ -190,17 +190,3 @@ def test_an_engine_dropped_on_all_ranks_is_collected_on_all(rank, model):
         gc.enable()
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     engine.destroy()
-
-
-@on_each_rank(RANKS)
-def test_a_gradient_runs_no_python_of_its_own_unless_a_loss_may_be_scaled(rank, model):
-    """A model of many small parameters would spend its host time there."""
-    gc.collect()  # engines of earlier tests, whose losses may be scaled
-    other = stack()
-    engine = start(model, adamw(model), config_of(2))
-    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-    scaling = start(other, adamw(other), config_of(2, Plan(precision="fp16")))
-    assert all(p._post_accumulate_grad_hooks for each in (model, other) for p in each.parameters())
-    engine.destroy()
-    scaling.destroy()
-    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())

@@ -55,22 +55,6 @@ def test_a_missing_collective_is_shown_not_waited_for(monkeypatch):
     assert run_ranks(3, total, 0) == [3.0] * 3
 
 
-@in_turn("groups", [1, 2])
-def test_collectives_are_asynchronous_and_groups_do_not_wait_for_each_other(groups):
-    """Each rank waits for its two in another order than the other rank."""
-
-    def run(rank):
-        within = [dist.new_group([0, 1]) for _ in range(groups)] * 2
-        values = [torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])]
-        begun = reversed(range(2)) if rank and groups == 2 else range(2)
-        works = [dist.all_reduce(values[i], group=within[i], async_op=True) for i in begun]
-        for work in works if rank else reversed(works):
-            work.wait()
-        return [float(value) for value in values]
-
-    assert run_ranks(2, run) == [[3.0, 21.0]] * 2
-
-
 @in_turn("size", [3, 4])
 def test_a_mismatch_is_an_error(size):
     def run(rank):
