@@ -31,7 +31,7 @@ from tests.helpers.models import Block, features, seeded
 from tests.helpers.offloads import DEVICE, offload
 from tests.helpers.optimizers import OF_GROUPS
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import on_ranks
+from tests.helpers.stacks import on_each_rank, on_ranks
 from tests.helpers.training import At, Job, Plan, trainable
 from tests.ranks.cases import values_of
 
@@ -283,6 +283,20 @@ def test_a_snapshot_is_loaded_whatever_was_cut_since(kind, stages, ways, whole, 
         for stage, way, threshold in zip(stages, ways, whole)
     ]
     goes_back(kind, *sections)
+
+
+@on_each_rank(RANKS, build=Heads)
+def test_groups_whose_step_counts_differ_on_other_ranks_stay_so(rank, model):
+    """A rank whose own parameters have all made as many steps, but not as many as those of others,
+    must report them by parameter.
+    """
+    optimizer, step, _, close = run_on_rank(HeadsJob("adamw", RANKS), model, {"stage": 2}, rank)
+    step(0)
+    packed = copy.deepcopy(optimizer.state_dict())
+    packed["segments"]["parted"] = [0, 1]
+    optimizer.load_state_dict(packed)
+    assert optimizer.state_dict()["segments"]["parted"] == [0, 1]
+    close()
 
 
 def test_elements_of_another_rank_and_other_groups_are_refused():
