@@ -32,8 +32,8 @@ from tests.helpers.tensor_parallel import train_tensor_parallel
 from tests.helpers.training import Plan, plain_sgd
 from tests.loading.counting import counting
 from tests.parallel.expert_cases import keys, spread
-from tests.ranks import test_moe
-from tests.ranks.test_moe import Routed
+from tests.ranks import test_matrix
+from tests.ranks.test_matrix import Routed
 
 
 class Unlike(Routed):
@@ -167,7 +167,7 @@ def test_loaded_in_shards(name, experts, tmp_path):
 
 
 def three_experts():
-    options = {**test_moe.MODELS["mixtral"][1], "num_local_experts": 3}
+    options = {**test_matrix.MODELS["mixtral"][1], "num_local_experts": 3}
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**options))
 
 
