@@ -6,6 +6,7 @@ weights.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import threading
@@ -241,6 +242,18 @@ def test_of_several_that_convert_one_writes(
     other.join()
     assert _load(out / "pytorch_model.bin").keys() == weights.keys()
     assert not list(out.glob(".*")) and len(calls) == 1 + fails
+
+
+def test_the_fp32_writer_goes_on_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: list[str]
+) -> None:
+    def none(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with state_dicts._one_writer(tmp_path) as writes:
+        assert writes
+    assert not list(tmp_path.iterdir()) and "goes on without a lock" in heard[0]
 
 
 def test_files_of_deepspeeds_own_checkpoints_are_found(tmp_path: Path) -> None:

@@ -176,6 +176,9 @@ def test_a_models_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert found == (CONV + HEAD, (CONV + HEAD) // 2, PARAMS)
     text = capsys.readouterr().out
     assert "conv: 15.55 Kflops, 78.3%" in text and "  head: 4.32 Kflops, 21.7%" in text
+    profiling.get_model_profile(Two(), shape, detailed=False)
+    assert "conv" not in capsys.readouterr().out
+    profiling.FlopsProfiler(Two()).print_model_profile()  # none was begun
     file = tmp_path / "made" / "profile.txt"
     found = profiling.get_model_profile(
         Two(), args=[torch.ones(shape)], ignore_modules=[nn.Linear], output_file=str(file)

@@ -127,6 +127,18 @@ def test_tiles_have_the_gradients_of_the_whole(case: tuple[int, str]) -> None:
     run_ranks(2, run)
 
 
+def test_means_of_tiles_and_scalars() -> None:
+    x = torch.arange(12.0).reshape(2, 6)
+    apart = ulysses.sequence_tiled_compute(
+        lambda x: x.sum(), 6, 4, {"x": x}, {}, "x", None, 0, "mean"
+    )
+    assert apart == x.sum() / 3
+    same = ulysses.SequenceTiledCompute.apply(
+        lambda x, add: (x + add).sum(), 6, 3, ["x"], ["add"], "x", None, 0, "sum", x, 1.0
+    )
+    assert same == x.sum() + 12
+
+
 schedule = deepspeed.runtime.pipe.schedule
 SHAPES = [(1, 1), (4, 1), (1, 3), (3, 3), (8, 3), (5, 2)]  # micro-batches, stages
 
@@ -221,3 +233,5 @@ def test_forwards_by_their_schedule(shape: tuple[int, int]) -> None:
         assert not stage.done["BackwardPass"] and not stage.done["OptimizerStep"]
         assert len(list(stage.plan)) == micro_batches + stages - 1
     assert repr(schedule.SendGrad(1)) == "SendGrad(buffer_id=1)"
+    assert schedule.PipeInstruction(place=3).place == 3
+    assert schedule.PipeSchedule.num_pipe_buffers(schedule.TrainSchedule(2, 1, 0)) == 2

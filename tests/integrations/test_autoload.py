@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-import hf_zero
 from hf_zero import _autoload
 from hf_zero.deepspeed import facade
 from hf_zero.errors import ConfigError
@@ -112,22 +111,6 @@ def test_a_failure_is_kept_and_not_raised(bare: None, monkeypatch: pytest.Monkey
     monkeypatch.setattr(finder, "install", broken)
     _autoload.register()
     assert repr(_autoload.failure) == "RuntimeError('broken on purpose')"
-
-
-def test_the_package_and_its_parts_are_found_inside_hf_zero(bare: None) -> None:
-    """Registering twice registers once."""
-    _autoload.register()
-    _autoload.register()
-    assert len(ours()) == 2 and isinstance(sys.meta_path[-1], facade.FacadeFinder)
-    importlib.invalidate_caches()
-    assert found() == FACADE and FACADE.startswith(str(Path(hf_zero.__file__).parent))
-    spec = facade.FacadeFinder().find_spec("deepspeed")
-    assert spec is not None and spec.submodule_search_locations == []
-    assert facade.FacadeFinder().find_spec("deepspeed.runtime") is None  # its package first
-    assert importlib.util.find_spec("deepspeed.runtime.zero.stage3") is not None
-    assert importlib.util.find_spec("deepspeed.runtime.zero.stage4") is None
-    assert facade.FacadeFinder().find_spec("deepspeed_extensions") is None
-    assert not facade.is_ours(ModuleType("deepspeed"))  # without a file
 
 
 def test_the_metadata_answers(bare: None, tmp_path: Path) -> None:

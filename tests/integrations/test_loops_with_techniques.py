@@ -66,36 +66,6 @@ def batch(at: At) -> dict[str, Any]:
     return FAMILIES["gpt2"][1](at.step, at.micro, at.rank)
 
 
-def test_lightning() -> None:
-    job = LayerDropJob("bert")
-
-    class Net(type(module_of("bert"))):  # type: ignore[misc]
-        def configure_model(self) -> None:
-            if not hasattr(self, "net"):
-                self.net = job.build()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return plain_sgd(self)
-
-    module, data = Net(), DataLoader(rows("bert", 24), batch_size=4)  # type: ignore[arg-type]
-    strategy = ZeroStrategy(config={"zero_optimization": {"stage": 2}, **job.keys})
-    windows = {"max_steps": STEPS, "accumulate_grad_batches": MICRO}
-    pl.Trainer(strategy=strategy, **windows, **QUIET).fit(module, data)
-    got = {name: p.detach() for name, p in module.net.named_parameters()}
-    plain = by_hand(job.build(), job)
-    optimizer, losses = plain_sgd(plain), []
-    for number, batch in enumerate(data):
-        loss = plain(**batch).loss
-        (loss / MICRO).backward()
-        losses.append(float(loss.detach()))
-        if number % MICRO:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert module.losses == pytest.approx(losses, rel=1e-4)
-    oracle.compare_tensors("weights", got, dict(plain.named_parameters()), 1e-4)
-    strategy.engine.destroy()
-
-
 @pytest.mark.parametrize("what", JOBS)
 def test_deepspeeds_api(what: str) -> None:
     job = JOBS[what]("gpt2")

@@ -185,15 +185,6 @@ def test_a_module_that_is_still_running_gets_them_later(package: Path, later: st
     assert module.plain(1) == 300
 
 
-def test_a_static_method_stays_one(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seams, "SEAMS", (seam("Box.still"),))
-    parts()  # imported before
-    finder.install_hooks()
-    assert parts().Box.still(2) == parts().Box().still(2) == 200
-    seams.apply(parts())
-    assert parts().Box.still(2) == 200
-
-
 def test_a_row_that_does_not_hold_leaves_its_symbol_alone_and_says_so_once(
     package: Path, monkeypatch: pytest.MonkeyPatch, heard: list[str]
 ) -> None:

@@ -160,19 +160,6 @@ def test_a_model_that_its_constructor_initialises() -> None:
     assert inside.roots == [] and len(kept) == 2, "without lazy parameters"
 
 
-def test_the_functions_of_torch_are_themselves_again() -> None:
-    before = nn.init.normal_
-    with Building(0):
-        assert nn.init.normal_ is not before
-        with Building(0):
-            pass
-        assert nn.init.normal_ is not before
-    assert nn.init.normal_ is before
-    with pytest.raises(KeyError), Building(0):
-        raise KeyError
-    assert nn.init.normal_ is before and type(torch.zeros(3)) is torch.Tensor
-
-
 # -- models on the meta device ---------------------------------------------------------------------
 
 

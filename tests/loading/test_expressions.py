@@ -86,33 +86,19 @@ def turned(pairs: list[Pair]) -> Pair:
     return joined([viewed(each, lambda x: x.t()) for each in pairs], 1)
 
 
-def blocks(x: Any) -> Any:
-    return x.view(8, 4, 2, COLUMNS).transpose(1, 2)
-
-
 IN_PART: dict[str, Callable[[list[Pair]], Pair]] = {
-    "renamed": lambda t: t[0],
     "cast": lambda t: casted(t[0], torch.bfloat16),
-    "flat": lambda t: viewed(t[0], lambda x: x.view(-1)),
     "rows": lambda t: viewed(t[0], lambda x: x[5:31]),
     "every third row": lambda t: viewed(t[0], lambda x: x[::3]),
-    "rows in another order": lambda t: viewed(t[0], blocks),
-    "one row repeated": lambda t: viewed(t[0], lambda x: x[3:4].expand(20, COLUMNS)),
     "joined by rows": lambda t: joined(t, 0),
     "joined by columns": lambda t: joined(t, 1),
     "a chunk of joined ones": lambda t: viewed(joined(t, 0), lambda x: x.chunk(3)[1]),
-    "joined chunks": lambda t: joined([viewed(each, lambda x: x.chunk(4)[2]) for each in t], 0),
 }
 # and how many tensors are read
 WHOLE: dict[str, tuple[int, Callable[[list[Pair]], Pair]]] = {
     "transposed": (1, lambda t: viewed(t[0], lambda x: x.t())),
     "columns": (1, lambda t: viewed(t[0], lambda x: x[:, :1000])),
-    "cast transposed": (1, lambda t: casted(viewed(t[0], lambda x: x.t()), torch.bfloat16)),
     "joined transpositions": (4, turned),
-    "rows of joined transpositions": (4, lambda t: viewed(turned(t), lambda x: x[::2])),
-    "few columns": (4, lambda t: joined([viewed(each, lambda x: x.view(-1, 4)) for each in t], 1)),
-    "computed": (1, lambda t: flipped(t[0])),
-    "rows of computed ones": (1, lambda t: viewed(flipped(t[0]), lambda x: x[::3])),
     "computed columns": (4, lambda t: joined([flipped(each) for each in t], 1)),
 }
 

@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModel, BertConfig, BertForSequenceClassification, BertModel
+from transformers import BertConfig, BertForSequenceClassification
 
-from hf_zero.engine import Engine
-from hf_zero.zero.layout.parameter import ReleasedParameter
 from tests.helpers.plain_process import forget
 
 STEPS = 3
@@ -102,23 +99,6 @@ def falling(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def test_optimizer_and_schedule_of_the_script() -> None:
-    model, reference = small(), small()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
-    accelerator = accelerator_with({"gradient_clipping": 0.1})
-    model, optimizer, data, scheduler = accelerator.prepare(
-        model, optimizer, loader(), falling(optimizer)
-    )
-    assert isinstance(model, Engine) and isinstance(model, deepspeed.DeepSpeedEngine)
-    assert accelerator.unwrap_model(model) is model.module
-    assert model.train_micro_batch_size_per_gpu() == 4
-    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-6)
-    expected = plain(reference, theirs, falling(theirs), clip=0.1)
-    assert_close(train(accelerator, model, data, optimizer, scheduler), expected)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / (1 + STEPS))
-    assert not optimizer.step_was_skipped
-
-
 def test_a_save_of_the_model_gathers_it_whatever_the_key_says(tmp_path: Path) -> None:
     """accelerate's YAML writes false for a stage without zero3_save_16bit_model."""
     for written in ({}, {"stage3_gather_16bit_weights_on_model_save": False}):
@@ -168,20 +148,3 @@ def test_mixed_precision_of_the_accelerator() -> None:
     assert model.fp16_enabled() and not model.bfloat16_enabled()
     expected = plain(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3))
     assert_close(train(accelerator, model, data, optimizer), expected, rtol=0.02, atol=0.02)
-
-
-def test_models_load_whole_under_stage_3_and_are_sharded_by_prepare(tmp_path: Path) -> None:
-    small().save_pretrained(tmp_path)
-    accelerator = accelerator_with({})
-    loaded = BertForSequenceClassification.from_pretrained(tmp_path)
-    drawn = AutoModel.from_config(BertConfig(**SIZES, num_hidden_layers=1))
-    assert isinstance(drawn, BertModel) and drawn.embeddings.word_embeddings.weight.std() > 0.01
-    for (name, ours), theirs in zip(loaded.named_parameters(), small().parameters()):
-        assert type(ours) is nn.Parameter and torch.equal(ours, theirs), name
-    loaded.resize_token_embeddings(40)
-    assert loaded.bert.embeddings.word_embeddings.weight.shape == (40, 16)
-    engine, _, _ = accelerator.prepare(loaded, torch.optim.AdamW(loaded.parameters()), loader())
-    assert all(isinstance(p, ReleasedParameter) for p in engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(engine.module.classifier.weight, modifier_rank=0):
-        engine.module.classifier.weight.data.fill_(2.0)
-    assert accelerator.get_state_dict(engine)["classifier.weight"].eq(2.0).all()

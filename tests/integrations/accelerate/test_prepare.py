@@ -5,7 +5,6 @@ that Accelerate refuses under DeepSpeed, or takes in silence; in one process.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, DummyScheduler
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaModel
 
 from hf_zero.distributed import process_group
@@ -65,22 +64,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **place}.items():
         monkeypatch.setenv(name, value)
-
-
-def test_a_plain_process_has_a_group_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = Accelerator(deepspeed_plugin=plugin())
-    assert accelerator.distributed_type == DistributedType.DEEPSPEED
-    assert process_group.is_initialized()
-    assert process_group.get_world_size() == accelerator.num_processes == 1
-    accelerator.wait_for_everyone()
-    # the way that ranks on devices go warns of nothing that the script could change
-    monkeypatch.setitem(PartialState._shared_state, "backend", "nccl")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert accelerator.gather(torch.arange(3)).tolist() == [0, 1, 2]
-    second = Accelerator()
-    assert second.state.deepspeed_plugin is accelerator.state.deepspeed_plugin
-    assert second.distributed_type == DistributedType.DEEPSPEED
 
 
 def test_without_zero_accelerate_answers_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,13 +157,6 @@ def test_models_made_with_zero_init_disabled_stay_whole() -> None:
 # -- prepare ---------------------------------------------------------------------------------------
 
 ROWS = features(0, 0, 0)
-LOADERS: dict[str, Any] = {
-    "none": lambda: (),
-    "of batches": lambda: (DataLoader([ROWS, ROWS], batch_size=None),),
-    "with a batch sampler": lambda: (
-        DataLoader(ROWS, batch_sampler=BatchSampler(SequentialSampler(ROWS), 2, False)),
-    ),  # type: ignore[arg-type]
-}
 
 
 def accelerator() -> Accelerator:
@@ -195,22 +171,6 @@ def prepared(ours: Accelerator, *loaders: Any, lr: float = 0.1) -> tuple[Any, An
         model, torch.optim.SGD(model.parameters(), lr=lr), *loaders
     )
     return engine, optimizer
-
-
-def test_no_batch_size_is_needed() -> None:
-    for name, loaders in LOADERS.items():
-        ours = accelerator()
-        engine, optimizer = prepared(ours, *loaders())
-        ours.backward(engine(ROWS).pow(2).mean())
-        optimizer.step()
-        assert engine.global_steps == 1, name
-        ours.free_memory()
-        forget()
-    # one that comes later is used
-    ours = accelerator()
-    ours.prepare(DataLoader([ROWS], batch_size=None))
-    engine, _ = prepared(ours, DataLoader(ROWS, batch_size=2))  # type: ignore[arg-type]
-    assert engine.train_micro_batch_size_per_gpu() == 2
 
 
 @in_turn("limit", [None, 0.1])

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hf_zero.integrations.checkpoint_folders import engine_checkpoint_error
 from hf_zero.integrations.lightning import ZeroStrategy
 from tests.helpers.cells import in_turn
 from tests.helpers.plain_process import forget
@@ -71,26 +70,6 @@ def trainer_in(folder: Path, steps: int = 8, **keys: Any) -> pl.Trainer:
 
 def loader() -> Any:
     return DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=2)
-
-
-@in_turn("number, memory", [(signal.SIGTERM, True), (signal.SIGUSR1, False)])
-def test_a_signal_saves_at_a_step_and_last_finds_it(
-    number: int, memory: bool, tmp_path: Path
-) -> None:
-    checkpoint = {"memory": {"every": 100, "folder": str(tmp_path / "memory")}} if memory else {}
-    run, net = trainer_in(tmp_path, checkpoint=checkpoint), Net(number)
-    with pytest.raises(SIGTERMException) as ended:
-        run.fit(net, loader())
-    assert ended.value.code == 85 and (run.global_step, net.steps) == (3, 3)
-    (folder,) = tmp_path.glob("*.ckpt")
-    assert folder.name == "hpc_ckpt_1.ckpt" and engine_checkpoint_error(folder) == ""
-    os.kill(os.getpid(), number)  # the process is about to end already
-    run.strategy.engine.destroy()
-    again, net = trainer_in(tmp_path, checkpoint=checkpoint), Net()
-    again.fit(net, loader(), ckpt_path="last")
-    assert (again.global_step, net.steps) == (8, 5)
-    assert all(type(each).__module__.startswith("lightning") for each in again.callbacks)
-    again.strategy.engine.destroy()
 
 
 @in_turn("number", BOTH)

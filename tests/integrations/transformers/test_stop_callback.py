@@ -4,7 +4,6 @@ switches it off. ``matrix/test_going_on.py`` sends signals to ranks.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 from collections.abc import Iterator
@@ -112,21 +111,6 @@ def test_the_key_switches_it_off(
     assert handled_during(run) == expected
 
 
-@in_turn("native", [True, False])
-def test_sigusr1_that_something_handles_is_left_alone(
-    native: bool, tmp_path: Path, handlers: None
-) -> None:
-    if native:
-        with (tmp_path / "stacks").open("w") as file:
-            faulthandler.register(signal.SIGUSR1, file=file)
-            assert handled_during(routed("ours", 2, tmp_path)) == [True, False]
-            faulthandler.unregister(signal.SIGUSR1)
-        return
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    assert handled_during(routed("ours", 2, tmp_path)) == [True, False]
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-
 @in_turn("fails", [False, True])
 def test_a_signal_after_the_last_step_acts_when_training_returns(
     fails: bool, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
@@ -206,12 +190,10 @@ PLATEAU = {
 @in_turn(
     "at, changes",
     [
-        (2, {**STEPWISE, "load_best_model_at_end": True}),
         (2, {**STEPWISE, **PLATEAU}),
         (3, {"eval_strategy": "epoch", "save_strategy": "epoch"}),
         (6, {**STEPWISE, "load_best_model_at_end": True}),
         (2, {**STEPWISE, "save_strategy": "best"}),
-        (2, {**STEPWISE, "save_strategy": "no"}),
     ],
 )
 def test_an_evaluation_due_with_the_save_follows_after_the_resume(

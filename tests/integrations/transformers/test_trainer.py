@@ -63,6 +63,7 @@ def test_evaluation_prediction_and_saving(tmp_path: Path) -> None:
         on_the_way = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
         run = routed(route, 3, tmp_path, **on_the_way)
         before = run.evaluate()["eval_loss"]
+        run.save_model(str(tmp_path / f"untrained {route}"))
         assert run.predict(rows()[:3]).predictions.shape[0] == 3
         run.train()
         found.append([before, *logged(run, "eval_loss")])
@@ -73,8 +74,11 @@ def test_evaluation_prediction_and_saving(tmp_path: Path) -> None:
     assert found[2] == pytest.approx(found[0], rel=1e-5)
     assert torch.allclose(found[3], found[1], atol=1e-4)
     runs[1].save_model(str(tmp_path / "saved"))
-    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "saved").state_dict()
-    right = weights(runs[0])
+    load = transformers.AutoModelForMaskedLM.from_pretrained
+    right = load(tmp_path / "untrained plain").state_dict()
+    again = load(tmp_path / "untrained ours").state_dict()
+    assert all(torch.equal(value, right[name]) for name, value in again.items())
+    again, right = load(tmp_path / "saved").state_dict(), weights(runs[0])
     assert all(torch.allclose(value, right[name], atol=1e-5) for name, value in again.items())
 
 

@@ -219,22 +219,6 @@ def test_what_is_no_checkpoint_of_this_trainer_is_called_by_its_name(tmp_path: P
         assert "whole" not in told
 
 
-def test_a_plain_trainer_is_left_alone(tmp_path: Path) -> None:
-    """And folders of the model alone rotate as before."""
-    routed("plain", 0, tmp_path, **EVERY_STEP, max_steps=1).train()
-    tear("half a state of the Trainer", tmp_path / "checkpoint-1")
-    with pytest.raises(ValueError):
-        routed("plain", 0, tmp_path, **EVERY_STEP).train(resume_from_checkpoint=True)
-    others = tmp_path / "others"
-    for step in (1, 2, 3):
-        (others / f"checkpoint-{step}").mkdir(parents=True)
-        (others / f"checkpoint-{step}" / "model.safetensors").write_bytes(b"")
-    rotate: Any = transformers.trainer.rotate_checkpoints
-    assert rotate is not rotate.__wrapped__
-    rotate(str(others), save_total_limit=2)
-    assert kept(others) == ["checkpoint-2", "checkpoint-3"]
-
-
 def kept(folder: Path) -> list[str]:
     starts = ("checkpoint", "_", ".")
     return sorted(path.name for path in folder.iterdir() if path.name.startswith(starts))

@@ -29,7 +29,6 @@ from tests.helpers.trainers import (
     ROWS_A_BATCH,
     STEPS,
     logged,
-    model,
     options,
     trainer,
 )
@@ -72,20 +71,6 @@ def test_it_routes_a_stock_trainer_and_leaves_nothing_behind(
     assert isinstance(run.model_wrapped, Engine) and run.model_wrapped.stage == 3
     assert len(logged(run)) == STEPS
     assert len(said) == 1 and "stage 3 over 1 rank" in said[0] and "whole on every rank" in said[0]
-
-
-def test_a_second_trainer_without_it_is_plain(tmp_path: Path) -> None:
-    """Whether it shares the arguments, or its own were made earlier or later."""
-    args, earlier, callback = stock(tmp_path), stock(tmp_path), ZeroCallback("zero2")
-    first = trainer(args, callbacks=[callback])
-    first.train()
-    for given in (earlier, stock(tmp_path), args):
-        second = trainer(given)
-        assert is_plain(second)
-    second.train()
-    assert type(second.model_wrapped) is type(model())
-    assert logged(second) == pytest.approx(logged(first), rel=1e-5)
-    assert not is_plain(trainer(args, callbacks=[callback]))
 
 
 def test_a_trainer_whose_state_was_replaced_refuses_to_train(tmp_path: Path) -> None:
