@@ -14,7 +14,7 @@ import pytest
 
 from hf_zero.config import ZeroConfig
 from tests.helpers import launched
-from tests.integrations.test_recipes import RECIPES, module_of, script_of
+from tests.integrations.test_recipes import RECIPES, script_of
 
 Row = dict[str, Any]
 
@@ -137,43 +137,3 @@ def test_a_few_steps_of_others(recipe: str, tmp_path: Path) -> None:
     words = [*command.split(), "--output_dir", str(tmp_path)]
     launched.output(words, RECIPES / recipe, tmp_path / "log.txt")
     ElementTree.parse(tmp_path / plot)
-
-
-@pytest.mark.long
-def test_a_host_is_killed_and_comes_back(tmp_path: Path) -> None:
-    """Over loopback; with two hosts one goes on alone."""
-    out = tmp_path / "out"
-    command = [launched.python(), "hosts.py", "--loopback", "--hosts", "2", "--kill", "22:0"]
-    sizes = ["--num_iterations", "60", "--save_every", "20", "--hidden_size", "64"]
-    more = ["--away", "4", "--output_dir", str(out), *sizes]
-    said = launched.output([*command, *more], RECIPES / "elastic", tmp_path / "log.txt", 500)
-    assert "no network namespaces: not asked for" in said
-    rows, (plot,) = rows_and_plots(out)
-    assert "names on 127.0.0.1" in plot[0].text
-    for run in {row["run"] for row in rows}:
-        own = [row for row in rows if row["run"] == run]
-        assert next(row["step"] for row in own if row["event"] == "killed") >= 22
-        starts = [row for row in own if row["event"] == "begun"]
-        assert starts[0]["step"] == 0 and len(starts) > 1 and starts[1]["step"] >= 20
-        assert {row["step"] for row in own if row["event"] == "step"} == set(range(1, 61))
-
-
-def test_a_plot(tmp_path: Path) -> None:
-    plot, file = module_of(RECIPES / "plot.py"), tmp_path / "plot.svg"
-    curves = {"a < b": [(0, 5.0), (30, 2.5), (61, 1.1)], "gone": [(1, 3.0), (2, float("nan"))]}
-    plot.line_plot(file, curves, "falling", "seconds", "loss")
-    root = ElementTree.parse(file).getroot()
-    lines = [
-        [tuple(map(float, pair.split(","))) for pair in line.get("points", "").split()]
-        for line in root.findall("{*}polyline")
-    ]
-    assert [len(line) for line in lines] == [3, 1]
-    for x, y in lines[0] + lines[1]:
-        assert plot.LEFT <= x <= plot.WIDTH - plot.RIGHT
-        assert plot.TOP <= y <= plot.HEIGHT - plot.BOTTOM
-    (left, high), _, (right, low) = lines[0]
-    assert left == plot.LEFT < right and high < low
-    words = [text.text for text in root.findall("{*}text")]
-    assert {"falling", "a < b", "gone", "seconds", "loss", "0", "20", "1", "5"} <= {*words}
-    assert plot.ticks(3.27, 3.29) == pytest.approx([3.27, 3.275, 3.28, 3.285, 3.29])
-    assert plot.ticks(0.0, 0.0) == pytest.approx([0.0, 0.2])

@@ -65,28 +65,6 @@ def written(container: Mapping[str, Any]) -> dict[str, str]:
     return {each["name"]: each["value"] for each in container["env"] if "value" in each}
 
 
-def torch_job_pods() -> list[dict[str, str]]:
-    """Return the variables of the pods of the PyTorchJob, as ``setPodEnv`` of the training operator
-    computes them (``pkg/controller.v1/pytorch/envvar.go``).
-    """
-    job = DOCUMENTS["PyTorchJob"]
-    name, spec = job["metadata"]["name"], job["spec"]
-    replicas = {kind: each["replicas"] for kind, each in spec["pytorchReplicaSpecs"].items()}
-    total, ranks = sum(replicas.values()), int(spec["nprocPerNode"])
-    address = {"MASTER_PORT": "23456", "MASTER_ADDR": f"{name}-master-0"}
-    (container,) = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    common = {
-        **written(container), "PYTHONUNBUFFERED": "1",
-        **address, **{f"PET_{key}": each for key, each in address.items()},
-        "WORLD_SIZE": str(total * ranks), "PET_NPROC_PER_NODE": str(ranks),
-        "PET_NNODES": str(total),
-    }  # fmt: skip
-    return [
-        {**common, "RANK": str(rank), "PET_NODE_RANK": str(rank)}
-        for rank in range(replicas["Master"] + replicas["Worker"])
-    ]
-
-
 def train_job_pods() -> list[dict[str, str]]:
     """Return the variables of the pods of the TrainJob, as ``EnforceMLPolicy`` of Kubeflow Trainer
     computes them (``pkg/runtime/framework/plugins/torch/torch.go``).
@@ -109,44 +87,19 @@ def train_job_pods() -> list[dict[str, str]]:
     return [{**common, "PET_NODE_RANK": str(index)} for index in range(trainer["numNodes"])]
 
 
-PODS = {
-    "PyTorchJob": (torch_job_pods, "gpt2-master-0:23456"),
-    "TrainJob": (train_job_pods, "gpt2-node-0-0.gpt2:29500"),
-}
-
-
-def command_of(kind: str) -> list[str]:
-    spec = DOCUMENTS[kind]["spec"]
-    if kind == "TrainJob":
-        return list(spec["trainer"]["command"])
-    commands = [
-        each["template"]["spec"]["containers"][0]["command"]
-        for each in spec["pytorchReplicaSpecs"].values()
-    ]
-    assert commands[0] == commands[1]
-    return list(commands[0])
-
-
-def inside(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> None:
+def test_launchers_read_the_pods_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """hf-zero launch does not leave a pod alone."""
     for name in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(name)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.mark.parametrize("kind", PODS)
-def test_launchers_read_the_pods_variables(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """hf-zero launch does not leave a pod alone."""
-    pods, meeting = PODS[kind]
-    found = pods()
-    assert len(found) == 2
-    for index, variables in enumerate(found):
-        inside(monkeypatch, variables)
-        torchrun, *arguments = command_of(kind)
-        assert torchrun == "torchrun"
+    torchrun, *arguments = DOCUMENTS["TrainJob"]["spec"]["trainer"]["command"]
+    assert torchrun == "torchrun"
+    for index, variables in enumerate(train_job_pods()):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
         config, _, _ = config_from_args(get_args_parser().parse_args(arguments))
         assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 8)
-        assert (config.rdzv_endpoint, config.rdzv_configs["rank"]) == (meeting, index)
+        assert config.rdzv_endpoint == "gpt2-node-0-0.gpt2:29500"
+        assert config.rdzv_configs["rank"] == index
     with pytest.raises(LaunchError, match=r"PET_NNODES=2 .*torchrun.*--node-rank"):
         plan(Request("train.py"), lambda: 1)
     place = {"num_nodes": 2, "node_rank": 1, "master_addr": "a", "master_port": 1}

@@ -127,13 +127,6 @@ def test_a_card_and_the_script_that_takes_its_words(
     sys.modules.pop("phrases", None)
 
 
-def test_a_gpt2_names_its_loss() -> None:
-    """Transformers warns of each model of this class that does not."""
-    for path in (*RECIPES.glob("**/*.py"), *RECIPES.glob("**/*.ipynb")):
-        text = path.read_text()
-        assert text.count("GPT2LMHeadModel(") == text.count(".loss_type = "), path
-
-
 LACKING = {
     "continued-pretraining": "trl",
     "dpo": "trl",
@@ -180,15 +173,6 @@ def test_presets_are_the_four_stages_and_differ_in_nothing_else() -> None:
 
 
 # -- data, and refusals that cards quote --
-
-
-def test_phrases_are_different_and_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(RECIPES / "translation"))
-    translation = module_of(script_of(RECIPES / "translation"))
-    pairs = translation.phrases(3000, 1)
-    assert len({source for source, _ in pairs}) == 3000 and pairs == translation.phrases(3000, 1)
-    assert dict(translation.phrases(20_000, 1))["at ten to four"] == "um zehn vor vier"
-    sys.modules.pop("phrases", None)
 
 
 def test_the_presets_of_hello_bert_and_the_card_of_gpt2() -> None:

@@ -96,23 +96,6 @@ def test_keys_set_beside_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:
         check_launch(ZeroConfig.from_dict(other, allow_auto=True))
 
 
-@in_turn("trainer, source", [(False, "hf-zero launch --preset zero3"), (True, "file")])
-def test_the_precision_of_the_launch(
-    trainer: bool, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Accelerate, or the Trainer, fills it into the configuration."""
-    file = tmp_path / "zero3.yaml"
-    file.write_text(f"mixed_precision: bf16\n{YAML}")
-    by = {LAUNCH_FILE: str(file)} if source == "file" else {LAUNCHED_BY: source}
-    made = plugin(monkeypatch, **LAUNCHED, **by, ACCELERATE_MIXED_PRECISION="bf16")
-    made.set_mixed_precision("bf16")
-    if trainer:
-        made.deepspeed_config.filler = "the training arguments"
-    found = ZeroConfig.from_dict(made.deepspeed_config, allow_auto=True).sources
-    at_file = f"config file {file}: mixed_precision"
-    assert found["bf16.enabled"] == (at_file if source == "file" else source)
-
-
 def test_a_file_a_dict_or_a_preset_of_the_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

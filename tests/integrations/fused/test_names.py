@@ -24,30 +24,25 @@ def active(model: nn.Module) -> set[tuple[str, tuple[str, ...]]]:
 
 
 class Gated(nn.Module):
-    """An MLP whose names say nothing, with a dropout where it likes."""
+    """An MLP whose names say nothing, with a norm where it likes."""
 
-    def __init__(self, up_first: bool, between: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
-        self.up_first, self.between = up_first, between
+        self.between = nn.LayerNorm(12)
 
     def forward(self, signal: torch.Tensor) -> torch.Tensor:
-        first, second = self.a(signal), self.b(signal)
-        if self.up_first:
-            first, second = second, first
-        return self.c(self.between(nn.functional.gelu(first) * second))
+        return self.c(self.between(nn.functional.gelu(self.b(signal)) * self.a(signal)))
 
 
 class Bare(nn.Module):
     """A norm without a parameter."""
 
-    def __init__(self, centered: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.eps, self.centered = 1e-3, centered
+        self.eps = 1e-3
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.centered:
-            return nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
 
@@ -65,12 +60,10 @@ class Scaled(nn.Module):
 
 
 KNOWN: list[tuple[nn.Module, str]] = [
-    (Gated(False, nn.Dropout(0.0)), "activations"),
-    (Gated(True, nn.LayerNorm(12)), "activations"),
+    (Gated(), "activations"),
     (Scaled(0.0), "norms"),
     (Scaled(1.0), "norms"),
-    (Bare(True), "norms"),
-    (Bare(False), "norms"),
+    (Bare(), "norms"),
     (nn.LayerNorm(8, bias=False), "norms"),
     (nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), "activations"),
 ]

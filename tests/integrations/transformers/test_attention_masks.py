@@ -20,9 +20,6 @@ from transformers import masking_utils
 from hf_zero.device import graphs
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.transformers import attention_masks
-from hf_zero.integrations.transformers.training_arguments import TrainingArguments
-from hf_zero.ops import native
-from tests.helpers import trainers
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.host_syncs import HostSyncs
 from tests.helpers.models import ARCHITECTURES, LENGTH, VOCAB
@@ -161,38 +158,3 @@ def test_an_original_that_answers_otherwise_is_refused() -> None:
 
 
 # -- the Trainer -----------------------------------------------------------------------------------
-
-
-def read_back(folder: Any, steps: int, **settings: Any) -> HostSyncs:
-    chosen = trainers.options(folder, max_steps=steps, **settings)
-    args = TrainingArguments(**chosen, zero_config={"zero_optimization": {"stage": 2}})
-    net: Any = ARCHITECTURES["llama"].build()
-    data: Any = rows(False, 64)
-    run = transformers.Trainer(model=net, args=args, train_dataset=data)
-    with HostSyncs() as syncs:
-        run.train()
-    if run.args.logging_steps == 1:
-        norms = trainers.logged(run, "grad_norm")
-        assert len(norms) == steps and all(isinstance(norm, float) for norm in norms)
-    return syncs
-
-
-@pytest.mark.parametrize(("logged", "max_grad_norm"), [(False, 0.5), (True, 0.0)])
-def test_steps_of_the_trainer(
-    logged: bool, max_grad_norm: float, tmp_path: Any, heard: list[str]
-) -> None:
-    """Steps that log nothing read nothing back."""
-    native.core()  # the tables of its codes are made once
-    settings = {"logging_steps": 1 if logged else 100, "logging_nan_inf_filter": False}
-    few, more = (
-        read_back(tmp_path, steps, max_grad_norm=max_grad_norm, **settings).found
-        for steps in (2, 4)
-    )
-    more.subtract(few)
-    found = {name: count / 2 for name, count in more.items() if count}
-    # in host memory, wherever the model is
-    assert found.pop(("hf_zero", "attention_masks.py", "_local_scalar_dense")) == 1
-    # loss, norm, operations so far
-    expected = {("transformers", "trainer.py", "_local_scalar_dense"): 3}
-    assert found == (expected if logged else {})
-    assert not [message for message in heard if "clip_grad_norm_" in message]

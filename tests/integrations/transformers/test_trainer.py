@@ -101,21 +101,6 @@ def test_a_resumed_run_is_the_run_at_any_stage(saved: int, stage: int, tmp_path:
         assert all(torch.equal(value, expected[name]) for name, value in weights(again).items())
 
 
-def test_the_trainers_own_optimizer_and_scheduler_are_used(tmp_path: Path) -> None:
-    def run(route: str) -> tuple[transformers.Trainer, torch.optim.Optimizer]:
-        made = model()
-        optimizer = torch.optim.SGD(made.parameters(), lr=0.05, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        given = {"model": made, "optimizers": (optimizer, schedule)}
-        return trained(route, 3, tmp_path, **given), optimizer
-
-    plain, _ = run("plain")
-    found, optimizer = run("ours")
-    assert_same_training(found, plain)
-    assert found.deepspeed.optimizer is optimizer
-    assert logged(found, "learning_rate")[1] == 0.025
-
-
 def test_names_of_bitsandbytes_train_in_8_bits_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

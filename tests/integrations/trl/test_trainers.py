@@ -4,7 +4,6 @@ the weights that they send to vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +14,11 @@ import torch
 import trl
 from datasets import load_dataset
 from peft import LoraConfig
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
 from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from hf_zero.engine import Engine
-from hf_zero.integrations.fused.deferred_heads import defer_head
-from hf_zero.ops.deferred import DeferredOutput, heads, tensor
+from hf_zero.ops.deferred import DeferredOutput, tensor
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.stacks import on_ranks, run_steps
@@ -151,60 +145,3 @@ def test_rollouts_are_of_the_weights_in_training(mode: str, stage: int) -> None:
         engine.destroy()
 
     on_ranks(2, run)
-
-
-class LargestRows(TorchDispatchMode):
-    """The most rows of a tensor [..., words] that was made."""
-
-    def __init__(self, words: int) -> None:
-        super().__init__()
-        self.words, self.rows = words, 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for one in tree_leaves(result):
-            if type(one) is torch.Tensor and not one.is_meta and one.shape[-1:] == (self.words,):
-                self.rows = max(self.rows, one.shape[:-1].numel())
-        return result
-
-
-IDS = torch.randint(3, 67, (3, 10), generator=torch.Generator().manual_seed(2))
-MASK = IDS % 3 > 0
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "log-probabilities": lambda x: selective_log_softmax(x, IDS),
-    "with a temperature": lambda x: selective_log_softmax(x, IDS, temperature=0.7),
-    "in 16 bits": lambda x: selective_log_softmax(x.bfloat16(), IDS).float(),
-    "masked": lambda x: selective_log_softmax(x, IDS, row_mask=MASK),
-    "several a token": lambda x: selective_log_softmax(x, torch.stack([IDS, IDS - 3], -1)).sum(-1),
-    "entropies": lambda x: entropy_from_logits(x, chunk_size=4),
-    "GRPO": lambda x: (
-        (selective_log_softmax(x, IDS) - 0.1).exp() + 0.1 * entropy_from_logits(x, chunk_size=4)
-    ),
-}
-
-
-@in_turn("name", FUNCTIONS)
-def test_functions_of_trainers_without_whole_logits(name: str, monkeypatch: Any) -> None:
-    """TRL's own functions of logits, which PPO's kind of losses are made of."""
-    monkeypatch.setattr(tensor, "rows_of_a_chunk", lambda *_: 5)
-    monkeypatch.setattr(heads.chunked_head, "rows_of_a_chunk", lambda *_: 5)
-    results = []
-    for fused in (False, True):
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=67, hidden_size=4, intermediate_size=24, num_hidden_layers=1,
-            num_attention_heads=2, initializer_range=0.3,
-        )  # fmt: skip
-        model = LlamaForCausalLM(config)
-        if fused:
-            assert not isinstance(defer_head(model), str)
-        with LargestRows(67) as largest:
-            values = FUNCTIONS[name](model(input_ids=IDS).logits)
-            (values * torch.linspace(-1, 1, 10)).sum().backward()
-        grads = [parameter.grad for parameter in model.parameters()]
-        results.append((values.detach(), *grads))
-        assert largest.rows <= 5 if fused else largest.rows == IDS.numel()
-    loose = {"rtol": 3e-2, "atol": 3e-2} if "16" in name else {"rtol": 2e-5, "atol": 2e-5}
-    torch.testing.assert_close(results[1], results[0], **loose)

@@ -55,51 +55,20 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Returns the loss. ``checkpoint`` recomputes its blocks in backward."""
+    """Returns the loss."""
 
-    def __init__(self, checkpoint=None):
+    def __init__(self):
         super().__init__()
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(WIDTH, CLASSES)
-        self.checkpoint = checkpoint
 
     def forward(self, x, kinds):
         for block in self.blocks:
-            recomputed = self.checkpoint and torch.is_grad_enabled()
-            x = self.checkpoint(block, x) if recomputed else block(x)
+            x = block(x)
         return nn.functional.cross_entropy(self.head(x), kinds)
-
-
-def groups(model):
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    slow = {"params": vectors, "weight_decay": 0.0, "lr": 0.02}
-    return [{"params": matrices, "weight_decay": 0.1}, slow]
 
 
 def falling(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-
-
-class Unit:
-    """An mpu as Megatron's scripts bring one, of data parallelism alone."""
-
-    def get_model_parallel_rank(self):
-        return 0
-
-    def get_model_parallel_world_size(self):
-        return 1
-
-    def get_model_parallel_group(self):
-        return None
-
-    def get_data_parallel_rank(self):
-        return deepspeed.comm.get_rank()
-
-    def get_data_parallel_world_size(self):
-        return deepspeed.comm.get_world_size()
-
-    def get_data_parallel_group(self):
-        return torch.distributed.group.WORLD
 
 
 @dataclass
@@ -113,16 +82,15 @@ class Case:
     clip: float = 0.0
     set_epoch: bool = False
     schedule: bool = False
-    parameters: Any = nn.Module.parameters
 
-    def build(self, **options):
+    def build(self):
         torch.manual_seed(7)
-        return Model(**options)
+        return Model()
 
     def torch_optimizer(self, model):
         name, settings = self.optimizer
         name = "AdamW" if name == "DeepSpeedCPUAdam" else name
-        return getattr(torch.optim, name)(self.parameters(model), **settings)
+        return getattr(torch.optim, name)(model.parameters(), **settings)
 
 
 TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
@@ -131,7 +99,6 @@ CASES = {
     "total": Case(
         {TOTAL: 16, "gradient_accumulation_steps": 4}, (2, 4), ("SGD", SGD), set_epoch=True
     ),
-    "mpu": Case({TOTAL: 16, MICRO: 4}, (4, 2), parameters=groups, schedule=True, clip=0.5),
     "init": Case({TOTAL: 8}, (4, 1), ("SGD", SGD)),
     "resumed": Case({MICRO: 4}, (4, 1), ("DeepSpeedCPUAdam", ADAMW), schedule=True),
 }
@@ -220,18 +187,10 @@ def start(name, case, args, zero):
             model = case.build()
         fill(model.head.weight, zero["stage"])
         given = {"model_parameters": model.parameters(), "config": named}
-    elif name == "mpu":
-        mpu, checkpointing = Unit(), deepspeed.checkpointing
-        checkpointing.configure(mpu, deepspeed_config=args.deepspeed_config, num_checkpoints=2)
-        checkpointing.model_parallel_cuda_manual_seed(5)
-        model = case.build(checkpoint=checkpointing.checkpoint)
-        optimizer = case.torch_optimizer(model)
-        given = {"optimizer": optimizer, "lr_scheduler": falling(optimizer)}
-        given |= {"mpu": mpu, "config": unnamed}
     else:
         model = case.build()
         trained = (p for p in model.parameters() if p.requires_grad)
-        given = {"model_parameters": case.parameters(model), "config": named}
+        given = {"model_parameters": model.parameters(), "config": named}
         if name == "file":  # everything from what --deepspeed_config names; an iterator
             given = {"args": args, "model_parameters": trained}
         elif name == "resumed":  # a callable for the schedule

@@ -1,15 +1,10 @@
 """Runs that get a signal: the Trainer with stock arguments and with hf-zero's, Lightning, a loop of
 Accelerate and a plain one, each with its engine of its own, one after the other in this process.
-
-``--to RANK``: the rank that gets ``--kind``, -1 for all. It comes in the forward of step AT, or
-with ``--late SECONDS`` at a random moment after it. Each run is resumed once, for MORE steps.
+Rank 1 gets SIGUSR1 in the forward of step AT; each run is resumed once, for MORE steps.
 """
 
 import os
-import random
-import shutil
 import signal
-import threading
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -183,42 +178,25 @@ def loop(folder, told, resume):
 
 
 def main():
-    args = given(
-        routes=["stock", "ours", "lightning", "accelerated", "loop"],
-        kind="SIGTERM", to=-1, late=0.0, times=1,
-    )  # fmt: skip
-    number, chance = getattr(signal, args.kind), random.Random(f"{RANK} {args.kind}")
-    seen, timers = [], []
+    args, seen, number = given(), [], signal.SIGUSR1
 
     def told():
-        if args.to not in (-1, RANK):
-            return
-        if args.late:
-            timer = threading.Timer(chance.uniform(0, args.late), os.kill, (os.getpid(), number))
-            timers.append(timer)
-            timer.start()
-        else:
+        if RANK == 1:
             os.kill(os.getpid(), number)
 
-    for name in args.routes:
-        for time in range(args.times):
-            folder, before = Path(args.out, f"{name}-{time}"), signal.getsignal(number)
-            code, step, engine = globals()[name](folder, told, 0)
-            for timer in timers:  # the signal may come after the stop, and ends nothing then
-                timer.join()
-            engine.destroy()
-            restored = signal.getsignal(number) == before
-            forget()
-            again, after, engine = globals()[name](folder, silent, step)
-            engine.destroy()
-            forget()
-            seen.append({"route": name, "code": code, "step": step, "restored": restored,
-                         "again": again, "after": after})  # fmt: skip
-            if args.times > 1 and RANK == 0:
-                print(seen[-1], flush=True)
-                shutil.rmtree(folder)
-            if torch.distributed.is_initialized():
-                torch.distributed.barrier()
+    for route in (stock, ours, lightning, accelerated, loop):
+        folder, before = Path(args.out, route.__name__), signal.getsignal(number)
+        code, step, engine = route(folder, told, 0)
+        engine.destroy()
+        restored = signal.getsignal(number) == before
+        forget()
+        again, after, engine = route(folder, silent, step)
+        engine.destroy()
+        forget()
+        seen.append({"route": route.__name__, "code": code, "step": step, "restored": restored,
+                     "again": again, "after": after})  # fmt: skip
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
     report(args.out, {"runs": seen})
 
 
