@@ -5,13 +5,12 @@ those can lack or contradict; the hosts of ranks, and the network interface that
 from __future__ import annotations
 
 import os
-import re
 import socket
 from typing import Any
 
 import pytest
 
-from hf_zero.distributed import init, process_group, rank_hosts
+from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.rank_hosts import VARIABLES, choose_interface, interface_of
@@ -268,36 +267,6 @@ def test_a_name_that_does_not_resolve_is_an_error_that_names_its_variable(
         assert source in str(raised.value) and remedy in str(raised.value)
         assert caplog.text.count("hf-zero tries again for") == 1
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-
-
-SLURM = {
-    **dict.fromkeys(("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_NODEID"), "0"),
-    "SLURM_NTASKS": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_STEP_NODELIST": "bad[1-2].invalid",
-}
-
-
-@pytest.mark.parametrize(
-    "variables, source",
-    [
-        ({"MASTER_ADDR": "bad.invalid"}, "MASTER_ADDR=bad.invalid"),
-        (SLURM, "SLURM_STEP_NODELIST=bad[1-2].invalid"),
-    ],
-    ids=["MASTER_ADDR", "SLURM"],
-)
-def test_init_distributed_looks_the_name_up_before_it_waits_for_ranks(
-    variables: dict[str, str], source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29999"}
-    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in (own | variables).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # announce() writes into it
-    with pytest.raises(LaunchError, match=re.escape(source)):
-        init.init_distributed(timeout=0.1)
-    assert not process_group.is_initialized()
 
 
 # ---- interfaces ----

@@ -284,12 +284,18 @@ def test_ranks_of_unknown_hosts_are_not_taken_for_dead(monkeypatch: pytest.Monke
     assert here.failure_cause(0.0) is None and not here.troubled
 
 
-def test_each_word_replaces_the_last_and_is_told_by_its_number() -> None:
+def test_a_rank_that_is_gone_is_looked_for_once_more() -> None:
+    """The last message of a rank may arrive between the look into the store and the news of its
+    exit.
+    """
     store = dist.HashStore()
-    here, there = (StoreMessages(store, rank, 60.0, lambda ranks: {}) for rank in range(2))
-    there.send("wrote", 1, "a|b")
-    assert here.receive("wrote", 1, 1) == "a|b"
-    timer = threading.Timer(0.1, there.send, ("wrote", 2, "second"))
-    timer.start()
-    assert here.receive("wrote", 2, 1) == "second", "not the first one again"
-    timer.join()
+    leaving = StoreMessages(store, 1, 60.0, lambda ranks: {})
+
+    def gone(ranks: Sequence[int]) -> dict[int, str]:
+        leaving.send("wrote", 1, "done")
+        return {1: "rank 1 has ended"}
+
+    assert StoreMessages(store, 0, 60.0, gone).receive("wrote", 1, 1) == "done"
+    said = "rank 1 did not report the result of its write: rank 1 has ended; its own output says"
+    with pytest.raises(RankMismatchError, match=said):
+        StoreMessages(store, 0, 60.0, lambda ranks: {1: "rank 1 has ended"}).receive("wrote", 2, 1)
