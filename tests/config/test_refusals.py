@@ -18,15 +18,10 @@ from tests.helpers.cells import in_one_item
 REFUSED = """
 # -- unknown keys, with the one that was meant
 {zero: {}} => 'zero' ~ 'zero_optimization'
-{quantize_training: {uantize_algo: {}}}
-    => 'quantize_training.uantize_algo' ~ 'quantize_training.quantize_algo'
 {overlap_comm: true} => 'overlap_comm' ~ 'zero_optimization.overlap_comm', which has no effect
-{grad_clipping: 1.0} => 'grad_clipping' ~ 'gradient_clipping'
-{curriculum_learning: {Enabled: true}} => 'curriculum_learning.Enabled' ~ .enabled'
 {zero_optimization.reduce_bucketsize: 1}
     => 'zero_optimization.reduce_bucketsize' ~ 'zero_optimization.reduce_bucket_size', which has no
 {autotunin: {enabled: true}} => it resembles 'autotuning', which hf-zero does not provide: remove it
-{type: AdamW} => 'type' ~ 'optimizer.type'
 {zero_optimization: {xyzzy: 1}, gradient_clipping: auto}
     => 2 mistakes ~ 'zero_optimization.xyzzy'; known here: ~ still 'auto' ~ gradient_clipping
 {3: 1} => 3 is not a name; keys are strings
@@ -35,11 +30,7 @@ REFUSED = """
 {zero_optimization: true}
     => zero_optimization = true is not a section ~ write {'zero_optimization': {'stage': …}}
 {zero_optimization: {stage: null}} => zero_optimization.stage = null is not an integer from 0 to 3
-{zero_optimization: {stage: 2.5}} => zero_optimization.stage = 2.5 is not an integer from 0 to 3
-{gradient_clipping: -1.0} => gradient_clipping = -1.0 is not a number of at least 0
 {gradient_clipping: .inf} => gradient_clipping = Infinity is not a number of at least 0
-{train_batch_size: 0} => train_batch_size = 0 is not an integer of at least 1
-{fp16: {min_loss_scale: 0}} => fp16.min_loss_scale = 0 is not a number greater than 0
 {communication_data_type: int8} => "int8" is not one of 'fp32', 'bf16', 'fp16'
 {steps_per_print: 0} => steps_per_print = 0 is not a positive number of steps or infinity
 {optimizer: {type: ""}} => optimizer.type = "" is not a non-empty string
@@ -48,7 +39,6 @@ REFUSED = """
 {optimizer: {type: Adam, params: {1: 0.1}}} => is not a section of keys and plain values
 {optimizer: {type: Adam, params: {max_grad_norm: 1.0}}} => write gradient_clipping: 1.0
 {kernels: norms} => is not 'auto', 'off' or a list of names among norms, activations
-{activation_checkpointing: {blocks: 0}} => blocks = 0 ~ a number of blocks, or 'selective'
 {activation_checkpointing: {blocks: some}} => blocks = "some"
 {activation_offload: {in_flight_bytes: 0}} => in_flight_bytes = 0 ~ at least 1
 {host_timeout: 0.5} => host_timeout = 0.5 is not 0 or a number of at least 1
@@ -57,10 +47,7 @@ REFUSED = """
 # -- what contradicts something else
 {host_timeout: 30, timeout: 20} => host_timeout = 30 ~ is above timeout = 20 ~ write at most 20
 {nccl: {min_ctas: 8, max_ctas: 4}} => nccl.min_ctas = 8 ~ is above nccl.max_ctas = 4 ~ at most 4
-{host_timeout: 2000} => host_timeout = 2000 ~ is above timeout = 1800, after
 {stage: 2, zero_optimization: {stage: 3}} => zero_optimization.stage = 3 contradicts ~ stage = 2
-{bfloat16: {enabled: true}, bf16: {enabled: false}}
-    => bf16.enabled = false contradicts ~ bfloat16.enabled = true
 {gradient_accumulation_dtype: bf16, data_types: {grad_accum_dtype: fp32}}
     => grad_accum_dtype = "fp32" contradicts ~ gradient_accumulation_dtype = "bf16"
 {activation_checkpointing: {blocks: 2, number_checkpoints: 3}}
@@ -89,7 +76,6 @@ REFUSED = """
 3> {zero_optimization: {stage: 3, mics_shard_size: 2}} => mics_shard_size = 2 ~ not divide 3 ranks
 8> {replicate_size: 2, zero_optimization: {stage: 3, mics_shard_size: 2}}
     => replicate_size = 2 ~ contradicts ~ ranks / mics_shard_size = 8 / 2 = 4; remove one of them
-6> {zero_optimization: {stage: 3, zero_hpz_partition_size: 4}} => = 4 ~ does not divide the 6 ranks
 8> {zero_optimization: {stage: 3, zero_hpz_partition_size: 4, mics_shard_size: 2}}
     => zero_hpz_partition_size = 4 ~ does not divide the 2 ranks
 8> {zero_optimization: {stage: 2, zero_hpz_partition_size: 4}} => 4 ~ gathers of stage 3
@@ -98,16 +84,12 @@ REFUSED = """
 # -- what a stage cannot compress
 2> {zero_optimization: {stage: 0}, compressed_communication: {bits: 4}}
     => compressed_communication ~ = ~ write zero_optimization.stage: 1
-2> {zero_optimization: {stage: 3}, compressed_communication: {bits: 4}}
-    => compressed_communication ~ = ~ or zero_optimization.stage: 2
 2> {zero_optimization: {stage: 0, zero_quantized_gradients: true}}
     => zero_quantized_gradients = ~ stage 0 has an all-reduce; write ~ stage: 1
 2> {zero_optimization: {stage: 0, zero_quantized_weights: true}}
     => zero_quantized_weights = ~ at stage 0 weights are whole; remove it$
 2> {zero_optimization: {stage: 3}, zeropp_loco_param: {err_beta: 0.8}}
     => zeropp_loco_param ~ = ~ needs gradients ~ write ~ zero_quantized_gradients: true
-2> {zero_optimization: {stage: 2, zero_quantized_weights: true}}
-    => zero_quantized_weights = ~ or write compressed_communication.bits: 4
 2> {zero_optimization: {stage: 1, zero_quantized_nontrainable_weights: true}}
     => zero_quantized_nontrainable_weights = ~ weights are whole; remove it$
 2> {zero_optimization: {stage: 0, zero_quantized_weights: true, zero_quantized_gradients: true}}
@@ -126,7 +108,6 @@ REFUSED = """
 # -- Accelerate's files
 {deepspeed_config: {zero_stag: 3}} => 'deepspeed_config.zero_stag' ~ 'zero_stage'
 {deepspeed_config: {}, zero_stage: 3} => beside Accelerate's own; put 'zero_stage' under deepspeed_c
-{deepspeed_config: {attention_backend: fast}} => deepspeed_config: attention_backend = "fast"
 {distributed_type: MULTI_GPU}
     => distributed_type = "MULTI_GPU" does not train with ZeRO; write distributed_type: DEEPSPEED
 {distributed_type: FSDP, fsdp_config: {fsdp_version: 2}}
@@ -134,13 +115,10 @@ REFUSED = """
 {deepspeed_config: 3} => deepspeed_config = 3 is not a section ~ write deepspeed_config: {zero_stage
 {deepspeed_config: {zero3_init_flag: "yes"}} => zero3_init_flag = "yes" is not true
 {deepspeed_config: {gradient_clipping: auto}} => gradient_clipping (config file ds.json:
-{deepspeed_config: {}, mixed_precision: bf32} => "bf32" is not one of 'no', 'fp16'
-{deepspeed_config: {deepspeed_config_file: 3}} => deepspeed_config_file = 3 is not a path
 {deepspeed_config: {deepspeed_config_file: no.json}} => config file no.json does not exist
 ! {deepspeed_config: {}, mixed_precision: fp8} => mixed_precision = "fp8" ~ write bf16
 ! {deepspeed_config: {}, fsdp_config: {fsdp_version: 2}} => fsdp_config asks for FSDP
 ! {deepspeed_config: {}, megatron_lm_config: {x: 2}} => megatron_lm_config asks for Megatron-LM
-! {deepspeed_config: {}, fp8_config: {backend: TE}} => remove the section fp8_config
 {deepspeed_config: {}, parallelism_config: {parallelism_config_cp_size: 2,
     parallelism_config_sp_size: 2}}
     => parallelism_config has both ~ write the other as

@@ -16,7 +16,6 @@ from contextlib import chdir
 from functools import cache
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch.distributed.checkpoint.state_dict as torch_state_dict
@@ -25,7 +24,7 @@ import yaml
 
 import hf_zero
 from hf_zero.cli.app import app
-from hf_zero.cli.docs import FOLDER, sections
+from hf_zero.cli.docs import sections
 from hf_zero.config import ZeroConfig
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, TRANSLATED
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
@@ -434,22 +433,6 @@ def test_each_key_is_in_the_reference() -> None:
     assert listed == {*KEYS}
 
 
-def test_the_pages_that_are_marked_are_those_that_the_rule_names() -> None:
-    """Each page of reference and each experimental one says below its title what may change."""
-    mark = re.compile(
-        r"\A# .+\n\n\*\*Stability:\*\* (\w+) \(\[what stays\]\(comp.*#what-stays\)\)\.\n"
-    )
-    marked: dict[str, set[str]] = {"stable": set(), "experimental": set()}
-    for page, path in PAGES.items():
-        for found in mark.finditer(path.read_text()):
-            marked[found[1]].add(page)
-    rest = PAGES["compatibility"].read_text().partition("## What stays\n")[2]
-    rule = rest.partition("\n## ")[0]
-    stable, _, others = rule.partition("- **Experimental:**")
-    named = [{*re.findall(r"\]\(([a-z-]+)\.md\)", part)} for part in (stable, others)]
-    assert marked == {"stable": named[0], "experimental": named[1]}
-
-
 def test_each_feature_says_whether_it_works() -> None:
     """In the table of the README, which sums them up, and on the page of all features."""
     assert "hf_zero/docs/features.md" in links("README")
@@ -483,16 +466,3 @@ def check_figures(page: str) -> None:
         for number in NUMBER.findall(line.partition("|")[2].partition("|")[2])
     } - known
     assert unknown == set()
-
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def test_a_picture_is_small_and_asks_for_nothing() -> None:
-    names = ("quickstart", "measured", "stages")
-    for path in (path for name in names for path in (FOLDER / "drawings").glob(f"{name}-*.svg")):
-        source = path.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
-        assert len(source.encode()) < 30_000
-        asks = ("http", "url(", "@import", "<script", "<image")
-        assert not [word for word in asks if word in source], path
-        assert ElementTree.parse(path).getroot().find(f"{SVG}title") is not None, path

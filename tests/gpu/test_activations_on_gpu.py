@@ -143,39 +143,3 @@ def test_the_host_waits_for_nothing() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     away.close()
-
-
-# ---- memory ----
-
-
-def peak(more: dict[str, Any]) -> int:
-    """Bytes above what lies there before the third step's forward."""
-    model = seeded(lambda: Net(24))
-    config = {"train_micro_batch_size_per_gpu": 16 * ROWS, "zero_optimization": {"stage": 2}}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = hf_zero.initialize(model=model, optimizer=optimizer, config={**config, **more})[0]
-    x = torch.randn(16 * ROWS, WIDTH, device="cuda")
-    for _ in range(3):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        engine.backward(engine(x))
-        torch.cuda.synchronize()
-        most = torch.cuda.max_memory_allocated() - before
-        engine.step()
-    engine.destroy()
-    return most
-
-
-def test_peaks() -> None:
-    away = {"min_bytes": 1 << 20, "in_flight_bytes": 64 << 20}
-    plain = peak({})
-    blocks = peak({"activation_checkpointing": {"blocks": True}})
-    half = peak({"activation_checkpointing": {"blocks": 12}})
-    selective = peak({"activation_checkpointing": {"blocks": "selective"}})
-    offload = peak({"activation_offload": away})
-    inputs = {"activation_checkpointing": {"blocks": True, "cpu_checkpointing": True}}
-    both = peak({**inputs, "activation_offload": {**away, "enabled": False}})
-    assert blocks < half < plain and selective < plain
-    assert offload < plain / 2
-    assert both < blocks

@@ -104,22 +104,6 @@ def test_bf16_errs_no_more_than_uncompiled(name: str, stage: int, checkpointed: 
     assert off <= 1.1 * allowed + 2e-2
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_step_never_waits_for_the_device(stage: int) -> None:
-    engine = started(model := bert(), stage, "bf16", compile="blocks")
-    model.train()
-    data = [ids(number) for number in range(5)]
-    for number, tokens in enumerate(data):
-        if number == 3:  # the first steps compile, record orders and make optimizer state
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-            engine.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    engine.destroy()
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
 def test_attention_runs_on_the_kernels_that_come_first(backend: str, compiled: bool) -> None:

@@ -9,7 +9,6 @@ from hf_zero.ops import dispatch
 from hf_zero.ops import model_reference as reference
 from hf_zero.ops.chunked_head import CROSS_ENTROPY, Terms
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy
-from hf_zero.ops.masked_rows import RowCapacity, RowCount, select_rows
 
 DEVICE = torch.device("cuda")
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2**-8}
@@ -89,28 +88,6 @@ def test_the_chunked_head_errs_no_more_than_torch(dtype, vocabulary, chunk):
         )
         print(f"{dtype} {vocabulary} chunk {chunk}: error {error:.3e}, torch's {bound:.3e}")
         assert error <= 1.1 * bound + 1e-6
-
-
-def test_nothing_but_the_count_of_rows_is_waited_for() -> None:
-    given, labels = operands(4096, 512, 50_257, torch.bfloat16)
-    capacity = RowCapacity()
-    count = torch.tensor(3000, device=DEVICE)
-
-    def step() -> torch.Tensor:
-        places = capacity.places(RowCount(labels), labels.device)
-        rows, kept, _ = select_rows(given[0], labels, capacity=places)
-        loss = linear_cross_entropy(rows, given[1], kept, num_items=count)
-        loss = loss + linear_cross_entropy(*given, labels, chunk=1024)
-        loss.backward()
-        return loss
-
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_whole_logits_are_never_there() -> None:

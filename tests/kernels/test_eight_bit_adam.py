@@ -8,11 +8,9 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
-from hf_zero.ops import Blocks, adam, native
-from hf_zero.optim.eight_bit import Adam8bit, AdamW8bit
+from hf_zero.ops import Blocks, adam
 from tests.helpers.buffers import Guarded, reference, same_bits
 
 State = dict[str, Any]
@@ -109,34 +107,3 @@ def test_a_value_that_is_not_finite_spoils_its_block_alone(every_body: str) -> N
             moment = after["exp_avg"].decode()
             assert moment[512:768].isnan().all() and moment[:512].isfinite().all()
             assert moment[768:].isfinite().all() and after["master"][699].isfinite()
-
-
-@pytest.fixture
-def no_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors take the way of those on a GPU."""
-    monkeypatch.setattr(native, "core", lambda: None)
-
-
-@pytest.mark.parametrize("kind", [AdamW8bit, Adam8bit])
-def test_the_optimizers_launch_the_kernel_once_for_each_large_parameter(
-    kind: type[torch.optim.Optimizer], no_core: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton")
-    from tests.helpers.checked_triton import checked_triton
-
-    sizes = [(torch.float32, 4100), (torch.bfloat16, 4096), (torch.float32, 100)]
-    results = []
-    for launched in (True, False):
-        params = [torch.nn.Parameter(torch.randn(n, generator=seeded(n)).to(of)) for of, n in sizes]
-        optimizer = kind(params, lr=1e-2, weight_decay=0.1)  # type: ignore[call-arg]
-        with checked_triton() as settings:
-            monkeypatch.setenv("HF_ZERO_TRITON", str(int(launched)))
-            for step in range(2):
-                for param in params:
-                    noise = torch.randn(param.numel(), generator=seeded(step))
-                    param.grad = noise.to(param.dtype)
-                optimizer.step()
-            assert settings.launches == (4 if launched else 0)
-        results.append([param.detach() for param in params])
-    for ours, theirs in zip(*results):
-        assert same_bits(ours, theirs)

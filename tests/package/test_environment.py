@@ -87,17 +87,12 @@ def test_one_environment_grows(folder: Path, capsys: pytest.CaptureFixture[str])
 
 
 ABSENT = "ERROR: No matching distribution found for torch==2.13.0+cpu\n"
-CONSTRAINED = (  # the same, where pip's settings name a file of constraints with torch
-    "The conflict is caused by:\n    The user requested torch==2.13.0+cpu\n"
-    "    The user requested (constraint) torch<=2.14.1\nERROR: ResolutionImpossible: for help\n"
-)
 
 
-@pytest.mark.parametrize("output", [ABSENT, CONSTRAINED])
 def test_the_ordinary_build_comes_where_there_is_none_for_cpus(
-    output: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer(folder, "+cpu", output)
+    answer(folder, "+cpu", ABSENT)
     assert prepare(folder)[1].endswith(f"torch==={script.pinned('torch')}")
     line = capsys.readouterr().out.splitlines()[1]
     assert "no build for CPUs" in line and f"{script.SIZES['cuda'][0]:,} MB to download" in line
@@ -145,11 +140,6 @@ MACHINES: list[tuple[Callable[[pytest.MonkeyPatch, Path], Any], str]] = [
         lambda _, folder: [(folder / "pyvenv.cfg").unlink(), (folder / "thesis").touch()],
         "no virtual environment.*HF_ZERO_VENV",
     ),
-    (lambda _, folder: [answer(folder, pip=1), packaged(folder, "numpy")], "no pip.*rm -r"),
-    (
-        lambda _, folder: (folder / "bin" / "activate").write_text("VIRTUAL_ENV='/elsewhere'\n"),
-        "copied from /elsewhere.*rm -r",
-    ),
     (
         lambda patch, _: patch.setattr(shutil, "disk_usage", lambda path: Usage(9e12, 9e12, 10**8)),
         "0.1 GB free.*HF_ZERO_VENV",
@@ -189,13 +179,6 @@ OUTPUTS = {
     "WARNING: Retrying after ProxyError('Cannot connect to proxy.', OSError('Tunnel connection "
     "failed: 403 Forbidden'))': /simple/torch/\nERROR: No matching distribution found for torch": (
         "refuses torch (a proxy)"
-    ),
-    "WARNING: Retrying after NewConnectionError('Temporary failure in name resolution')\n"
-    "ERROR: No matching distribution found for torch": (
-        "the package index cannot be reached (NewConnectionError); connect to a network"
-    ),
-    "ERROR: No matching distribution found for numpy==2.4.6": (
-        "no release of numpy==2.4.6 for Python"
     ),
     "The conflict is caused by:\n    torch 2.13.0 depends on triton==3.7.1\n    The user requested "
     "(constraint) triton==3.9.0": (

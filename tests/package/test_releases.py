@@ -50,34 +50,3 @@ def test_results_are_counted_by_column(releases: Any) -> None:
     assert "| 1 of 1 failed | 1 of 1 failed | 1 of 1 failed | not run | 2026" in shown[4]
     assert shown[6:9] == ["| Release | Failed |", "| --- | --- |", "| pinned | `triton` |"]
     assert shown[9].endswith("`tests.integrations.lightning.test_strategy` |")
-
-
-def test_environments_differ_from_the_installed_one(
-    releases: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    here = dict.fromkeys(releases.LIBRARIES, "5.18.0")
-    index = "5.19.0rc1, 5.18.1+cpu, 5.18.1, 5.18.0, 5.17.2, 5.17.0, 4.9.0"
-    monkeypatch.setattr(releases, "installed", lambda *names: here)
-    monkeypatch.setattr(releases, "pip", lambda *command: f"Available versions: {index}\n")
-    wanted = [f"transformers={word}" for word in ("pinned", "newest", "oldest", "minors")]
-    found = {
-        "pinned": {},
-        "transformers 5.19.0rc1": {"transformers": "5.19.0rc1"},
-        "transformers 5.17.0": {"transformers": "5.17.0"},
-        "transformers 5.17.2": {"transformers": "5.17.2"},
-        "transformers 5.18.1": {"transformers": "5.18.1"},
-    }
-    assert releases.environments(wanted, tmp_path, []) == found
-    everything = releases.environments(["all=newest"], tmp_path, [])
-    assert everything == {"all newest": dict.fromkeys(here, "5.19.0rc1")}
-
-    def unreachable(*command: str) -> str:
-        raise RuntimeError("no network")
-
-    monkeypatch.setattr(releases, "pip", unreachable)
-    assert releases.environments(wanted, tmp_path, []) == found, "as the index was last"
-    with pytest.raises(RuntimeError, match="no network"):
-        releases.environments(["transformers=newest"], tmp_path, ["--pre"])
-    for wrong in ("numpy=newest", "torch"):
-        with pytest.raises(SystemExit, match=f"--only {wrong} is not NAME=RELEASE"):
-            releases.environments([wrong], tmp_path, [])

@@ -88,3 +88,9 @@ def test_the_kernels_of_a_device(tmp_path: Path) -> None:
 def test_a_trace_without_steps(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no steps of an engine; make it with engine\.trace"):
         read_timeline(write(tmp_path / "t.json.gz", STEP[:1]))
+
+
+def test_some_of_many_ranks(tmp_path: Path) -> None:
+    ranks = [each | {"pid": rank * PIDS} for rank in range(7) for each in STEP]
+    found = read_timeline(write(tmp_path / "t.json.gz", ranks))
+    assert (found.ranks, found.shown) == (7, 4) and {bar.rank for bar in found.bars} == {0, 1, 2, 3}
