@@ -180,3 +180,10 @@ def test_a_contradiction_shows_both_sides() -> None:
     said = r"train_batch_size = 13 \(keyword\) contradicts .*2 × 3 × 2 = 12.* change one of them"
     with pytest.raises(ConfigError, match=f"(?s){said}"):
         config.resolve(2)
+
+
+def test_replicas_are_counted_again_for_other_ranks() -> None:
+    mics = ZeroConfig.from_dict({"zero_optimization": {"stage": 3, "mics_shard_size": 2}})
+    assert mics.resolve(8).replicate_size == 4
+    assert mics.resolve(8).resolve(4).replicate_size == 2
+    assert mics.resolve(8).sources["replicate_size"] == "computed: ranks / mics_shard_size"

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,3 +116,25 @@ def test_doctor_shows_the_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {each.name: each for each in doctor.examine() if each.part == "environment"}
     assert found["HF_ZERO_LOGLEVEL"].detail == FAULTS["HF_ZERO_LOGLEVEL"][1]
     assert "'loud' is unknown; write debug, info" in found["HF_ZERO_LOG_LEVEL"].detail
+
+
+def test_precision_offload_and_keys_of_set_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(config: dict[str, Any], said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            check_launch(hf_zero.ZeroConfig.from_dict(config))
+
+    launch(monkeypatch, 2, "no", "hf-zero launch --preset zero2 --precision fp32")
+    refused(BF16, r"asks for precision fp32 .the script: bf16, config dict: bf16.enabled.,")
+    by = "hf-zero launch --config zero3.yaml"
+    launch(monkeypatch, 3, by=by, OFFLOAD_OPTIMIZER_DEVICE="cpu", OFFLOAD_PARAM_DEVICE="none")
+    refused({"stage": 3}, "offload_optimizer cpu .the script: none.*leave the configuration out")
+
+    command = "hf-zero launch --preset zero2 --set metrics.enabled=true --set metrics.path=runs/a"
+    launch(monkeypatch, 2, by=command, OFFLOAD_OPTIMIZER_DEVICE="none")
+    asked = {"metrics": {"enabled": True, "path": "runs/a"}}
+    monkeypatch.setenv(WRITTEN, json.dumps(asked))
+    own: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+    check_launch(hf_zero.ZeroConfig.from_dict(own | {"metrics": asked["metrics"]}))
+    refused(own, r"metrics.enabled True .the script: False\),.*and --set")
+    other = {"metrics": {"enabled": True, "path": "runs/b"}}
+    refused(own | other, "metrics.path runs/a .the script: runs/b, config dict: metrics.path.,")
