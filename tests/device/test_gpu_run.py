@@ -1,6 +1,4 @@
-"""The one command for a GPU: what is measured in the time there is, what becomes of cells that
-fail, and the table of goals.
-"""
+"""The one command for a GPU: what it installs, and a run of it from end to end."""
 
 from __future__ import annotations
 
@@ -9,15 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import pytest
-import torch
-
-from hf_zero.ops import dispatch, philox
-from tests.helpers.checked_triton import checked_triton
 from tests.helpers.commands import completed
 
 ROOT = Path(__file__).parents[2]
@@ -72,43 +63,6 @@ def test_what_a_bare_machine_lacks_is_installed_first(tmp_path):
     optional = {"xdist", "torchao"}
     named = set().union(*map(third_party, tests))
     assert named - {"torch"} - with_others - optional <= installed
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
-    """The modules of scripts/bench."""
-    sys.path.insert(0, str(BENCH))
-    try:
-        import gpu_cells
-        import gpu_first_hour
-        import gpu_goals
-        import gpu_run
-
-        modules = {"cells": gpu_cells, "goals": gpu_goals, "run": gpu_run, "hour": gpu_first_hour}
-        yield type("Bench", (), modules)
-    finally:
-        sys.path.remove(str(BENCH))
-
-
-def test_every_goal_is_about_cells_that_are_measured_and_a_row_names_the_kernels_that_ran(
-    bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatch.Kernel, "launcher", dispatch.Kernel.launcher)  # put back after
-    names = bench.cells.launched()
-    with checked_triton():
-        philox.first_words(7, (1, 2, 3), 10, torch.device("cpu"))
-    assert bench.cells.kernels(names, False) == {"kernels": ["philox_words"], "replaced": {}}
-    monkeypatch.setitem(dispatch._BROKEN, "philox_words", "ptxas: no")
-    found = bench.cells.kernels(names, False)
-    assert found == {"kernels": [], "replaced": {"philox_words": "ptxas: no"}}
-    cells = {(cell.work, cell.of) for cell in bench.cells.CELLS}
-    assert len(cells) == len(bench.cells.CELLS)
-    for goal in bench.goals.GOALS:
-        named = {(goal.work, of) for of in (goal.ours, goal.over, *goal.peers) if of}
-        assert (goal.work, "") in cells or named <= cells, goal
-    first = [cell.name for cell in bench.cells.CELLS[:6]]
-    assert sum(cell.seconds for cell in bench.cells.CELLS[:6]) < 6 * 60
-    assert "bert-large,256,128 hfz1+all" in first
 
 
 def test_a_tiny_run_from_the_command_to_the_table(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from hf_zero.optim import (
     bf16_state,
 )
 from tests.helpers.capability import (
+    COLUMNS,
     TWO_BLOCKS,
     Keys,
     Row,
@@ -255,6 +256,15 @@ IN_BF16: dict[str, Callable[[Any], Any]] = {
     "AdamW8bit": lambda m: AdamW8bit(trainable(m), 1e-3, weight_decay=0.1),
 }
 PRECISIONS |= {
+    # else shards have no memory of their own: a gather casts the master weights
+    f"{precision}, kept shards": replace(
+        PRECISIONS[precision],
+        keys=always(zero_optimization={"keep_parameter_shards": True}),
+        stages=(3,),
+        columns=COLUMNS,
+    )
+    for precision in ("bf16", "fp16")
+} | {
     "AdamW in bf16": _in_bf16(
         "AdamW",
         moments=True,

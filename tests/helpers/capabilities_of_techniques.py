@@ -26,6 +26,7 @@ from tests.helpers.capability import (
     stack_with,
     within,
 )
+from tests.helpers.engines import STAGES
 from tests.helpers.layer_drop import LayerDropJob
 from tests.helpers.models import ARCHITECTURES, LENGTH, Batch, Stack, seeded
 from tests.helpers.one_bit import ADAM, BLOCK, RARE
@@ -232,6 +233,19 @@ def _frozen(name: str, cls: Any, settings: Keys, limit: float) -> Row:
     )
 
 
+def _plain_sgd_of(sums: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: torch.optim.SGD(trainable(model), lr=0.05 * sums)
+
+
+def _travels(sums: float = 1.0, stages: tuple[int, ...] = STAGES, **keys: Any) -> Row:
+    """Options of how gradients travel, which may not change what they are but for ``sums``."""
+    job = stack_with("plain SGD", _plain_sgd_of(1.0))
+    plain = stack_with(f"plain SGD, {sums} times", _plain_sgd_of(sums))
+    plan = {"accumulation": 2}
+    row = Row(job, always(**keys), plain=plain, plan=plan, stages=stages, traced=sums == 1.0)
+    return row.only("oracle")
+
+
 DROPS = {"tolerance": 1e-4, "compare": dropped}
 COMPILED: Keys = {"compile": {"blocks": True, "backend": "eager"}}
 CHECKPOINTED: Keys = {"activation_checkpointing": {"blocks": True}}
@@ -244,6 +258,15 @@ def _dropping(job: Any, ranks: int = 1, **keys: Any) -> Row:
 
 
 TECHNIQUES: dict[str, Row] = {
+    "prescaled": _travels(prescale_gradients=True),
+    "divided before": _travels(gradient_predivide_factor=2.0),
+    "prescaled and divided before": _travels(
+        stages=(3, 0), prescale_gradients=True, gradient_predivide_factor=2.0
+    ),
+    "summed": _travels(2.0, gradient_allreduce_op="sum"),
+    "prescaled and summed": _travels(
+        2.0, (0,), gradient_allreduce_op="sum", prescale_gradients=True
+    ),
     "layer drop": Row(
         LayerDropJob("stack"),
         lambda stage, folder: {**LayerDropJob("stack").keys, "zero_optimization": APART},

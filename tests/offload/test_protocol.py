@@ -12,6 +12,7 @@ from hf_zero.offload.nvme_files import NvmeFiles
 from hf_zero.offload.storage import (
     MASTER,
     SHARD,
+    CastStorage,
     DeviceStorage,
     HostStorage,
     StorageFormat,
@@ -134,6 +135,20 @@ def test_what_was_read_ahead_and_not_acquired_is_not_released(tmp_path):
     first.release(0)
     pool.flush()
     assert torch.equal(first.fetch(SHARD), torch.full((4096,), 7.0))
+
+
+def test_a_write_keeps_masters_that_round_to_it():
+    master = torch.tensor([1.0001, -0.0, 2.0, float("nan"), 3.0])
+    shard = CastStorage(master, torch.bfloat16)
+    values = master.to(torch.bfloat16)
+    shard.store(SHARD, 0, values)
+    assert torch.equal(master[:3], torch.tensor([1.0001, -0.0, 2.0])) and master[1].signbit()
+    shard.store(SHARD, 1, torch.tensor([0.0, 5.0]).bfloat16())
+    assert not master[1].signbit() and master[2] == 5.0 and master[4] == 3.0
+    out = torch.empty(2, dtype=torch.bfloat16)
+    shard.fetch_into(SHARD, 0, out)
+    assert torch.equal(out, torch.tensor([1.0001, 0.0]).bfloat16())
+    assert set(shard.nbytes().values()) == {0} and shard.dtype(SHARD) == torch.bfloat16
 
 
 # ---- training state, by sub-group ----

@@ -37,30 +37,6 @@ class PlainStack(StackJob):
         return plain_sgd(model)
 
 
-SUMMED = {"gradient_allreduce_op": "sum"}
-
-
-@in_turn(
-    "stage, options",
-    [
-        (0, {"prescale_gradients": True}),
-        (1, {"gradient_predivide_factor": 2.0}),
-        (3, {"prescale_gradients": True, "gradient_predivide_factor": 2.0}),
-        (0, {**SUMMED, "prescale_gradients": True}),
-        (3, SUMMED),
-    ],
-)
-def test_gradients_are_the_same_or_their_sums_over_the_ranks(stage, options):
-    plan = Plan(ranks=RANKS, steps=2, accumulation=2)
-    got = train_on_threads(PlainStack(), plan, engine_opener(stage, **options))
-    want = oracle.kept(PlainStack(), plan)
-    if "gradient_allreduce_op" in options:
-        summed = {name: RANKS * grad for name, grad in want.grads[0].items()}
-        oracle.compare_tensors("gradient", got.grads[0], summed)
-    else:
-        oracle.compare(got, want, weight_floor=oracle.ROUNDING)
-
-
 @in_turn("stage, key, dtype", [(0, "bf16", torch.bfloat16), (3, "fp16", torch.float16)])
 def test_communication_in_16_bits_rounds_and_no_more(stage, key, dtype):
     """Gradients of fp32 training are off by that rounding: not exact, not worse."""
