@@ -15,12 +15,13 @@ from hf_zero.activations import policy as activations
 from hf_zero.zero import sharded_model
 from tests.helpers.capabilities import RECOMPUTATION
 from tests.helpers.cells import in_turn
-from tests.helpers.engines import config_of, full_grads, start
+from tests.helpers.engines import config_of, start
 from tests.helpers.late_transfers import Late
-from tests.helpers.models import seeded
+from tests.helpers.models import floats
 from tests.helpers.stacks import on_ranks, run_steps, stack
 from tests.helpers.training import adamw
 from tests.helpers.ways import WAYS
+from tests.ranks.cases import trains_alike
 
 
 @pytest.fixture(autouse=True)
@@ -109,25 +110,11 @@ def test_selective_checkpoints_in_the_models_own_code(
 ):
     monkeypatch.setattr(sharded_model, "OVERLAPS_ON_HOST", True)
 
-    def batch():
-        generator = torch.Generator().manual_seed(1)
-        return torch.randn(4, 8, generator=generator).requires_grad_(input_requires_grad)
+    def micro(net, at):
+        x = floats(at.step, at.micro, at.rank, 4, 8).requires_grad_(input_requires_grad)
+        loss = net(x).square().mean()
+        net.backward(loss)
+        return loss
 
-    plain, wanted = seeded(CheckpointsItself), []
-    optimizer = adamw(plain)
-    for _ in range(2):
-        plain(batch()).square().mean().backward()
-        wanted.append({name: parameter.grad for name, parameter in plain.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def run(rank, model):
-        zero = {"stage": stage, "stage3_module_granularity_threshold": together}
-        engine = start(model, adamw(model), config_of(stage, zero_optimization=zero))
-        for grads in wanted:
-            engine.backward(engine(batch()).square().mean())
-            for name, grad in full_grads(engine).items():
-                assert torch.allclose(grad, grads[name], rtol=1e-5, atol=1e-8), name
-            engine.step()
-
-    on_ranks(2, run, build=lambda: seeded(CheckpointsItself))
+    zero = {"stage": stage, "stage3_module_granularity_threshold": together}
+    trains_alike(micro, stage, make=CheckpointsItself, optimizer=adamw, zero_optimization=zero)
