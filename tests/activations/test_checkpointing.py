@@ -158,9 +158,7 @@ def test_selective_recomputes_no_product_and_no_attention() -> None:
 
 @in_one_item([("llama", True), ("t5", "selective")])
 def test_transformers_models_with_caches(case: Any) -> None:
-    """A decoder's cache must not be added to twice; without one, matrices lie otherwise in
-    memory, and the last bits may differ.
-    """
+    """A decoder's cache must not be added to twice."""
     architecture, blocks = case
     batch = ARCHITECTURES[architecture].batch(0, 0, 0)
 

@@ -50,9 +50,7 @@ def forward(away: Offload, *modules: nn.Module) -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """Views, slices of one buffer, an in-place operation, dropout, and a tensor that many
-    operations save.
-    """
+    """Views, slices, an in-place operation, dropout, and a tensor that many operations save."""
 
     def __init__(self, depth: int = 5) -> None:
         super().__init__()

@@ -34,9 +34,7 @@ TABLES = {"hf_zero/config/kernels.py"}
 
 
 def bound_to_a_kind(source: str) -> Iterator[str]:
-    """Yield the places where ``source`` names one kind of accelerator: ``torch.cuda``,
-    ``tensor.is_cuda``, a comparison with or a call of "cuda".
-    """
+    """Yield the places where ``source`` names one kind of accelerator."""
     for node in ast.walk(ast.parse(source)) if any(name in source for name in NAMES) else ():
         if isinstance(node, ast.Attribute):
             name = ast.unparse(node) if node.attr in NAMES else ""
@@ -161,9 +159,7 @@ def test_a_kind_that_nobody_has_heard_of_has_streams_and_events(made_up):
 
 
 def test_side_streams_are_made_once_of_high_priority(made_up: tuple[_Played, Any]) -> None:
-    """A pool of torch's gives 32 streams in turn, and those of NCCL are from the default one: each
-    use has one stream for good, whichever thread or engine asks, all made together.
-    """
+    """Each use has one stream for good, whichever thread or engine asks."""
     played, device = made_up
     priorities: list[int] = []
     given: list[dict[str, Any]] = []

@@ -18,9 +18,7 @@ POISON = 0xA5
 
 
 class Guarded:
-    """Copies of tensors that start ``offset`` elements off the alignment of their memory, with
-    poison on both sides.
-    """
+    """Copies of tensors, ``offset`` elements off alignment, with poison on both sides."""
 
     def __init__(self, offset: int = 0) -> None:
         self.offset = offset

@@ -132,9 +132,7 @@ def rounded(name: str, weight: torch.Tensor, step: int, section: Keys) -> torch.
 
 @dataclass
 class RoundedJob(StackJob):
-    """Weights of blocks are rounded before each forward of the plain loop; their gradients go to
-    the weights as they are.
-    """
+    """Weights of blocks are rounded before each forward of the plain loop."""
 
     section: Keys
     make: Callable[[], nn.Module] = Stack
@@ -217,9 +215,7 @@ def _one_bit(cls: Any, settings: Keys, dense: Any) -> Row:
 
 
 def _frozen(name: str, cls: Any, settings: Keys, limit: float) -> Row:
-    """After it, where no parameter moves further than the others: the equations are those of
-    ``helpers/one_bit.py``.
-    """
+    """After it, where no parameter moves further than the others."""
     return Row(
         stack_with(name, lambda model: cls(trainable(model), **settings)),
         always(compressed_communication={"block_size": BLOCK}),

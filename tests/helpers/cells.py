@@ -27,9 +27,7 @@ def runs_long(config: pytest.Config) -> bool:
 
 
 def fast(cells: Iterable[Any], often: Callable[..., bool]) -> list[Any]:
-    """``cells`` (tuples, or single values) as parameters; where ``often(*cell)`` is false the
-    long suite alone runs them.
-    """
+    """Return ``cells`` as parameters; those for which ``often`` is false are long."""
     chosen = []
     for cell in cells:
         values = cell if isinstance(cell, tuple) else (cell,)

@@ -44,9 +44,7 @@ def by_owner(z: Tensor, owners: int, bits: int, block: int | None = None) -> Ten
 
 
 def compressible(layout: Any, block: int | None = None) -> bool:
-    """Whether a flat buffer holds matrices of a block (256 elements where none is given) and more
-    alone, and as much on each rank.
-    """
+    """Whether a flat buffer holds matrices of a block and more, and as much on each rank."""
     block = block or 256
     tensors = all(len(slot.shape) > 1 and slot.numel >= block for slot in layout.slots)
     return tensors and layout.shards > 1 and layout.padded // layout.shards >= block
@@ -81,9 +79,7 @@ def config(stage: int, plan: Plan | None = None, zero: Any = None, **more: Any) 
 
 
 class Recorder:
-    """A record of the gradients that autograd computes in a window, by micro-batch and
-    parameter.
-    """
+    """The gradients that autograd computes in a window, by micro-batch and parameter."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.micro: list[dict[str, torch.Tensor]] = []

@@ -38,9 +38,7 @@ def config_of(stage: int, plan: Plan | None = None, **more: Any) -> dict[str, An
 
 
 class OnEngine(Session):
-    """Drives an engine the way a script does: ``engine(...)``, ``engine.backward(loss)``,
-    ``engine.step()``.
-    """
+    """Drives an engine the way a script does."""
 
     def __init__(self, engine: Any, plan: Plan) -> None:
         self.engine, self.module, self.dtype, self.memory = engine, engine.module, plan.dtype, {}
@@ -77,9 +75,7 @@ def start(
 
 
 def bytes_along(engine: Any, axis: str) -> Counter[str]:
-    """Bytes of the collectives along a parallel axis that the measures of ``engine`` have counted,
-    by operation.
-    """
+    """Return the bytes of collectives along a parallel axis, by operation."""
     found = Counter[str]()
     for row in engine.measures.counts.rows.values():
         if row.group.startswith(axis):

@@ -16,9 +16,7 @@ Choose = Callable[[At], Collection[int]]
 
 
 class Dropping(Stack):
-    """A stack that runs the blocks in ``chosen``; ``checkpoints``: use_reentrant of checkpoints
-    around each, or None.
-    """
+    """A stack that runs the blocks in ``chosen``, each under a checkpoint if asked."""
 
     chosen: Any = ()
     checkpoints: bool | None = None

@@ -227,9 +227,7 @@ def joined(answers: Any, number: int, key: str, name: str) -> torch.Tensor:
 
 
 def check(answers: Sequence[Any], plan: Plan) -> None:
-    """Assert that the results of :func:`trained` on each rank are those of the equations, bit for
-    bit.
-    """
+    """Assert that the results of :func:`trained` are those of the equations, bit for bit."""
     ranks = len(answers)
     keys = list(answers[0][0][1])
     assert keys

@@ -117,9 +117,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def same_directions(got: Weights, want: Weights, sums_alike: bool = True) -> None:
-    """Element by element where sums are alike, else in norm: Newton and Schulz's bf16 makes an
-    update of one that is some 1 % off of gradients that were added up in another order.
-    """
+    """In norm: Newton and Schulz's bf16 makes updates some 1 % off of other sums' order."""
     for name, tensor in want.items():
         if sums_alike:
             torch.testing.assert_close(got[name], tensor, rtol=1e-3, atol=5e-4)
@@ -166,9 +164,7 @@ def rounded(values: torch.Tensor, name: str, state: str, step: int) -> torch.Ten
 
 
 class InBf16(torch.optim.Optimizer):
-    """An optimizer in fp32 whose weights, and whose moments if ``moments``, are rounded to bf16
-    after each step; ``kahan``: weights to the nearest, beside their errors.
-    """
+    """An optimizer in fp32 whose weights, and ``moments``, are rounded to bf16 after a step."""
 
     def __init__(self, model: Any, make: Make, moments: bool = False, kahan: bool = False) -> None:
         self.named, self.inner = dict(model.named_parameters()), make(model)

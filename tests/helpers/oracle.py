@@ -65,9 +65,7 @@ class _Plain(Driver):
             self.send()
 
     def send(self) -> None:
-        """Add this rank's sums to those of the other ranks in the dtype of the parameters, as on
-        the wire.
-        """
+        """Add this rank's sums to those of others, in the dtype of the parameters."""
         if self.place == len(self.sent):
             self.sent.append(
                 {
@@ -99,9 +97,7 @@ class _Plain(Driver):
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast parameters, never buffers; what transformers keeps in fp32 stays there (its plain
-    list holds for fp16 only).
-    """
+    """Cast parameters, but what transformers keeps in fp32; never buffers."""
     keep = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         keep += list(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -156,9 +152,7 @@ _kept: dict[tuple[str, Plan], Trace] = {}
 
 
 def kept(job: Job, plan: Plan) -> Trace:
-    """``run``, remembered by the job's name: cells that differ in stage alone share their
-    oracle.
-    """
+    """``run``, remembered by the job's name."""
     key = (job.name, plan)
     if key not in _kept:
         _kept[key] = run(job, plan)
@@ -166,9 +160,7 @@ def kept(job: Job, plan: Plan) -> Trace:
 
 
 def mixed(job: Job, plan: Plan, stage: int) -> Trace:
-    """The plain loop in ``plan``'s 16 bits, whose ranks are added up when those of ``stage``
-    are.
-    """
+    """The plain loop in 16 bits, whose ranks are added up when those of ``stage`` are."""
     return kept(job, dataclasses.replace(plan, each_backward=stage >= 2))
 
 
@@ -215,9 +207,7 @@ def compare_tensors(
 def compare(
     got: Trace, want: Trace, tolerance: float = FP32_TOLERANCE, weight_floor: float = ADAM_ROUNDING
 ) -> None:
-    """fp32: each step's loss, norm and gradients, and the last weights (after SGD, pass
-    ``weight_floor=ROUNDING``).
-    """
+    """fp32: each step's loss, norm and gradients, and the last weights."""
     assert len(got.losses) == len(want.losses), (
         f"{len(got.losses)} steps, expected {len(want.losses)}"
     )
@@ -234,9 +224,7 @@ def compare(
 
 
 def errors(got: Trace, exact: Trace) -> dict[str, float]:
-    """Return the distances of a run from the fp32 one: norms over all steps of the error in loss,
-    gradient norm and gradients, and the norm of the error in the weights.
-    """
+    """Return the distances of a run from the fp32 one, over all steps."""
     return {
         "loss": math.sqrt(sum((a - b) ** 2 for a, b in zip(got.losses, exact.losses))),
         "gradient norm": math.sqrt(sum((a - b) ** 2 for a, b in zip(got.norms, exact.norms))),

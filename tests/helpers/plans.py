@@ -29,9 +29,7 @@ def planned(
     gpu: bool = False,
     **more: Any,
 ) -> EnginePlan:
-    """Return the plan of an engine of ``model``. ``dims``: the axes, or the number of ranks;
-    ``optimizer``: one, None, or a function of the model.
-    """
+    """Return the plan of an engine; ``optimizer``: one, None, or a function of the model."""
     dims = ParallelDims(dims) if isinstance(dims, int) else dims
     settings = config if isinstance(config, ZeroConfig) else ZeroConfig.from_dict(config)
     if settings.world_size is None:

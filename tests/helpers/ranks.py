@@ -124,9 +124,7 @@ class _Rank(threading.Thread):
             self.meetings.release_all()
 
     def where(self) -> str:
-        """Return the position of this rank: the innermost frames of its stack, or that it has
-        ended.
-        """
+        """Return the innermost frames of this rank's stack, or that it has ended."""
         if not self.is_alive():
             return f"rank {self.rank}: {'failed' if self.error is not None else 'returned'}"
         frame = sys._current_frames().get(self.ident or 0)
@@ -134,9 +132,7 @@ class _Rank(threading.Thread):
         return f"rank {self.rank}: still running in\n{stack}"
 
     def end(self) -> None:
-        """Make an abandoned thread stop at its next line of Python, so that it cannot disturb
-        the next run.
-        """
+        """Make an abandoned thread stop at its next line of Python."""
         if self.ident is not None and self.is_alive():
             self.abandoned = True
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -197,10 +193,7 @@ def _start_in_the_same_rank(thread: threading.Thread) -> None:
 
 
 def _wait(ranks: list[_Rank], timeout: float, meetings: Meetings) -> str:
-    """Wait for all ranks.
-
-    Returns '' or, when they do not come, the story of where each one stands.
-    """
+    """Wait for all ranks; return '' or, when they do not come, where each one is."""
     start = time.monotonic()
     first_end: float | None = None
     while alive := [thread for thread in ranks if thread.is_alive()]:

@@ -88,9 +88,7 @@ class Session(Driver):
         raise NotImplementedError
 
     def grads(self) -> dict[str, torch.Tensor]:
-        """After the last backward of a window and before its step: whole gradients, averaged,
-        unscaled, not clipped.
-        """
+        """Whole gradients before a step: averaged, unscaled, not clipped."""
         raise NotImplementedError
 
     def norm(self) -> float:
@@ -140,9 +138,7 @@ class Job:
     def window(
         self, net: Driver, at: Sequence[At], end_micro: Callable[[], None]
     ) -> list[torch.Tensor]:
-        """Run one accumulation window; ``end_micro`` is called where a script calls
-        ``engine.step()``.
-        """
+        """Run a window; ``end_micro`` is called where a script calls ``engine.step()``."""
         losses = []
         for each in at:
             losses.append(self.micro(net, each))
@@ -175,9 +171,7 @@ class ArchitectureJob(Job):
 
 
 class StackJob(Job):
-    """A :class:`Stack` (or a subclass named by ``model``) on random features, squared error
-    against zero.
-    """
+    """A stack, or ``model``, on random features, squared error against zero."""
 
     model: type[nn.Module] = Stack
 
@@ -218,18 +212,14 @@ class Way(Job):
 
 
 def own_loss(name: str, micros: int = 0, **more: Any) -> Callable[[Driver, At], torch.Tensor]:
-    """A loss that an architecture computes itself, ``micros`` micro-batches later; ``more`` are
-    arguments of its call.
-    """
+    """A loss that an architecture computes itself, ``micros`` micro-batches later."""
     batch = ARCHITECTURES[name].batch
     return lambda net, at: net(**batch(at.step, at.micro + micros, at.rank), **more).loss
 
 
 @dataclass
 class Trace:
-    """The results of a run: per step the mean loss, the gradient norm before clipping and each
-    gradient; the final weights.
-    """
+    """Per step the mean loss, the norm before clipping and each gradient; the final weights."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -259,9 +249,7 @@ def train(session: Session, job: Job, plan: Plan, rank: int) -> Trace:
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """One trace of all ranks: losses averaged, the rest checked to be the same on each rank, bit
-    for bit.
-    """
+    """Return one trace of all ranks: losses averaged, the rest equal bit for bit."""
     first = traces[0]
     for rank, other in enumerate(traces[1:], 1):
         assert other.norms == first.norms, (

@@ -267,9 +267,7 @@ nvme_files.NvmeFiles([sys.argv[1]])
 
 
 def test_processes_side_by_side_and_one_that_is_killed(tmp_path, heard_in_full):
-    """They leave each other alone. One that is killed leaves nothing but a file that it was about
-    to make, which the next run removes.
-    """
+    """The next run removes the file that a killed one was about to make."""
     process = subprocess.Popen(
         [sys.executable, "-c", LIVING, str(tmp_path)],
         stdin=subprocess.PIPE,

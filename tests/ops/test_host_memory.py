@@ -48,9 +48,7 @@ def resident() -> int:
 
 @in_turn("populate", [host_memory._POPULATE_WRITE, 9999])
 def test_memory_is_what_was_asked_for_and_there(populate, monkeypatch):
-    """Children do not inherit it, and large memory is in huge pages. Without the advice to bring it
-    in it is touched.
-    """
+    """Children do not inherit it, and large memory is in huge pages."""
     monkeypatch.setattr(host_memory, "_POPULATE_WRITE", populate)
     for nbytes in (5000, 3 * MB + 1, 30 * MB + 12345):
         arena, before = HostArena(), resident()

@@ -139,9 +139,7 @@ def test_equal_to_the_optimizer_s_own_step(make, together, shards, rank, forced)
 
 
 def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):
-    """A state dict, a checkpoint's tensors and its counters go on where they were, without a second
-    arena, while the kernel runs or gives way for a while.
-    """
+    """Without a second arena, while the kernel runs or gives way for a while."""
     ours, theirs = pair()
     for seed in range(4):
         for each in (ours, theirs):

@@ -112,10 +112,7 @@ def is_dead(reference):
 
 
 def trained(case):
-    """(trace, bytes held by rank, what is left behind) of a run; the last is a list of words.
-
-    Then ``case`` has weak references to what must be freed.
-    """
+    """Return trace, bytes held by rank, and what is left behind, of a run."""
     row, stage, plan = case.row, case.stage("oracle"), case.plan()
     models = [row.job.build() for _ in range(row.ranks)]
 
@@ -177,9 +174,7 @@ def leaves_nothing(left):
 
 
 def goes_on_elsewhere(case):
-    """On other ranks at another stage, where all ranks read the same rows: as the plain loop. The
-    engine that has saved goes back, to the same step bit for bit.
-    """
+    """On other ranks, at another stage; the engine that has saved goes back bit for bit."""
     row = case.row
     same = bool(row.elsewhere)
     job, plain = (Same(each) if same else each for each in (row.job, row.by_hand))

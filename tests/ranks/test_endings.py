@@ -204,9 +204,7 @@ GRAPHS = {
 
 @in_turn("graph, stage", [(graph, 1 + 2 * (at % 2)) for at, graph in enumerate(GRAPHS)])
 def test_a_graph_that_is_dropped_is_freed_at_once(graph, stage):
-    """A cycle through autograd keeps activations, and the model of a destroyed engine: Python's
-    garbage collector sees it late, node by node, or never.
-    """
+    """A cycle through autograd would keep activations, and the model of a destroyed engine."""
     build, loss, keys = GRAPHS[graph]
     section, storages = {"stage": stage, **APART}, []
 

@@ -35,9 +35,7 @@ class Injected(Exception):
 
 
 class Lines:
-    """The trace function of a thread: counts the package's lines, and raises at one of them. With
-    ``folder``, counts the first run of each line of that folder.
-    """
+    """A trace function: counts lines of the package, or of ``folder`` once each; raises at one."""
 
     def __init__(self, at: int, folder: str = "") -> None:
         self.at, self.count, self.where = at, 0, ""

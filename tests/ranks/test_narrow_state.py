@@ -400,9 +400,7 @@ def test_conversions_of_kahan_sums_are_read_by_runs_with_and_without_them(tmp_pa
 
 @in_turn("stage", [1, 3])
 def test_state_dicts_of_torch_have_kahan_sums(stage):
-    """Also that of a new engine, whose entries torch.distributed.checkpoint loads. Without them a
-    run loads the rest.
-    """
+    """Also that of a new engine; without Kahan sums a run loads the rest."""
 
     def train(rank, models):
         model, target = models

@@ -34,9 +34,7 @@ def index(tmp_path):
 
 
 def check_definition(order, samples):
-    """Draw by draw: from the pool, due, and anew only where nothing of the pool is due. Returns
-    how many epochs have begun.
-    """
+    """Check draw by draw; return how many epochs have begun."""
     due, epochs = set(range(order.rows)), 1
     for number, sample in enumerate(samples):
         pool = set(order.pool(number // order.batch_size + 1).tolist())

@@ -72,10 +72,7 @@ KEPT = [
 
 @in_one_item(KEPT)
 def test_modules_that_a_model_keeps_in_fp32(row):
-    """The rules of transformers: the plain list counts in fp16 alone, the strict one in bf16, too.
-
-    Only whole names match.
-    """
+    """As transformers: the plain list counts in fp16, the strict one in bf16, too; whole names."""
     name, precision, want = row
     declared = {
         "_keep_in_fp32_modules": ["wo"],
@@ -98,9 +95,7 @@ def test_modules_that_a_model_keeps_in_fp32(row):
 def test_the_scale_is_that_of_deepspeeds_rule(
     events, window, hysteresis, consecutive, minimum, restored
 ):
-    """Its rule as it is written there: by the number of the step, less that of the last overflow,
-    less one. A scale below the minimum rises to it. One that is restored goes on alike.
-    """
+    """By the number of the step, less that of the last overflow, less one; also restored."""
 
     def make():
         return Fp16LossScaler(2.0**20, True, window, hysteresis, minimum, consecutive)
@@ -124,9 +119,7 @@ def test_the_scale_is_that_of_deepspeeds_rule(
 
 
 def test_where_the_average_and_the_weight_of_a_loss_are_multiplied_in():
-    """After the reduction, over a chunk and with nothing small lost on the way; prescaling splits
-    the average; the weight goes on a wire alone that could overflow.
-    """
+    """After the reduction, over a chunk; the weight goes on a wire alone that could overflow."""
     for world, precision, prescale, weight, wire in itertools.product(
         (1, 3, 8), ("fp32", "bf16", "fp16"), (False, True), (0.25, 7.0), (False, True)
     ):

@@ -100,9 +100,7 @@ def large_leaves():
 
 
 def never_called():
-    """Hooks on a module that nobody calls would never fire: a ModuleDict, or a module without a
-    forward.
-    """
+    """A ModuleDict and a module without a forward: their hooks would never fire."""
     held = with_parts(one=nn.Linear(128, 128), two=nn.Linear(128, 128))
     keyed = nn.ModuleDict({"a": nn.Linear(128, 128), "b": nn.Linear(128, 128)})
     return with_parts(held=held, keyed=keyed, rest=linears(3))
