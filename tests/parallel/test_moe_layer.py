@@ -134,11 +134,7 @@ def on_ranks(stage, size, options, **more):
 
 
 # name, stage, ranks, ranks that the experts are spread over
-CELLS = [
-    ("top 1", 3, 2, 1),
-    ("top 2", 0, 4, 4),
-    ("top 2, dropping, residual", 3, 4, 2),
-]
+CELLS = [("top 1", 3, 2, 1), ("top 2", 0, 4, 4), ("top 2, dropping, residual", 3, 4, 2)]
 
 
 @in_one_item(CELLS)

@@ -163,14 +163,8 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 LAYOUT = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**GQA, **ROUTED, "num_local_experts": 6}),
-    "qwen2_moe": (
-        "Qwen2Moe",
-        {**GQA, **ROUTED, **EXPERTS, "shared_expert_intermediate_size": 24},
-    ),
-    "deepseek_v3": (
-        "DeepseekV3",
-        {**TEXT, **LATENT, **LAYOUT, "n_routed_experts": 6, **EXPERTS},
-    ),
+    "qwen2_moe": ("Qwen2Moe", {**GQA, **ROUTED, **EXPERTS, "shared_expert_intermediate_size": 24}),
+    "deepseek_v3": ("DeepseekV3", {**TEXT, **LATENT, **LAYOUT, "n_routed_experts": 6, **EXPERTS}),
     "gpt_oss": (
         "GptOss",
         {**GQA, **ROUTED, "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2},

@@ -62,10 +62,7 @@ class Watched(OnEngine):
 
 @in_turn(
     "way, stage, ranks, whole, precision",
-    [
-        ("optimizer on cpu", 3, 2, 64, "bf16"),
-        ("all on cpu", 3, 2, 0, "fp32"),
-    ],
+    [("optimizer on cpu", 3, 2, 64, "bf16"), ("all on cpu", 3, 2, 0, "fp32")],
 )
 def test_what_fits_on_the_device_comes_back_after_the_first_step(
     way, stage, ranks, whole, precision, tmp_path, monkeypatch

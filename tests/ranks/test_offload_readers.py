@@ -28,16 +28,7 @@ from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter, own
 from tests.helpers import offloads
 from tests.helpers.cells import in_turn
 from tests.helpers.models import features
-from tests.helpers.offloads import (
-    DEVICE,
-    PLACES,
-    ended,
-    offload,
-    opened,
-    same,
-    train,
-    trained,
-)
+from tests.helpers.offloads import DEVICE, PLACES, ended, offload, opened, same, train, trained
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared
 from tests.helpers.training import At, adamw
 

@@ -338,10 +338,7 @@ def schedule(optimizer: Any) -> Any:
 
 
 def break_off(
-    rank: int,
-    models: list[tuple[nn.Module, nn.Module]],
-    feature: Feature,
-    folder: Path,
+    rank: int, models: list[tuple[nn.Module, nn.Module]], feature: Feature, folder: Path
 ) -> list[str]:
     """Return what an exception after each step changes, and the weights that differ after that."""
     model, other = models[rank]

@@ -18,13 +18,7 @@ from hf_zero.zero.layout.parameter import LiveParameter, ReleasedParameter, Zero
 from hf_zero.zero.layout.wrap import find_units
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
-from tests.helpers.engines import (
-    OnEngine,
-    config_of,
-    full_weights,
-    start,
-    train_on_threads,
-)
+from tests.helpers.engines import OnEngine, config_of, full_weights, start, train_on_threads
 from tests.helpers.models import Stack, features, seeded
 from tests.helpers.offloads import offload
 from tests.helpers.stacks import by_hand, on_ranks, run_steps

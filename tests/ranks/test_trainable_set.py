@@ -16,10 +16,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.errors import (
-    PartitionError,
-    RankMismatchError,
-)
+from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.optim import Lamb, Muon
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.rebuild import rebuild

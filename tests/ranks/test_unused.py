@@ -20,13 +20,7 @@ from hf_zero.optim import Adafactor
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.checked_triton import checked_triton
-from tests.helpers.engines import (
-    OnEngine,
-    config_of,
-    engine_opener,
-    start,
-    train_on_threads,
-)
+from tests.helpers.engines import OnEngine, config_of, engine_opener, start, train_on_threads
 from tests.helpers.models import Block, features, seeded
 from tests.helpers.offloads import DEVICE, offload
 from tests.helpers.optimizers import OF_GROUPS

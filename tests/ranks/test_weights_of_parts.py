@@ -263,10 +263,7 @@ def in_columns(weight: Any) -> Any:
     return weight
 
 
-@in_turn(
-    "change",
-    [in_columns, lambda weight: nn.Parameter(weight, requires_grad=True)],
-)
+@in_turn("change", [in_columns, lambda weight: nn.Parameter(weight, requires_grad=True)])
 def test_parts_that_cannot_be_laid_out_are_refused(change: Callable[[Any], Any]) -> None:
     model = build()()
     layer = model.blocks[0].up.base_layer
