@@ -20,8 +20,6 @@ from hf_zero.parallel.pipeline.module import (
 STEPS, VOCAB, WIDTH = 3, 11, 8
 LR, MOMENTUM, CLIP = 0.5, 0.9, 0.3
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-
 
 def unembed(module, hidden):
     return nn.functional.linear(hidden, module.weight)  # type: ignore[arg-type]

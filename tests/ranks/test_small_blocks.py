@@ -175,8 +175,8 @@ def test_backwards_that_begin_or_end_between_blocks_of_a_unit(stage):
     expect(values_of(model), run, build=of_depth(5, Forks), floor=oracle.ADAM_ROUNDING)
 
 
-# of SMALL are biases, norms and the scale; of ROOT all outside of blocks, too
-NONE, SMALL, ROOT, ALL = 0, 64, 256, 1_000_000
+# of SMALL are biases, norms and the scale
+SMALL, ALL = 64, 1_000_000
 
 
 class Scaled(Stack):
@@ -262,9 +262,6 @@ def test_against_the_oracle(threshold, ranks, accumulation, precision, way, tmp_
         assert found == pytest.approx(scales, rel=rel)
 
 
-# ---- what a script may do with them ----
-
-
 def test_what_is_read_and_asked_between_steps():
     def run(rank, model):
         engine = opened(model, SMALL)
@@ -300,26 +297,3 @@ def test_what_is_read_and_asked_between_steps():
 
     first, second = on_ranks(2, run, build=scaled)
     assert first == second == [0.5, 0.5]
-
-
-# ---- messages ----
-
-
-def messages(threshold, **more):
-    """(operation, name) in the fourth step on each of two ranks; blocks are units."""
-
-    def run(rank, model):
-        engine = opened(model, threshold, stage3_module_granularity_threshold=1000, **more)
-        engine.mesh.stats.keep_log = True
-        for number in range(4):
-            engine.mesh.stats.log.clear()
-            run_steps(engine, rank, [number])
-        return [(what, key) for what, key, _ in engine.mesh.stats.log]
-
-    return on_ranks(2, run, build=scaled)
-
-
-# ---- which they are ----
-
-
-# ---- checkpoints and memory ----
