@@ -38,31 +38,6 @@ def start(module, **keys):
     return hf_zero.initialize(model=module, config=config(2, 1, **keys), optimizer=sgd)[0]
 
 
-# ---- loaders ----
-
-
-def uneven(rank, world, folder):
-    """Each reader's loader has another length, and begins anew by itself."""
-    reader = rank % (world // 2)
-    engine = start(pipeline(2, world))
-    engine.set_dataloader(batches(2 + reader, seed=20 + reader))
-    told = [(float(engine.train_batch()), engine.get_global_grad_norm()) for _ in range(STEPS)]
-    engine.destroy()
-    return told
-
-
-def check_uneven(answers, readers):
-    loaders = [batches(2 + reader, seed=20 + reader) for reader in range(readers)]
-    windows = [
-        [loader[(2 * step + at) % len(loader)] for loader in loaders for at in range(2)]
-        for step in range(STEPS)
-    ]
-    expected, _ = plain(Whole(), windows, lambda m, b: loss_of(m(b[0]), b[1]))
-    for told in answers:
-        for found, wanted in zip(told, expected):
-            assert found == pytest.approx(wanted, rel=1e-5)
-
-
 # ---- dropout ----
 
 
@@ -215,7 +190,6 @@ def check_halved(case, answers, readers):
 # what each rank does, given its number, the number of ranks and a folder; and what is checked of
 # the answers of all ranks, given how many read data of their own
 CASES: dict[str, tuple[Callable[[int, int, str], Any], Callable[[list[Any], int], None]]] = {
-    "loaders of several lengths": (uneven, check_uneven),
     "dropout": (dropout, check_dropout),
     **{case: (partial(halved, case), partial(check_halved, case)) for case in HALVES},
 }

@@ -434,3 +434,42 @@ def test_without_an_optimizer() -> None:
     refuse("needs an engine with an optimizer", lambda: engine.replace(engine.module[4]))
     engine.destroy()
     refuse("was destroyed", lambda: engine.replace(engine.module[4]))
+
+
+@in_turn("stage", (3,))
+def test_a_load_begins_the_state_anew_that_a_checkpoint_lacks(stage: int, tmp_path: Path) -> None:
+    """In an engine that has made steps: a layer was frozen at the save."""
+
+    def run(rank: int, frozen: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        model = Scaled()
+        model[4].requires_grad_(not frozen)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        engine = hf_zero.initialize(model=model, optimizer=optimizer, config=settings(stage))[0]
+        for step in range(1 if frozen else 2):
+            rows = batch(step)[rank * ROWS : (rank + 1) * ROWS]
+            engine.backward(engine(rows).square().mean())
+            engine.step()
+        if frozen:
+            engine.save_checkpoint(tmp_path)
+        else:
+            engine.load_checkpoint(tmp_path)
+        state = {
+            name: {
+                kind: hf_zero.safe_get_full_optimizer_state(parameter, kind)
+                for kind in ("exp_avg", "exp_avg_sq")
+            }
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        steps = {name: numbers for group in engine.bound.apart() for name, numbers in group.items()}
+        engine.destroy()
+        return state, steps
+
+    (saved, _), _ = run_ranks(RANKS, run, True)
+    (loaded, steps), (_, of_other) = run_ranks(RANKS, run, False)
+    for name, kinds in loaded.items():
+        for kind, value in kinds.items():
+            want = saved[name][kind] if name in saved else torch.zeros_like(value)
+            assert torch.equal(value, want), (name, kind)
+    numbers = {"4.weight": {}, "4.bias": {}}
+    assert {name: value for name, value in (steps | of_other).items() if name in numbers} == numbers
