@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import nn
+from transformers.models.llama import modeling_llama
 
 import hf_zero
 from hf_zero.config.kernels import AUTO
@@ -109,6 +110,24 @@ def test_what_somebody_else_replaced_is_left() -> None:
         hf_zero.restore(model)
     norm.forward = ours
     assert same_step(hf_zero.restore(model), build("llama"), "llama")
+
+
+def test_code_that_is_not_known_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LlamaRMSNorm(modeling_llama.LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states) + 1
+
+    def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        return q, k
+
+    monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", LlamaRMSNorm)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+    model, right = build("llama"), build("llama")
+    hf_zero.optimize(model, ["norms", "rotary"])
+    left = {line.what: line.why_not for line in report(model).left}
+    assert left["LlamaRMSNorm"] == "it is neither an RMSNorm nor a LayerNorm"
+    assert left["LlamaAttention"] == "it does not rotate the two halves of a head"
+    assert same_step(model, right, "llama")
 
 
 # Family, kernel, options, the module that is left, and why.
