@@ -219,11 +219,6 @@ def test_ranks_are_held_up_as_they_withdraw(schedules: Callable[..., int]) -> No
     explore(partial(gathers, *ASKING["two of three may leave"]), schedules(300), **held)
 
 
-def test_a_rank_that_stays_asks_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed_fault(monkeypatch, GatherAgreement, "_agree", ("may_leave = False", "pass"))
-    assert "for ever" in find(partial(gathers, 2, (0,)), 1000, **OF_GATHERS).text
-
-
 # ---- the meeting of an attempt ----
 
 LIMIT = 8.0  # seconds
