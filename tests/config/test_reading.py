@@ -96,6 +96,9 @@ def test_former_spellings() -> None:
         assert ZeroConfig.from_dict(written).precision == precision
     auto = {"fp16": {"enabled": "auto", "type": "bfloat16"}}
     assert ZeroConfig.from_dict(auto, allow_auto=True).autos == {"bf16.enabled"}
+    moved = {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}
+    config = ZeroConfig.from_dict({"zero_optimization": moved})
+    assert config.offload_optimizer.device == config.offload_param.device == "cpu"
     zero = {"stage3_gather_fp16_weights_on_model_save": True, "cpu_offload_params": False}
     config = ZeroConfig.from_dict({"zero_optimization": {"cpu_offload": False, **zero}})
     assert config.stage == 0 and config.zero.gather_16bit_weights_on_model_save

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from hf_zero.ops import Blocks, adam
@@ -107,3 +108,16 @@ def test_a_value_that_is_not_finite_spoils_its_block_alone(every_body: str) -> N
             moment = after["exp_avg"].decode()
             assert moment[512:768].isnan().all() and moment[:512].isfinite().all()
             assert moment[768:].isfinite().all() and after["master"][699].isfinite()
+
+
+def test_elements_past_the_end_of_a_block_do_not_raise_its_scale(every_body: str) -> None:
+    """The gradient shrinks the only element of the block more than a step shrinks any other."""
+
+    def made(guarded: Guarded) -> State:
+        start = state(257, torch.float32, None, guarded)
+        start["grad"][256] = -1.0
+        ones = torch.ones(257)
+        return {**start, "exp_avg": blocks(ones, True, guarded)}
+
+    after = compare(made, divisor=1.0)
+    assert float(after["exp_avg"].scales[1]) == pytest.approx(0.8)

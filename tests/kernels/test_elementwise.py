@@ -249,3 +249,20 @@ def test_sums_over_many_rows_are_cut_into_strips(body, monkeypatch):
     monkeypatch.setattr(kernels, "PROGRAMS", 3)
     for row in (biased((70, 24), "none"), added((70, 24), 0.5)):
         assert_no_worse_than_torch(*row[:2], [torch.randn(shape) for shape in row.shapes])
+
+
+def test_rotary_over_any_strides(body):
+    """Contiguous heads, every second token, a width apart; angles expanded or strided."""
+    cos, sin = torch.randn(1, 4, 32)[..., ::2], torch.randn(1, 4, 16).expand(2, 4, 16)
+    for q, k in (
+        (torch.randn(2, 4, 8, 16)[:, :, ::2], torch.randn(2, 4, 4, 24)[:, 1:3, :, 5:21]),
+        (torch.randn(2, 4, 16, 4).transpose(2, 3), torch.randn(1, 1, 4, 16).expand(2, 3, 4, 16)),
+    ):
+        want = plain_rotary(q, k, cos.expand(2, 4, 16), sin)
+        q_out, k_out = rotary(q, k, cos.expand(2, 4, 16), sin)
+        assert torch.allclose(torch.cat((q_out, k_out), dim=1), want, atol=1e-6)
+        assert q_out.transpose(1, 2).is_contiguous() and k_out.transpose(1, 2).is_contiguous()
+    q, k = heads(1, 2, 3, 8).requires_grad_(), heads(1, 1, 3, 8).requires_grad_()
+    rotary(q, k, torch.randn(1, 3, 8), torch.randn(1, 3, 8))[0].sum().backward()
+    assert q.grad.abs().sum() > 0
+    assert torch.equal(k.grad, torch.zeros_like(k)), "of a result that is not used"
