@@ -28,18 +28,12 @@ def test_all_pages_are_listed() -> None:
 
 @in_one_item(
     [
-        ("offload", "# Offload", "offload_param"),
         ("ConfigError", "## ConfigError", "unknown key"),
         ("HF_ZERO_BACKEND", "### HF_ZERO_BACKEND", "DeepSpeed"),
-        ("checkpoint.memory", "## `checkpoint.memory`", "copies"),
-        ("gradient_clipping", "## `gradient_clipping`", "hf-zero docs keys#top-level"),
-        ("overlap_comm", "## `zero_optimization.overlap_comm`", "No effect"),
         ("bfloat16", "## `bf16`", "check_grad_overflow"),
-        ("fsdp", "# fsdp", "From FSDP: `hf-zero docs from-fsdp`"),
         ("save_checkpoint", "# save_checkpoint", "`hf-zero docs loop#interrupted-runs`"),
         ("enabled", "# enabled", "- `hf-zero docs fp16.enabled`"),
         ("loop.md#preemption", "## Preemption", "SIGTERM"),
-        ("Which one to take", "## Which one to take", "stage 3"),
         ("convert-checkpoint", "## convert-checkpoint", "from_pretrained"),
         ("initialize", "### initialize", ":::"),
         ("parameters-of-optimizers", "## Parameters of optimizers", "**`OneBitLamb`**: `lr`"),

@@ -8,11 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from hf_zero.launch.hosts import free_port
-from tests.gpu import two_ranks
-from tests.late import training
 
 PROGRAM = Path(__file__).with_name("two_ranks.py")
 
@@ -25,24 +21,9 @@ def run(what: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def printed() -> str:
-    return run("branches")
-
-
 def told(printed: str, what: str) -> list[Any]:
     lines = [line for line in printed.splitlines() if line.startswith(what)]
     return [json.loads(line.removeprefix(what)) for line in lines]
-
-
-def test_branches_on_two_streams_equal_the_plain_loop(printed: str) -> None:
-    rows = told(printed, "BRANCHES ")
-    assert {(job, rank) for job, rank, _ in rows} == {
-        (job, rank) for job in training.BRANCHES for rank in range(2)
-    }
-    for job, rank, found in rows:
-        want = training.plain(job, two_ranks.STEPS, rank, 2)
-        assert found == pytest.approx(want, rel=1e-4), (job, rank)
 
 
 def test_state_as_in_one_process() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,31 +21,9 @@ from hf_zero.zero.layout import wrap
 from tests.gpu.test_engine_on_gpu import loss_of
 from tests.helpers.random_states import Life, check
 from tests.helpers.stacks import stack
-from tests.late import training
 
 STEPS = 6
 SEEDS = int(os.environ.get("HF_ZERO_SEEDS", 12))
-SLOW = 4_000_000  # cycles that a delayed stream sleeps at most: some 2 ms
-
-
-def losses_of_branches(job: str) -> list[float]:
-    """Both streams sleep for a while before some of the blocks, at random."""
-    chosen, delays = training.config(job), random.Random(dist.get_rank())
-    model = training.tower(branches=chosen.pop("branches"))
-    for block in model.blocks:
-        block.register_forward_pre_hook(
-            lambda *_: torch.cuda._sleep(delays.randrange(SLOW)) if delays.random() < 0.3 else None
-        )
-    engine = hf_zero.initialize(model=model, config=chosen)[0]
-    found = []
-    micros = STEPS * chosen["gradient_accumulation_steps"]
-    for values in training.batches(micros, dist.get_rank(), dist.get_world_size()):
-        loss = engine(values.cuda())
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.detach())
-    engine.destroy()
-    return [loss.item() for loss in found]
 
 
 def on_both(world: int, fn: Callable[..., Any], *args: Any, build: Callable[[], Any]) -> list[Any]:
@@ -65,12 +42,6 @@ def difference_of(life: Life) -> str:
     except AssertionError as error:
         return str(error)
     return ""
-
-
-def branches() -> None:
-    for job in training.BRANCHES:
-        told = [job, dist.get_rank(), losses_of_branches(job)]
-        print("BRANCHES " + json.dumps(told) + "\n", end="", flush=True)
 
 
 def lives() -> None:
@@ -124,7 +95,7 @@ def float8_gathers() -> None:
 def main() -> None:
     wrap.GRANULARITY = wrap.PERSISTENCE = 0  # the blocks of the model are small
     dist.init_process_group("gloo")
-    {"branches": branches, "lives": lives, "float8": float8_gathers}[sys.argv[1]]()
+    {"lives": lives, "float8": float8_gathers}[sys.argv[1]]()
     dist.destroy_process_group()
 
 

@@ -7,14 +7,12 @@ import json
 import os
 import re
 import runpy
-import shutil
 import sys
 import tomllib
 import zipfile
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,48 +146,6 @@ def test_a_build_that_could_not_be_right_stops(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(SystemExit, match=r"77 or later, and 65\.5\.0 is .*'setuptools>=77'"):
         runpy.run_path(str(ROOT / "setup.py"))
     assert "setuptools>=77" in PROJECT["build-system"]["requires"]
-
-
-@pytest.mark.parametrize("address", ["", "https://example.org/zero/"])
-def test_one_key_has_the_address_of_the_repository(
-    address: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Links of an index, release notes, the site and the image take it; without it, each says what
-    it leaves out.
-    """
-    for name in ("setup.py", "README.md", "CHANGELOG.md", "VERSION", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "scripts" / "site", tmp_path / "scripts" / "site")
-    for name in ("repository.py", "release_notes.py"):
-        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
-    project = (tmp_path / "pyproject.toml").read_text()
-    named = project.replace('repository = ""', f'repository = "{address}"')
-    assert (named != project) is bool(address) and "urls" in PROJECT["project"]["dynamic"]
-    (tmp_path / "pyproject.toml").write_text(named)
-    given: dict[str, Any] = {}
-    monkeypatch.setattr("setuptools.setup", lambda **each: given.update(each))
-    monkeypatch.syspath_prepend(str(tmp_path / "scripts"))
-    monkeypatch.delitem(sys.modules, "repository", raising=False)
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path("setup.py")
-    runpy.run_path("scripts/release_notes.py", run_name="__main__")
-    runpy.run_path("scripts/repository.py", run_name="__main__")
-    config = SimpleNamespace(repo_url=None)
-    runpy.run_path("scripts/site/hooks.py")["on_config"](config)
-    sys.modules.pop("repository")
-    version, shown = (ROOT / "VERSION").read_text().strip(), capsys.readouterr()
-    assert version in config.copyright and config.repo_url == (address.rstrip("/") or None)
-    if address:
-        assert given["project_urls"]["Source"] == "https://example.org/zero"
-        assert f"https://example.org/zero/blob/v{version}/hf_zero/docs/index.md" in shown.out
-        assert "is empty" not in shown.out + shown.err
-    else:
-        assert "project_urls" not in given and "https://" not in shown.out
-        for missing in ("project URLs", "documentation in the notes", "labels", "on the pages"):
-            assert missing in shown.out + shown.err
 
 
 @pytest.mark.long
