@@ -25,7 +25,7 @@ import yaml
 import hf_zero
 from hf_zero.cli.app import app
 from hf_zero.cli.docs import sections
-from hf_zero.config import ZeroConfig
+from hf_zero.config import ZeroConfig, variables
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, TRANSLATED
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
 from hf_zero.config.migrating import migrate
@@ -33,6 +33,8 @@ from hf_zero.config.training_file import KEYS as TRAINING_KEYS
 from hf_zero.config.training_file import read_training_file
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.engine import Engine
+from hf_zero.integrations import finder
+from hf_zero.ops import files
 from hf_zero.parallel.pipeline.engine import PipelineTraining
 from tests.docs.documents import (
     ALL,
@@ -420,6 +422,20 @@ def test_the_pages_use_members_of_engines_that_are_stable() -> None:
         code = [*inline_code(page), *(block.text for block in blocks(page))]
         used = {name for each in code for name in re.findall(r"\bengine\.([a-z]\w*)", each)}
         assert used - stable - {"py"} == set(), page
+
+
+def test_each_variable_has_a_section() -> None:
+    found = set()
+    table = Path(variables.__file__)
+    for path in {*ROOT.glob("hf_zero/**/*.py"), ROOT / "setup.py"} - {table}:
+        found |= {*re.findall(r'"(HF_ZERO_[A-Z_]+)"', path.read_text())}
+    for script in ("environment.sh", "environment.py"):
+        found |= {*re.findall(r"HF_ZERO_[A-Z_]+", (ROOT / "scripts" / script).read_text())}
+    titles = {title for level, title in headings("environment") if level == 3}
+    assert {title for title in titles if title.startswith("HF_ZERO_")} == {*variables.VARIABLES}
+    assert {*variables.VARIABLES} == found
+    assert variables.VARIABLES["HF_ZERO_IO"] == files.BACKENDS
+    assert {*variables.VARIABLES["HF_ZERO_BACKEND"]} == {*finder.BACKENDS}
 
 
 def test_each_key_is_in_the_reference() -> None:
