@@ -20,23 +20,13 @@ from tests.helpers.capabilities_of_state import OPTIMIZERS, PLACEMENTS, PRECISIO
 from tests.helpers.capabilities_of_techniques import MOQ as MOQ
 from tests.helpers.capabilities_of_techniques import TECHNIQUES
 from tests.helpers.capabilities_of_techniques import RoundedJob as RoundedJob
-from tests.helpers.capability import (
-    TWO_BLOCKS,
-    Keys,
-    Row,
-    WithoutGradients,
-    always,
-    no_compilation,
-)
+from tests.helpers.capability import TWO_BLOCKS, Keys, Row, WithoutGradients, always, no_compilation
 from tests.helpers.late_transfers import Late
 from tests.helpers.left_out import LeftOut, at_random, first_used
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.plans import APART
 from tests.helpers.tensor_parallel import TensorJob
-from tests.helpers.training import (
-    ArchitectureJob,
-    plain_sgd,
-)
+from tests.helpers.training import ArchitectureJob, plain_sgd
 from tests.helpers.ways import WAYS
 
 # ---- meshes ----

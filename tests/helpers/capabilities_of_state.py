@@ -12,14 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from hf_zero.optim import (
-    Adam8bit,
-    AdamW8bit,
-    Lamb,
-    Lion8bit,
-    SGD8bit,
-    bf16_state,
-)
+from hf_zero.optim import Adam8bit, AdamW8bit, Lamb, Lion8bit, SGD8bit, bf16_state
 from tests.helpers.capability import (
     COLUMNS,
     TWO_BLOCKS,
@@ -44,12 +37,7 @@ from tests.helpers.optimizers import (
     MuonAndAdamW,
     same_directions,
 )
-from tests.helpers.training import (
-    ArchitectureJob,
-    Way,
-    sgd,
-    trainable,
-)
+from tests.helpers.training import ArchitectureJob, Way, sgd, trainable
 
 # ---- optimizers ----
 

@@ -10,10 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from hf_zero.optim import (
-    OneBitAdam,
-    ZeroOneAdam,
-)
+from hf_zero.optim import OneBitAdam, ZeroOneAdam
 from hf_zero.techniques.quantization import noise_for
 from tests.helpers.capability import (
     Keys,

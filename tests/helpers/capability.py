@@ -14,12 +14,7 @@ from torch import nn
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, OnEngine
 from tests.helpers.models import Stack
-from tests.helpers.training import (
-    At,
-    Driver,
-    Job,
-    Way,
-)
+from tests.helpers.training import At, Driver, Job, Way
 
 Weights = Mapping[str, torch.Tensor]
 Keys = dict[str, Any]

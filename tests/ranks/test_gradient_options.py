@@ -15,13 +15,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import NotBuiltError
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
-from tests.helpers.engines import (
-    config_of,
-    engine_opener,
-    full_grads,
-    start,
-    train_on_threads,
-)
+from tests.helpers.engines import config_of, engine_opener, full_grads, start, train_on_threads
 from tests.helpers.models import features, seeded
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Plan, StackJob, plain_sgd
