@@ -353,30 +353,6 @@ def test_scripts_set_counters() -> None:
     on_ranks(RANKS, run)
 
 
-def test_windows_that_the_script_ends() -> None:
-    key, more = "managed_gradient_accumulation", {"gradient_accumulation_steps": 3}
-    managed, unmanaged = (start(stack(), 2, **more, **{key: each}) for each in (True, False))
-    assert managed.managed_gradient_accumulation() is True
-    assert unmanaged.managed_gradient_accumulation() is False
-    for step in range(2):
-        for micro in range(3):
-            for engine in (managed, unmanaged):
-                engine.backward(squared(engine, At(step, micro, 0)))
-            managed.step()
-        unmanaged.step()
-    ours, theirs = full_weights(unmanaged), full_weights(managed)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert unmanaged.global_samples == managed.global_samples
-    for call in (
-        lambda: unmanaged.set_gradient_accumulation_boundary(False),
-        lambda: unmanaged.coalesce_grad_reduction().__enter__(),
-    ):
-        with pytest.raises(AssertionError, match="managed_gradient_accumulation is false"):
-            call()
-    managed.destroy()
-    unmanaged.destroy()
-
-
 @in_one_item([0, 3])
 def test_backwards_of_one_step_are_reduced_together(stage: int) -> None:
     def run(rank: int, model: Any, block: bool) -> dict[str, torch.Tensor]:

@@ -102,16 +102,6 @@ def test_other_tensors_are_made_as_ever() -> None:
     assert recorded(nn.init.ones_)(real) is real and real.sum() == 5
 
 
-def test_the_first_bytes_are_in_memory_with_the_numbers_of_a_plain_run() -> None:
-    torch.manual_seed(5)
-    with Building(4 * 110):
-        first, second, third = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10)
-    torch.manual_seed(5)
-    plain = nn.Linear(10, 10)
-    assert torch.equal(first.weight, plain.weight) and torch.equal(first.bias, plain.bias)
-    assert is_filled(second.weight) and is_filled(third.weight)
-
-
 # -- modules ---------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ resumed in the middle of an epoch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +24,6 @@ from hf_zero.techniques.difficulty_index import DifficultyIndex
 from tests.helpers import sampled
 from tests.helpers.cells import in_one_item
 from tests.helpers.plain_process import forget
-from tests.helpers.processes import forkserver
 from tests.helpers.sampled import BATCH, index_in, metric, section
 
 WINDOW = 2
@@ -55,18 +53,6 @@ def parts() -> tuple[Any, Any]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def loader_first(accelerator: Accelerator) -> tuple[Any, Any, Any]:
-    data = accelerator.prepare(loader())
-    return (*accelerator.prepare(*parts()), data)
-
-
-def loader_last(accelerator: Accelerator) -> tuple[Any, Any, Any]:
-    accelerator.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 4
-    model, optimizer = accelerator.prepare(*parts())
-    by_a_worker = loader(num_workers=1, multiprocessing_context=forkserver())
-    return model, optimizer, accelerator.prepare_data_loader(by_a_worker)
-
-
 def train(accelerator: Accelerator, model: Any, optimizer: Any, batches: Any) -> list[list[int]]:
     """The samples of each step of one iteration over ``batches``."""
     seen: list[list[int]] = [[]]
@@ -81,13 +67,11 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, batches: Any) ->
     return seen[:-1]
 
 
-@pytest.mark.parametrize("prepare", [loader_first, loader_last])
-def test_a_loader_that_shuffles_draws_by_difficulty(
-    tmp_path: Path, prepare: Callable[[Accelerator], Any]
-) -> None:
+def test_a_loader_that_shuffles_draws_by_difficulty(tmp_path: Path) -> None:
     """Over epochs without ``set_epoch``, and after one that was broken off."""
     accelerator = accelerator_with(tmp_path)
-    model, optimizer, data = prepare(accelerator)
+    data = accelerator.prepare(loader())
+    model, optimizer = accelerator.prepare(*parts())
     assert len(data) == BATCHES
     expected = sampled.drawn(index_in(tmp_path), 20)
     got = train(accelerator, model, optimizer, data) + train(accelerator, model, optimizer, data)

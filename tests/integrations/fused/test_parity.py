@@ -248,21 +248,3 @@ def test_an_engine_lays_q_k_and_v_side_by_side(stage: int) -> None:
         engine.destroy()
         hf_zero.restore(engine.module)
         assert not any(PACKED in module.__dict__ for module in engine.module.modules())
-
-
-@in_one_item([0, 3])
-def test_a_model_built_in_shards_has_all_kernels(stage: int) -> None:
-    """Whose parameters have no values on this rank, and whose modules have methods of their own."""
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "kernels": [*BLOCKS],
-        "zero_optimization": {"stage": stage},
-    }
-    with hf_zero.Init(config_dict_or_path=config, enabled=stage == 3):
-        model = build("llama")
-    engine = start(model, plain_sgd(model), config)
-    found: dict[str, set[str]] = {}
-    for line in report(engine.module).replaced:
-        found.setdefault(line.what, set()).update(line.kernels)
-    assert found == {kind: set(kernels) for kind, kernels in ANIMALS["llama"].replaced.items()}
-    engine.destroy()

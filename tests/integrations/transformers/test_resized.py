@@ -4,6 +4,7 @@ after it, and of a model that an engine trains. The oracle is the same model in 
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,14 @@ RANKS, WORDS, MORE, ROWS = 2, 61, 70, 2
 FP32 = {"rtol": 1e-4, "atol": 1e-6}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["apart", "tied"])
-def folder(request: Any, tmp_path_factory: Any) -> Path:
+def saved(folder: Path, tied: bool = False) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=request.param,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
     )  # fmt: skip
-    place = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(place)
-    return place
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def read(folder: Path) -> Any:
@@ -124,16 +123,18 @@ CELLS = [
 ]
 
 
-def on_ranks(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
+def on_ranks(rank: int, folders: list[str]) -> list[dict[str, torch.Tensor]]:
     """The weights of each cell. In processes: from_pretrained replaces functions of transformers
     and torch while it runs, and threads would put back each other's.
     """
-    return [on_rank(rank, Path(folder), *cell) for cell in CELLS]
+    return [on_rank(rank, Path(folder), *cell) for folder in folders for cell in CELLS]
 
 
-def test_it_trains_as_in_one_process(folder: Path) -> None:
-    every = run_processes(RANKS, on_ranks, str(folder))
-    for at, (_, _, before, size, mean) in enumerate(CELLS):
+def test_it_trains_as_in_one_process(tmp_path: Path) -> None:
+    folders = [saved(tmp_path / str(tied), tied) for tied in (False, True)]
+    every = run_processes(RANKS, on_ranks, [str(folder) for folder in folders])
+    for at, (folder, cell) in enumerate(itertools.product(folders, CELLS)):
+        _, _, before, size, mean = cell
         want = plainly(folder, before, size, mean)
         for got in (cells[at] for cells in every):
             assert got.keys() == want.keys()
@@ -143,8 +144,8 @@ def test_it_trains_as_in_one_process(folder: Path) -> None:
                 torch.testing.assert_close(got[name], value, **near)
 
 
-def test_an_engine_that_trains_nothing_keeps_its_vocabulary(folder: Path) -> None:
-    engine = hf_zero.initialize(model=read(folder), config=settings(0))[0]
+def test_an_engine_that_trains_nothing_keeps_its_vocabulary(tmp_path: Path) -> None:
+    engine = hf_zero.initialize(model=read(saved(tmp_path)), config=settings(0))[0]
     with pytest.raises(PartitionError, match=r"needs an engine with an optimizer"):
         engine.module.resize_token_embeddings(MORE)
     assert engine.module.config.vocab_size == WORDS
@@ -152,8 +153,8 @@ def test_an_engine_that_trains_nothing_keeps_its_vocabulary(folder: Path) -> Non
     engine.destroy()
 
 
-def test_in_an_open_window_nothing_is_changed(folder: Path) -> None:
-    models = [read(folder) for _ in range(RANKS)]
+def test_in_an_open_window_nothing_is_changed(tmp_path: Path) -> None:
+    models = [read(saved(tmp_path)) for _ in range(RANKS)]
 
     def run(rank: int) -> None:
         model = models[rank]
