@@ -11,49 +11,30 @@ the quantized tensors of torchao.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 BLOCK = 64
-TABLE = torch.tensor(
-    [
-        -1.0,
-        -0.6962,
-        -0.5251,
-        -0.3949,
-        -0.2844,
-        -0.1848,
-        -0.0911,
-        0.0,
-        0.0796,
-        0.1609,
-        0.2461,
-        0.3379,
-        0.4407,
-        0.5626,
-        0.7230,
-        1.0,
-    ]
-)
+TABLE = torch.tensor([
+    -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
+    0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
+])  # fmt: skip
 
 
+@dataclass
 class QuantState:
     """The metadata of packed bytes: ``absmax`` [blocks], ``code`` [16], the shape and dtype of the
     weight.
     """
 
-    def __init__(
-        self, absmax: torch.Tensor, shape: torch.Size, code: torch.Tensor, dtype: torch.dtype
-    ):
-        self.absmax, self.shape, self.code, self.dtype, self.blocksize = (
-            absmax,
-            shape,
-            code,
-            dtype,
-            BLOCK,
-        )
+    absmax: torch.Tensor
+    shape: torch.Size
+    code: torch.Tensor
+    dtype: torch.dtype
+    blocksize: int = BLOCK
 
     def as_dict(self) -> dict[str, torch.Tensor]:
         facts = torch.tensor([self.blocksize, *self.shape], dtype=torch.int64)
@@ -67,28 +48,17 @@ def quantise(weight: torch.Tensor, storage: torch.dtype) -> tuple[torch.Tensor, 
     """
     blocks = weight.detach().float().reshape(-1, BLOCK)
     absmax = blocks.abs().amax(1)
-    codes = (
-        (blocks / absmax.clamp(min=1e-12)[:, None])
-        .flatten()[:, None]
-        .sub(TABLE)
-        .abs()
-        .argmin(1)
-        .to(torch.uint8)
-    )
-    packed = (codes[::2] << 4) | codes[1::2]
-    return packed.view(storage).view(-1, 1), QuantState(
-        absmax, weight.shape, TABLE.clone(), weight.dtype
-    )
+    scaled = (blocks / absmax.clamp(min=1e-12)[:, None]).flatten()
+    codes = scaled[:, None].sub(TABLE).abs().argmin(1).to(torch.uint8)
+    packed = ((codes[::2] << 4) | codes[1::2]).view(storage).view(-1, 1)
+    return packed, QuantState(absmax, weight.shape, TABLE.clone(), weight.dtype)
 
 
 def dequantise(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
     raw = packed.detach().reshape(-1).view(torch.uint8)
     codes = torch.stack([raw >> 4, raw & 15], 1).flatten().long()
-    return (
-        (state.code[codes].view(-1, BLOCK) * state.absmax[:, None])
-        .view(state.shape)
-        .to(state.dtype)
-    )
+    values = state.code[codes].view(-1, BLOCK) * state.absmax[:, None]
+    return values.view(state.shape).to(state.dtype)
 
 
 class Params4bit(nn.Parameter):
@@ -101,14 +71,10 @@ class Params4bit(nn.Parameter):
         quant_state: Any = None,
         module: Any = None,
     ) -> Params4bit:
-        self = torch.Tensor._make_subclass(
-            cls, torch.empty(0) if data is None else data, requires_grad
-        )
-        self.quant_state, self.module, self.bnb_quantized = (
-            quant_state,
-            module,
-            quant_state is not None,
-        )
+        data = torch.empty(0) if data is None else data
+        self = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self.quant_state, self.module = quant_state, module
+        self.bnb_quantized = quant_state is not None
         return self  # type: ignore[return-value]
 
     @classmethod
@@ -133,9 +99,8 @@ class Params4bit(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.chunk:  # parts of packed bytes stay packed bytes
             with torch._C.DisableTorchFunctionSubclass():
-                return tuple(
-                    cls(part, False, args[0].quant_state) for part in func(*args, **(kwargs or {}))
-                )
+                parts = func(*args, **(kwargs or {}))
+                return tuple(cls(part, False, args[0].quant_state) for part in parts)
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
@@ -175,23 +140,14 @@ class Linear4bit(nn.Linear):
         for name, value in self.weight.quant_state.as_dict().items():  # type: ignore[attr-defined]
             destination[f"{prefix}weight.{name}"] = value if keep_vars else value.detach()
 
-    def _load_from_state_dict(
-        self,
-        state: Any,
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: Any,
-        unexpected: Any,
-        errors: Any,
-    ) -> None:
+    def _load_from_state_dict(self, state: Any, prefix: str, *given: Any) -> None:
         """Takes back what it writes; bitsandbytes leaves that to the loader."""
         quant_state: QuantState = self.weight.quant_state  # type: ignore[attr-defined]
         own = [f"{prefix}weight.{name}" for name in quant_state.as_dict()]
         if own[0] in state:
             quant_state.absmax.copy_(state[own[0]])
         rest = {key: value for key, value in state.items() if key not in own}
-        super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(rest, prefix, *given)
 
 
 class LinearOfBytes(nn.Module):
