@@ -223,6 +223,15 @@ def flip(path: Any, at: int, bit: int = 0) -> None:
     path.write_bytes(content)
 
 
+class Harm:
+    """Runs when it is unpickled, if anything unpickles it."""
+
+    done: list[str] = []
+
+    def __reduce__(self):
+        return Harm.done.append, ("run",)
+
+
 class Normed(nn.BatchNorm1d):
     """BatchNorm's parameters and buffers; its statistics stay as they are."""
 

@@ -35,6 +35,7 @@ from tests.checkpoint.deepspeed_inputs.model import (
     schedule_of,
 )
 from tests.checkpoint.deepspeed_inputs.write import CASES as WRITTEN
+from tests.checkpoint.jobs import Harm
 from tests.helpers.ranks import run_ranks
 
 INPUTS = Path(__file__).parent / "deepspeed_inputs"
@@ -265,15 +266,6 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         assert raised.match(said), at
     with pytest.raises(CheckpointError, match="was not written by hf-zero and carries no hashes"):
         hf_zero.verify_checkpoint(INPUTS / "stage1")
-
-
-class Harm:
-    """Runs when it is unpickled, if anything unpickles it."""
-
-    done: list[str] = []
-
-    def __reduce__(self):
-        return Harm.done.append, ("run",)
 
 
 def test_nothing_in_it_is_executed(tmp_path: Path) -> None:

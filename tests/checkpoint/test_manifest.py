@@ -20,7 +20,7 @@ from hf_zero.checkpoint.manifest import GroupEntry, Manifest, dtype_of
 from hf_zero.checkpoint.match import pair_groups, reorder_schedule
 from hf_zero.checkpoint.reader import join, load_objects
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.jobs import Job, saved, small
+from tests.checkpoint.jobs import Harm, Job, saved, small
 from tests.checkpoint.written import write
 
 SOURCE = Path("somewhere/manifest.json")
@@ -163,19 +163,15 @@ def test_unreadable_files(tmp_path, written):
 # ---- state that is no tensor ----
 
 
-class Attack:
-    def __reduce__(self):
-        return (exec, ("raise SystemExit('executed')",))
-
-
 def test_objects_that_are_damaged_or_would_execute(tmp_path):
     path = tmp_path / "objects.pt"
-    torch.save({"client_state": {"k": Attack()}}, path)
-    executing = [path.read_bytes(), pickle.dumps(Attack(), protocol=2)]
+    torch.save({"client_state": {"k": Harm()}}, path)
+    executing = [path.read_bytes(), pickle.dumps(Harm(), protocol=2)]
     for content in (*executing, b"", b"nonsense", b"PK\3\4 cut"):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"objects\.pt cannot be loaded"):
             load_objects(path)
+    assert Harm.done == []
     for content in ([1], {"client_state": 3}):
         torch.save(content, path)
         with pytest.raises(CheckpointError, match=r"objects\.pt does not hold"):

@@ -19,9 +19,8 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.memory.folders import job_identity
 from hf_zero.checkpoint.save_log import SaveLog
-from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.jobs import ONE, run, small, train_some
+from tests.checkpoint.jobs import trained
 from tests.helpers.commands import end_group
 
 # another job's file, locked as its engine does
@@ -64,11 +63,6 @@ def other_job(folder: Path, *saves: tuple[str, Path]) -> Iterator[subprocess.Pop
         end_group(process)
 
 
-def trained(steps: int = 1) -> Engine:
-    engines, _ = run(ONE, small, lambda engine: train_some(engine, steps))
-    return engines[0]
-
-
 def save_id(folder: Path) -> str:
     return Manifest.read(folder / MANIFEST_NAME).save_id
 
@@ -79,7 +73,7 @@ def test_a_checkpoint_of_another_running_job_is_not_replaced(
     """Nor is one that it is about to write, nor is one removed to keep a number of them. Its own
     checkpoints, and those of jobs that have ended or destroyed their engine, are.
     """
-    engine, runs = trained(), tmp_path / "runs"
+    engine, runs = trained(1), tmp_path / "runs"
     for tag in ("global_step1", "global_step2", "global_step3"):
         checkpoint.save(engine, runs, tag=tag)
     theirs, begun = save_id(runs / "global_step1"), "0" * 32

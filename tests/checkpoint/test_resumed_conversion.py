@@ -20,16 +20,13 @@ from hf_zero.checkpoint import convert_checkpoint, iterate_state_dict, reader
 from hf_zero.checkpoint.convert import files
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.jobs import flip, small
+from tests.checkpoint.test_cut_off import Killed
 from tests.checkpoint.test_export import saved
 
 
 def content(folder: Path) -> dict[str, bytes]:
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
-
-
-class Killed(BaseException):
-    """The process ends here: nothing that cleans up runs."""
 
 
 @pytest.fixture(scope="module")

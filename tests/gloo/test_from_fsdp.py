@@ -17,6 +17,7 @@ from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.checkpoint.tensor_part import TensorPart
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.deepspeed_inputs.model import SAVED_AFTER, STEPS, build, optimizer_of
+from tests.checkpoint.jobs import Harm
 from tests.gloo.fsdp import (
     BEFORE,
     BESIDE,
@@ -140,13 +141,6 @@ def test_what_lies_beside_the_model_keeps_its_shape(written, heard):
 
 
 # ---- damage ----
-
-
-class Harm:
-    done: list[str] = []
-
-    def __reduce__(self):
-        return Harm.done.append, ("run",)
 
 
 def rewritten(change):
