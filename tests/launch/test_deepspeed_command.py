@@ -123,20 +123,6 @@ def made(kind: Any, *options: str, pool: Any = POOL, script: str = "train.py") -
     return kind(parse_args([*options, script, "--text", "I'm here"]), "world", pool)
 
 
-def test_open_mpi() -> None:
-    runner = made(runners.OpenMPIRunner, "--hostfile", "hosts", "--master_addr", "worker-0")
-    runner.add_export("NAME", ODD)
-    command = runner.get_cmd({}, SLOTS)
-    assert command[:5] == ["mpirun", "-n", "8", "-hostfile", "hosts"] and "eth0" in command
-    assert command[-5:] == [*PYTHON, "train.py", "--text", "I'm here"]
-    given = [command[n + 1] for n, word in enumerate(command) if word == "-x"]
-    assert given == ["MASTER_ADDR=worker-0", f"NAME={ODD}"]
-    for dashes in ("-", "--"):
-        chosen = f"--launcher_args={dashes}mca btl_tcp_if_include eth1"
-        command = made(runners.OpenMPIRunner, chosen).get_cmd({}, SLOTS)
-        assert "eth1" in command and "eth0" not in command
-
-
 def test_hydra() -> None:
     for kind, own in (
         (runners.MPICHRunner, []),
