@@ -1,5 +1,5 @@
 """Captured steps on the simulated device: equal to the same steps as they are, bit for bit, without
-a wait, a question or an allocation in a launch; and faults show.
+a wait, a question or an allocation in a launch.
 """
 
 from __future__ import annotations
