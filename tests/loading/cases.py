@@ -96,7 +96,7 @@ def assert_loads_as(found: Any, expected: Any) -> None:
 
 
 def tokens(step: int = 0) -> torch.Tensor:
-    return inputs()["input_ids"] + step  # [2 samples, 8]
+    return inputs("llama")["input_ids"] + step  # [2 samples, 8]
 
 
 def initialize(model: nn.Module, config: dict[str, Any] | None = None) -> Any:
@@ -172,7 +172,7 @@ def loads_like_the_plain_loader(rank: int, folder: Path, name: str) -> None:
     assert info == told
     if name in LOGITS:
         with torch.no_grad():
-            assert torch.equal(found(**inputs()).logits, expected(**inputs()).logits)
+            assert torch.equal(found(**inputs(name)).logits, expected(**inputs(name)).logits)
     assert_loads_as(found, expected)
 
 

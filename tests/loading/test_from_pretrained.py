@@ -15,11 +15,11 @@ import transformers
 
 from tests.helpers.processes import run_processes, say
 from tests.loading.cases import CASES, loads_like_the_plain_loader
-from tests.loading.zoo import ZOO, save
+from tests.loading.zoo import MORE, ZOO, save
 
-# cases load the others
-LOADED = ("bert", "llama", "mixtral", "t5", "resnet", "wav2vec2", "clip")
 Cases = dict[str, Callable[[int, Path], None]]
+# like another one to a loader; cases load some of them, too
+SELDOM = ("roberta", "gpt2", "qwen2", "deepseek_v3", "mamba")
 
 
 def models(names: Iterable[str]) -> Cases:
@@ -53,7 +53,14 @@ def test_loading_in_shards(folder: Path) -> None:
     index = json.loads((folder / "mixtral" / "model.safetensors.index.json").read_text())
     # the model has them merged
     assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in index["weight_map"]
-    run_processes(2, run_cases, models(LOADED) | CASES, folder, timeout=400)
+    often = models(name for name in ZOO if name not in SELDOM)
+    run_processes(2, run_cases, often | CASES, folder, timeout=400)
+
+
+@pytest.mark.long
+def test_more_models_in_shards(tmp_path: Path) -> None:
+    save([*SELDOM, *MORE], tmp_path)
+    run_processes(2, run_cases, models([*SELDOM, *MORE]), tmp_path, timeout=400)
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ from tests.helpers.engines import STAGES, engine_opener, train_on_threads
 from tests.helpers.models import ARCHITECTURES, HIDDEN, features, floats, seeded, tokens
 from tests.helpers.training import ArchitectureJob, Job, Plan, Way, plain_sgd, sgd
 from tests.helpers.ways import WAYS
-from tests.loading.zoo import GQA, LATENT, TEXT, animal
+from tests.loading.zoo import GQA, LATENT, MORE, TEXT, ZOO, animal
 
 RANKS, ACCUMULATION, PRECISIONS = (1, 2, 4), (1, 3), ("fp32", "bf16", "fp16")
 NAMES = tuple(ARCHITECTURES)
@@ -138,24 +138,57 @@ class Typed(Job):
 
 def batch(model, at):
     config, place = model.config, (at.step, at.micro, at.rank)
-    kind, encodes = model.main_input_name, getattr(config, "is_encoder_decoder", False)
-    shape = {
-        "pixel_values": lambda: (2, 3, 32, 32),
-        "input_values": lambda: (2, 800),
-        "input_features": lambda: (2, config.num_mel_bins, 2 * config.max_source_positions),
-    }.get(kind)
-    made = {kind: floats(*place, *shape()) if shape else tokens(*place)}
-    if encodes:
+    image = (
+        getattr(config, "image_size", None)
+        or getattr(getattr(config, "vision_config", None), "image_size", None)
+        or 32
+    )
+    made: dict[str, torch.Tensor] = {}
+    kind = model.main_input_name
+    if kind == "pixel_values":
+        made["pixel_values"] = floats(*place, 2, 3, image, image)
+    elif kind == "input_values":
+        made["input_values"] = floats(*place, 2, 800)
+    elif kind == "input_features":
+        made["input_features"] = floats(
+            *place, 2, config.num_mel_bins, 2 * config.max_source_positions
+        )
+    else:
+        made["input_ids"] = tokens(*place)
+    if config.model_type in ("clip", "siglip", "blip"):
+        made.update(input_ids=tokens(*place), pixel_values=floats(*place, 2, 3, image, image))
+    if config.model_type == "llava":
+        picture = torch.full(
+            (2, (image // config.vision_config.patch_size) ** 2), config.image_token_index
+        )
+        made = {
+            "input_ids": torch.cat([picture, tokens(*place)], 1),
+            "pixel_values": floats(*place, 2, 3, image, image),
+        }
+    if getattr(config, "is_encoder_decoder", False):
         made["decoder_input_ids"] = tokens(at.step, at.micro, at.rank + 50)[:, :5].contiguous()
     return made
 
 
 # causal ones are in tests/matrix/test_random_programs.py
-@in_turn("name", ["resnet", "wav2vec2", "whisper", "jamba"])
-def test_steps_of_a_model_type_equal_the_oracle(name):
+FAST = ["resnet", "wav2vec2", "whisper", "jamba"]
+
+
+def compare_type(name):
     job, plan = Typed(name), Plan(ranks=2, steps=2)
     got = train_on_threads(job, plan, engine_opener(3))
     oracle.compare(got, oracle.run(job, plan), weight_floor=oracle.ROUNDING)
+
+
+@in_turn("name", FAST)
+def test_steps_of_a_model_type_equal_the_oracle(name):
+    compare_type(name)
+
+
+@pytest.mark.long
+@in_turn("name", [name for name in (*ZOO, *MORE) if name not in FAST])
+def test_steps_of_other_model_types_equal_the_oracle(name):
+    compare_type(name)
 
 
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
