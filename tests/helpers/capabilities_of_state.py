@@ -240,26 +240,22 @@ def _in_bf16(
 IN_BF16: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda m: torch.optim.AdamW(trainable(m), 1e-3, weight_decay=0.1, foreach=False),
     "SGD": sgd,
-    "RMSprop": lambda m: torch.optim.RMSprop(trainable(m), 1e-3, momentum=0.5),
     "AdamW8bit": lambda m: AdamW8bit(trainable(m), 1e-3, weight_decay=0.1),
 }
 PRECISIONS |= {
     # else shards have no memory of their own: a gather casts the master weights
-    f"{precision}, kept shards": replace(
-        PRECISIONS[precision],
+    "bf16, kept shards": replace(
+        PRECISIONS["bf16"],
         keys=always(zero_optimization={"keep_parameter_shards": True}),
         stages=(3,),
         columns=COLUMNS,
-    )
-    for precision in ("bf16", "fp16")
-} | {
+    ),
     "AdamW in bf16": _in_bf16(
         "AdamW",
         moments=True,
         around=lambda patch: patch.setattr(bf16_state, "WIDENED", 1024),  # several batches
     ),
     "SGD in bf16": _in_bf16("SGD"),
-    "RMSprop in bf16": _in_bf16("RMSprop", moments=True),
     "AdamW in bf16 on cpu": _in_bf16("AdamW", "optimizer on cpu"),
     "AdamW in bf16 in files": _in_bf16("AdamW", "optimizer in files", True),
     "8 bits beside bf16 in files": _in_bf16("AdamW8bit", "optimizer in files"),
