@@ -183,6 +183,10 @@ FSDP {fsdp_config: {fsdp_ignored_modules: x}} => fsdp_config.fsdp_ignored_module
 {bf16: {}, autotuning: {enabled: false}} => autotuning: no effect, does not provide autotuning
 
 # -- keys without effect
+{deepspeed_config: {zero_stage: 3, seq_parallel_communication_data_type: bf16}}
+    => deepspeed_config.seq_parallel_communication_data_type: no effect,
+{deepspeed_config: {zero_stage: 3, sparse_gradients: true}}
+    => deepspeed_config.sparse_gradients: left out,
 {zero_optimization: {stage: 2, offload_param: {device: cpu}}}
     => zero_optimization.offload_param.device: no effect, stage 2
 {zero_optimization: {stage: 2, offload_optimizer: {device: nvme, nvme_path: /scratch}},
