@@ -22,6 +22,7 @@ from hf_zero.device.free_memory import DiskFree, Free
 from hf_zero.errors import DoesNotFitError
 from hf_zero.integrations.transformers.meta_model import build_on_meta
 from hf_zero.planning import (
+    ACTIVATIONS,
     NamedBytes,
     Needs,
     PreflightReport,
@@ -346,6 +347,10 @@ def test_an_offload_that_only_costs_time_is_said() -> None:
     assert "offload is slower than no offload here: all of it fits on the device (1" in slow.note
     host = replace(plenty, host_device=True)
     assert check(SMALL, offloading(), 1, device=torch.device("cpu"), free=host).note == ""
+    # without offload it would fill more than the margin leaves
+    on_device = ZeroConfig(2, bf16=True).resolve(1)
+    filled = needs(planned(SMALL, on_device, gpu=True)).device_bytes / (1 - ACTIVATIONS)
+    assert check(SMALL, offloading(), 1, device=GPU, free=Free(int(filled) - 8, GIB)).note == ""
 
 
 def test_an_engine_that_only_evaluates_needs_its_parameters_and_room_for_the_model() -> None:
