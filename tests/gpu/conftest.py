@@ -1,4 +1,6 @@
-"""These tests need a GPU. Without one they are not collected."""
+"""These tests need a GPU. Without one they are not collected: tests/ranks shows the same logic
+on the CPU.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,6 @@
-"""Blocks of compressed collectives and of moments on a GPU at real sizes."""
+"""Blocks of compressed collectives and of moments on a GPU at real sizes: kernels agree with their
+references there; encodings of collectives never wait for the device.
+"""
 
 from __future__ import annotations
 
@@ -84,3 +86,27 @@ def test_adam_with_moments_in_8_bits_gives_the_bits_of_the_host(dtype):
             parts = ("codes", "scales") if isinstance(host, Blocks) else ("data",)
             for part in parts:
                 assert torch.equal(getattr(host, part), getattr(device, part).cpu()), numel
+
+
+def test_nothing_waits_for_the_device():
+    chunk = 1 << 22
+    table = SignBlocks().cut((0, chunk // 2), 2 * chunk, 2, chunk)
+    first = table.row(0)
+    error, grad = (torch.randn(2 * chunk, device=DEVICE) for _ in range(2))
+    momentum, factor = table.empty(error.device), torch.ones((), device=DEVICE)
+    exponents = torch.zeros(chunk, dtype=torch.int8, device=DEVICE)
+    numbers = torch.ones(first.shape, device=DEVICE)
+
+    def step() -> None:
+        sent = table.compress(error, grad, momentum, 0.9, factor)
+        own = first.combine(sent, error[:chunk].contiguous(), momentum[:1].contiguous(), 0.9)
+        first.apply(error[:chunk].contiguous(), own, exponents, numbers, numbers)
+        table.spread(table.means(lambda start, stop: error[start:stop].abs()))
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

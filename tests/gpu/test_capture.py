@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -434,6 +435,15 @@ def test_logits_that_are_computed_when_they_are_read_are_those_of_their_forward(
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
     assert len(launches) == 3 * (STEPS - 3)
+
+
+def test_logits_without_a_loss_are_refused():
+    engine = llama(True)
+    for number, ids in enumerate(tokens()[:4]):
+        with pytest.raises(PartitionError, match="no loss") if number == 3 else nullcontext():
+            engine.backward(engine(input_ids=ids).logits.float().logsumexp(-1).mean())
+            engine.step()
+    engine.destroy()
 
 
 if __name__ == "__main__":

@@ -2,61 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.distributed import communicators, process_group
+import hf_zero
+from tests.gpu.communicators import KEYS
+from tests.helpers.stacks import stack
 
-DEVICE = torch.device("cuda", 0)
-LIMIT = timedelta(seconds=60)
-KEYS = {"min_ctas": 1, "max_ctas": 4, "cta_policy": "efficiency"}
-
-
-def made(high_priority: bool) -> dict[str, Any]:
-    """What a communicator has, and the sums over it."""
-    world = dist.group.WORLD
-    assert world is not None
-    before = world._get_backend(DEVICE).comm_split_count()
-    options = communicators.nccl_options(KEYS, high_priority, LIMIT)
-    group = communicators.make_group([[0]], 0, DEVICE, "nccl", LIMIT, options)
-    used = group._get_backend(DEVICE).options
-    value = torch.arange(8.0, device=DEVICE)
-    whole, part = torch.empty_like(value), torch.empty_like(value)
-    dist.all_reduce(value, group=group)
-    dist.all_gather_into_tensor(whole, value, group=group)
-    dist.reduce_scatter_tensor(part, whole, group=group)
-    row = {
-        "splits": world._get_backend(DEVICE).comm_split_count() - before,
-        "high priority": used.is_high_priority_stream,
-        **{name: getattr(used.config, name) for name in KEYS},
-        "values": part.tolist(),
-    }
-    dist.destroy_process_group(group)
-    return row
-
-
-def main() -> None:
-    torch.cuda.set_device(DEVICE)
-    for job in range(2):  # a second one in the same process
-        store = dist.HashStore()
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=DEVICE)
-        for high_priority in (True, False):
-            print(json.dumps({"job": job, **made(high_priority)}), flush=True)
-        process_group.destroy_process_group()
+PROGRAM = Path(__file__).with_name("communicators.py")
 
 
 def test_a_bound_job_splits_its_communicator() -> None:
-    """In a process of its own, which a crash in torch would end."""
-    command = [sys.executable, "-m", "tests.gpu.test_communicators"]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=root)
+    command = [sys.executable, str(PROGRAM)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_EFFICIENCY
@@ -69,5 +34,30 @@ def test_a_bound_job_splits_its_communicator() -> None:
     ]
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("stage", (1, 3))
+def test_training_with_the_keys_equals_the_plain_loop(stage: int) -> None:
+    world = dist.group.WORLD
+    assert world is not None and world.bound_device_id is None, "one rank needs no communicator"
+    model = stack()
+    plain = copy.deepcopy(model).cuda()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-6, fused=True)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage},
+        "nccl": KEYS,
+    }
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    engine = hf_zero.initialize(model=model, optimizer=ours, config=config)[0]
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        inputs = torch.randn(4, 7, generator=generator).cuda()
+        want = plain(inputs).square().mean()
+        want.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = engine(inputs).square().mean()
+        engine.backward(loss)
+        engine.step()
+        assert loss.item() == pytest.approx(want.item(), rel=1e-5)
+    engine.destroy()

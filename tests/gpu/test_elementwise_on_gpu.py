@@ -11,9 +11,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from hf_zero.ops import dispatch
 from hf_zero.ops.activations import geglu, gelu, swiglu, swiglu_packed
+from hf_zero.ops.packed_linear import pack_, packed_linear_whole
 from hf_zero.ops.philox import kept_rows
 from hf_zero.ops.residual import dropout_add
 from hf_zero.ops.rotary import rotary, split_rotary
@@ -127,6 +129,21 @@ def test_rotary(heads, key_heads, width, rotated, dtype, monkeypatch):
     compare(by_views, plain, [qkv], monkeypatch)
 
 
+def test_a_compiled_block_is_the_plain_one():
+    weights = [nn.Parameter(randn(512, 256, dtype=torch.bfloat16) / 16) for _ in range(2)]
+    down = nn.Parameter(randn(256, 512, dtype=torch.bfloat16) / 22)
+    pack_(weights)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        hidden = swiglu_packed(packed_linear_whole(x, weights))
+        return dropout_add(F.linear(hidden, down), x) + gelu(x)
+
+    x, trained = randn(64, 256, dtype=torch.bfloat16), [*weights, down]
+    losses = [(f(x) ** 2).float().mean() for f in (torch.compile(block, fullgraph=True), block)]
+    for a, b in zip(*(torch.autograd.grad(loss, trained) for loss in losses)):
+        assert ((a - b).norm() / b.norm()).item() < 2e-2
+
+
 def test_beyond_32_bits_of_elements():
     """More elements than int32 counts, in the last of which the result is still right."""
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
@@ -137,3 +154,16 @@ def test_beyond_32_bits_of_elements():
     assert (swiglu(x, x)[-1].float() - 2 * F.silu(x[-1].float())).abs().max() < 0.02
     y = dropout_add(x, x, dropout=0.5, training=True, seed=torch.tensor([1], device=GPU))
     assert set(y[-1].unique().tolist()) == {2.0, 6.0}
+
+
+def test_heads_further_apart_than_31_bits():
+    """A stride of heads that spans a whole sequence, as in [batch, heads, sequence, width]."""
+    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("needs 12 GiB")
+    apart = 2**30
+    whole = torch.empty(2 * apart + 16, dtype=torch.bfloat16, device=GPU)
+    q = whole.as_strided((1, 3, 1, 16), (1, apart, 16, 1))
+    q.copy_(randn(1, 3, 1, 16))
+    near, angle = q.contiguous(), randn(1, 1, 16)
+    for one, other in zip(rotary(q, q, angle, angle), rotary(near, near, angle, angle)):
+        assert torch.equal(one, other)

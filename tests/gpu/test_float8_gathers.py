@@ -1,4 +1,7 @@
-"""Weights that are gathered in float8 on a GPU with float8."""
+"""Weights that are gathered in float8 on a GPU with float8: the bytes of torchao's cast, one rank
+over NCCL beside one plain process, and two ranks that share the GPU, over gloo. They need torchao
+and compute capability 8.9; tests/ranks/test_float8_gathers.py emulates float8 on CPUs.
+"""
 
 from __future__ import annotations
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 
+from hf_zero.ops import host_memory
 from hf_zero.ops.host_memory import HostArena
 
 GPU = torch.device("cuda", 0)
@@ -38,22 +36,6 @@ def test_a_refusal_is_no_error_of_later_kernels(heard: list[str]) -> None:
     assert int(torch.ones(10, device=GPU).sum()) == 10
 
 
-def test_a_file_in_memory_is_pinned_and_keeps_what_is_copied(tmp_path: Path) -> None:
-    """What a generation in the memory of hosts is copied into."""
-    folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
-    path, size = folder / f"hf-zero-gpu-{os.getpid()}", 1 << 24
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        os.ftruncate(fd, size)
-        image = HostArena(pin=True, device=torch.device("cuda", 0)).take(size, torch.uint8, fd)
-        values = torch.arange(size, device="cuda").to(torch.uint8)
-        torch.cuda._sleep(100_000_000)
-        image.copy_(values, non_blocking=True)
-        has_waited = torch.cuda.current_stream().query()
-        torch.cuda.synchronize()
-        assert image.is_pinned() and not has_waited
-        assert path.read_bytes() == values.cpu().numpy().tobytes()
-        del image
-    finally:
-        os.close(fd)
-        path.unlink()
+def test_the_node_of_the_gpu_is_a_number_or_not_told() -> None:
+    node = host_memory.numa_node(GPU)
+    assert node is None or node >= 0

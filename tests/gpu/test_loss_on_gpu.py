@@ -1,14 +1,21 @@
-"""The loss at real sizes on a GPU."""
+"""The loss at real sizes on a GPU: the kernel against the reference, the chunked head against
+whole logits, memory, and that nothing waits.
+"""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import hf_zero
 from hf_zero.ops import dispatch
 from hf_zero.ops import model_reference as reference
 from hf_zero.ops.chunked_head import CROSS_ENTROPY, Terms
-from hf_zero.ops.linear_cross_entropy import linear_cross_entropy
+from hf_zero.ops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
+from hf_zero.ops.masked_rows import RowCapacity, RowCount, select_rows
 
 DEVICE = torch.device("cuda")
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2**-8}
@@ -90,6 +97,69 @@ def test_the_chunked_head_errs_no_more_than_torch(dtype, vocabulary, chunk):
         assert error <= 1.1 * bound + 1e-6
 
 
+def test_log_probabilities() -> None:
+    given, labels = operands(2048, 1024, 50_257, torch.float32)
+    found = linear_log_probs(*given, labels)
+    logs = torch.log_softmax(given[0] @ given[1].t(), -1)
+    exact = logs.gather(1, labels.clamp(min=0)[:, None])[:, 0].where(labels != -100, 0.0)
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+    above = torch.randn_like(found)
+    gradients = (torch.autograd.grad(each, given, above) for each in (found, exact))
+    for one, other in zip(*gradients):
+        assert float((one - other).norm() / other.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("read", ["log_softmax", "logsumexp"])
+def test_log_probabilities_of_a_model_are_computed_in_chunks(read: str) -> None:
+    """As trainers of preferences and policies read them."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 128_256, "hidden_size": 256, "intermediate_size": 512}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    plain = LlamaForCausalLM(LlamaConfig(**shape, **heads)).to(DEVICE)
+    deferred = hf_zero.optimize(copy.deepcopy(plain), ["loss"])
+    ids = torch.randint(0, shape["vocab_size"], (4, 2048), device=DEVICE)  # four chunks
+    advantages = torch.randn(4, 2047, device=DEVICE)
+    found, peaks = [], []
+    for model in (plain, deferred):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        logits, at = model(input_ids=ids).logits[:, :-1], ids[:, 1:, None]
+        if read == "log_softmax":
+            values = logits.log_softmax(-1).gather(-1, at)[..., 0]
+        else:
+            values = logits.gather(-1, at)[..., 0] - logits.logsumexp(-1)
+        (values * advantages).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        found.append([values.detach(), *(each.grad for each in model.parameters())])
+        del logits, values
+    assert peaks[1] < 0.5 * peaks[0], peaks
+    for ours, theirs in zip(*found):
+        scale = float(theirs.abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * scale)
+
+
+def test_nothing_but_the_count_of_rows_is_waited_for() -> None:
+    given, labels = operands(4096, 512, 50_257, torch.bfloat16)
+    capacity = RowCapacity()
+    count = torch.tensor(3000, device=DEVICE)
+
+    def step() -> torch.Tensor:
+        places = capacity.places(RowCount(labels), labels.device)
+        rows, kept, _ = select_rows(given[0], labels, capacity=places)
+        loss = linear_cross_entropy(rows, given[1], kept, num_items=count)
+        loss = loss + linear_cross_entropy(*given, labels, chunk=1024)
+        loss.backward()
+        return loss
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_whole_logits_are_never_there() -> None:
     given, labels = operands(16_384, 1024, 128_256, torch.bfloat16)
     linear_cross_entropy(*given, labels).backward()
@@ -105,3 +175,18 @@ def test_whole_logits_are_never_there() -> None:
     chunk = 4096 * 128_256 * 2
 
     assert peak < 1.05 * (chunk + 2 * weight + 2 * hidden) and peak < 16_384 * 128_256 * 2
+
+
+def test_labels_on_the_device_are_counted_before_what_is_queued_behind_them() -> None:
+    capacity = RowCapacity()
+    busy = torch.randn(8192, 8192, device=DEVICE)
+    for rows, places in ((800, 896), (4000, 4096), (0, 128), (8192, 8192)):
+        labels = torch.full((8192,), -100, device=DEVICE)
+        labels[:rows] = 1
+        count = RowCount(labels)
+        for _ in range(20):
+            busy = (busy @ busy).clamp(-1, 1)
+        done = torch.cuda.Event()
+        done.record()
+        assert capacity.places(count, labels.device) == places
+        assert not done.query()  # the host has not waited for the products

@@ -1,7 +1,10 @@
-"""The norms' kernels, compiled, at the sizes of real models."""
+"""The norms' kernels, compiled, at the sizes of real models; tests/kernels/test_norms.py runs
+them in the interpreter.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,6 +71,50 @@ def test_kernels_are_their_reference(variant, shape, dtype):
         torch.testing.assert_close(one, other, **limits, msg=told)
     again = norms.NORM_BACKWARD.launcher()(*backward)
     assert all(torch.equal(one, other) for one, other in zip(ours, again))
+
+
+def relative_errors(
+    ours: Callable[..., torch.Tensor],
+    theirs: Callable[..., torch.Tensor],
+    inputs: list[torch.Tensor],
+) -> list[tuple[float, float]]:
+    """The bf16 errors against fp32 of ours and of torch's, of the output and each gradient."""
+
+    def run(
+        operator: Callable[..., torch.Tensor], tensors: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        leaves = [each.detach().clone().requires_grad_() for each in tensors]
+        y = operator(*leaves)
+        y.backward(outer.to(y.dtype))
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+    outer = torch.randn_like(inputs[0])
+    exact = run(theirs, [each.float() for each in inputs])
+    found = []
+    for one, other, truth in zip(run(ours, inputs), run(theirs, inputs), exact, strict=True):
+        errors = (float((each.float() - truth).norm() / truth.norm()) for each in (one, other))
+        found.append(tuple(errors))
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bf16_is_as_exact_as_torch(shape: tuple[int, int]) -> None:
+    rows, width = shape
+    inputs = [drawn(rows, width, dtype=torch.bfloat16) for _ in range(2)]
+    inputs += [(drawn(width) / 4 + 1).bfloat16(), drawn(width).bfloat16()]
+
+    def layer(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x + r, w.shape, w, b)
+
+    def rms(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, w.shape, w, 1e-6)
+
+    for ours, theirs, tensors in (
+        (norms.layer_norm_of_sum, layer, inputs),
+        (norms.rms_norm, rms, inputs[::2]),
+    ):
+        errors = relative_errors(ours, theirs, tensors)
+        assert all(mine <= 1.1 * torchs + 1e-6 for mine, torchs in errors), errors
 
 
 def test_a_tensor_with_more_than_2_31_elements() -> None:

@@ -1,6 +1,7 @@
 """Captured trainings on the device, beside the same trainings as they are: ``python -m
 tests.late.capture MODE STAGES [CASE ...]``, with RANK and so on set. A line of JSON for each pair:
-what differs, the graphs launched, what the host did in their launches.
+what differs, the graphs launched, what the host did in their launches. ``faults`` in the place of
+stages: with each of :data:`FAULTS`; ``operators``: those that a step launches.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -18,6 +20,7 @@ import hf_zero  # noqa: F401
 from hf_zero.device import graphs
 from hf_zero.device.graphs import Graph
 from hf_zero.ops import dispatch, flat_reference, flat_tiles
+from hf_zero.zero.step.captured_step import WARM_UP
 from tests.gpu import test_capture as jobs
 
 _rows: dict[int, tuple[list[Any], torch.Tensor]] = {}  # of tables, by address, with a copy
@@ -124,11 +127,195 @@ def pair(
     return {"differ": differ, **total}
 
 
+def operators(capture: bool) -> Counter[str]:
+    """Return what a step of a Llama launches, after the steps before a capture."""
+    from tests.late import device
+
+    engine = jobs.llama(capture, 128, bf16={"enabled": True})
+    batches = jobs.tokens(32)[: 2 * WARM_UP]
+    for number, ids in enumerate(batches, 1):
+        device.synchronize_all()
+        device.C.set_tracing(number == len(batches))
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    device.synchronize_all()
+    device.C.set_tracing(False)
+    launched = Counter(name for _, name, *_ in device.C.trace())
+    engine.destroy()
+    device.forget()
+    return launched
+
+
+FAULTS: dict[str, Callable[[], Any]] = {}
+
+
+def fault(make: Callable[[], Any]) -> Callable[[], Any]:
+    FAULTS[make.__name__.replace("_", " ")] = make
+    return make
+
+
+@fault
+def rates_in_the_graph() -> Any:
+    """The settings of the optimizer's groups are those of the captured step."""
+    from hf_zero.optim.fused import FusedStep
+
+    own, first = FusedStep.prepare, list[torch.Tensor]()
+
+    def once(self: Any, *given: Any) -> Any:
+        places = own(self, *given)
+        first.append(self._settings.clone())
+        self._settings.copy_(first[0])
+        return places
+
+    return mock.patch.object(FusedStep, "prepare", once)
+
+
+@fault
+def a_stale_batch() -> Any:
+    """A launch reads the batch of the capture."""
+    from hf_zero.zero.step import captured_step
+
+    own = captured_step.CapturedStep._capture_forward
+
+    def capture(self: Any, args: Any, kwargs: Any) -> Any:
+        captured = own(self, args, kwargs)
+        for tensor in captured.inputs:
+            tensor.fill_(0.5)
+        captured.inputs = [torch.empty_like(tensor) for tensor in captured.inputs]
+        return captured
+
+    return mock.patch.object(captured_step.CapturedStep, "_capture_forward", capture)
+
+
+@fault
+def a_read_of_the_host() -> Any:
+    """The update reads the norm."""
+    from hf_zero.zero.step.optimizer_step import OptimizerStep
+
+    own = OptimizerStep._squares
+
+    def reads(self: Any, local: bool = False) -> Any:
+        total = own(self, local)
+        float(total)
+        return total
+
+    return mock.patch.object(OptimizerStep, "_squares", reads)
+
+
+@fault
+def a_question_for_an_event() -> Any:
+    """The update asks whether the norm of the last one has arrived."""
+    from hf_zero.zero.step.optimizer_step import OptimizerStep
+
+    own = OptimizerStep._squares
+
+    def asks(self: Any, local: bool = False) -> Any:
+        event = torch.cuda.Event()
+        event.record()
+        event.query()
+        return own(self, local)
+
+    return mock.patch.object(OptimizerStep, "_squares", asks)
+
+
+@fault
+def an_allocation_in_a_launch() -> Any:
+    """A launch takes memory."""
+
+    def launch(self: Graph) -> None:
+        torch.empty(1000, device="cuda")
+        self._captured.replay()
+
+    return mock.patch.object(Graph, "launch", launch)
+
+
+@fault
+def memory_of_a_graph_is_freed() -> Any:
+    """A graph reads a table that nobody keeps: the outside gets its memory."""
+    from hf_zero.zero.step import captured_step
+
+    own = captured_step.CapturedStep._capture_forward
+
+    def capture(self: Any, args: Any, kwargs: Any) -> Any:
+        module, table = self._model.module, torch.ones((), device="cuda")
+        forward = type(module).forward
+        with mock.patch.object(
+            type(module), "forward", lambda m, x, weight=1.0: forward(m, x, table)
+        ):
+            return own(self, args, kwargs)
+
+    return mock.patch.object(captured_step.CapturedStep, "_capture_forward", capture)
+
+
+@fault
+def a_graph_that_overwrites_what_it_should_add_to() -> Any:
+    """The second micro-batch launches the backward of the first."""
+    from hf_zero.zero.step import captured_step
+
+    return mock.patch.object(
+        captured_step.CapturedStep, "_place_in_window", lambda self: self._window.steps
+    )
+
+
+@fault
+def writes_of_a_script_are_lost() -> Any:
+    """A launched update takes no writes over."""
+    from hf_zero.zero.step.captured_step import CapturedStep
+    from hf_zero.zero.step.optimizer_step import OptimizerStep
+
+    own = CapturedStep.update
+
+    def update(self: Any, steps: int, may_overflow: bool) -> bool:
+        with mock.patch.object(OptimizerStep, "take_user_writes", lambda self: None):
+            return own(self, steps, may_overflow)
+
+    return mock.patch.object(CapturedStep, "update", update)
+
+
+@fault
+def tables_that_nobody_keeps() -> Any:
+    """The update after a load of the optimizer's state is launched with the tables from before."""
+    from hf_zero.optim.fused import FusedStep
+
+    own, seen = FusedStep.prepare, list[torch.Tensor]()
+
+    def without(self: Any, *given: Any) -> Any:
+        tensors = own(self, *given)
+        tables = [launch.tiles.table for launch in self._launches]
+        for table in seen:  # others get the memory of tables that are gone
+            if not any(table is kept for kept in tables):
+                table.fill_(-1)
+        seen.extend(tables)
+        return [tensor for tensor in tensors if not any(tensor is table for table in tables)]
+
+    return mock.patch.object(FusedStep, "prepare", without)
+
+
 def main() -> None:
     from tests.late import device
 
     use_references_as_kernels()
     device.begin(sys.argv[1])
+    if sys.argv[2:] == ["faults"]:
+        for name, make in FAULTS.items():
+            device.forget()
+            try:
+                with make():
+                    case = {"micros": 2, "dropout": 0.2, "bf16": True}
+                    between = jobs.write
+                    if make is tables_that_nobody_keeps:  # its load follows the capture
+                        case, between = {}, jobs.load_own_state
+                    row = pair(1, case, between)
+                row["caught"] = bool(row["differ"] or row["allocations"])
+            except Exception as error:
+                row = {"caught": str(error)[:300]}
+            device.tell(case=name, **row, reports=len(device.reports()))
+        return
+    if sys.argv[2:] == ["operators"]:
+        uncaptured, captured = operators(False), operators(True)
+        del captured["reuse"]  # memory is overwritten where a graph gives it out
+        device.tell(total=captured.total(), more=captured - uncaptured, fewer=uncaptured - captured)
+        return
     for stage in map(int, sys.argv[2]):
         for name in sys.argv[3:] or [*jobs.CASES, *jobs.BETWEEN]:
             device.forget()

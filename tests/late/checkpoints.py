@@ -78,6 +78,30 @@ def sums_are_loaded(rank: int, folder: Path) -> list[str]:
     return wrong
 
 
+def a_resume_takes_steps(rank: int, folder: Path) -> list[str]:
+    """A run resumes with its rounding errors, on the GPU and on the host, with the weights of one
+    that goes on.
+    """
+    wrong = list[str]()
+    for zero in ({}, HOST):
+        engine = engine_of(KAHAN, {})
+        run(engine, rank)
+        engine.save_checkpoint(folder)
+        run(engine, rank)
+        weights = weights_of(engine)
+        engine.destroy()
+        engine = engine_of(KAHAN, zero)
+        engine.load_checkpoint(folder)
+        run(engine, rank)
+        near = all(
+            torch.allclose(value, weights[name], rtol=2**-7, atol=1e-4)
+            for name, value in weights_of(engine).items()
+        )
+        wrong += [] if near else [f"other weights with {zero}"]
+        engine.destroy()
+    return wrong
+
+
 def a_copy_fails(rank: int, folder: Path) -> list[str]:
     """A save in the background runs out of memory after it has launched copies to the host."""
     engine = engine_of(BF16, {})
@@ -133,6 +157,7 @@ def a_default_device_is_set(rank: int, folder: Path) -> list[str]:
 
 JOBS: dict[str, Callable[[int, Path], list[str]]] = {
     "sums": sums_are_loaded,
+    "resumed": a_resume_takes_steps,
     "a copy fails": a_copy_fails,
     "a default device": a_default_device_is_set,
 }

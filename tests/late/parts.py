@@ -66,6 +66,35 @@ def a_pooled_tensor_is_used_on_another_stream() -> float:
     return total(read) + total(found)
 
 
+@without("record_stream", "streams.py release", "reuse")
+@right
+def a_full_pool_frees_what_another_stream_uses() -> float:
+    pool, tensor = pooled(0)
+    side = side_stream()
+    with streams.on_stream(side):
+        found = tensor * 2
+        pool.release(tensor)
+        del tensor
+    ones()
+    current().wait_stream(side)
+    return total(found)
+
+
+@without("record_stream", "streams.py clear", "reuse")
+@right
+def a_pool_is_cleared_after_another_stream() -> float:
+    pool, tensor = pooled(1)
+    side = side_stream()
+    with streams.on_stream(side):
+        found = tensor * 2
+        pool.release(tensor)
+        del tensor
+    pool.clear()
+    ones()
+    current().wait_stream(side)
+    return total(found)
+
+
 @without("record_stream", "training_state.py set_allocated", "reuse")
 @without("wait", "training_state.py set_allocated", "reuse")
 @right
@@ -97,6 +126,16 @@ def upcast_on(side: streams.Stream) -> GradientMemory:
         memory.upcast()
     held.reset_mock()  # it has views of the memory
     return memory
+
+
+@without("record_stream", "training_state.py upcast", "reuse")
+@right
+def gradients_in_16_bits_are_freed_under_their_cast() -> float:
+    side = streams.side_stream(HERE, streams.Use.COUNTS)
+    memory = upcast_on(side)
+    torch.zeros(N, dtype=torch.bfloat16, device=HERE)
+    current().wait_stream(side)
+    return total(memory._whole)
 
 
 @without("wait", "training_state.py set_allocated", "race")

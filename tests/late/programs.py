@@ -76,6 +76,14 @@ def total(x: torch.Tensor) -> float:
 
 
 @right
+def products_of_16_bits_are_added_in_32() -> float:
+    left = torch.full((4, 300), 1.0, dtype=torch.bfloat16, device=NAME)
+    into = torch.full((4, 4), 0.5, device=NAME)
+    torch.ops.aten.addmm.dtype_out(into, left, left.t(), into.dtype, beta=1, out=into)
+    return total(into)
+
+
+@right
 def waits_for_a_stream() -> float:
     x, side = ones(), side_stream()
     y = doubled(x, side, record=True)
@@ -110,6 +118,39 @@ def a_query_that_says_yes_is_a_wait() -> float:
     return total(y + 1)
 
 
+def _columns(stop: int) -> float:
+    """One stream fills columns up to ``stop``, another one those from 4 on."""
+    x, side = torch.zeros(100, 8, device=NAME), side_stream()
+    with torch_device.stream(side):
+        x[:, :stop].fill_(1)
+    x[:, 4:].fill_(2)
+    current().wait_stream(side)
+    return total(x)
+
+
+@right
+def columns_on_two_streams() -> float:
+    return _columns(4)
+
+
+@broken("race")
+def overlapping_columns_on_two_streams() -> float:
+    return _columns(5)
+
+
+@right
+def a_backward_on_the_streams_of_its_forward() -> float:
+    weight = torch.ones(N, device=NAME, requires_grad=True)
+    side = side_stream()
+    with torch_device.stream(side):
+        y = weight * 3
+    current().wait_stream(side)
+    y.record_stream(current())
+    (y * y).sum().backward()
+    assert weight.grad is not None
+    return total(weight.grad)
+
+
 # ---- memory ----
 
 
@@ -131,6 +172,17 @@ def freed_after_record_stream() -> float:
     torch.zeros(N, device=NAME)
     current().wait_stream(side)
     y.record_stream(current())
+    return total(y)
+
+
+@broken("reuse")
+def resized_under_a_reader() -> float:
+    x, side = ones(), side_stream()
+    y = doubled(x, side)
+    x.untyped_storage().resize_(0)
+    torch.zeros(N, device=NAME)
+    x.untyped_storage().resize_(4 * N)
+    current().wait_stream(side)
     return total(y)
 
 
@@ -165,6 +217,22 @@ def host_reads_device_memory() -> float:
     x = ones()
     torch_device.synchronize()
     return ctypes.c_float.from_address(x.data_ptr()).value
+
+
+@broken("host")
+def threads_of_the_native_core_read_under_a_copy() -> float:
+    from hf_zero.ops import host, native
+
+    if not native.available():
+        return host_reads_before_the_copy_is_over()
+    native.set_threads(4)
+    many = 8 * 32768  # a turn of each thread's, and more
+    x, sent, out = ones(many), torch.zeros(many).pin_memory(), torch.zeros(many)
+    current().synchronize()
+    sent.copy_(x, non_blocking=True)
+    host.accumulate(out, sent)
+    current().synchronize()
+    return total(sent)
 
 
 def _registered() -> tuple[Any, int, torch.Tensor]:
@@ -225,6 +293,15 @@ def a_thread_without_a_device() -> float:
 
 
 @right
+def a_copy_between_devices() -> float:
+    x = torch.ones(N, device=torch.device(NAME, 0))
+    y = x.to(torch.device(NAME, 1), non_blocking=True)
+    x.fill_(5)
+    assert y.device.index == 1
+    return total(y)
+
+
+@right
 def uploads_of_any_strides() -> float:
     from hf_zero.device.pinned import upload
 
@@ -238,6 +315,27 @@ def uploads_of_any_strides() -> float:
 
 
 # ---- random numbers ----
+
+
+@right
+def draws_are_those_of_the_launch_order() -> float:
+    torch.manual_seed(3)
+    first, side = torch.rand(N, device=NAME), side_stream()
+    with torch_device.stream(side):
+        second = torch.rand(N, device=NAME)
+    current().wait_stream(side)
+    own = torch.Generator(NAME).manual_seed(7)
+    return total(first - second + torch.rand(N, device=NAME, generator=own))
+
+
+@right
+def tokens_are_drawn_without_a_wait() -> float:
+    from hf_zero.techniques.token_drop import sample
+
+    before = dict(device.stats()["sync_ops"])
+    kept = sample(7, (3, 0, 1), 2, 4, 30, 11, torch.device(NAME, 0))
+    assert device.stats()["sync_ops"] == before
+    return total(kept)
 
 
 def judged(name: str) -> dict[str, Any]:

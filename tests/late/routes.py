@@ -38,6 +38,25 @@ def trainer() -> None:
         TrainingArguments(folder, deepspeed=training.config(JOB)).device  # noqa: B018
 
 
+def deepspeed() -> None:
+    from hf_zero.deepspeed import comm
+
+    comm.init_distributed("nccl")
+
+
+def lightning() -> None:
+    """Start the process group like Lightning's strategies."""
+    from hf_zero.distributed import init
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    init.init_distributed("nccl", None, "env://", rank, world)
+
+
+def script() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+
+
 def script_by_device() -> None:
     here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(here)
@@ -45,7 +64,8 @@ def script_by_device() -> None:
 
 
 ROUTES: dict[str, Callable[[], None]] = {
-    each.__name__: each for each in (accelerate, trainer, script_by_device)
+    each.__name__: each
+    for each in (accelerate, trainer, deepspeed, lightning, script, script_by_device)
 }
 
 

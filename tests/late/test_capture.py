@@ -1,5 +1,5 @@
 """Captured steps on the simulated device: equal to the same steps as they are, bit for bit, without
-a wait, a question or an allocation in a launch.
+a wait, a question or an allocation in a launch; and faults show.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import pytest
 from tests.late import launch
 
 FAST = (
+    "dropout",
     "bf16, two micro-batches",
     "write",
     "other_shape",
+    "freeze",
     "change_accumulation",
 )
 CLEAN = ("waits", "queries", "allocations")
@@ -20,7 +22,7 @@ CLEAN = ("waits", "queries", "allocations")
 @pytest.mark.parametrize(
     ("ranks", "mode", "stages", "cases"),
     [
-        (1, "lazy", "2", FAST),
+        (1, "lazy", "02", FAST),
         (2, "random:3", "01", ("three micro-batches, dropout", "write")),
         *(
             pytest.param(ranks, mode, "012", (), marks=pytest.mark.long)
@@ -39,6 +41,25 @@ def test_captured_steps_equal_uncaptured_ones(
         assert not row["differ"] and not row["reports"], row
         assert not any(row[what] for what in CLEAN), row
         assert row["launches"] >= 8, row  # six steps of nine; those after a change in parts
+
+
+def test_a_captured_step_launches_what_an_uncaptured_one_does() -> None:
+    """Beside copies of the batch and of the gradient of the loss; only what the host would read is
+    not there. Attention without a mask, for one, has the same kernel.
+    """
+    launch.needs_the_device()
+    (row,) = launch.run_ranks("tests.late.capture", "eager", "operators", ranks=1)
+    assert row["total"] > 2000 and row["more"] == {"copy": 2}, row
+    read_back = {"_local_scalar_dense", "copy to host"}
+    of_positions = {f"{name}.out" for name in ("cat", "cumsum", "sub")}
+    of_positions |= {"all.all_out", "eq.Scalar_out", "ne.Scalar_out"}
+    assert row["fewer"].keys() <= read_back | of_positions, row
+
+
+def test_faults_show() -> None:
+    launch.needs_the_device()
+    rows = launch.run_ranks("tests.late.capture", "random:3", "faults", ranks=1)
+    assert len(rows) == 9 and all(row["caught"] for row in rows), rows
 
 
 def test_the_tests_for_gpus_pass() -> None:

@@ -37,8 +37,11 @@ WIDTH, BLOCKS, ROWS = 48, 4, 4
 HOST = {"device": "cpu", "pin_memory": True}
 OPTIMIZER = {"offload_optimizer": HOST}
 AT_ONCE = {"offload_optimizer": {**HOST, "update_in_backward": True}}
+PIECES = {"offload_optimizer": {**HOST, "buffer_size": 512}}
 BOTH = {**OPTIMIZER, "offload_param": HOST}
+HALF = {"offload_optimizer": {**HOST, "ratio": 0.5}}
 SHARED = {"stage3_module_granularity_threshold": 10_000}
+WHOLE = {"stage3_param_persistence_threshold": 100}  # biases and norms
 ACTIVATIONS = {"activation_offload": {"enabled": True, "min_bytes": 1, "in_flight_bytes": 4000}}
 ONCE = {"gradient_accumulation_steps": 1}
 UNCLIPPED = {**ONCE, "gradient_clipping": 0.0}
@@ -48,27 +51,34 @@ def by(kind: str, **params: Any) -> dict[str, Any]:
     return {"optimizer": {"type": kind, "params": params}}
 
 
-ADAFACTOR = by("Adafactor", beta1=0.9)
+ADAFACTOR, MOMENTUM = by("Adafactor", beta1=0.9), by("SGD", lr=0.05, momentum=0.9)
 MUON, SGD = by("Muon", lr=0.02, weight_decay=0.01), by("SGD", lr=0.1)
 Jobs = dict[str, tuple[int, dict[str, Any], dict[str, Any]]]
 # Of each job: stage, keys of zero_optimization, other keys.
 JOBS: Jobs = {
     "stage 1": (1, {}, {}),
     "stage 2": (2, {}, {}),
+    "stage 2, units that share messages": (2, SHARED, {}),
     "stage 3": (3, {}, {}),
     "stage 3, one micro-batch": (3, {}, ONCE),
     "stage 2, optimizer on the host": (2, OPTIMIZER, {}),
     "stage 2, optimizer on the host, one micro-batch": (2, OPTIMIZER, UNCLIPPED),
     "stage 2, optimizer on the host, updated in the backward": (2, AT_ONCE, UNCLIPPED),
+    "stage 2, optimizer on the host, small pieces": (2, PIECES, ONCE),
+    "stage 3, small parameters whole, all else on the host": (3, {**BOTH, **WHOLE}, {}),
     "stage 3, all on the host": (3, BOTH, {}),
     "stage 3, all on the host, one micro-batch": (3, BOTH, UNCLIPPED),
     "stage 3, all on the host, updated in the backward": (3, {**BOTH, **AT_ONCE}, UNCLIPPED),
     "stage 3, optimizer on the host": (3, OPTIMIZER, {}),
     "stage 3, activations on the host": (3, {}, ACTIVATIONS),
+    "stage 3, activations on the host, some without a use": (3, {}, {**ACTIVATIONS, "aside": True}),
+    "stage 2, half of the optimizer on the host, SGD": (2, HALF, MOMENTUM),
     "stage 3, gathers of the backward in the node": (3, {"zero_hpz_partition_size": 2}, {}),
+    "stage 2, Adafactor, optimizer on the host": (2, OPTIMIZER, ADAFACTOR),
 }
 BY_MATRICES: Jobs = {
     "stage 3, Muon": (3, {}, MUON),
+    "stage 2, Muon, optimizer on the host": (2, OPTIMIZER, MUON),
 }
 # generations in memory: each step's state is copied while the next step is launched
 MEMORY = {"every": 1, "folder": f"{tempfile.gettempdir()}/hf-zero-late"}
@@ -135,16 +145,31 @@ BETWEEN_STEPS: Jobs = {
     "stage 2, optimizer on the host, a collective between steps": (2, OPTIMIZER, COLLECTIVE),
     "stage 3, all on the host, shards read between steps": (3, BOTH, SHARDS),
     "stage 2, optimizer on the host, evaluated before steps": (2, OPTIMIZER, EVALUATED),
+    "stage 3, all on the host, evaluated before steps": (3, BOTH, EVALUATED),
     "stage 3, read by one rank between steps": (3, {}, ALONE),
+    "stage 3, optimizer on the host, read by one rank between steps": (3, OPTIMIZER, ALONE),
+    "stage 3, built again between steps": (3, {}, AGAIN),
     "stage 2, Adafactor, built again between steps": (2, {}, ADAFACTOR | AGAIN),
     "stage 3, all on the host, built again between steps": (3, BOTH, AGAIN),
 }
+# Collectives in few bits: losses are not those of a plain loop to the last places.
+FOUR = {"compressed_communication": {"bits": 4}, **SGD}
 UP = {"zero_quantized_gradients": True}
 FED_BACK = {"zero_hpz_partition_size": 2, "zeropp_loco_param": {"err_beta": 0.8}}
 ONE = {"compressed_communication": {"bits": 1, "freeze_step": 1, "block_size": 256}}
+# one dense step, one in 1 bit, and from then on every second one synchronises
+LOCAL = {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 2}
+BLOCKS_OF_256 = {"compressed_communication": {"block_size": 256}}
 IN_FEW_BITS: Jobs = {
+    "stage 1, gradients in 4 bits": (1, UP, SGD),
+    "stage 2, in 4 bits, optimizer on the host": (2, OPTIMIZER, FOUR),
     "stage 3, in few bits, errors fed back": (3, {**UP, **QUANTIZED, **FED_BACK}, SGD),
     "stage 1, momenta in 1 bit after a step": (1, {}, {**ONE, **by("AdamW", lr=1e-4)}),
+    "stage 1, local steps in 1 bit": (
+        1,
+        {},
+        {**BLOCKS_OF_256, **by("ZeroOneAdam", lr=1e-5, **LOCAL)},
+    ),
 }
 # The block that each rank does not use in each step, -1: none.
 OTHERS = {"left_out": ((-1,) * 6, (-1, -1, 1, 3, 2, 0)), "kernels": "off", **ONCE}
@@ -163,6 +188,11 @@ BRANCHES: Jobs = {
     "stage 2, branches on two streams": (2, {}, TWO),
     "stage 2, branches on two streams that share messages": (2, SHARED, TWO),
     "stage 2, branches on two streams in a unit": (2, PAIRS, TWO),
+    "stage 2, optimizer on the host, branches on two streams in a unit": (
+        2,
+        {**JOINED, **OPTIMIZER},
+        TWO,
+    ),
     "stage 3, branches on two streams": (3, {}, TWO),
     # a unit is prefetched on the stream of one branch and used on that of the other
     "stage 3, branches on two streams, a unit prefetched": (
@@ -179,7 +209,7 @@ EVERY |= LEFT_OUT | BRANCHES
 
 def steps_of(job: str) -> int:
     """Return the number of steps that the job's special feature needs to show."""
-    return 6 if job in LEFT_OUT else 3
+    return 6 if "local steps" in job or job in LEFT_OUT else 3
 
 
 class Block(nn.Module):
@@ -200,13 +230,17 @@ class Block(nn.Module):
 
 class Tower(nn.Module):
     left_out = -1  # a block that the next forward does not use
+    aside = False  # the first activation of a forward is of a graph without a backward
 
     def __init__(self, width: int = WIDTH, blocks: int = BLOCKS):
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, 1)
+        self.unused = torch.zeros(())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.aside:
+            self.unused = (2 * x.detach().requires_grad_()).square()
         for place, block in enumerate(self.blocks):
             x = x if place == self.left_out else block(x)
         loss: torch.Tensor = self.head(x).square().mean()
@@ -245,12 +279,15 @@ class Branches(Tower):
         return loss
 
 
-KINDS = ("branches", "part")  # of a tower
+KINDS = ("branches", "aside", "part")  # of a tower
 
 
-def tower(blocks: int = BLOCKS, branches: bool = False, part: bool = False) -> Tower:
+def tower(
+    blocks: int = BLOCKS, branches: bool = False, aside: bool = False, part: bool = False
+) -> Tower:
     torch.manual_seed(0)
     model = Branches() if branches else Tower(blocks=blocks)
+    model.aside = aside
     model.blocks[1].part = part
     return model
 
@@ -281,6 +318,8 @@ def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
     micros, clip = chosen["gradient_accumulation_steps"], chosen["gradient_clipping"]
     left_out = chosen.get("left_out", ((-1,) * steps,) * world)
     kind, settings = chosen["optimizer"]["type"], chosen["optimizer"]["params"]
+    if kind == "ZeroOneAdam":
+        kind, settings = "AdamW", {"lr": settings["lr"]}
     make = {"Adafactor": Adafactor, "Muon": Muon}.get(kind) or getattr(torch.optim, kind)
     groups = muon_groups(model.parameters(), model) if kind == "Muon" else model.parameters()
     optimizer = make(groups, **settings)

@@ -1,4 +1,6 @@
-"""The model of an engine's bytes."""
+"""The model of an engine's bytes: against the stage table, against sums written out by hand, and
+its edges.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,86 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.ops import dispatch
+from hf_zero.ops.files import ALIGNMENT as SECTOR
 from hf_zero.optim.adam_lion import Lion
 from hf_zero.planning import Needs, needs
-from tests.helpers.cells import in_turn
+from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.flat_layout import FlatLayout
+from hf_zero.zero.layout.stage_policy import POLICIES
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.plans import APART, Blocks, planned
 
+NAMES = {False: "bfloat16", True: "float32"}
+MOMENTS = ["fp32", "bf16", "int8"]
+KEEPS = {
+    0: lambda model: torch.optim.SGD(trained(model), 0.1),
+    1: lambda model: Lion(trained(model), 0.1),
+    2: lambda model: torch.optim.AdamW(trained(model)),
+}
 SMALL = [(1001,), (1001,), (9, True, True), (77, False)]
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+class Case:
+    """A model of blocks, and what its engine is configured by."""
+
+    def __init__(self, blocks: list[tuple[int, bool, bool]], **how: Any) -> None:
+        self.blocks, self.how = blocks, how
+        self.stage, self.ranks, self.moments = how["stage"], how["ranks"], how["moments"]
+
+    def plan(self, **zero: Any) -> EnginePlan:
+        how = self.how
+        config = {
+            how["precision"]: {"enabled": True},
+            "gradient_accumulation_steps": how["accumulation"],
+            "zero_optimization": {"stage": self.stage, **APART, **zero},
+        }
+        if how["summed"]:
+            config["data_types"] = {"grad_accum_dtype": how["summed"]}
+        model = Blocks(self.blocks)
+        optimizer = KEEPS[self.moments](model) if trained(model) else None
+        return planned(model, config, self.ranks, optimizer, gpu=how["gpu"])
+
+    def layouts(self) -> list[tuple[FlatLayout, bool]]:
+        """The layout of each flat buffer that trains, and whether it is in fp32."""
+        shards = POLICIES[self.stage].shards(self.ranks)
+        return [
+            (FlatLayout.build([("x", (numel,))], shards), wide)
+            for numel, trains, wide in self.blocks
+            if trains
+        ]
+
+    @property
+    def gradient(self) -> dict[bool, int]:
+        """Bytes of an element of an offloaded gradient, in 16 bits and in fp32."""
+        how = self.how
+        fp16 = how["precision"] == "fp16" and self.ranks > 1
+        sums = how["accumulation"] > 1 or how["summed"] or fp16
+        kept = 2 if how["summed"] == "bf16" else 4
+        return {False: kept if sums else 2, True: kept}
+
+
+cases = st.builds(
+    Case,
+    st.lists(st.tuples(st.integers(1, 9000), st.booleans(), st.booleans()), max_size=5),
+    stage=st.integers(0, 3),
+    ranks=st.sampled_from([1, 2, 3, 8]),
+    precision=st.sampled_from(["bf16", "fp16"]),
+    moments=st.integers(0, 2),
+    accumulation=st.integers(1, 2),
+    summed=st.sampled_from([None, "fp32", "bf16"]),
+    gpu=st.booleans(),
+)
+examples = settings(max_examples=6, deadline=None)
 
 
 def part(parts: Any, what: str) -> int:
@@ -25,6 +97,59 @@ def part(parts: Any, what: str) -> int:
 
 def to(device: str, **more: Any) -> dict[str, Any]:
     return {"device": device, **more}
+
+
+@examples
+@given(cases, st.sampled_from(MOMENTS))
+def test_the_optimizer_on_the_cpu(case: Case, moments: str) -> None:
+    own = needs(case.plan(offload_optimizer=to("cpu", moments=moments, buffer_size=64)))
+    price = {"fp32": 4, "bf16": 2, "int8": 1}[moments]
+    state = gradients = window = largest = wide = 0
+    for layout, own_wide in case.layouts():
+        scales = 4 * -(-layout.chunk // 256) if moments == "int8" else 0
+        state += 4 * layout.chunk + case.moments * (price * layout.chunk + scales)
+        gradients += case.gradient[own_wide] * layout.chunk
+        window += case.gradient[own_wide] * layout.padded
+        largest, wide = max(largest, layout.chunk), max(wide, 4 if own_wide else 2)
+    assert part(own.ram, "master weights and moments") == state
+    assert part(own.ram, "gradients") == gradients
+    assert part(own.device, "gradients") == (0 if case.stage >= 2 else window)
+    assert part(own.device, "master weights and moments") == 0
+    assert part(own.device, "parameters") == part(needs(case.plan()).device, "parameters")
+    gpu = case.how["gpu"]
+    assert own.ram_bytes - state - gradients == (3 * min(64, largest) * wide if gpu else 0)
+    assert own.pinned == (own.ram_bytes - state if gpu else 0) and own.disk_bytes == 0
+
+
+@examples
+@given(cases, st.sampled_from(MOMENTS))
+def test_the_optimizer_in_files(case: Case, moments: str) -> None:
+    how = {"moments": moments, "buffer_count": 3, "buffer_size": 4096}
+    own = needs(case.plan(offload_optimizer=to("nvme", nvme_path=["/a", "/b", "/c"], **how)))
+    on_cpu = needs(case.plan(offload_optimizer=to("cpu", **how)))
+
+    def sectors(nbytes: int) -> int:
+        return -(-nbytes // SECTOR) * SECTOR
+
+    def piece(numel: int) -> int:
+        own_moment = {
+            "fp32": sectors(4 * numel),
+            "bf16": sectors(2 * numel),
+            "int8": sectors(numel) + sectors(4 * -(-numel // 256)),
+        }[moments]
+        return sectors(4 * numel) + case.moments * own_moment
+
+    pieces = [
+        piece(min(4096, layout.chunk - start))
+        for layout, _ in case.layouts()
+        for start in range(0, layout.chunk, 4096)
+    ]
+    assert own.disk_bytes == sum(pieces)
+    assert part(own.ram, "pieces between files and the update") == 3 * max(pieces, default=0)
+    assert part(own.ram, "gradients") == part(on_cpu.ram, "gradients")
+    assert own.device == on_cpu.device and part(own.ram, "master weights and moments") == 0
+    assert {folder for folder, _ in own.files} == ({"/a", "/b", "/c"} if own.disk_bytes else set())
+    assert own.disk_bytes <= sum(nbytes for _, nbytes in own.files) <= own.disk_bytes + 2
 
 
 def small(ranks: int = 1, stage: int = 3, **zero: Any) -> Needs:
@@ -49,6 +174,41 @@ def test_a_step_on_bf16_state_widens_a_batch_at_a_time(monkeypatch: pytest.Monke
     assert widened(keys[0]) == 8 * numel and widened(*keys) == 16 * numel
     monkeypatch.setattr(importlib.import_module("hf_zero.planning.needs"), "WIDENED", 100)
     assert widened(*keys) == 16 * 100
+
+
+@in_one_item([(1, 0), (2, 1010), (8, 100)])
+def test_parameters_beside_the_device(case: tuple[int, int]) -> None:
+    ranks, max_in_cpu = case
+    on_cpu = small(ranks, offload_param=to("cpu"))
+    layouts = [
+        (FlatLayout.build([("x", (numel,))], ranks), size)
+        for numel, size in ((40, 2), (1001, 2), (1001, 2), (9, 4), (77, 2))
+    ]
+    whole = sum(layout.chunk * size for layout, size in layouts)
+    assert part(on_cpu.ram, "parameters") == on_cpu.pinned == whole
+    assert part(on_cpu.device, "parameters") == 0 < part(on_cpu.device, "gathered units")
+    how = {"nvme_path": "/a", "max_in_cpu": max_in_cpu, "buffer_count": 2}
+    in_files = small(ranks, offload_param=to("nvme", **how))
+    room, kept, away = max_in_cpu, 0, [0]
+    for layout, size in layouts:
+        nbytes = layout.chunk * size
+        fits = layout.chunk <= room
+        room -= layout.chunk if fits else 0
+        kept += nbytes if fits else 0
+        away += [] if fits else [-(-nbytes // SECTOR) * SECTOR]
+    assert part(in_files.ram, "parameters") == kept and in_files.disk_bytes == sum(away)
+    assert part(in_files.ram, "shards between files and the device") == 2 * max(away)
+    assert in_files.files == ((("/a", in_files.disk_bytes),) if in_files.disk_bytes else ())
+
+
+def test_folders_that_both_use_add_up() -> None:
+    own = small(
+        offload_optimizer=to("nvme", nvme_path="/a"),
+        offload_param=to("nvme", nvme_path=["/a", "/b"], max_in_cpu=0),
+    )
+    both = dict(own.files)
+    assert both["/a"] == part(own.disk, "master weights and moments") + both["/b"]
+    assert 2 * both["/b"] == part(own.disk, "parameters")
 
 
 def test_what_is_pinned() -> None:
@@ -78,6 +238,12 @@ def test_moments_of_a_living_optimizer_without_touching_it() -> None:
         before = {key: list(value) for key, value in optimizer.state.items()}
         assert planned(model, ZeroConfig(0), 1, optimizer).moments == moments
         assert {key: list(value) for key, value in optimizer.state.items()} == before
+
+
+def test_nothing_of_a_model_without_parameters() -> None:
+    where = to("nvme", nvme_path="/a")
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": where, "offload_param": where}}
+    assert needs(planned(nn.Module(), config, 4, None)) == Needs((), (), (), 0, ())
 
 
 @in_turn("stage", [2, 3])

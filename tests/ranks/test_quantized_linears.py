@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
+from hf_zero.techniques.blocks import linears_of_blocks
 from hf_zero.techniques.quantized_linears import base_config
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
@@ -146,6 +147,12 @@ def test_without_torchao_the_error_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ConfigError, match=r"needs torchao.*pip install hf-zero\[torchao\]"):
         start(stack(), None, config_of(1, **aware("int8_weight")))
+
+
+def test_the_layers_chosen_are_those_of_blocks():
+    assert linears_of_blocks(stack()) == [
+        f"blocks.{number}.{name}" for number in range(3) for name in ("up", "down")
+    ]
 
 
 def test_a_folder_is_quantized_to_what_is_known(tmp_path):
