@@ -49,16 +49,6 @@ def _idle_aio(values: Mapping[str, object]) -> str:
     return "" if on else "nothing is offloaded to nvme"
 
 
-def _idle_in_backward(values: Mapping[str, object]) -> str:
-    if not values.get(f"{_OPTIMIZER}.update_in_backward"):
-        return _ANY(values)
-    if values.get("gradient_clipping"):
-        return "the norm that gradient_clipping needs is known when backward has ended"
-    if values.get("fp16.enabled"):
-        return "whether fp16 gradients overflowed is known when backward has ended"
-    return _ANY(values)
-
-
 def _idle_whole_shards(values: Mapping[str, object]) -> str:
     return _PARAM_FILES(values) or "the shard of a unit is read and written whole"
 
@@ -87,11 +77,8 @@ class OffloadOptimizer:
     are striped). The update reads, computes and writes pieces of ``buffer_size`` elements, with
     ``buffer_count`` pieces in flight. ``ratio`` is the offloaded share of the trainable elements;
     "auto" keeps on the device what fits there. ``moments`` is the dtype in which the optimizer's
-    moments are stored: int8 has a scale for every 256 numbers in addition. ``update_in_backward``
-    starts a unit's update as soon as its gradient has reached the host, unless clipping or fp16
-    prevents it; after the last backward of a window only ``step`` may then be called, because the
-    update cannot be undone. ``cores`` is the share of this rank's CPU cores used by the update.
-    ``pin_memory`` None pins where there is a GPU.
+    moments are stored: int8 has a scale for every 256 numbers in addition. ``cores`` is the share
+    of this rank's CPU cores used by the update. ``pin_memory`` None pins where there is a GPU.
     """
 
     device: OffloadDevice = key(_DEVICE, "none")
@@ -103,7 +90,6 @@ class OffloadOptimizer:
     pipeline_write: bool = key(BOOLEAN, True, idle=_FILES)
     ratio: float | Literal["auto"] = key(SOME_OR_AUTO, 1.0, idle=_ANY)
     moments: Moments = key(choice("fp32", "bf16", "int8"), "fp32", idle=_ANY)
-    update_in_backward: bool = key(BOOLEAN, False, idle=_idle_in_backward)
     cores: float = key(SHARE, 1.0, name="cpuadam_cores_perc", idle=_ANY)
 
     def __post_init__(self) -> None:
@@ -162,6 +148,7 @@ OFFLOAD_ALIASES: dict[str, str] = {
     "zero_optimization.aio": "aio",
     "aio.intra_op_parallelism": "aio.thread_count",
     "zero_optimization.cpu_offload_params": "zero_optimization.cpu_offload_param",
+    f"{_OPTIMIZER}.update_in_backward": "zero_optimization.update_in_backward",
 }
 
 

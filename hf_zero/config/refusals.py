@@ -13,7 +13,7 @@ from hf_zero.config.offload import BLOCKS, ENABLED, NUMBER
 from hf_zero.config.offload import OFFLOAD as ACTIVATION_OFFLOAD
 from hf_zero.config.reading import ConfigReading
 from hf_zero.config.resolving import ACCUMULATION, BATCH, ELASTICITY, EQUATION, MICRO, TOTAL
-from hf_zero.config.sections import OPTIMIZERS, SCHEDULERS
+from hf_zero.config.sections import OPTIMIZERS, SCHEDULERS, UPDATE_IN_BACKWARD
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.techniques import LAYER_DROP
 from hf_zero.errors import ConfigError, NotBuiltError
@@ -238,6 +238,10 @@ _ONE_BIT_CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     f"{OPTIMIZER}.device": (
         lambda device: device != "none",
         "the update runs on the device; remove the section",
+    ),
+    UPDATE_IN_BACKWARD: (
+        bool,
+        "momenta are exchanged once the backward has ended; remove the key",
     ),
     "replicate_size": (
         lambda size: size > 1,

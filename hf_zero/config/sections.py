@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,34 @@ SECRETS = frozenset(("comet.api_key",))
 """Keys whose values are not shown."""
 
 
+UPDATE_IN_BACKWARD = "zero_optimization.update_in_backward"
+# keys whose outcome an update must await until the backward has ended: value, reason
+_AWAITED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "gradient_clipping": (bool, "the norm that gradient_clipping needs is"),
+    "fp16.enabled": (bool, "whether fp16 gradients overflowed is"),
+    "bf16.check_grad_overflow": (bool, "whether gradients are finite is"),
+    "zero_optimization.ignore_unused_parameters": (
+        lambda value: value is False,
+        "whether parameters are unused is",
+    ),
+}
+
+
+def _idle_in_backward(values: Mapping[str, object]) -> str:
+    for path, (awaits, what) in _AWAITED.items() if values.get(UPDATE_IN_BACKWARD) else ():
+        if awaits(values.get(path)):
+            return f"{what} known when backward has ended"
+    return ""
+
+
 @dataclass(frozen=True)
 class ZeroSection:
     """Sharding, gathering and reduction of ``zero_optimization``; sizes in elements. None: not
     written.
+
+    ``update_in_backward`` updates a unit as soon as its gradients are reduced, and frees them,
+    unless clipping, fp16 or an optimizer of whole tensors prevents it. After the last backward of a
+    window only ``step`` may then be called, because the update cannot be undone.
     """
 
     prefetch_bucket_size: int = key(
@@ -86,6 +110,7 @@ class ZeroSection:
     )
     leaf_module: dict[str, Any] | None = key(SECTION, None, hash=False)
     ignore_unused_parameters: bool = key(BOOLEAN, True)
+    update_in_backward: bool = key(BOOLEAN, False, idle=_idle_in_backward)
     module_granularity_threshold: int | None = key(
         SIZE, None, name="stage3_module_granularity_threshold", unit="elements"
     )

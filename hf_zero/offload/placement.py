@@ -65,7 +65,6 @@ class PlacementRules:
         self.offloads_anything = self._optimizer.on or self._param.on
         # whether anything is offloaded to a disk, on any rank
         self.in_files = "nvme" in (self._optimizer.device, self._param.device)
-        self.updates_in_backward = self._optimizer.on and self._optimizer.update_in_backward
 
     @property
     def reads_ahead(self) -> int:

@@ -109,7 +109,7 @@ class Update:
         bf16: Bf16State | None = None,
     ) -> None:
         self._bound, self._number = bound, number
-        self._rules, self._groups, self._divisor = rules, groups, divisor
+        self._rules, self.groups, self._divisor = rules, groups, divisor
         self._counted: dict[Segment, Counted] = {}
         self._tensors = sums
         self._bf16 = bf16
@@ -199,12 +199,12 @@ class Update:
     def combine(self, at: int) -> None:
         """Combine round ``at``, for which all flat buffers have been prepared (collective)."""
         assert self._tensors is not None
-        segments: list[list[Segment]] = [[] for _ in self._groups]
+        segments: list[list[Segment]] = [[] for _ in self.groups]
         for segment in self._prepared:
             segments[segment.group].append(segment)
         parts = [[segment.tensor for segment in of] for of in segments]
         prepared = [[self._prepared[segment] for segment in of] for of in segments]
-        combined = self._tensors.optimizer.combine(at, self._groups, parts, prepared)
+        combined = self._tensors.optimizer.combine(at, self.groups, parts, prepared)
         for those, results in zip(segments, combined):
             for segment, result in zip(those, results):
                 self._results[segment] = (*self._results.get(segment, ()), result)
@@ -272,5 +272,5 @@ class Update:
                 self._results.get(segment, ()),
             )
         return Call(
-            self._groups[segment.group], counted.step, self._divisor, seed, counted.fresh, whole
+            self.groups[segment.group], counted.step, self._divisor, seed, counted.fresh, whole
         )

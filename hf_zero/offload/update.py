@@ -71,7 +71,7 @@ class Updater:
         self._uses: list[Unit] = []  # units in the order of the forward under way
         self._queue = UpdateQueue(device)
         self.early: Update | None = None  # update begun in the backward under way, before its step
-        self.updated_early: list[Unit] = []  # units of that update
+        self.updated_early: list[Unit] = []  # units whose offloaded state it has updated
         self.refresh()
 
     def refresh(self) -> None:
@@ -114,14 +114,18 @@ class Updater:
             self._gathers.complete()
 
     def start_early(self, update: Update, unit: Unit) -> None:
-        """Begin ``update`` with ``unit``, whose gradients are complete while the backward
-        continues. :meth:`start` updates the rest.
+        """Begin ``update`` with the offloaded state of ``unit``, whose gradients are complete while
+        the backward continues. :meth:`start` updates the rest.
         """
+        self.begin_early(update)
+        self.updated_early.append(unit)
+        self._submit(update, [unit])
+
+    def begin_early(self, update: Update) -> None:
+        """Begin ``update`` in a backward, unless it has begun; :meth:`start` ends it."""
         if self.early is not update:
             self.finish()
             self.early, self.updated_early = update, []
-        self.updated_early.append(unit)
-        self._submit(update, [unit])
 
     def drop_early(self) -> None:
         """Drop the rest of an update begun in a backward: all state is about to be overwritten."""

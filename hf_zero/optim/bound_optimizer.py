@@ -186,12 +186,19 @@ class BoundOptimizer:
         for hook in [*optimizer._optimizer_step_post_hooks.values()]:
             hook(optimizer, (optimizer,), {})
 
+    @property
+    def has_pre_hooks(self) -> bool:
+        """Whether hooks of the optimizer read the gradients of a whole step."""
+        optimizer: Any = self.optimizer
+        return bool(optimizer._optimizer_step_pre_hooks)
+
     def step(
         self,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         shards: Mapping[str, Tensor] | None = None,
         number: int = 0,
+        without: Collection[Flat] = (),
     ) -> set[str]:
         """Make one update from the gradients of the flat buffers.
 
@@ -208,54 +215,88 @@ class BoundOptimizer:
             shards: key of a flat buffer -> a tensor to write the new values of its ``owned``
                 elements to as well, rounded to its dtype.
             number: differs between steps and is equal on all ranks: it seeds stochastic rounding.
+            without: flat buffers that :meth:`step_some` has updated already.
 
         Returns:
             The keys of ``shards`` that have been written; empty if the optimizer's own step has
             run.
         """
         optimizer: Any = self.optimizer
-        table, fused = self._table, self._fused
+        table = self._table
         if table.resting:
             table.count_resting()
-        unused = frozenset[str]().union(*(flat.unused for flat in self._flats if flat.unused))
-        left_out: Collection[Segment] = ()
-        if unused:
-            segments_here = [segment for segment in table.stepped if segment.parts]
-            left_out = table.leave_out(segments_here, unused)
-        written: set[str] = set()
-        if fused.ready and fused.takes(table.stepped):
-            regions = table.device.regions
-            written = fused.step(
-                regions, table.stepped, left_out, grad_scale, found_inf, shards or {}
-            )
-            table.device.together = True  # in the arenas
-        else:
-            if fused.ready:
-                fused.part()
-            segments = table.stepped
-            if left_out:
-                segments = [segment for segment in segments if segment not in left_out]
-            if self._bf16 is not None or table.by_constructor:
-                table.begin(segments)
-            if self._bf16 is None:
-                stepped = self._own.update(segments, grad_scale, found_inf)
-            else:
-                stepped = self._own.update_rounded(segments, grad_scale, found_inf, number)
-            if not stepped:
-                optimizer._opt_called = True
-                return written
-            if table.parted:  # segments of a split group get their first state in different steps
-                table.device.together = False
-            elif not table.device.together:
-                table.device.bring_together()
+        chosen = self._are_not_in(without) if without else None
+        written = self._step(chosen, grad_scale, found_inf, shards or {}, number)
         # A scheduler made after binding wraps ``optimizer.step`` to set this flag; the step above
         # does not call through that wrapper.
         optimizer._opt_called = True
+        if written is None:
+            return set()
         # without a gradient scale on the device, unlike the other segments
         if table.stand_ins_apart and (found_inf is None or not bool(found_inf.ne(0))):
             table.begin(table.stand_ins_apart)
             self._own.stand_ins(table.stand_ins_apart)
         return written
+
+    def step_some(self, flats: Collection[Flat], number: int) -> None:
+        """Make the update of ``flats`` alone, whose gradients share no memory with those of others.
+        :meth:`step` makes that of the rest, with the hooks of the optimizer.
+        """
+        self._step(self._are_in(flats), None, None, {}, number, hooks=False)
+
+    @staticmethod
+    def _are_in(flats: Collection[Flat]) -> Callable[[Segment], bool]:
+        return lambda segment: bool(segment.parts) and segment.parts[0].flat in flats
+
+    @staticmethod
+    def _are_not_in(flats: Collection[Flat]) -> Callable[[Segment], bool]:
+        return lambda segment: not segment.parts or segment.parts[0].flat not in flats
+
+    def _step(
+        self,
+        chosen: Callable[[Segment], bool] | None,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        shards: Mapping[str, Tensor],
+        number: int,
+        hooks: bool = True,
+    ) -> set[str] | None:
+        """Step the segments that are ``chosen``, all if it is None. Return the keys of ``shards``
+        that have been written, None if nothing may change.
+        """
+        table, fused = self._table, self._fused
+        segments = [*filter(chosen, table.stepped)] if chosen else table.stepped
+        unused = frozenset[str]().union(*(flat.unused for flat in self._flats if flat.unused))
+        if unused:
+            left_out = table.leave_out([s for s in segments if s.parts], unused)
+            segments = [*filter(chosen, table.stepped)] if chosen else table.stepped
+            segments = [segment for segment in segments if segment not in left_out]
+        if not segments and not hooks:
+            return set()
+        if fused.ready and fused.takes(table.stepped):
+            written = fused.step(
+                table.device.regions, table.stepped, segments, grad_scale, found_inf, shards, hooks
+            )
+            table.device.together = True  # in the arenas
+            return written
+        if fused.ready:
+            fused.part()
+        if self._bf16 is not None or table.by_constructor:
+            table.begin(segments)
+        begins = any(map(table.is_unstepped, segments))
+        if self._bf16 is None:
+            step = None if hooks else self._own.bare
+            stepped = self._own.update(segments, grad_scale, found_inf, step)
+        else:
+            stepped = self._own.update_rounded(segments, grad_scale, found_inf, number, hooks)
+        if not stepped:
+            return None
+        if table.parted or (begins and not hooks):
+            # segments of a split group, or of several units, get their first state one by one
+            table.device.together = False
+        elif not table.device.together:
+            table.device.bring_together()
+        return set()
 
     # ---- the second half of a step: offloaded state ----
 

@@ -164,6 +164,13 @@ def check(optimizer: Any, allowed: Iterable[str] = (), untested: bool = False) -
     )
 
 
+def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the update of ``optimizer`` combines numbers of whole tensors."""
+    kind = type(optimizer)
+    base = update_base(adopted_class(kind) or kind)
+    return base is not None and issubclass(base, WholeTensorOptimizer)
+
+
 def check_bf16(
     optimizer: torch.optim.Optimizer, settings: ZeroConfig, in_8_bits: bool, few_bits: bool
 ) -> None:
@@ -186,8 +193,7 @@ def check_bf16(
             f"{kind.__name__} keeps moments in 8 bits, and {states} asks for bf16; remove that "
             f"key, which {masters} does not need, or use AdamW with it"
         )
-    base = update_base(adopted_class(kind) or kind)
-    if base is not None and issubclass(base, WholeTensorOptimizer):
+    if needs_whole_tensors(optimizer):
         raise UnsupportedOptimizerError(
             f"{kind.__name__} needs whole tensors in fp32, which {masters} and {states} do not "
             "keep; remove these keys, or use an optimizer that updates each element independently "

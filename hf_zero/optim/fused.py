@@ -12,8 +12,8 @@ counters are cloned: torch increments each entry, and would increment a shared o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +50,17 @@ class _Launch:
     segment: Segment
     part: SegmentPart
     tiles: Tiles
+
+
+@dataclass(eq=False)
+class _Tables:
+    """What is on the device for a launch over some segments, and the values it was made from."""
+
+    settings: Tensor | None = None
+    numbers: list[list[float]] = field(default_factory=list)
+    key: tuple[Any, ...] = ()
+    launches: list[_Launch] = field(default_factory=list)
+    written: set[str] = field(default_factory=set)  # keys of shards that it writes whole
 
 
 class FusedStep:
@@ -89,15 +100,17 @@ class FusedStep:
         self._apart = False  # count steps per segment, not per group
         self._rows: dict[Segment, int] = {}  # segment -> its row of the tables, if counted so
         self._steps: Tensor | None = None
-        self._settings: Tensor | None = None
-        self._numbers: list[list[float]] = []
-        self._key: tuple[Any, ...] = ()
-        self._launches: list[_Launch] = []
-        self._written: set[str] = set()
+        # by the first of the segments that are stepped together
+        self._tables: dict[Segment, _Tables] = {}
+
+    @property
+    def launches(self) -> list[_Launch]:
+        """The launches of the steps so far."""
+        return [launch for tables in self._tables.values() for launch in tables.launches]
 
     def divide(self) -> None:
         """Count steps per segment from now on: segments have been split, with their state."""
-        self._apart, self._homes, self._rows, self._steps = True, {}, {}, None
+        self._apart, self._homes, self._rows, self._steps, self._tables = True, {}, {}, None, {}
 
     # ---- support ----
 
@@ -144,15 +157,15 @@ class FusedStep:
         """
         if not self._is_home(segments):
             self._bring_home(regions, segments)
-        self._plan(segments, shards)
+        tables = self._plan(segments, shards)
         assert self._steps is not None
-        settings = self._settings_of(segments, self._steps.device)
+        settings = self._settings_of(tables, segments, self._steps.device)
         parts = [part for segment in segments for part in segment.parts]
         return [
             settings,
             self._steps,
             *self._arenas.values(),
-            *(launch.tiles.table for launch in self._launches),
+            *(launch.tiles.table for launch in tables.launches),
             *(segment.tensor for segment in segments),
             *(part.flat.grad for part in parts if part.flat.grad is not None),
             *shards.values(),
@@ -164,26 +177,24 @@ class FusedStep:
         self,
         regions: Sequence[MemoryRegion],
         segments: Sequence[Segment],
-        left_out: Collection[Segment],
+        stepped: Sequence[Segment],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         shards: Mapping[str, Tensor],
+        hooks: bool = True,
     ) -> set[str]:
-        """Update ``segments`` except those ``left_out``, with the optimizer's hooks around the
-        launch.
+        """Update those of ``segments`` that are ``stepped``, with the optimizer's ``hooks`` around
+        the launch.
 
         Return the keys of the flat buffers among ``shards`` whose new values were written there.
         """
         device = segments[0].tensor.device
-        if left_out and not self._apart:
+        if len(stepped) < len(segments) and not self._apart:
             self.divide()
         if self._apart and not self._rows:
             self._rows = {segment: row for row, segment in enumerate(segments)}
-        if not self._is_home(segments):
+        if not self._is_home(stepped):
             self._bring_home(regions, segments)
-        stepped = (
-            [segment for segment in segments if segment not in left_out] if left_out else segments
-        )
         divisor = (
             None
             if grad_scale is None
@@ -195,26 +206,26 @@ class FusedStep:
             else found_inf.detach().to(device).ne(0).to(torch.float32).reshape(())
         )
 
-        def launch(optimizer: torch.optim.Optimizer) -> None:
-            self._launch(stepped, divisor, skip, shards)
+        tables = self._plan(stepped, shards)
 
-        torch.optim.Optimizer.profile_hook_step(launch)(self._optimizer)
-        return self._written
+        def launch(optimizer: torch.optim.Optimizer) -> None:
+            if stepped:
+                self._launch(tables, stepped, divisor, skip, shards)
+
+        (torch.optim.Optimizer.profile_hook_step(launch) if hooks else launch)(self._optimizer)
+        return tables.written
 
     def _launch(
         self,
+        tables: _Tables,
         segments: Sequence[Segment],
         divisor: Tensor | None,
         skip: Tensor | None,
         shards: Mapping[str, Tensor],
     ) -> None:
         assert self._steps is not None
-        if not segments:
-            self._written = set()
-            return
-        self._plan(segments, shards)
-        coefficients = self._advance(self._steps, segments, skip)
-        for launch in self._launches:
+        coefficients = self._advance(tables, self._steps, segments, skip)
+        for launch in tables.launches:
             shard, grad = shards.get(launch.part.flat.key), launch.part.flat.grad
             assert grad is not None
             master, out = (
@@ -235,12 +246,14 @@ class FusedStep:
                     **shared,
                 )
 
-    def _advance(self, steps: Tensor, segments: Sequence[Segment], skip: Tensor | None) -> Tensor:
+    def _advance(
+        self, tables: _Tables, steps: Tensor, segments: Sequence[Segment], skip: Tensor | None
+    ) -> Tensor:
         """Count the step of ``segments``; return the coefficients of each row for the kernel."""
         if not self._apart:
-            settings = self._settings  # of :meth:`prepare`, for a launch that is captured
+            settings = tables.settings  # of :meth:`prepare`, for a launch that is captured
             if settings is None or not graphs.capturing():
-                settings = self._settings_of(segments, steps.device)
+                settings = self._settings_of(tables, segments, steps.device)
             return advance_(steps, settings, skip)
         chosen = torch.tensor([self._rows[segment] for segment in segments], dtype=torch.int64)
         selected = upload(chosen, steps.device)
@@ -251,7 +264,7 @@ class FusedStep:
         }
         advanced = advance_(
             counted,
-            self._uploaded([by_group[segment.group] for segment in segments], steps.device),
+            self._uploaded(tables, [by_group[segment.group] for segment in segments], steps.device),
             skip,
         )
         steps[selected] = counted
@@ -259,29 +272,33 @@ class FusedStep:
         coefficients[selected] = advanced
         return coefficients
 
-    def _settings_of(self, segments: Sequence[Segment], device: torch.device) -> Tensor:
+    def _settings_of(
+        self, tables: _Tables, segments: Sequence[Segment], device: torch.device
+    ) -> Tensor:
         """Return the settings of the groups of ``segments`` on the device, a row for each group."""
         used = {segment.group for segment in segments}
         rows = [
             self._row(group) if index in used else RowSettings(0.0)
             for index, group in enumerate(self._optimizer.param_groups)
         ]
-        return self._uploaded(rows, device)
+        return self._uploaded(tables, rows, device)
 
-    def _uploaded(self, rows: Sequence[RowSettings], device: torch.device) -> Tensor:
+    def _uploaded(
+        self, tables: _Tables, rows: Sequence[RowSettings], device: torch.device
+    ) -> Tensor:
         """Return ``rows`` as a table on the device, copied there if one of them has changed."""
         numbers = [row.numbers() for row in rows]
         if (
-            self._settings is None
-            or numbers != self._numbers
+            tables.settings is None
+            or numbers != tables.numbers
             or any(isinstance(row.lr, Tensor) for row in rows)
         ):
-            table, self._numbers = settings_table(rows, device), numbers
-            if self._settings is None or self._settings.shape != table.shape:
-                self._settings = table
+            table, tables.numbers = settings_table(rows, device), numbers
+            if tables.settings is None or tables.settings.shape != table.shape:
+                tables.settings = table
             else:  # a captured launch reads it there
-                self._settings.copy_(table)
-        return self._settings
+                tables.settings.copy_(table)
+        return tables.settings
 
     def _row(self, group: Mapping[str, Any]) -> RowSettings:
         beta1, beta2 = group["betas"]
@@ -302,8 +319,13 @@ class FusedStep:
 
     # ---- places ----
 
-    def _plan(self, segments: Sequence[Segment], shards: Mapping[str, Tensor]) -> None:
-        """Rebuild the tables of the launches if any place has changed."""
+    def _plan(self, segments: Sequence[Segment], shards: Mapping[str, Tensor]) -> _Tables:
+        """Return the tables of the launches over ``segments``, made anew if any place has
+        changed.
+        """
+        if not segments:
+            return _Tables()
+        tables = self._tables.setdefault(segments[0], _Tables())
         key = tuple(
             (
                 _place(segment.tensor),
@@ -313,8 +335,8 @@ class FusedStep:
             for segment in segments
             for part in segment.parts
         )
-        if self._launches and key == self._key:
-            return
+        if tables.launches and key == tables.key:
+            return tables
         together: dict[tuple[Any, ...], tuple[Segment, SegmentPart, list[FlatRun]]] = {}
         covered: dict[str, int] = {}
         for segment in segments:
@@ -337,12 +359,13 @@ class FusedStep:
                 if shard is not None:
                     covered[part.flat.key] = covered.get(part.flat.key, 0) + piece.length
         device = segments[0].tensor.device
-        self._launches = [
+        tables.launches = [
             _Launch(segment, part, Tiles.cut(pieces, device))
             for segment, part, pieces in together.values()
         ]
-        self._written = {name for name, numel in covered.items() if numel == shards[name].numel()}
-        self._key = key
+        tables.written = {name for name, numel in covered.items() if numel == shards[name].numel()}
+        tables.key = key
+        return tables
 
     def _is_home(self, segments: Sequence[Segment]) -> bool:
         state = self._optimizer.state
@@ -382,7 +405,9 @@ class FusedStep:
                     homes[segment],
                     self._steps[self._row_of(segment)],
                 )
-        self._homes, self._launches = homes, []
+        self._homes = homes
+        for tables in self._tables.values():
+            tables.launches = []
 
     def _row_of(self, segment: Segment) -> int:
         return self._rows[segment] if self._apart else segment.group

@@ -91,15 +91,17 @@ class OwnStep:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         number: int,
+        hooks: bool,
     ) -> bool:
         """Make :meth:`update` in batches of segments, whose state is kept in bf16. ``number``: that
-        of the step, for the rounding.
+        of the step, for the rounding. ``hooks``: run those of the optimizer.
         """
         assert self._bf16 is not None
         bf16, optimizer = self._bf16, self._optimizer
-        batches, step = bf16.batches(segments), self._bare
+        batches, step = bf16.batches(segments), self.bare
+        reads_all = not is_own(self.step, optimizer) or optimizer._optimizer_step_pre_hooks
         # a step of the user's, and hooks that read gradients, need all segments at once
-        if not is_own(self.step, optimizer) or optimizer._optimizer_step_pre_hooks:
+        if hooks and reads_all:
             batches, step = [list(segments)], self.step
         made = []
 
@@ -108,7 +110,7 @@ class OwnStep:
                 with bf16.widened(batch, optimizer.state, number):
                     made.append(self.update(batch, grad_scale, found_inf, step))
 
-        if step == self._bare:
+        if hooks and step == self.bare:
             torch.optim.Optimizer.profile_hook_step(run)(optimizer)
         else:
             run(optimizer)
@@ -149,7 +151,7 @@ class OwnStep:
             widened = self._bf16.widened(segments, self._optimizer.state, 0)
         with widened:
             zeros = [torch.zeros_like(segment.tensor) for segment in segments]
-            self._over(segments, zeros, None, None, self._takes_scale(None), self._bare)
+            self._over(segments, zeros, None, None, self._takes_scale(None), self.bare)
 
     def sub_group(
         self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
@@ -164,7 +166,7 @@ class OwnStep:
             entries.pop("momentum_buffer", None)
         gradient = grad if grad.dtype == segment.tensor.dtype else grad.to(segment.tensor.dtype)
         scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32)
-        self._over([segment], [gradient], scale, None, self._takes_scale(None), self._bare)
+        self._over([segment], [gradient], scale, None, self._takes_scale(None), self.bare)
         for name, entry in between.items():
             made = entries.get(name)
             if made is not None and made.data_ptr() != held[name].data_ptr():
@@ -207,7 +209,7 @@ class OwnStep:
             for name in ("grad_scale", "found_inf") if in_kernel else ():
                 vars(optimizer).pop(name, None)
 
-    def _bare(self) -> None:
+    def bare(self) -> None:
         """Run the class's own step without hooks, which run once for the whole step."""
         own = type(self._optimizer).step
         getattr(own, "__wrapped__", own)(self._optimizer)

@@ -65,6 +65,11 @@ CONFLICTS: tuple[Conflict, ...] = (
         "the host reads in each step which parameters are used; remove it",
     ),
     (
+        "zero_optimization.update_in_backward",
+        lambda s: s.zero.update_in_backward,
+        "the update is a graph of its own; remove the key",
+    ),
+    (
         "compressed_communication",
         lambda s: (
             s.compressed_communication.bits is not None

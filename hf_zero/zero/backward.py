@@ -24,7 +24,6 @@ from hf_zero.zero.gather.hooks import Hooks
 from hf_zero.zero.gather.model_patches import Attached, refuse_switched
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE
-from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Fp16LossScaler, Losses, Scaling
 from hf_zero.zero.reduce.reducer import Reducer, ReductionOptions
 from hf_zero.zero.reduce.reductions import MicroBatch
@@ -150,7 +149,6 @@ class Backward:
         self._model = model
         self._update = update
         self._fp16 = config.precision == "fp16"
-        self._refuses_unused = not config.zero.ignore_unused_parameters
         self._window = window
         self._counters = counters
         self._sanity = sanity
@@ -278,19 +276,14 @@ class Backward:
         weight, unscale = self.losses.begin(1.0 / window.steps)
         reduces = window.syncs and window.ends
         # Every condition must be equal on all ranks: ``failed_writes`` is a collective.
-        early = (
-            reduces
-            and self._model.placement.updates_in_backward
-            and not (update.max_norm or self.losses.may_overflow)
-            and not (update.refuses_infinite or self._refuses_unused)
-            and update.bound.sums is None
-        )
+        early = reduces and self._model.updates_in_backward
+        early = early and not (update.max_norm or self.losses.may_overflow)
         early = early and not update.failed_writes()
         on_reduced = self._update_early if early else None
         self.reducer.set_micro_batch(MicroBatch(weight, unscale, reduces, on_reduced))
 
-    def _update_early(self, unit: Unit) -> None:
-        self._update.update_early(unit, self._counters.global_steps)
+    def _update_early(self, flats: Sequence[FlatBuffer]) -> None:
+        self._update.update_early(flats, self._counters.global_steps)
 
     def take_in_unannounced(self) -> None:
         """Take in gradients that no hook has announced, and abort a backward that an exception has
@@ -313,7 +306,7 @@ class Backward:
     def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
         """Set the gradient of parameter ``name``; see :meth:`Engine.write_gradient`."""
         updater, scale = self._update.updater, self.losses.scaler.scale
-        if flat.unit in updater.updated_early:
+        if self._update.updated_early(flat.unit):
             refuse_half_done(updater, f"writing {name}.grad")
         self.reducer.wait()
         flat.optimizer_shard.wait_for_update()

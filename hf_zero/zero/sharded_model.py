@@ -65,6 +65,7 @@ class ShardedModel:
         self.shard_only = plan.keeps_dtypes
         self.policy = plan.policy
         self.aliases = plan.aliases
+        self.updates_in_backward = plan.updates_in_backward
         zero = plan.settings.zero
         # maximum number of elements of small units in one message
         self.packed_elements = packed_elements(zero.module_granularity_threshold)

@@ -380,7 +380,8 @@ class TrainingEngine(EngineParts):
 
     def _refuse_update(self) -> None:
         """Raise ConfigError without an optimizer, PartitionError for a part updated before clipping
-        was switched on, OffloadError after a failed write of offloaded state (collective).
+        was switched on or a setting was changed, OffloadError after a failed write of offloaded
+        state (collective).
         """
         if self.bound is None:
             raise ConfigError(
@@ -391,6 +392,7 @@ class TrainingEngine(EngineParts):
             refuse_half_done(
                 self.updater, "gradient clipping that was switched on after the backward"
             )
+        self.optimizer_step.refuse_changed()
         if failed := self.optimizer_step.failed_writes():
             raise failed_write(failed)
 

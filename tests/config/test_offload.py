@@ -88,7 +88,6 @@ def notes(config: ZeroConfig) -> dict[str, str]:
     }
 
 
-EARLY = {"device": "cpu", "update_in_backward": True}
 DEVICE = "zero_optimization.offload_optimizer.device"
 
 
@@ -97,9 +96,6 @@ DEVICE = "zero_optimization.offload_optimizer.device"
         ({"offload_optimizer": {"device": "cpu", "nvme_path": "/a"}}, "nvme_path", DEVICE),
         ({"offload_optimizer": {"ratio": 0.5}}, "ratio", f"{DEVICE} is none"),
         ({"aio": {"queue_depth": 4}}, "queue_depth", "nothing is offloaded to nvme"),
-        ({"gradient_clipping": 1.0, "offload_optimizer": EARLY}, "update_in_backward", "the norm"),
-        ({"fp16": True, "offload_optimizer": EARLY}, "update_in_backward", "whether fp16"),
-        ({"offload_optimizer": {"update_in_backward": True}}, "update_in_backward", DEVICE),
     ]
 )
 def test_a_key_without_effect_says_why(case: tuple[dict[str, Any], str, str]) -> None:

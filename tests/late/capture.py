@@ -281,7 +281,7 @@ def tables_that_nobody_keeps() -> Any:
 
     def without(self: Any, *given: Any) -> Any:
         tensors = own(self, *given)
-        tables = [launch.tiles.table for launch in self._launches]
+        tables = [launch.tiles.table for launch in self.launches]
         for table in seen:  # others get the memory of tables that are gone
             if not any(table is kept for kept in tables):
                 table.fill_(-1)

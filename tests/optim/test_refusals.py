@@ -187,6 +187,7 @@ OF_SECTIONS: list[tuple[ZeroConfig, str]] = [
     (config(compressed_communication={"bits": 4}), "one of the two; remove the key"),
     (config(zero={"zero_quantized_gradients": True}), "travel twice; remove the key"),
     (config(zero=OFFLOADED), "device: cpu: the update"),
+    (config(zero={"update_in_backward": True}), "update_in_backward: True: momenta are exchanged"),
     (config(replicate_size=2), "replicate_size: 2: messages go over one axis"),
     (config(data_types={"grad_accum_dtype": "bf16"}), "grad_accum_dtype: bf16: the grad"),
 ]

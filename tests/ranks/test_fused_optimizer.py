@@ -86,7 +86,7 @@ def windows(micros, announced=False, stage=1, **keys):
                 len(storages_of(getattr(each, name) for each in whole)) for name in (kept, "shard")
             ]
             nbytes = sum(getattr(each, kept).nbytes for each in whole)
-            found.append((dtypes, nbytes, *storages, len(engine.bound._fused._launches)))
+            found.append((dtypes, nbytes, *storages, len(engine.bound._fused.launches)))
         weights = full_weights(engine)
         engine.destroy()
         return found, weights

@@ -32,6 +32,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "zero_optimization.ignore_unused_parameters: false": {
         "zero_optimization": {"ignore_unused_parameters": False}
     },
+    "zero_optimization.update_in_backward": {"zero_optimization": {"update_in_backward": True}},
     "compressed_communication": {"compressed_communication": {"bits": 4}},
     "tensor_parallel, sequence_parallel_size, context_parallel_size, expert_parallel": {
         "sequence_parallel_size": 2

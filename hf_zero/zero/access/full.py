@@ -20,6 +20,7 @@ from hf_zero.optim.state import step_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import LEFT_SHARDED, OwnedParameter, name_of, owner_of
 from hf_zero.zero.layout.sharding import sharding_of
+from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.state_entries import EngineState, StateEntry
 from hf_zero.zero.step.optimizer_step import refuse_half_done
 
@@ -233,7 +234,8 @@ def _reduced_gradient(flat: FlatBuffer) -> tuple[Any, torch.Tensor | None]:
     included: [owned]; None before the first backward of a step. Collective: reduces unreduced
     gradients.
 
-    Raises PartitionError while momenta are sent in place of gradients, which are not averaged then.
+    Raises PartitionError while momenta are sent in place of gradients, which are not averaged then,
+    and after an update in the backward, which frees gradients.
     """
     engine = _engine_of(flat)
     engine.reduce_gradients()
@@ -243,6 +245,8 @@ def _reduced_gradient(flat: FlatBuffer) -> tuple[Any, torch.Tensor | None]:
             "while the optimizer sends momenta in place of gradients; read and change gradients in "
             "steps that reduce them (before freeze_step)"
         )
+    if flat.gradient.state is GradState.APPLIED:
+        refuse_half_done(engine.updater, "reading a gradient")
     return engine, flat.gradient.shard if flat.gradient.has_reduced else None
 
 

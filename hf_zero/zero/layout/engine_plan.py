@@ -29,6 +29,7 @@ from hf_zero.offload.placement import PlacementRules, ShardSpec
 from hf_zero.offload.storage import StorageFormat, SubGroup, size_in_memory
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.cpu_base import names_in_8_bits
+from hf_zero.optim.elementwise import needs_whole_tensors
 from hf_zero.optim.fused import reads_16_bits
 from hf_zero.optim.offloaded_state import compressible, stored_format
 from hf_zero.optim.segments import group_runs, sub_groups
@@ -255,6 +256,19 @@ class EnginePlan:
     def upcasts(self) -> bool:
         """Whether sums of gradients in 16 bits become fp32 as soon as something is added."""
         return self.settings.gradient_accumulation_dtype is None
+
+    @cached_property
+    def updates_in_backward(self) -> bool:
+        """Whether a unit is updated as soon as its gradients are reduced. Not where an update needs
+        numbers that are known when the backward has ended.
+        """
+        settings, optimizer = self.settings, self.optimizer
+        if optimizer is None or not settings.zero.update_in_backward:
+            return False
+        checks = settings.precision == "bf16" and settings.bf16.check_grad_overflow
+        awaits = settings.gradient_clipping or settings.precision == "fp16" or checks
+        unused = not settings.zero.ignore_unused_parameters
+        return not (awaits or unused or needs_whole_tensors(optimizer))
 
     @cached_property
     def moments(self) -> int:

@@ -41,10 +41,13 @@ class FlatMemory:
         )
         own_masters = [f for f in training if f.sub_groups is None and f.spec.needs_master]
         self._masters = _arena([(f.spec.owned_numel, torch.float32) for f in own_masters], device)
-        sums = [(f.device_gradient_numel, f.gradient_dtype) for f in training]
-        on_device = [f.sums_whole or f.sub_groups is None for f in training]
+        apart = plan.updates_in_backward
         self._gradients = gradient_memories(
-            [numel for numel, on_device_too in zip(sums, on_device) if on_device_too],
+            [
+                (f.device_gradient_numel, f.gradient_dtype, f.spec.key if apart else None)
+                for f in training
+                if f.sums_whole or f.sub_groups is None
+            ],
             device,
             plan.settings.zero.keep_step_buffers,
         )
@@ -87,10 +90,10 @@ class FlatMemory:
 
 
 def ways_back(
-    flats: Sequence[FlatBuffer], device: torch.device, keeps_gradients: bool
+    flats: Sequence[FlatBuffer], device: torch.device, keeps_gradients: bool, apart: bool
 ) -> dict[str, Callable[[], None]]:
     """Return, by key, functions that bring the offloaded states of ``flats`` back to ``device``, in
-    adjacent memory.
+    adjacent memory; ``apart``: gradients are not.
     """
     masters = _arena(
         [(flat.spec.owned_numel, flat.spec.wide) for flat in flats if keeps_master(flat)],
@@ -98,7 +101,7 @@ def ways_back(
     )
     alone = [flat for flat in flats if flat.gradient.accumulated_grad is None]
     grads = gradient_memories(
-        [(flat.spec.owned_numel, flat.spec.wide) for flat in alone],
+        [(flat.spec.owned_numel, flat.spec.wide, flat.key if apart else None) for flat in alone],
         device,
         keeps_gradients,
     )

@@ -5,15 +5,16 @@ its optimizer state, with the update under way.
 Gradients of neighbouring flat buffers are adjacent, so that an update kernel processes them as one
 tensor. Their memory is freed after each step and allocated again before the first gradient is
 written, in one storage for life, as that of whole parameters (``flat_buffer.py``): the views in
-gradient buffers and their places stay the same. Code must not read or write a view unless its
-gradient buffer holds a gradient or :meth:`GradientBuffer.make_room` has been called. An allocation
-has at most :data:`LARGEST` bytes, unless one gradient has more: an allocator that has split a freed
-block for activations finds room for the next one more easily.
+gradient buffers and their places stay the same. Each gradient that an update in the backward uses,
+and frees, has memory of its own. Code must not read or write a view unless its gradient buffer
+holds a gradient or :meth:`GradientBuffer.make_room` has been called. An allocation has at most
+:data:`LARGEST` bytes, unless one gradient has more: an allocator that has split a freed block for
+activations finds room for the next one more easily.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from enum import Enum
 
@@ -36,6 +37,7 @@ class GradState(Enum):
     UNREDUCED = "unreduced"  # this rank's own, in ``accumulated_grad``
     REDUCED = "reduced"  # of all ranks, in ``shard``
     BOTH = "reduced, and unreduced ones of later backwards"
+    APPLIED = "applied by an update in the backward, and freed"
 
 
 class GradientBuffer:
@@ -141,8 +143,9 @@ class GradientBuffer:
 
     @property
     def ready(self) -> bool:
-        """Whether a step can use the gradients held."""
-        return self.has_reduced or (self.stays_local and self.has_unreduced)
+        """Whether a step can use the gradients held, or an update in the backward has."""
+        applied = self.state is GradState.APPLIED
+        return applied or self.has_reduced or (self.stays_local and self.has_unreduced)
 
     @property
     def all_unused(self) -> bool:
@@ -191,6 +194,18 @@ class GradientBuffer:
             self.shard.add_(self.pending_grad)
             self.pending_grad = None
         self.state = GradState.REDUCED
+
+    def mark_applied(self) -> None:
+        """Record that an update in the backward has used the gradient, and free it;
+        ``grad_sq_norm`` remains.
+        """
+        self.state = GradState.APPLIED
+        self.free_on_device()
+
+    def free_on_device(self) -> None:
+        """Free the memory on the device, which only this gradient uses, in the backward."""
+        if self.memory is not None:
+            self.memory.set_allocated(False)
 
     def mark_used(self, bits: int) -> None:
         """Record that this rank has had gradients of the parameters in ``bits``."""
@@ -397,31 +412,35 @@ class GradientMemory:
         self.set_allocated(allocated)
 
 
+# elements and dtype of a gradient, and what frees it: None if that is the step, for all of them
+Piece = tuple[int, torch.dtype, Hashable]
+
+
 def gradient_memories(
-    pieces: Sequence[tuple[int, torch.dtype]], device: torch.device, keeps: bool = False
+    pieces: Sequence[Piece], device: torch.device, keeps: bool = False
 ) -> Iterator[GradientMemory]:
-    """Yield the memory of each of ``pieces``, (elements, dtype): consecutive ones of a dtype share
-    one, up to :data:`LARGEST` bytes.
+    """Yield the memory of each of ``pieces``: consecutive ones of a dtype that are freed together
+    share one, up to :data:`LARGEST` bytes.
     """
-    dtypes = dict.fromkeys(dtype for _, dtype in pieces)
+    dtypes = dict.fromkeys(dtype for _, dtype, _ in pieces)
     memories = {dtype: _memories(pieces, dtype, device, keeps) for dtype in dtypes}
-    for _, dtype in pieces:
+    for _, dtype, _ in pieces:
         yield next(memories[dtype])
 
 
 def _memories(
-    pieces: Sequence[tuple[int, torch.dtype]],
-    dtype: torch.dtype,
-    device: torch.device,
-    keeps: bool,
+    pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device, keeps: bool
 ) -> Iterator[GradientMemory]:
     """Yield the memory of each piece of ``dtype``."""
     together: list[list[int]] = []
-    for numel, kind in pieces:
+    former: Hashable = None
+    for numel, kind, freed_by in pieces:
         if kind == dtype:
-            if not together or (sum(together[-1]) + numel) * dtype.itemsize > LARGEST:
+            fits = together and (sum(together[-1]) + numel) * dtype.itemsize <= LARGEST
+            if not fits or freed_by != former:
                 together.append([])
             together[-1].append(numel)
+            former = freed_by
     for sizes in together:
         memory = GradientMemory(sizes, dtype, device, keeps)
         for _ in sizes:

@@ -231,6 +231,9 @@ class Usage:
         )
 
     def receive(self, unit: Unit) -> None:
+        """Set the unused parameters of ``unit``, unless that has been done."""
+        if unit not in self._units:
+            return
         words, handle = self._units.pop(unit)
         handle.wait()
         shards, repeats, _ = self._mesh.sums

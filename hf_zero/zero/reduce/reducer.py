@@ -532,20 +532,21 @@ class Reducer:
             self._send(flat)(flat, accumulated, None, scale)
 
     def _on_reduced(self, flat: FlatBuffer) -> None:
-        """Begin the update of the unit of ``flat`` once the gradients of all its offloaded flat
-        buffers are reduced.
+        """Begin the update of ``flat`` once its gradients are reduced; offloaded flat buffers of a
+        unit are updated together.
         """
         backward, unit = self._pass, flat.unit
         backward.reduced.add(flat)
+        together = unit.offloaded if flat.optimizer_shard.offloaded else [flat]
         # In the first backward of a kind more gradients may follow.
         if (
             self._batch.on_reduced is None
             or not self._batch.reduces
             or backward.key not in self._known
-            or flat not in unit.offloaded
-            or not backward.reduced.issuperset(unit.offloaded)
-            or (self._offload is not None and self._offload.is_adding)
+            or not backward.reduced.issuperset(together)
+            or flat.spec.sharding.stages  # their sum over stages is yet to come
+            or (flat.gradient.offloaded and self._offload is not None and self._offload.is_adding)
         ):
             return
         self._usage.receive(unit)
-        self._batch.on_reduced(unit)
+        self._batch.on_reduced(together)

@@ -147,6 +147,7 @@ class Reductions:
             acquired is not None
             or flat.spec.reduce_codec is not None
             or (flat.gradient.offloaded and self._offload is not None)
+            or self._on_reduced is not None  # which frees the gradients
         )
         self._track([_Reduction(flat, wire, scale, acquired)], [handle], takes_memory, part)
 
@@ -298,14 +299,14 @@ class MicroBatch:
     """Properties of the backward under way.
 
     weight: of the micro-batch, equal on all ranks. unscale: this rank's own factor, applied before
-    the reduction. reduces: the backward ends an accumulation window. on_reduced: called with each
-    unit whose last gradient of the window has been reduced.
+    the reduction. reduces: the backward ends an accumulation window. on_reduced: called with flat
+    buffers of a unit to be updated together, whose last gradients of the window have been reduced.
     """
 
     weight: float = 1.0
     unscale: float = 1.0
     reduces: bool = True
-    on_reduced: Callable[[Unit], None] | None = None
+    on_reduced: Callable[[Sequence[FlatBuffer]], None] | None = None
 
 
 def wire_buffers(flats: Iterable[FlatBuffer]) -> TensorPool:

@@ -21,11 +21,12 @@ from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.placement import room_beside_a_step
 from hf_zero.offload.storage import MASTER
 from hf_zero.offload.update import StagedCopies, Updater
+from hf_zero.optim.segment_table import plain_settings
 from hf_zero.zero.extensions import StepExtension
 from hf_zero.zero.layout.engine_plan import shard_spec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_memory import keeps_master, ways_back
-from hf_zero.zero.layout.training_state import GradientBuffer
+from hf_zero.zero.layout.training_state import GradientBuffer, GradState
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.reduce.norm import Usage, squared_norm
@@ -103,15 +104,50 @@ class OptimizerStep:
         errors = model.mesh.all_gather_object(str(error or ""), "writes that failed")
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
 
-    def update_early(self, unit: Unit, steps: int) -> None:
-        """Begin the update of ``unit`` within the backward, after ``steps`` steps.
+    @torch.no_grad()
+    def update_early(self, flats: Sequence[FlatBuffer], steps: int) -> None:
+        """Begin the update of ``flats``, of one unit and all offloaded or none, within the
+        backward, after ``steps`` steps.
 
-        Its gradients must be complete, and nothing may prevent the step any more.
+        Their gradients must be complete, and nothing may prevent the step any more.
         """
-        if unit.offloaded:
-            unit.take_user_writes()
-            with self._updating_state(), self.bound.scaled_rates(self.lr_scale):
-                self.updater.start_early(self.updater.early or self.bound.begin(1.0, steps), unit)
+        unit, updater = flats[0].unit, self.updater
+        unit.take_user_writes()
+        with self._updating_state(), self.bound.scaled_rates(self.lr_scale):
+            update = updater.early or self.bound.begin(1.0, steps)
+            if flats[0].optimizer_shard.offloaded:
+                updater.start_early(update, unit)
+                for flat in flats:
+                    flat.gradient.free_on_device()
+            else:
+                updater.begin_early(update)
+                self._apply(flats, steps)
+
+    def _apply(self, flats: Sequence[FlatBuffer], steps: int) -> None:
+        """Update the state of ``flats``, on the device, and free their gradients."""
+        for flat in flats:
+            norm = squared_norm([flat.gradient], self.model.mesh.device, self.kernels)
+            flat.gradient.grad_sq_norm = norm
+            with span("update", flat.key):
+                self.bound.step_some({flat.optimizer_shard}, steps)
+            flat.gradient.mark_applied()
+
+    def refuse_changed(self) -> None:
+        """Raise PartitionError if the optimizer's groups differ from those with which a backward
+        has updated a part of the model.
+        """
+        update = self.updater.early
+        with self.bound.scaled_rates(self.lr_scale):
+            changed = update is not None and self.bound.hyperparameters() != [
+                plain_settings(group) for group in update.groups
+            ]
+        if changed:
+            refuse_half_done(self.updater, "a change of the optimizer's settings")
+
+    def updated_early(self, unit: Unit) -> bool:
+        """Whether the backward before a step has updated a part of ``unit``."""
+        states = (flat.gradient.state for flat in unit.trainable)
+        return unit in self.updater.updated_early or GradState.APPLIED in states
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
@@ -172,13 +208,25 @@ class OptimizerStep:
         with self.changing_state(), self.bound.scaled_rates(self.lr_scale):
             for extension in self.extensions:
                 extension.before_update()
+            # so that no step has all gradients on the device, beside the state that the first makes
+            if model.updates_in_backward and divisor is None and not self.bound.has_pre_hooks:
+                for flat in model.trainable:
+                    if flat.gradient.has_reduced and not flat.optimizer_shard.offloaded:
+                        self._apply([flat], steps)
+            applied = {
+                flat.optimizer_shard
+                for flat in model.trainable
+                if flat.gradient.state is GradState.APPLIED
+            }
             hooks = self.bound.optimizer._optimizer_step_post_hooks
             put_off = self.bound.without_post_hooks() if hooks else NOTHING
             with span("update", "parameters on the device"), put_off:
-                written = self.bound.step(divisor, shards=self.shards_to_write(), number=steps)
+                written = self.bound.step(
+                    divisor, shards=self.shards_to_write(), number=steps, without=applied
+                )
             for extension in self.extensions:
                 resting.update(extension.update(divisor))
-            if self.updater.units:
+            if self.updater.units or self.updater.early is not None:
                 update = self.updater.early or self.bound.begin(
                     1.0 if divisor is None else float(divisor), steps
                 )
@@ -237,9 +285,8 @@ class OptimizerStep:
         """Copy a script's writes to whole parameters into shards and master weights. Raises
         PartitionError for units updated in the backward.
         """
-        updated_early = self.updater.updated_early
         for unit in self.model.units:
-            if unit in updated_early:
+            if self.updated_early(unit):
                 for name in (name for flat in unit.trainable for name in flat.user_writes.names()):
                     refuse_half_done(self.updater, f"a write to {name}")
             elif self.model.overlaps:
@@ -256,6 +303,7 @@ class OptimizerStep:
             flat
             for flat in self.model.trainable
             if flat.optimizer_shard.has_own_master
+            and flat.gradient.state is not GradState.APPLIED
             and flat.cast_master is None
             and not flat.spec.momentum_blocks
             and not flat.spec.sends_differences
@@ -289,6 +337,7 @@ class OptimizerStep:
                 [flat for flat in model.trainable if flat.key in chosen],
                 model.mesh.device,
                 self._keeps_buffers,
+                model.updates_in_backward,
             )
         )
         self.updater.refresh()
@@ -387,7 +436,7 @@ def refuse_half_done(updater: Updater, what: str) -> None:
     if updater.early is not None:
         raise PartitionError(
             f"{what} comes after a backward that has updated a part of the model already "
-            "(offload_optimizer.update_in_backward) and before "
+            "(zero_optimization.update_in_backward) and before "
             "the step() that updates the rest. Call step() first, or switch update_in_backward "
             "off; backwards before the last one of a "
             "step need engine.set_gradient_accumulation_boundary(False). If an exception has "

@@ -1,0 +1,394 @@
+"""Updates of state on the device in the backward: the bits of a run whose step makes the update,
+gradients of a few units at a time, and refusals of what would use a model that is half updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import PartitionError
+from hf_zero.ops import dispatch
+from hf_zero.ops.flat_tiles import Tiles
+from hf_zero.zero.layout.training_state import GradientMemory
+from hf_zero.zero.reduce.reductions import IN_FLIGHT
+from tests.helpers.cells import in_turn
+from tests.helpers.checked_triton import checked_triton
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import Block, Stack, seed_of, seeded
+from tests.helpers.offloads import ended, same
+from tests.helpers.optimizers import ELEMENTWISE
+from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.training import At, Plan, adamw, trainable
+from tests.ranks.test_unused import HeadsJob
+
+EARLY = "update_in_backward"
+UNITS = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+
+
+def build() -> nn.Module:
+    return seeded(lambda: Stack(4, 32))
+
+
+def opened(model: nn.Module, stage: int, early: bool, make: Any = adamw, **keys: Any) -> Any:
+    zero = {"stage": stage, EARLY: early, **UNITS, **keys.pop("zero", {})}
+    plan = Plan(precision=keys.pop("precision", "fp32"), accumulation=keys.pop("accumulation", 1))
+    return start(model, make(model), config_of(stage, plan, zero_optimization=zero, **keys))
+
+
+def loss_of(engine: Any, at: At) -> torch.Tensor:
+    return squared(engine, at, next(engine.module.parameters()).dtype)
+
+
+def train(engine: Any, rank: int, steps: range, loss: Any = loss_of) -> list[float]:
+    """Return the gradient norms."""
+    norms = []
+    for step in steps:
+        for micro in range(engine.gradient_accumulation_steps()):
+            engine.backward(loss(engine, At(step, micro, rank)))
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return norms
+
+
+def alike(
+    stage: int,
+    make: Any = adamw,
+    ranks: int = 2,
+    steps: int = 4,
+    loss: Any = loss_of,
+    model_of: Callable[[], nn.Module] = build,
+    **keys: Any,
+) -> None:
+    """Weights, norms and state have the bits of a run whose step makes the update."""
+
+    def run(rank: int, model: nn.Module, early: bool) -> Any:
+        engine = opened(model, stage, early, make, **keys)
+        norms = train(engine, rank, range(steps), loss)
+        shards = [flat.optimizer_shard for flat in engine.flats if flat.trainable]
+        state = {
+            f"{shard.key} {name}": values.clone()
+            for shard in shards
+            for name, values in engine.bound.tensors(shard).items()
+        }
+        return norms, state, engine.bound.scalars(), ended(engine)
+
+    want, got = (on_ranks(ranks, run, early, build=model_of) for early in (False, True))
+    for one, other in zip(got, want):
+        same(one[1], other[1], exact=True)
+        same(one[3], other[3], exact=True)
+        assert one[0] == other[0] and one[2] == other[2]
+
+
+@in_turn(
+    "stage, precision, accumulation",
+    [(0, "fp32", 1), (1, "bf16", 1), (2, "fp32", 2), (3, "bf16", 1), (3, "fp32", 1)],
+)
+def test_weights_and_state_have_the_same_bits(stage, precision, accumulation):
+    alike(stage, precision=precision, accumulation=accumulation)
+
+
+@pytest.mark.parametrize(
+    "keys, why",
+    [
+        ({}, ""),
+        ({"gradient_clipping": 1.0}, "the norm that gradient_clipping needs"),
+        ({"fp16": {"enabled": True}}, "whether fp16 gradients overflowed"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": True}}, "whether gradients are finite"),
+        ({"zero_optimization": {"ignore_unused_parameters": False}}, "whether parameters are un"),
+    ],
+)
+@pytest.mark.parametrize("spelling", [{EARLY: True}, {"offload_optimizer": {EARLY: True}}])
+def test_what_prevents_it_is_said(keys, why, spelling):
+    zero = {"stage": 2, **spelling, **keys.get("zero_optimization", {})}
+    config = ZeroConfig.from_dict({**keys, "zero_optimization": zero})
+    (row,) = (row for row in config.explain() if row.key == f"zero_optimization.{EARLY}")
+    assert row.value is True
+    assert row.note.startswith(f"no effect: {why}") if why else "no effect" not in row.note
+
+
+class Peak:
+    """The largest number of bytes of gradients allocated at once since :meth:`begin`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, memories: set[GradientMemory]) -> None:
+        self.memories, self.nbytes = memories, 0
+        allocate = GradientMemory.set_allocated
+
+        def noted(memory: GradientMemory, allocated: bool) -> None:
+            allocate(memory, allocated)
+            if memory in self.memories:
+                self.nbytes = max(self.nbytes, sum(each.nbytes for each in self.memories))
+
+        monkeypatch.setattr(GradientMemory, "set_allocated", noted)
+
+
+def in_flight(sizes: list[int], stage: int, ranks: int) -> int:
+    """The most bytes of gradients of consecutive flat buffers: whole ones are on the wire, too."""
+    count = IN_FLIGHT + 1 if stage < 2 and ranks > 1 else 1
+    return max(sum(sizes[at : at + count]) for at in range(len(sizes)))
+
+
+@in_turn("stage, ranks", [(0, 1), (2, 1), (1, 2), (2, 2), (3, 2)])
+def test_a_backward_holds_the_gradients_of_few_units(stage, ranks, monkeypatch):
+    def run(rank: int, model: nn.Module) -> tuple[list[int], list[int]]:
+        engine, peaks = opened(model, stage, True), []
+        memories = [flat.gradient.memory for flat in engine.flats]
+        sizes = [memory._whole.nbytes for memory in memories]
+        peak = Peak(monkeypatch, set(memories))
+        for step in range(3):
+            peak.nbytes = 0
+            train(engine, rank, range(step, step + 1))
+            peaks.append(peak.nbytes)
+        engine.destroy()
+        return sizes, peaks
+
+    for sizes, peaks in on_ranks(ranks, run, build=build):
+        limit = in_flight(sizes, stage, ranks)
+        assert len(sizes) > 4 and limit < sum(sizes)
+        # the first backward of a kind may get more gradients until its end
+        assert max(peaks[1:]) <= limit < peaks[0], (sizes, peaks)
+
+
+# ---- the same bits ----
+
+
+@in_turn("name", ["amsgrad", "sgd", "lion", "adagrad", "nadam", "cpu adam"])
+def test_elementwise_optimizers(name):
+    """In two groups, so that a flat buffer has several segments."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        thin = [p for p in trainable(model) if p.dim() == 1]
+        thick = [p for p in trainable(model) if p.dim() > 1]
+        return ELEMENTWISE[name]([{"params": thick}, {"params": thin, "weight_decay": 0.0}])
+
+    alike(2, make, steps=3)
+
+
+@in_turn(
+    "stage, keys",
+    [
+        (3, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
+        (2, {"zero": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}),
+        (3, {"zero": {"stage3_param_persistence_threshold": 100}}),
+        (3, {"zero": {"offload_param": {"device": "cpu"}}, "precision": "bf16"}),
+        (2, {"zero": {"zero_quantized_gradients": True}}),
+        (3, {"activation_checkpointing": {"blocks": True}}),
+    ],
+)
+def test_beside_other_features(stage, keys):
+    alike(stage, **keys)
+
+
+def test_in_one_launch(monkeypatch):
+    """A launch for each flat buffer, whose tables stay from step to step."""
+    monkeypatch.setattr(dispatch, "wanted", lambda name, kernels, device: dispatch.runs_on(device))
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
+    cut, tables = Tiles.cut, []
+
+    def counted(*args: Any) -> Tiles:
+        tables.append(cut(*args))
+        return tables[-1]
+
+    monkeypatch.setattr(Tiles, "cut", counted)
+    with checked_triton(poison=False):
+        alike(2, precision="bf16", steps=3)
+
+        def run(rank: int, model: nn.Module) -> tuple[int, int]:
+            engine = opened(model, 2, True, precision="bf16")
+            train(engine, rank, range(1))
+            del tables[:]
+            train(engine, rank, range(1, 3))
+            launches = len(engine.bound._fused.launches)
+            engine.destroy()
+            return launches, len(tables)
+
+        assert on_ranks(1, run, build=build) == [(5, 0)]
+
+
+def test_parameters_that_no_rank_uses_stay_as_they_are():
+    """Heads differ from step to step and from rank to rank."""
+    job = HeadsJob("adamw")
+    alike(2, job.optimizer, 2, 5, lambda engine, at: job.loss(driver(engine), at), job.build)
+
+
+def driver(engine: Any) -> Any:
+    """``engine`` as a net of a job."""
+    engine.dtype = torch.float32
+    return engine
+
+
+class Shared(nn.Module):
+    """Two blocks and two uses of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for at in (0, 1, 0, 2):
+            x = self.blocks[at](x)
+        return x + x @ self.blocks[1].up.weight.T @ self.blocks[1].up.weight
+
+
+@in_turn("stage", [0, 2, 3])
+def test_modules_and_weights_with_several_uses(stage):
+    def loss(engine: Any, at: At) -> torch.Tensor:
+        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(seed_of(*astuple(at))))
+        return engine(x).pow(2).mean()
+
+    alike(stage, loss=loss, model_of=lambda: seeded(Shared))
+
+
+@in_turn("stage", [1, 3])
+def test_going_on(stage, tmp_path):
+    """From a checkpoint between steps, with a schedule, and after parts freeze and train again."""
+
+    def run(rank: int, model: nn.Module, early: bool, resumes: bool) -> dict[str, torch.Tensor]:
+        folder = str(tmp_path / str(early))
+        engine = opened(model, stage, early)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5)
+        for step in range(4):
+            if step == 2 and resumes:
+                engine.save_checkpoint(folder)
+                engine.load_checkpoint(folder)
+            model.head.requires_grad_(step != 1)
+            train(engine, rank, range(step, step + 1))
+            schedule.step()
+        return ended(engine)
+
+    want = on_ranks(2, run, False, False, build=build)
+    for got in on_ranks(2, run, True, True, build=build):
+        same(got, want[0], exact=True)
+
+
+def test_hooks_of_the_optimizer_run_once_a_step():
+    def run(rank: int, model: nn.Module) -> list[int]:
+        engine, calls = opened(model, 2, True), [0, 0]
+
+        def count(at: int) -> Any:
+            def hook(*args: Any) -> None:
+                calls[at] += 1
+
+            return hook
+
+        engine.optimizer.register_step_post_hook(count(1))
+        train(engine, rank, range(2))
+        engine.optimizer.register_step_pre_hook(count(0))
+        train(engine, rank, range(2, 4))
+        engine.destroy()
+        return calls
+
+    assert on_ranks(2, run, build=build) == [[2, 4]] * 2
+
+
+# ---- between the backward and its step ----
+
+
+def half_done(model: nn.Module, stage: int = 2, **keys: Any) -> Any:
+    engine = opened(model, stage, True, **keys)
+    train(engine, 0, range(2))
+    engine.backward(loss_of(engine, At(2, 0, 0)))
+    assert engine.updater.early is not None
+    return engine
+
+
+def clipped(engine: Any, folder: str) -> None:
+    engine.max_norm = 0.1
+    engine.step()
+
+
+def written(engine: Any, folder: str) -> None:
+    weight = engine.module.head.weight
+    weight.grad = torch.ones_like(weight)
+
+
+def another_rate(engine: Any, folder: str) -> None:
+    engine.optimizer.param_groups[0]["lr"] *= 0.5
+    engine.step()
+
+
+def read(engine: Any, folder: str) -> None:
+    hf_zero.safe_get_full_grad(engine.module.head.weight)
+
+
+REFUSED: dict[str, Callable[[Any, str], None]] = {
+    "another backward": lambda engine, folder: engine.backward(squared(engine, At(3, 0, 0))),
+    "zero_grad": lambda engine, folder: engine.zero_grad(),
+    "gradient clipping": clipped,
+    "optimizer.state.clear": lambda engine, folder: engine.optimizer.state.clear(),
+    "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder),
+    "writing head.weight.grad": written,
+    "reading a gradient": read,
+    "a change of the optimizer's settings": another_rate,
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_use_a_half_updated_model_is_refused(what, tmp_path):
+    def run(rank: int, model: nn.Module) -> None:
+        engine = half_done(model)
+        with pytest.raises(PartitionError, match=f"{what}.* comes after a backward that has upd"):
+            REFUSED[what](engine, str(tmp_path))
+        engine.destroy()
+
+    on_ranks(1, run, build=build)
+
+
+def test_what_may_be_read_is_right():
+    """The norm, the weights and their masters, of the parts that are updated."""
+
+    def run(rank: int, model: nn.Module, early: bool) -> Any:
+        engine = opened(model, 2, early)
+        train(engine, rank, range(2))
+        engine.backward(squared(engine, At(2, 0, rank)))
+        norm = engine.optimizer_step.gradient_norm()
+        engine.step()
+        return norm, ended(engine)
+
+    (norm, got), (own_norm, want) = (
+        on_ranks(2, run, early, build=build)[0] for early in (True, False)
+    )
+    assert norm == own_norm > 0
+    same(got, want, exact=True)
+
+
+@in_turn("mends", [False, True])
+def test_a_backward_that_breaks_half_way(mends, tmp_path):
+    """Only a checkpoint mends what it has left half updated."""
+
+    class Broken(Exception):
+        pass
+
+    def fail(*args: Any) -> None:
+        raise Broken
+
+    def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+        engine = opened(model, 3, True)
+        train(engine, rank, range(2))
+        engine.save_checkpoint(str(tmp_path))
+        handle = engine.module.blocks[1].register_full_backward_hook(fail)
+        with pytest.raises(Broken):
+            engine.backward(squared(engine, At(2, 0, rank)))
+        handle.remove()
+        with pytest.raises(PartitionError, match="load a checkpoint"):
+            engine.step()
+        if mends:
+            engine.load_checkpoint(str(tmp_path))
+            train(engine, rank, range(2, 4))
+        return ended(engine)
+
+    def plain(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+        engine = opened(model, 3, False)
+        train(engine, rank, range(4))
+        return ended(engine)
+
+    (got,) = on_ranks(1, run, build=build)
+    if mends:
+        same(got, on_ranks(1, plain, build=build)[0], exact=True)
