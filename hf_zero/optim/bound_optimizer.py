@@ -283,7 +283,7 @@ class BoundOptimizer:
             fused.part()
         if self._bf16 is not None or table.by_constructor:
             table.begin(segments)
-        begins = any(map(table.is_unstepped, segments))
+        begins = not hooks and any(map(table.is_unstepped, segments))
         if self._bf16 is None:
             step = None if hooks else self._own.bare
             stepped = self._own.update(segments, grad_scale, found_inf, step)
@@ -291,7 +291,7 @@ class BoundOptimizer:
             stepped = self._own.update_rounded(segments, grad_scale, found_inf, number, hooks)
         if not stepped:
             return None
-        if table.parted or (begins and not hooks):
+        if table.parted or begins:
             # segments of a split group, or of several units, get their first state one by one
             table.device.together = False
         elif not table.device.together:

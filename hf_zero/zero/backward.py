@@ -267,6 +267,7 @@ class Backward:
             refuse_switched(self._model.flats)
             refuse_half_done(update.updater, "another backward")
             self._sanity.on_backward(window.managed and closes)
+        alone = not (window.micro_batches or window.announced or window.others)
         if not window.managed:
             window.micro_batches += 1
         elif closes:
@@ -280,7 +281,7 @@ class Backward:
         early = early and not (update.max_norm or self.losses.may_overflow)
         early = early and not update.failed_writes()
         on_reduced = self._update_early if early else None
-        self.reducer.set_micro_batch(MicroBatch(weight, unscale, reduces, on_reduced))
+        self.reducer.set_micro_batch(MicroBatch(weight, unscale, reduces, on_reduced, alone))
 
     def _update_early(self, flats: Sequence[FlatBuffer]) -> None:
         self._update.update_early(flats, self._counters.global_steps)

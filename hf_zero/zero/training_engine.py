@@ -392,7 +392,8 @@ class TrainingEngine(EngineParts):
             refuse_half_done(
                 self.updater, "gradient clipping that was switched on after the backward"
             )
-        self.optimizer_step.refuse_changed()
+        if self.updater.early is not None:
+            self.optimizer_step.refuse_changed(self.updater.early)
         if failed := self.optimizer_step.failed_writes():
             raise failed_write(failed)
 

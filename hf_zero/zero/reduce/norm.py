@@ -150,6 +150,7 @@ class Usage:
         # the message of a rank that has used all parameters
         self._all = self._message(self._flats, [flat.gradient.all_used for flat in self._flats])
         self._units: dict[Unit, tuple[torch.Tensor, Handle]] = {}
+        self._received: dict[Unit, torch.Tensor] = {}
         for axis in mesh.sums:
             axis.allow_small_sums(2 + self._all.numel())
 
@@ -223,6 +224,7 @@ class Usage:
         shards, repeats, _ = self._mesh.sums
         axis = shards if shards.size > 1 else repeats
         words = self._message(unit.trainable, [flat.gradient.used for flat in unit.trainable])
+        self._received.pop(unit, None)
         if unit in self._units:
             self._units.pop(unit)[1].wait()
         self._units[unit] = (
@@ -230,10 +232,10 @@ class Usage:
             axis.all_reduce(words, f"used parameters of {unit.label}", ordered=True),
         )
 
-    def receive(self, unit: Unit) -> None:
-        """Set the unused parameters of ``unit``, unless that has been done."""
+    def receive(self, unit: Unit) -> torch.Tensor:
+        """Set the unused parameters of ``unit``, unless that has been done. Return the message."""
         if unit not in self._units:
-            return
+            return self._received[unit]
         words, handle = self._units.pop(unit)
         handle.wait()
         shards, repeats, _ = self._mesh.sums
@@ -243,11 +245,21 @@ class Usage:
             _mark_idle(unit.trainable)
         else:
             self._read(unit.trainable, words)
+        self._received[unit] = words
+        return words
+
+    def has_all(self, unit: Unit) -> bool:
+        """Whether :meth:`receive` has found a gradient of each parameter of ``unit`` on each rank.
+        Equal on all ranks.
+        """
+        counts = self.counts(unit.trainable, self.receive(unit))
+        return min(map(min, counts)) == self._mesh.world
 
     def drop(self) -> None:
         """Wait for messages sent and not received, and drop them."""
         for unit in [*self._units]:
             self._units.pop(unit)[1].wait()
+        self._received = {}
 
     def _read(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> None:
         for flat, counts in zip(flats, self.counts(flats, total)):

@@ -18,6 +18,7 @@ import torch
 
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
+from hf_zero.logging import listed
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import any_raw_grad, drop_raw_grads
@@ -81,6 +82,7 @@ class BackwardProgress:
     # units that became complete, with the versions of their gradients then, if this pass learns
     ready: dict[Unit, list[object] | None] = field(default_factory=dict)
     reduced: set[FlatBuffer] = field(default_factory=set)
+    updated: set[Unit] = field(default_factory=set)  # whose update has begun in it
     observed: BackwardObservations = field(default_factory=partial(BackwardObservations, False))
     # whether it is the first of its kind, or its gathers are recorded anew
     learns: bool = False
@@ -369,6 +371,12 @@ class Reducer:
         backward.observed.brought |= bool(late)
         observed = self._mesh.all_gather_object(backward.observed, "observations of a backward")
         again = {index for record in observed for index in record.late}
+        if twice := [unit.label for unit in backward.updated if unit.index in again]:
+            raise PartitionError(
+                f"gradients of {listed(sorted(twice), 6)} came after their update in the backward, "
+                "from a backward inside it (a reentrant checkpoint): call torch's checkpoint with "
+                "use_reentrant=False, or switch zero_optimization.update_in_backward off"
+            )
         if again:
             self._reductions.finish()  # what is on the wire must not change
         for unit in self._order.units:
@@ -538,15 +546,19 @@ class Reducer:
         backward, unit = self._pass, flat.unit
         backward.reduced.add(flat)
         together = unit.offloaded if flat.optimizer_shard.offloaded else [flat]
-        # In the first backward of a kind more gradients may follow.
         if (
             self._batch.on_reduced is None
             or not self._batch.reduces
-            or backward.key not in self._known
             or not backward.reduced.issuperset(together)
             or flat.spec.sharding.stages  # their sum over stages is yet to come
             or (flat.gradient.offloaded and self._offload is not None and self._offload.is_adding)
         ):
             return
         self._usage.receive(unit)
+        # In the first backward of a kind more gradients may follow, unless all ranks have all.
+        if backward.key not in self._known and not (
+            self._batch.alone and self._usage.has_all(unit)
+        ):
+            return
+        backward.updated.add(unit)
         self._batch.on_reduced(together)

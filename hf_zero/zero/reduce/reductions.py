@@ -301,12 +301,14 @@ class MicroBatch:
     weight: of the micro-batch, equal on all ranks. unscale: this rank's own factor, applied before
     the reduction. reduces: the backward ends an accumulation window. on_reduced: called with flat
     buffers of a unit to be updated together, whose last gradients of the window have been reduced.
+    alone: no backward of the window precedes it.
     """
 
     weight: float = 1.0
     unscale: float = 1.0
     reduces: bool = True
     on_reduced: Callable[[Sequence[FlatBuffer]], None] | None = None
+    alone: bool = False
 
 
 def wire_buffers(flats: Iterable[FlatBuffer]) -> TensorPool:

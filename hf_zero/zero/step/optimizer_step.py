@@ -20,13 +20,14 @@ from hf_zero.logging import logger
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.placement import room_beside_a_step
 from hf_zero.offload.storage import MASTER
+from hf_zero.offload.sub_group_update import Update
 from hf_zero.offload.update import StagedCopies, Updater
 from hf_zero.optim.segment_table import plain_settings
 from hf_zero.zero.extensions import StepExtension
 from hf_zero.zero.layout.engine_plan import shard_spec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_memory import keeps_master, ways_back
-from hf_zero.zero.layout.training_state import GradientBuffer, GradState
+from hf_zero.zero.layout.training_state import GradientBuffer, GradState, OptimizerShard
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.reduce.norm import Usage, squared_norm
@@ -132,16 +133,26 @@ class OptimizerStep:
                 self.bound.step_some({flat.optimizer_shard}, steps)
             flat.gradient.mark_applied()
 
-    def refuse_changed(self) -> None:
-        """Raise PartitionError if the optimizer's groups differ from those with which a backward
-        has updated a part of the model.
+    def _apply_rest(self, divisor: torch.Tensor | None, steps: int) -> set[OptimizerShard]:
+        """Update what the backward has not, flat buffer by flat buffer, unless hooks or a divisor
+        concern all gradients. Return the flat buffers that are updated.
         """
-        update = self.updater.early
+        applied = set()
+        apart = divisor is None and not self.bound.has_pre_hooks
+        for flat in self.model.trainable:
+            if apart and flat.gradient.has_reduced and not flat.optimizer_shard.offloaded:
+                self._apply([flat], steps)
+            if flat.gradient.state is GradState.APPLIED:
+                applied.add(flat.optimizer_shard)
+        return applied
+
+    def refuse_changed(self, early: Update) -> None:
+        """Raise PartitionError if the optimizer's groups differ from those of ``early``, an update
+        of a part of the model in the backward.
+        """
         with self.bound.scaled_rates(self.lr_scale):
-            changed = update is not None and self.bound.hyperparameters() != [
-                plain_settings(group) for group in update.groups
-            ]
-        if changed:
+            now = self.bound.hyperparameters()
+        if now != [plain_settings(group) for group in early.groups]:
             refuse_half_done(self.updater, "a change of the optimizer's settings")
 
     def updated_early(self, unit: Unit) -> bool:
@@ -208,16 +219,7 @@ class OptimizerStep:
         with self.changing_state(), self.bound.scaled_rates(self.lr_scale):
             for extension in self.extensions:
                 extension.before_update()
-            # so that no step has all gradients on the device, beside the state that the first makes
-            if model.updates_in_backward and divisor is None and not self.bound.has_pre_hooks:
-                for flat in model.trainable:
-                    if flat.gradient.has_reduced and not flat.optimizer_shard.offloaded:
-                        self._apply([flat], steps)
-            applied = {
-                flat.optimizer_shard
-                for flat in model.trainable
-                if flat.gradient.state is GradState.APPLIED
-            }
+            applied = self._apply_rest(divisor, steps) if model.updates_in_backward else ()
             hooks = self.bound.optimizer._optimizer_step_post_hooks
             put_off = self.bound.without_post_hooks() if hooks else NOTHING
             with span("update", "parameters on the device"), put_off:
@@ -286,7 +288,7 @@ class OptimizerStep:
         PartitionError for units updated in the backward.
         """
         for unit in self.model.units:
-            if self.updated_early(unit):
+            if self.updater.early is not None and self.updated_early(unit):
                 for name in (name for flat in unit.trainable for name in flat.user_writes.names()):
                     refuse_half_done(self.updater, f"a write to {name}")
             elif self.model.overlaps:
