@@ -2,10 +2,11 @@
 that does, from the fastest placement to the slowest.
 
 The verdict is pure arithmetic, so that ranks that have agreed on the free bytes reach the same one.
-In the search, state on the device is fastest; then the optimizer on the CPU, with as much of it as
-fits left on the device; then smaller moments, which need less memory traffic and lose a little
-precision; then parameters on the CPU; then files. For a given placement the smaller stage is tried
-first, since it communicates less.
+In the search, state on the device is fastest, then, for a step of one micro-batch without clipping,
+with updates in the backward; then the optimizer on the CPU, with as much of it as fits left on the
+device; then smaller moments, which need less memory traffic and lose a little precision; then
+parameters on the CPU; then files. For a given placement the smaller stage is tried first, since it
+communicates less.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ ACTIVATIONS = 0.2
 # share of the device left if activations are counted: for fragmentation, communicators' buffers
 BESIDE_ACTIVATIONS = 0.1
 MOMENTS: tuple[Moments, ...] = ("fp32", "bf16", "int8")
+EARLY = {"zero_optimization": {"update_in_backward": True}}
 STEP = 0.05  # proposed offload ratios are multiples of this
 
 
@@ -153,6 +155,8 @@ class Trial:
         """
         settings = self.plan.settings
         zero: dict[str, object] = {"stage": settings.stage}
+        if settings.zero.update_in_backward:
+            zero["update_in_backward"] = True
         for name, section, default in (
             ("offload_optimizer", settings.offload_optimizer, OffloadOptimizer()),
             ("offload_param", settings.offload_param, OffloadParam()),
@@ -244,6 +248,12 @@ def _candidates(
 
     for stage in stages:
         yield f"stage {stage}, all on the device", at(stage, OffloadOptimizer(), OffloadParam())
+    # a step with several micro-batches adds up all gradients in any case
+    if plan.settings.gradient_accumulation_steps == 1:
+        for stage in stages:
+            settings = at(stage, OffloadOptimizer(), OffloadParam()).override(EARLY, "proposed")
+            if plan.replan(settings).updates_in_backward:
+                yield f"stage {stage}, all on the device, updates in the backward", settings
     for kind in kinds:
         for stage in away:
             yield (

@@ -7,6 +7,7 @@ gradients and optimizer state of each flat buffer, padding included, in the tier
 K bytes per parameter for the master weight and moments:
 
 - Optimizer on the device: parameters, gradients and K as in the policy table.
+- Updates in the backward: the gradients of a few flat buffers, of one where they are sharded.
 - Optimizer on the CPU: K and the gradient of this rank's chunk in RAM. At stages 0 and 1 the
   gradient of a whole accumulation window stays on the device as well. The device keeps no master
   weights; in fp32 training those in RAM are a copy of its parameters.
@@ -163,8 +164,9 @@ def _share_of_files(plan: EnginePlan) -> int:
 
 
 def state_parts(plan: EnginePlan) -> Counter[tuple[str, str]]:
-    """Return the bytes at rest, by what they are and tier: those between a backward and its step.
-    Momenta in one bit are counted as after the freeze.
+    """Return the bytes at rest, by what they are and tier: those between a backward and its step;
+    of gradients that updates in the backward free, the most at a time. Momenta in one bit are
+    counted as after the freeze.
     """
     totals: Counter[tuple[str, str]] = Counter()
     sends_momenta = any(flat.spec.momentum_blocks for flat in plan.flats)
@@ -177,6 +179,7 @@ def state_parts(plan: EnginePlan) -> Counter[tuple[str, str]]:
         ):
             for tier, nbytes in by_tier.items():
                 totals[what, tier] += nbytes
+        totals["gradients", "device"] -= flat.gradient_bytes()["device"]
         totals[SECONDARY, "device"] += _secondary(flat, plan)
         totals[ROUNDED, "device"] += _rounded(flat, plan)
         codec = flat.spec.reduce_codec
@@ -184,7 +187,23 @@ def state_parts(plan: EnginePlan) -> Counter[tuple[str, str]]:
             layout = flat.spec.layout
             totals[ERRORS, "device"] += codec.error_nbytes(layout.chunk, layout.shards)
         totals[ONE_BIT, "device"] += _one_bit(flat, one_bit)
+    totals["gradients", "device"] += device_gradients(plan)
     return totals
+
+
+def device_gradients(plan: EnginePlan) -> int:
+    """Return the most bytes of gradients on the device at a time: all of them or, if updates in the
+    backward free them, those of consecutive flat buffers, whose number is that of messages in
+    flight where they are whole.
+    """
+    sizes = [flat.gradient_bytes()["device"] for flat in plan.trainable]
+    settings = plan.settings
+    single = (settings.gradient_accumulation_steps or 1) == 1
+    if not plan.updates_in_backward or settings.zero.keep_step_buffers or not single:
+        return sum(sizes)
+    on_wire = not plan.policy.shards_gradients and plan.dims.in_a_stage > 1
+    count = IN_FLIGHT + 1 if on_wire else 1
+    return max((sum(sizes[at : at + count]) for at in range(len(sizes))), default=0)
 
 
 def state_bytes(plan: EnginePlan, between_steps: bool = False) -> Counter[tuple[str, str]]:
@@ -196,7 +215,7 @@ def state_bytes(plan: EnginePlan, between_steps: bool = False) -> Counter[tuple[
     for (what, tier), nbytes in state_parts(plan).items():
         by_kind[KINDS[what], tier] += nbytes
     if between_steps and not plan.settings.zero.keep_step_buffers:
-        by_kind["gradients", "device"] -= sum(f.gradient_bytes()["device"] for f in plan.trainable)
+        by_kind["gradients", "device"] -= device_gradients(plan)
     return by_kind
 
 

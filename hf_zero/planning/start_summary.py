@@ -9,15 +9,19 @@ from dataclasses import asdict
 from hf_zero.config import ZeroConfig, explaining
 from hf_zero.logging import counted, in_units, logger
 from hf_zero.optim.bf16_state import Bf16State
+from hf_zero.optim.elementwise import needs_whole_tensors
 from hf_zero.planning.checking import PreflightReport
 from hf_zero.zero.layout.attributes import attached, elements_of
 from hf_zero.zero.layout.engine_plan import EnginePlan
 
 
 def describe(report: PreflightReport) -> None:
-    """Log the summary and the written configuration; warn of an offload without effect."""
+    """Log the summary and the written configuration; warn of what the model or the optimizer leaves
+    without effect.
+    """
     logger.info("%s\n%s", summary(report), _shown(report.plan.settings))
     _tell_of_idle_offload(report.plan)
+    _tell_of_idle_updates(report.plan)
 
 
 def summary(report: PreflightReport) -> str:
@@ -130,6 +134,18 @@ def _tell_of_idle_offload(plan: EnginePlan) -> None:
             "(zero_optimization.stage3_param_persistence_threshold) and so stays whole on the "
             "device; set it to 0 to move them, or take offload_param out",
             f"{plan.persistence:,}",
+        )
+
+
+def _tell_of_idle_updates(plan: EnginePlan) -> None:
+    """Warn if the optimizer can make no update in the backward."""
+    optimizer, asked = plan.optimizer, plan.settings.zero.update_in_backward
+    if asked and optimizer is not None and needs_whole_tensors(optimizer):
+        logger.warning(
+            "zero_optimization.update_in_backward has no effect: %s combines numbers of whole "
+            "tensors in the step; use an optimizer that updates each element by itself (AdamW, "
+            "Lion, SGD), or remove the key",
+            type(optimizer).__name__,
         )
 
 

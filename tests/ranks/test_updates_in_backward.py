@@ -15,17 +15,20 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_zero
 from hf_zero.config import ZeroConfig
+from hf_zero.device.free_memory import Free
 from hf_zero.errors import PartitionError
 from hf_zero.ops import dispatch
 from hf_zero.ops.flat_tiles import Tiles
+from hf_zero.optim import Lamb
+from hf_zero.planning.needs import device_gradients, needs
 from hf_zero.zero.layout.training_state import GradientMemory
-from hf_zero.zero.reduce.reductions import IN_FLIGHT
 from tests.helpers.cells import in_turn
 from tests.helpers.checked_triton import checked_triton
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Block, Stack, seed_of, seeded
 from tests.helpers.offloads import ended, same
 from tests.helpers.optimizers import ELEMENTWISE
+from tests.helpers.plans import planned
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, Plan, adamw, trainable
 from tests.ranks.test_unused import HeadsJob
@@ -115,6 +118,19 @@ def test_what_prevents_it_is_said(keys, why, spelling):
     assert row.note.startswith(f"no effect: {why}") if why else "no effect" not in row.note
 
 
+def test_an_optimizer_of_whole_tensors_prevents_it_with_a_warning(caplog):
+    def run(rank: int, model: nn.Module) -> bool:
+        engine = opened(model, 2, True, lambda model: Lamb(trainable(model)))
+        engine.backward(loss_of(engine, At(0, 0, rank)))
+        begun = engine.updater.early is not None
+        engine.destroy()
+        return begun
+
+    with caplog.at_level("WARNING", "hf_zero"):
+        assert on_ranks(1, run, build=build) == [False]
+    assert "update_in_backward has no effect: Lamb" in caplog.text
+
+
 class Peak:
     """The largest number of bytes of gradients allocated at once since :meth:`begin`."""
 
@@ -128,12 +144,6 @@ class Peak:
                 self.nbytes = max(self.nbytes, sum(each.nbytes for each in self.memories))
 
         monkeypatch.setattr(GradientMemory, "set_allocated", noted)
-
-
-def in_flight(sizes: list[int], stage: int, ranks: int) -> int:
-    """The most bytes of gradients of consecutive flat buffers: whole ones are on the wire, too."""
-    count = IN_FLIGHT + 1 if stage < 2 and ranks > 1 else 1
-    return max(sum(sizes[at : at + count]) for at in range(len(sizes)))
 
 
 @in_turn("stage, ranks", [(0, 1), (2, 1), (1, 2), (2, 2), (3, 2)])
@@ -150,10 +160,25 @@ def test_a_backward_holds_the_gradients_of_few_units(stage, ranks, monkeypatch):
         engine.destroy()
         return sizes, peaks
 
+    zero = {"stage": stage, EARLY: True, **UNITS}
+    plan = planned(build(), config_of(stage, Plan(), zero_optimization=zero), ranks)
     for sizes, peaks in on_ranks(ranks, run, build=build):
-        limit = in_flight(sizes, stage, ranks)
-        assert len(sizes) > 4 and limit < sum(sizes)
-        assert max(peaks) <= limit, (sizes, peaks)
+        assert peaks == [device_gradients(plan)] * 3
+        assert max(sizes) <= peaks[0] < 0.8 * sum(sizes), (sizes, peaks)
+
+
+@in_turn("more, proposed", [({}, True), ({"gradient_clipping": 1.0}, False)])
+def test_it_is_proposed_where_it_makes_a_configuration_fit(more, proposed):
+    config = config_of(3, Plan(precision="bf16"), optimizer={"type": "AdamW", "params": {}}, **more)
+    early = {**config, "zero_optimization": {"stage": 3, EARLY: True}}
+    model = build()
+    whole, least = (
+        needs(planned(model, keys, 2, gpu=True)).device_bytes for keys in (config, early)
+    )
+    assert (least < whole) is proposed
+    free = Free(device=round((least + whole) / 2 / 0.8) if proposed else whole - 1, ram=1 << 30)
+    zero = hf_zero.propose(model, 2, free, config=config, stage=3).config["zero_optimization"]
+    assert zero.get(EARLY, False) is proposed and ("offload_optimizer" in zero) is not proposed
 
 
 # ---- the same bits ----
@@ -410,7 +435,7 @@ class Nested(nn.Module):
 def test_gradients_after_an_update_are_refused():
     def run(rank: int, model: nn.Module) -> None:
         engine = opened(model, 2, True)
-        with pytest.raises(PartitionError, match="blocks.1 came after their update.*reentrant"):
+        with pytest.raises(PartitionError, match=r"blocks\.1 came after their update.*reentrant"):
             engine.backward(engine(torch.randn(3, 16, requires_grad=True)).pow(2).mean())
         engine.destroy()
 
