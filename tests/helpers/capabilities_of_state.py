@@ -183,6 +183,16 @@ PLACEMENTS: dict[str, Row] = {
     "all in files": _placed("all in files", accumulation=2),
     "parameters on cpu": _placed("parameters on cpu"),
     "all on cpu, t5": _tied("all on cpu", "t5", (3,), precision="bf16"),
+    **{
+        f"updates in the backward, {way}": Row(
+            TWO_BLOCKS,
+            lambda stage, folder, way=way: {
+                "zero_optimization": {**offload(way, stage, folder), "update_in_backward": True}
+            },
+            traced=False,
+        ).only("oracle", "destroy", "resume")
+        for way in (DEVICE, "half on cpu")
+    },
 }
 PRECISIONS: dict[str, Row] = {
     precision: Row(

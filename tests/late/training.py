@@ -36,7 +36,8 @@ WIDTH, BLOCKS, ROWS = 48, 4, 4
 
 HOST = {"device": "cpu", "pin_memory": True}
 OPTIMIZER = {"offload_optimizer": HOST}
-AT_ONCE = {"offload_optimizer": {**HOST, "update_in_backward": True}}
+EARLY = {"update_in_backward": True}
+AT_ONCE = {**OPTIMIZER, **EARLY}
 PIECES = {"offload_optimizer": {**HOST, "buffer_size": 512}}
 BOTH = {**OPTIMIZER, "offload_param": HOST}
 HALF = {"offload_optimizer": {**HOST, "ratio": 0.5}}
@@ -61,6 +62,8 @@ JOBS: Jobs = {
     "stage 2, units that share messages": (2, SHARED, {}),
     "stage 3": (3, {}, {}),
     "stage 3, one micro-batch": (3, {}, ONCE),
+    "stage 1, updated in the backward": (1, EARLY, UNCLIPPED),
+    "stage 3, updated in the backward": (3, EARLY, UNCLIPPED),
     "stage 2, optimizer on the host": (2, OPTIMIZER, {}),
     "stage 2, optimizer on the host, one micro-batch": (2, OPTIMIZER, UNCLIPPED),
     "stage 2, optimizer on the host, updated in the backward": (2, AT_ONCE, UNCLIPPED),
