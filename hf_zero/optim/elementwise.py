@@ -164,11 +164,12 @@ def check(optimizer: Any, allowed: Iterable[str] = (), untested: bool = False) -
     )
 
 
-def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the update of ``optimizer`` combines numbers of whole tensors."""
+def updates_in_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` can update a part of the model before the rest: others combine numbers
+    of whole tensors, or may count the steps of a group.
+    """
     kind = type(optimizer)
-    base = update_base(adopted_class(kind) or kind)
-    return base is not None and issubclass(base, WholeTensorOptimizer)
+    return elementwise_base(adopted_class(kind) or kind) is not None
 
 
 def check_bf16(
@@ -193,7 +194,8 @@ def check_bf16(
             f"{kind.__name__} keeps moments in 8 bits, and {states} asks for bf16; remove that "
             f"key, which {masters} does not need, or use AdamW with it"
         )
-    if needs_whole_tensors(optimizer):
+    base = update_base(adopted_class(kind) or kind)
+    if base is not None and issubclass(base, WholeTensorOptimizer):
         raise UnsupportedOptimizerError(
             f"{kind.__name__} needs whole tensors in fp32, which {masters} and {states} do not "
             "keep; remove these keys, or use an optimizer that updates each element independently "

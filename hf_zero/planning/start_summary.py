@@ -9,7 +9,7 @@ from dataclasses import asdict
 from hf_zero.config import ZeroConfig, explaining
 from hf_zero.logging import counted, in_units, logger
 from hf_zero.optim.bf16_state import Bf16State
-from hf_zero.optim.elementwise import needs_whole_tensors
+from hf_zero.optim.elementwise import updates_in_parts
 from hf_zero.planning.checking import PreflightReport
 from hf_zero.zero.layout.attributes import attached, elements_of
 from hf_zero.zero.layout.engine_plan import EnginePlan
@@ -140,11 +140,11 @@ def _tell_of_idle_offload(plan: EnginePlan) -> None:
 def _tell_of_idle_updates(plan: EnginePlan) -> None:
     """Warn if the optimizer can make no update in the backward."""
     optimizer, asked = plan.optimizer, plan.settings.zero.update_in_backward
-    if asked and optimizer is not None and needs_whole_tensors(optimizer):
+    if asked and optimizer is not None and not updates_in_parts(optimizer):
         logger.warning(
             "zero_optimization.update_in_backward has no effect: %s combines numbers of whole "
-            "tensors in the step; use an optimizer that updates each element by itself (AdamW, "
-            "Lion, SGD), or remove the key",
+            "tensors, or may count the steps of a group; use an optimizer that is known to update "
+            "each element by itself (AdamW, Lion, SGD), or remove the key",
             type(optimizer).__name__,
         )
 

@@ -19,7 +19,7 @@ from hf_zero.device.free_memory import Free
 from hf_zero.errors import PartitionError
 from hf_zero.ops import dispatch
 from hf_zero.ops.flat_tiles import Tiles
-from hf_zero.optim import Lamb
+from hf_zero.optim import AdamW8bit, Lamb
 from hf_zero.planning.needs import device_gradients, needs
 from hf_zero.zero.layout.training_state import GradientMemory
 from tests.helpers.cells import in_turn
@@ -118,17 +118,30 @@ def test_what_prevents_it_is_said(keys, why, spelling):
     assert row.note.startswith(f"no effect: {why}") if why else "no effect" not in row.note
 
 
-def test_an_optimizer_of_whole_tensors_prevents_it_with_a_warning(caplog):
-    def run(rank: int, model: nn.Module) -> bool:
-        engine = opened(model, 2, True, lambda model: Lamb(trainable(model)))
+class Counting(torch.optim.SGD):
+    """One that the engine does not know, which counts the steps of its groups."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+
+
+@in_turn("kind", [Lamb, Counting])
+def test_some_optimizers_prevent_it_with_a_warning(kind, caplog):
+    def run(rank: int, model: nn.Module) -> tuple[bool, Any]:
+        known = {"elementwise_optimizers": ["Counting"]}
+        engine = opened(model, 2, True, lambda model: kind(trainable(model), lr=0.1), **known)
         engine.backward(loss_of(engine, At(0, 0, rank)))
         begun = engine.updater.early is not None
+        engine.step()
+        steps = engine.optimizer.param_groups[0].get("steps", 1)
         engine.destroy()
-        return begun
+        return begun, steps
 
     with caplog.at_level("WARNING", "hf_zero"):
-        assert on_ranks(1, run, build=build) == [False]
-    assert "update_in_backward has no effect: Lamb" in caplog.text
+        assert on_ranks(1, run, build=build) == [(False, 1)]
+    assert f"update_in_backward has no effect: {kind.__name__}" in caplog.text
 
 
 class Peak:
@@ -184,16 +197,17 @@ def test_it_is_proposed_where_it_makes_a_configuration_fit(more, proposed):
 # ---- the same bits ----
 
 
-@in_turn("name", ["amsgrad", "sgd", "lion", "adagrad", "nadam", "cpu adam"])
+@in_turn("name", ["amsgrad", "sgd", "lion", "adagrad", "nadam", "cpu adam", "8 bits"])
 def test_elementwise_optimizers(name):
     """In two groups, so that a flat buffer has several segments."""
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         thin = [p for p in trainable(model) if p.dim() == 1]
         thick = [p for p in trainable(model) if p.dim() > 1]
-        return ELEMENTWISE[name]([{"params": thick}, {"params": thin, "weight_decay": 0.0}])
+        chosen = ELEMENTWISE.get(name, lambda groups: AdamW8bit(groups, lr=1e-2))
+        return chosen([{"params": thick}, {"params": thin, "weight_decay": 0.0}])
 
-    alike(2, make, steps=3)
+    alike(2, make, steps=3, model_of=lambda: seeded(lambda: Stack(2, 64)))
 
 
 @in_turn(

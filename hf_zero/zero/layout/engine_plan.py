@@ -29,7 +29,7 @@ from hf_zero.offload.placement import PlacementRules, ShardSpec
 from hf_zero.offload.storage import StorageFormat, SubGroup, size_in_memory
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.cpu_base import names_in_8_bits
-from hf_zero.optim.elementwise import needs_whole_tensors
+from hf_zero.optim.elementwise import updates_in_parts
 from hf_zero.optim.fused import reads_16_bits
 from hf_zero.optim.offloaded_state import compressible, stored_format
 from hf_zero.optim.segments import group_runs, sub_groups
@@ -268,7 +268,7 @@ class EnginePlan:
         checks = settings.precision == "bf16" and settings.bf16.check_grad_overflow
         awaits = settings.gradient_clipping or settings.precision == "fp16" or checks
         unused = not settings.zero.ignore_unused_parameters
-        return not (awaits or unused or needs_whole_tensors(optimizer))
+        return updates_in_parts(optimizer) and not (awaits or unused)
 
     @cached_property
     def moments(self) -> int:
