@@ -225,8 +225,12 @@ class BoundOptimizer:
         table = self._table
         if table.resting:
             table.count_resting()
-        chosen = self._are_not_in(without) if without else None
-        written = self._step(chosen, grad_scale, found_inf, shards or {}, number)
+
+        def rest() -> list[Segment]:
+            return [s for s in table.stepped if not s.parts or s.parts[0].flat not in without]
+
+        segments = rest if without else lambda: table.stepped
+        written = self._step(segments, self._flats, grad_scale, found_inf, shards or {}, number)
         # A scheduler made after binding wraps ``optimizer.step`` to set this flag; the step above
         # does not call through that wrapper.
         optimizer._opt_called = True
@@ -242,38 +246,34 @@ class BoundOptimizer:
         """Make the update of ``flats`` alone, whose gradients share no memory with those of others.
         :meth:`step` makes that of the rest, with the hooks of the optimizer.
         """
-        self._step(self._are_in(flats), None, None, {}, number, hooks=False)
 
-    @staticmethod
-    def _are_in(flats: Collection[Flat]) -> Callable[[Segment], bool]:
-        return lambda segment: bool(segment.parts) and segment.parts[0].flat in flats
+        def segments() -> list[Segment]:
+            return [segment for flat in flats for segment in self._table.segments_of(flat)]
 
-    @staticmethod
-    def _are_not_in(flats: Collection[Flat]) -> Callable[[Segment], bool]:
-        return lambda segment: not segment.parts or segment.parts[0].flat not in flats
+        self._step(segments, flats, None, None, {}, number, hooks=False)
 
     def _step(
         self,
-        chosen: Callable[[Segment], bool] | None,
+        of_step: Callable[[], list[Segment]],
+        flats: Collection[Flat],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         shards: Mapping[str, Tensor],
         number: int,
         hooks: bool = True,
     ) -> set[str] | None:
-        """Step the segments that are ``chosen``, all if it is None. Return the keys of ``shards``
-        that have been written, None if nothing may change.
+        """Step the segments ``of_step``, those of ``flats``. Return the keys of ``shards`` that
+        have been written, None if nothing may change.
         """
         table, fused = self._table, self._fused
-        segments = [*filter(chosen, table.stepped)] if chosen else table.stepped
-        unused = frozenset[str]().union(*(flat.unused for flat in self._flats if flat.unused))
+        segments = of_step()
+        unused = frozenset[str]().union(*(flat.unused for flat in flats if flat.unused))
         if unused:
             left_out = table.leave_out([s for s in segments if s.parts], unused)
-            segments = [*filter(chosen, table.stepped)] if chosen else table.stepped
-            segments = [segment for segment in segments if segment not in left_out]
+            segments = [segment for segment in of_step() if segment not in left_out]
         if not segments and not hooks:
             return set()
-        if fused.ready and fused.takes(table.stepped):
+        if fused.ready and fused.takes(table.stepped if hooks else segments):
             written = fused.step(
                 table.device.regions, table.stepped, segments, grad_scale, found_inf, shards, hooks
             )

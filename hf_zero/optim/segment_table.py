@@ -147,19 +147,25 @@ class SegmentTable:
         for tensor, segment in self._segment_of.items():
             self._optimizer.param_groups[segment.group]["params"].append(tensor)
 
-    def parts_between(self, flat: Flat, first: int, last: int) -> list[tuple[Segment, SegmentPart]]:
-        """Return the parts of ``flat`` with elements ``[first, last)`` of its owned range, each
-        with its segment.
-        """
+    def _parts_of(self, flat: Flat) -> list[tuple[Segment, SegmentPart]]:
+        """Return the parts of ``flat`` in the order of its elements, each with its segment."""
         if not self._parts:
             for segment in self.segments:
                 for part in segment.parts:
                     self._parts.setdefault(part.flat.key, []).append((segment, part))
             for parts in self._parts.values():
                 parts.sort(key=lambda found: found[1].start)
-        parts = self._parts.get(flat.key, [])
+        return self._parts.get(flat.key, [])
+
+    def parts_between(self, flat: Flat, first: int, last: int) -> list[tuple[Segment, SegmentPart]]:
+        """Return the parts of ``flat`` with elements ``[first, last)`` of its owned range."""
+        parts = self._parts_of(flat)
         begin = bisect_right(parts, first, key=lambda found: found[1].stop)
         return parts[begin : bisect_left(parts, last, key=lambda found: found[1].start)]
+
+    def segments_of(self, flat: Flat) -> list[Segment]:
+        """Return the segments of ``flat``."""
+        return [segment for segment, _ in self._parts_of(flat)]
 
     def state_of(self, segment: Segment) -> DeviceState | OffloadedState:
         """Return the store that keeps the state of ``segment``."""
