@@ -16,9 +16,10 @@ import torch
 from upath import UPath
 
 from hf_zero.checkpoint.memory import saving
-from tests.checkpoint.setups import Setup, train
+from tests.checkpoint.setups import WINDOW, Setup, train
 from tests.helpers.engines import full_weights
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tensor_parallel import MODELS
 
 Ended = tuple[int, list[float], dict[str, torch.Tensor], Any]  # of a rank, see attempt
 
@@ -26,21 +27,43 @@ Ended = tuple[int, list[float], dict[str, torch.Tensor], Any]  # of a rank, see 
 @dataclass(frozen=True)
 class Kept(Setup):
     """``hosts``: the host of each rank, a letter each. ``more``: further keys of
-    ``checkpoint.memory``.
+    ``checkpoint.memory``. ``keys``: further keys of the configuration, those of zero_optimization
+    merged. ``together``: ranks that read one batch.
     """
 
     hosts: str = "ab"
     base: Path = Path()
     more: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    keys: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    together: int = 1
 
     @property
     def config(self) -> dict[str, Any]:
         memory = {"every": 1, "folder": str(self.base), "job": "job", **self.more}
-        return {**super().config, "checkpoint": {"memory": memory}}
+        config = {**super().config, **self.keys, "checkpoint": {"memory": memory}}
+        config["gradient_accumulation_steps"] = WINDOW * self.together // self.ranks
+        more = self.keys.get("zero_optimization", {})
+        config["zero_optimization"] = {**super().config["zero_optimization"], **more}
+        return config
+
+    def models(self) -> list[torch.nn.Module]:
+        if not self.keys:
+            return super().models()
+        return [MODELS[self.model].build() for _ in range(self.ranks)]
 
     def train(self, engine: Any, rank: int, steps: range) -> list[float]:
         """Losses of this rank's micro-batches in ``steps``."""
-        return train(engine, rank, steps, self.model)
+        if not self.keys:
+            return train(engine, rank, steps, self.model)
+        losses = []
+        for step in steps:
+            for micro in range(engine.gradient_accumulation_steps()):
+                batch = MODELS[self.model].batch(step, micro, rank // self.together)
+                loss = engine(**batch).loss
+                losses.append(float(loss.detach()))
+                engine.backward(loss)
+                engine.step()
+        return losses
 
     def at(self, tmp_path: Path) -> Any:
         (tmp_path / "disk").mkdir(parents=True, exist_ok=True)

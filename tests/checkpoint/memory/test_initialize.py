@@ -1,11 +1,14 @@
 """``initialize(resume=...)`` and loads of scripts whose generations are in memory; ranks that share
-layers; saves on disk that a thread takes from a generation, without a second copy of the state.
+layers, experts or shards, and stages; saves on disk that a thread takes from a generation, without
+a second copy of the state.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+import shutil
 import threading
 from collections.abc import Callable
 from itertools import chain
@@ -27,9 +30,12 @@ from tests.checkpoint.memory.jobs import Kept, attempt, firsts, hosts, same, who
 from tests.checkpoint.memory.test_generations import flip
 from tests.checkpoint.setups import held
 from tests.checkpoint.test_resume import Rows, config, net, train
+from tests.helpers.engines import full_weights
+from tests.helpers.processes import run_processes
 from tests.helpers.stacks import on_ranks
+from tests.parallel import pipelines
 
-__all__ = ["hosts"]
+__all__ = ["held", "hosts"]
 
 
 def settings_of(tmp_path: Path, every: int = 1, on_disk: bool = True) -> dict[str, Any]:
@@ -149,8 +155,57 @@ def test_buffers_that_ranks_change_by_themselves_are_those_of_rank_0(tmp_path):
 # ---- ranks that share layers, experts or shards ----
 
 
-__all__ = ["held", "hosts"]
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+SECONDARY = {"zero_optimization": {"zero_hpz_partition_size": 2}}
+SHARED = {
+    "layers": Kept(model="llama", keys={"tensor_parallel": {"autotp_size": 2}}, together=2),
+    "experts": Kept(model="mixtral", keys=EXPERTS),
+    "secondary shards": Kept(4, model="llama", hosts="aabb", keys=SECONDARY),
+}
 
+
+@pytest.mark.parametrize("row", SHARED)
+def test_a_restart_without_a_host_is_exact(row: str, tmp_path: Path) -> None:
+    setup = SHARED[row].at(tmp_path)
+    attempt(setup, range(2))
+    shutil.rmtree(setup.folder_of("b"))
+    resumed = attempt(setup, range(3), tmp_path / "disk")
+    assert firsts(resumed) == {2}
+    same(resumed, whole(setup, 3))
+
+
+def in_stages(rank: int, tmp_path: Path) -> Any:
+    """Three attempts of one job in two stages: uninterrupted, ended, and resumed without a host."""
+    os.environ["HF_ZERO_HOST"] = "ab"[rank]
+    made = []
+    for base, steps, resumes in (("other", 3, False), ("memory", 2, False), ("memory", 3, True)):
+        saving._claimed.clear()  # the engines of the attempt before are gone with its processes
+        memory = {"every": 1, "folder": str(tmp_path / base), "job": "job"}
+        keys = pipelines.config(4, 1, checkpoint={"memory": memory})
+        made_of = {"model": pipelines.pipeline(2, 2), "optimizer": pipelines.sgd}
+        engine = hf_zero.initialize(**made_of, config=keys)[0]
+        if resumes:
+            if rank == 1:
+                shutil.rmtree(engine.memory.folder(engine.memory.base))
+            engine.load_checkpoint(str(tmp_path / "disk"))
+        first = engine.global_steps
+        data = pipelines.batches(4 * steps)
+        windows = [iter(data[4 * step : 4 * step + 4]) for step in range(first, steps)]
+        losses = [float(engine.train_batch(window)) for window in windows]
+        weights = {name: p.detach().clone() for name, p in full_weights(engine).items()}
+        engine.memory.wait()
+        made.append((first, losses, weights, None))
+    return made
+
+
+@pytest.mark.long
+def test_stages_of_a_pipeline_resume(tmp_path: Path) -> None:
+    uninterrupted, _, resumed = zip(*run_processes(2, in_stages, tmp_path))
+    assert firsts(resumed) == {2}
+    same(resumed, uninterrupted)
+
+
+# ---- saves on disk that are taken from a generation ----
 COPIES: list[str] = []  # files that saves on disk have copied to staging memory
 
 
