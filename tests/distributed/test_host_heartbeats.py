@@ -328,3 +328,21 @@ def test_connections_to_an_unreachable_host_are_shut_down_and_no_others(
         shared.sever()  # the hosts are containers of one network
         client.sendall(b"y")
         assert server.accept()[0].recv(1) == b"y"
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_start_costs_the_store_what_hosts_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Counted:
+        def __init__(self, store: Any) -> None:
+            self._store = store
+
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return getattr(self._store, name)
+
+    monkeypatch.setattr(dist, "HashStore", lambda make=dist.HashStore: Counted(make()))
+    assert learnt(monkeypatch, ["a", "b", "c"]) is not None
+    of_the_test, own = asked[:2], asked[2:]
+    assert of_the_test == ["set", "set"] and own == ["add", "set", "multi_get", "set", "get"]

@@ -272,8 +272,6 @@ def test_serving_ends_with_what_is_served(quick: None) -> None:
 
 # ---- requests ----
 
-MANY, ON_A_HOST = 64, 8
-
 
 def test_ranks_of_unknown_hosts_are_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
