@@ -233,6 +233,22 @@ def test_a_file_without_any_known_key_is_refused() -> None:
             migrate(written, "config file ds.json")
 
 
+def test_what_leaves_accelerates_section_and_what_stays() -> None:
+    """TRL's example for long sequences has the first key."""
+    names = {"seq_parallel_communication_data_type": "bf16", "sparse_gradients": True}
+    before = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, **names}}
+    migration = migrate(before | {"fsdp_config": {}})
+    found = outcomes(migration.findings)
+    assert [found[f"deepspeed_config.{name}"][0] for name in names] == ["no effect", "left out"]
+    assert migration.runs and migration.after["deepspeed_config"] == {"zero_stage": 3}
+    assert found["fsdp_config"] == ("no effect", "it is empty")
+    assert list(migration.after) == list(before)  # in the order of the file
+    section = {"zero_stage": 2, "offload_optimizer_device": "none"}
+    wrong = migrate({"deepspeed_config": section | {"zero_stag": 3}, "num_processes": 2})
+    assert outcomes(wrong.findings)["deepspeed_config.zero_stag"][0] == "to fix"
+    assert wrong.after["deepspeed_config"] == section
+
+
 def test_a_launcher_of_several_hosts_that_starts_deepspeed_becomes_standard() -> None:
     key = "deepspeed_multinode_launcher"
     written = {"deepspeed_config": {"zero_stage": 3, key: "pdsh"}, "num_machines": 2}

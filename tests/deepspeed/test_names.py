@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -269,3 +270,30 @@ def test_init_on_one_rank_leaves_parameters_whole_and_takes_every_argument(
     zero_init.Init(module=layer)
     zero_init.register_external_parameter(layer, layer.weight)
     assert zero_init.zero_wrapper_for_fp_tensor_constructor(torch.zeros, torch.half) is torch.zeros
+
+
+def test_only_making_a_model_takes_the_ordinary_path(plain_process: None, tmp_path: Path) -> None:
+    """Resized embeddings, generation and the Trainer must go on knowing that the model is
+    sharded.
+    """
+    import transformers.modeling_utils as modeling
+    from transformers import BertConfig, BertModel
+    from transformers.integrations import HfDeepSpeedConfig
+
+    class Asking(BertModel):
+        def __init__(self, config: BertConfig) -> None:
+            answers.append(modeling.is_deepspeed_zero3_enabled())
+            super().__init__(config)
+
+    answers: list[bool] = []
+    kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    assert modeling.is_deepspeed_zero3_enabled() and kept.is_zero3()
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = BertConfig(vocab_size=16, intermediate_size=8, **sizes)
+    made = Asking._from_config(config)
+    assert answers == [False] and modeling.is_deepspeed_zero3_enabled()
+    made.save_pretrained(tmp_path)
+    for model in (made, BertModel.from_pretrained(tmp_path)):
+        facts: list[Any] = list(model.parameters())
+        assert len({p.ds_id for p in facts}) == len(facts)
+        assert all(p.ds_shape == p.shape and p.ds_status.name == "AVAILABLE" for p in facts)

@@ -1,20 +1,27 @@
-"""Layers of a pipeline, the engine on one rank, and a script by DeepSpeed's names."""
+"""Layers and communicators of a pipeline, the engine on one rank, a script by DeepSpeed's names."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 import hf_zero
+from hf_zero.distributed import flat_mesh, stage_messages
+from hf_zero.distributed.collective_log import CollectiveStats
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
+from hf_zero.distributed.stage_messages import StageMessages
+from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError, PipelineError, RankMismatchError, UnmanagedWindowError
 from hf_zero.parallel.expert.moe_layer import MoE
 from hf_zero.parallel.pipeline.module import LayerSpec, PipelineModule, bounds_of
@@ -397,3 +404,45 @@ def _order(engine, epoch):
     sampler = engine.training_dataloader.data_sampler
     sampler.set_epoch(epoch)
     return list(sampler)
+
+
+# ---- messages ----
+
+
+DEVICE = torch.device("cuda", 0)
+
+
+def test_the_communicator_is_made_with_its_group(monkeypatch):
+    """All ranks of a pipeline have to come to it, and messages are between two of them."""
+    dims, reduced = ParallelDims.over(6, pipeline=3), list[Any]()
+    world = SimpleNamespace(watchdog=Watchdog(enabled=False))
+    groups: Any = SimpleNamespace(
+        dims=dims,
+        rank=3,
+        device=DEVICE,
+        stats={"pipeline": CollectiveStats()},
+        along=lambda axis: None,
+    )
+    bound = []
+
+    def new_group(ranks, timeout, backend, device_id):
+        bound.append((backend, device_id))
+        return tuple(ranks)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: reduced.append((tensor, group)))
+    monkeypatch.setattr(torch, "zeros", lambda size, device: (size, device))
+    monkeypatch.setattr(stage_messages, "get_world_group", lambda: world)
+    monkeypatch.setattr(stage_messages, "backend_serving", lambda device: "gloo")
+    monkeypatch.setattr(stage_messages, "group_backend", lambda device: "nccl")
+    monkeypatch.setattr(stage_messages, "backends_of_parts", lambda: "cpu:gloo,cuda:nccl")
+    environ: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environ)
+    messages = StageMessages.over(groups, "engine 1", 5.0)
+    assert environ == {stage_messages.WARNING: "0"}
+    assert messages.ranks == [1, 3, 5]
+    assert reduced == [((1, DEVICE), (1, 3, 5))]
+    # NCCL would make others for messages that are in no batch
+    assert bound == [("cpu:gloo,cuda:nccl", DEVICE)] * 2
+    monkeypatch.setattr(dist, "all_reduce", None)  # the host needs none
+    flat_mesh.connect(None, (0, 1), torch.device("cpu"), Watchdog(enabled=False), "an axis")

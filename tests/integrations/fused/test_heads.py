@@ -125,6 +125,15 @@ def test_a_masked_head_runs_for_labelled_tokens_alone(
     assert len(rows) >= 3 and set(rows) == {int((given["labels"] != -100).sum())}
 
 
+@pytest.mark.parametrize("name", ["llama", "distilbert"])
+def test_by_the_kernel_in_the_interpreter_too(
+    name: str, monkeypatch: pytest.MonkeyPatch, checked_triton: Any
+) -> None:
+    monkeypatch.setenv("HF_ZERO_TRITON", "1")
+    plain, fused = fused_pair(name)
+    assert_same_step(fused, plain)
+
+
 @in_one_item(["llama", "mixtral, with its routers' loss", "bert", "t5"])
 def test_the_model_divides_as_it_does_by_itself(name: str) -> None:
     for count in (23, torch.tensor(23)):
