@@ -129,3 +129,13 @@ def test_no_path_secret_or_markup_reaches_the_card(copy: Path, tmp_path: Path) -
     card = ModelCard.load(tmp_path / "out" / "README.md").text
     for secret in (SECRET, FOLDER, "<b>", "train.py", os.uname().nodename, str(tmp_path)):
         assert secret not in card, secret
+
+
+def test_resumptions_that_the_run_went_back_behind_are_left_out(copy: Path, tmp_path: Path) -> None:
+    rows = list(read_rows(copy))
+    first = next(row for row in rows if "run" in row)
+    starts = [first | {"after_step": step, "repeated_steps": step} for step in (1, 3, 2)]
+    kept = [row for row in rows if "step" in row]
+    (copy / NAME).write_text("".join(f"{json.dumps(row)}\n" for row in [first, *starts, *kept]))
+    resumed = rows_of(copy, tmp_path / "out")["resumed from"]
+    assert resumed == "step 1 (1 step repeated), step 2 (2 steps repeated)"

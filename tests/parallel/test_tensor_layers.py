@@ -21,7 +21,7 @@ import hf_zero
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import RankMismatchError
 from hf_zero.parallel.tensor import agreement
-from hf_zero.parallel.tensor.axis import SharedInputs
+from hf_zero.parallel.tensor.axis import SharedInputs, TensorAxis, WeightGradients
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.cells import in_one_item
 from tests.helpers.dropout import dropout_by
@@ -120,6 +120,41 @@ _WAYS: dict[str, Callable[[Any, Any, Any], Any]] = {
         for end in range(2)
     ],
 }  # fmt: skip
+
+
+def test_weights_are_between_the_launch_of_a_sum_and_its_wait(monkeypatch):
+    order: dict[int, list[str]] = {}
+    launch, compute = TensorAxis.launch_sum, WeightGradients.compute
+
+    def launched(self, x, name):
+        seen = order.setdefault(self.rank, [])
+        seen.append(f"launch {name}")
+        total, under_way = launch(self, x, name)
+        wait = under_way.wait
+        monkeypatch.setattr(under_way, "wait", lambda: (seen.append("wait"), wait()))
+        return total, under_way
+
+    def computed(self, x):
+        found = compute(self, x)
+        seen = order[get_parallel().along("tensor").rank]
+        seen.append(f"{sum(each is not None for each in found)} weights")
+        return found
+
+    monkeypatch.setattr(TensorAxis, "launch_sum", launched)
+    monkeypatch.setattr(WeightGradients, "compute", computed)
+
+    def run(model):
+        loss = _loss(model)
+        seen = order[get_parallel().along("tensor").rank]
+        seen.clear()
+        loss.backward()
+        return list(seen)
+
+    wanted = ["launch lm_head", "1 weights", "wait"]
+    for number in (1, 0):
+        for part, weights in (("mlp", "2 weights"), ("self_attn", "3 weights")):
+            wanted += [f"launch model.layers.{number}.{part}", weights, "wait"]
+    assert _on_ranks(run) == [wanted, wanted]
 
 
 @in_one_item(_WAYS)

@@ -133,6 +133,27 @@ def test_what_is_saved_after_a_load_of_an_earlier_step_prevails(step: int, tmp_p
 # ---- several attempts ----
 
 
+def test_the_branch_that_was_left_is_not_resumed(tmp_path, monkeypatch):
+    """After a load of an earlier step, and a clock that was set back, a process ends between the
+    commit of the next generation and the removal of the later one.
+    """
+    monkeypatch.setattr(saving.MemoryCheckpoints, "_drop_later", lambda *_: None)
+    setup = Kept(1, hosts="a").at(tmp_path)
+
+    def save(engine, rank):
+        train(engine, rank, range(1))
+        engine.save_checkpoint(setup.folder, "early")
+        train(engine, rank, range(1, 3))
+        engine.load_checkpoint(setup.folder, "early")
+
+    attempt(setup, range(1, 2), before=save)
+    resumed = attempt(setup, range(2), tmp_path / "disk")
+    assert firsts(resumed) == {2}
+    monkeypatch.setattr(job_folders.time, "time_ns", lambda: 0)
+    attempt(setup, range(1))
+    assert firsts(attempt(setup, range(2), tmp_path / "none")) == {1}
+
+
 def kept_aside(setup: Kept, host: str, tmp_path: Path, other: Any) -> list[Any]:
     """After an attempt and, elsewhere, ``other``, ``host`` comes back with what the first left."""
     attempt(setup, range(SAVED))
