@@ -5,6 +5,10 @@ dtype and stride, NaN, shapes without elements.
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hf_zero import checkpoint
+from hf_zero.checkpoint.engine_state import rng_states
 from hf_zero.checkpoint.tensorfile import CODES
 from tests.checkpoint.jobs import (
     TWO,
@@ -27,6 +32,7 @@ from tests.checkpoint.jobs import (
     small,
     state_of,
 )
+from tests.helpers.processes import forkserver
 
 
 def loaded(job: Job, folder: Path, before=lambda engine: None, **options):
@@ -141,6 +147,43 @@ def test_random_generators_come_back_on_request(tmp_path, heard):
     loaded(Job(2, 3), tmp_path, lambda engine: torch.manual_seed(5), load_rng=True)
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(5).get_state())
     assert "random generators are not restored on 2 ranks" in heard[0]
+
+
+class Slow:
+    """Garbage in a cycle, whose collection lets the other thread run."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        time.sleep(0.002)
+
+
+def look() -> None:
+    for _ in range(200):
+        Slow()
+        rng_states()
+        rng_states()
+
+
+def look_twice() -> None:
+    gc.freeze()  # else each collection looks at all that the process has imported
+    gc.set_threshold(2)
+    looking: list[Any] = [threading.Thread(target=look) for _ in range(2)]
+    for each in looking:
+        each.start()
+    for each in looking:
+        each.join()
+    os._exit(0)
+
+
+def test_garbage_that_is_collected_while_two_threads_read_the_generator():
+    process = forkserver().Process(target=look_twice)
+    process.start()
+    process.join(60)
+    ended = process.exitcode
+    process.kill()
+    assert ended == 0, "the threads wait for each other"
 
 
 # ---- tensors as models have them ----
