@@ -154,6 +154,19 @@ def test_a_rank_of_another_host_says_the_reason_itself(monkeypatch) -> None:
         assert said in uncaught.described(follows, None)
 
 
+def test_torchrun_reads_the_error_of_the_rank_that_failed_alone(
+    seen, monkeypatch, tmp_path
+) -> None:
+    read = tmp_path / "error.json"
+    monkeypatch.setenv("RANK", "1"), monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(read))
+    follows = RankMismatchError("rank 0 could not open its files")
+    follows.failed_rank = 0
+    end_with(follows)
+    assert not read.exists()
+    end_with(ConfigError("wrong"))
+    assert '"ConfigError: wrong"' in read.read_text()
+
+
 @in_turn(
     "code, given, said",
     [
