@@ -148,15 +148,18 @@ def test_what_the_job_holds_does_not_grow(tmp_path):
 
 def between_hosts(rank):
     """Gathered numbers, and the maximum, between the hosts of a device's ranks."""
-    groups = DimGroups(None, None, "nccl", torch.device("cpu"))
-    axis = MeshDim(range(3), rank, groups, CollectiveStats(), Watchdog(enabled=False))
+    stats, off = CollectiveStats(), Watchdog(enabled=False)
+    axis = MeshDim(range(3), rank, DimGroups(None, None, "nccl", torch.device("cpu")), stats, off)
     axis._follows = torch.device("cuda")  # whose messages no backend here takes
     assert axis.host_messages_on == torch.device("cpu")
     whole = torch.empty(3, 2, dtype=torch.int64)
     axis.all_gather([(whole.view(-1), torch.tensor([rank, 7 * rank]))], "numbers").wait()
-    return whole, axis.maximum_on_hosts([rank, -rank, int(rank == 1)], "numbers")
+    most = torch.tensor([rank, -rank, int(rank == 1)])
+    plain = MeshDim(range(3), rank, DimGroups(None, None, "gloo"), stats, off)
+    plain.all_reduce(most, "a few numbers", maximum=True).wait()
+    return whole, axis.maximum_on_hosts([rank, -rank, int(rank == 1)], "numbers"), most.tolist()
 
 
 def test_hosts_tell_each_other_numbers_beside_a_device():
-    for whole, largest in run_processes(3, between_hosts, timeout=300):
-        assert whole.tolist() == [[0, 0], [1, 7], [2, 14]] and largest == [2, 0, 1]
+    for whole, largest, most in run_processes(3, between_hosts, timeout=300):
+        assert whole.tolist() == [[0, 0], [1, 7], [2, 14]] and largest == most == [2, 0, 1]
