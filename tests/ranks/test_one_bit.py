@@ -129,6 +129,35 @@ def keeps_what_is_wanted(states):
         torch.testing.assert_close(whole(1), whole(0) + errors, rtol=1e-5, atol=1e-6)
 
 
+@in_turn("kind", ["1-bit Adam", "local steps"])
+def test_an_overflow_on_one_rank_leaves_what_is_yet_to_be_sent(kind):
+    """Also in a local step."""
+    plan = Plan(precision="fp16", scale=16.0)
+
+    def run(rank, model):
+        engine = opened(model, kind, plan)
+        run_steps(engine, rank, range(9))
+        one_bit, before = one_bit_steps(engine), state_of(engine)
+        local = list(one_bit._local._of.values()) if kind == "local steps" else []
+        moved = [each._moved.clone() for each in local]
+        assert bool(moved) == (kind == "local steps") and (not moved or one_bit._local.pending)
+        loss = squared(engine, At(9, 0, rank), plan.dtype)
+        engine.backward(loss * (1e9 if rank == 1 else 1.0))
+        engine.step()
+        assert not engine.was_step_applied()
+        assert all(torch.equal(each._moved, was) for each, was in zip(local, moved))
+        for key, state in state_of(engine).items():
+            for name, value in state.items():
+                if name != "layout" and value is not None:
+                    assert torch.equal(value, before[key][name]), (key, name)
+        run_steps(engine, rank, range(10, 13))
+        assert engine.was_step_applied()
+        return full_weights(engine)
+
+    one, other = on_ranks(2, run)
+    same(other, one, exact=True)
+
+
 @in_turn("kind, precision", [("1-bit Adam", "bf16"), ("local steps", "fp32")])
 def test_writes_between_steps_count(precision, kind):
     """To whole parameters, to master weights, and to a rank's own part."""
