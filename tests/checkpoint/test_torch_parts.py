@@ -23,9 +23,11 @@ import hf_zero
 from hf_zero.checkpoint.tensor_part import TensorPart
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.box import Box
-from tests.helpers.engines import config_of, start
+from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
+from tests.helpers.offloads import offload, opened, same
 from tests.helpers.oracle import compare_tensors
+from tests.helpers.parts import whole
 from tests.helpers.stacks import by_hand, on_ranks, run_steps
 
 # ---- parts ----
@@ -80,6 +82,47 @@ def test_what_is_staged_or_copied_is_a_part_and_other_operations_are_refused():
 # ---- engines that keep state in host memory or files ----
 
 RANKS, SAVED_AFTER, STEPS = 2, 2, 4
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def test_states_of_an_engine_whose_state_is_in_files(tmp_path):
+    """Parts are the elements of this rank; training goes on from them."""
+
+    def saved(rank, model):
+        engine = opened(model, offload("all in files", 3, tmp_path))
+        run_steps(engine, rank, range(SAVED_AFTER))
+        weights, states = get_state_dict(engine.module, engine.optimizer)
+        gathered = {
+            name: [hf_zero.safe_get_full_fp32_param(p)]
+            + [hf_zero.safe_get_full_optimizer_state(p, key) for key in MOMENTS]
+            for name, p in engine.module.named_parameters()
+        }
+        run_steps(engine, rank, range(SAVED_AFTER, STEPS))
+        ended = full_weights(engine)
+        engine.destroy()
+        return weights, states, gathered, ended
+
+    found = on_ranks(RANKS, saved)
+    for name, gathered in found[0][2].items():
+        states = [each[1]["state"][name] for each in found]
+        assert all(each["step"] == SAVED_AFTER for each in states), name
+        parts = [[each[0][name] for each in found]]
+        parts += [[each[key] for each in states] for key in MOMENTS]
+        for own, want in zip(parts, gathered, strict=True):
+            assert torch.equal(whole(own), want), name
+
+    def resumed(rank, model):
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+        engine = opened(model, offload("all in files", 3, tmp_path))
+        names = {"model_state_dict": found[rank][0], "optim_state_dict": found[rank][1]}
+        set_state_dict(engine.module, engine.optimizer, **names)
+        run_steps(engine, rank, range(SAVED_AFTER, STEPS))
+        ended = full_weights(engine)
+        engine.destroy()
+        return ended
+
+    same(on_ranks(RANKS, resumed)[0], found[0][3], exact=True)
 
 
 # ---- converted checkpoints ----
