@@ -28,6 +28,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
 import re
 import socket
 import subprocess
@@ -267,15 +268,23 @@ def merged(run: Run, ranks: list[dict[str, Any]], folder: Path) -> dict[str, Any
     return found
 
 
-def on_threads(run: Run, base: Path) -> dict[str, Any]:
-    """The run on ranks that are threads of this process."""
+def seed() -> None:
+    """Seed the generators, whose states are in a checkpoint."""
+    import numpy as np
     import torch
 
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+
+
+def on_threads(run: Run, base: Path) -> dict[str, Any]:
+    """The run on ranks that are threads of this process."""
     from tests.helpers.ranks import run_ranks
 
     folder = folder_for(run, base)
     models = [[build_model(), build_model()] for _ in range(RANKS)]
-    torch.manual_seed(5)
+    seed()
     return merged(
         run, run_ranks(RANKS, lambda rank: train(rank, models[rank], run, folder)), folder
     )
@@ -321,7 +330,7 @@ def as_rank(base: Path, names: list[str]) -> None:
     for run in (run for run in RUNS if run.name in names):
         folder = folder_for(run, base)
         models = [build_model(), build_model()]
-        torch.manual_seed(5)
+        seed()
         found = train(rank, models, run, folder)
         (folder / f"rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
