@@ -257,6 +257,43 @@ def test_parameters_that_no_rank_uses_stay_as_they_are():
     alike(2, job.optimizer, 2, 5, lambda engine, at: job.loss(driver(engine), at), job.build)
 
 
+class Gains(nn.Module):
+    """A layer with two gains, of which a forward uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.gains = nn.ParameterList(torch.ones(16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, gain: int) -> torch.Tensor:
+        return x + torch.tanh(self.layer(x)) * self.gains[gain]
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gains() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, gain: int) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, gain)
+        return x
+
+
+def inputs(at: At) -> torch.Tensor:
+    return torch.randn(3, 16, generator=torch.Generator().manual_seed(seed_of(*astuple(at))))
+
+
+def test_unused_parameters_in_one_of_the_flat_buffers_of_a_unit():
+    """The weights are sharded, and the gains, in another flat buffer, are not."""
+
+    def loss(engine: Any, at: At) -> torch.Tensor:
+        return engine(inputs(at), int(at.step > 0)).pow(2).mean()
+
+    zero = {"stage3_param_persistence_threshold": 100}
+    alike(3, loss=loss, model_of=lambda: seeded(Chosen), zero=zero)
+
+
 def driver(engine: Any) -> Any:
     """``engine`` as a net of a job."""
     engine.dtype = torch.float32

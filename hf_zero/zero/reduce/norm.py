@@ -232,27 +232,27 @@ class Usage:
             axis.all_reduce(words, f"used parameters of {unit.label}", ordered=True),
         )
 
-    def receive(self, unit: Unit) -> torch.Tensor:
-        """Set the unused parameters of ``unit``, unless that has been done. Return the message."""
-        if unit not in self._units:
-            return self._received[unit]
-        words, handle = self._units.pop(unit)
-        handle.wait()
-        shards, repeats, _ = self._mesh.sums
-        if shards.size > 1 and repeats.size > 1:
-            repeats.all_reduce(words, f"used parameters of {unit.label}", ordered=True).wait()
-        if _complete(unit.trainable):
-            _mark_idle(unit.trainable)
+    def receive(self, unit: Unit, flats: Sequence[FlatBuffer]) -> None:
+        """Set the unused parameters of ``flats``, flat buffers of ``unit`` that are reduced: what
+        was set before that does not remain.
+        """
+        if unit in self._units:
+            words, handle = self._units.pop(unit)
+            handle.wait()
+            shards, repeats, _ = self._mesh.sums
+            if shards.size > 1 and repeats.size > 1:
+                repeats.all_reduce(words, f"used parameters of {unit.label}", ordered=True).wait()
+            self._received[unit] = words
+        if _complete(flats):
+            _mark_idle(flats)
         else:
-            self._read(unit.trainable, words)
-        self._received[unit] = words
-        return words
+            self._read(unit.trainable, self._received[unit])
 
     def has_all(self, unit: Unit) -> bool:
         """Whether :meth:`receive` has found a gradient of each parameter of ``unit`` on each rank.
         Equal on all ranks.
         """
-        counts = self.counts(unit.trainable, self.receive(unit))
+        counts = self.counts(unit.trainable, self._received[unit])
         return min(map(min, counts)) == self._mesh.world
 
     def drop(self) -> None:

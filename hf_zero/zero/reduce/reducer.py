@@ -554,7 +554,7 @@ class Reducer:
             or (flat.gradient.offloaded and self._offload is not None and self._offload.is_adding)
         ):
             return
-        self._usage.receive(unit)
+        self._usage.receive(unit, together)
         # In the first backward of a kind more gradients may follow, unless all ranks have all.
         if backward.key not in self._known and not (
             self._batch.alone and self._usage.has_all(unit)
