@@ -294,6 +294,36 @@ def test_unused_parameters_in_one_of_the_flat_buffers_of_a_unit():
     alike(3, loss=loss, model_of=lambda: seeded(Chosen), zero=zero)
 
 
+class Detached(nn.Module):
+    """The first of the blocks also reads a weight of the last one, which gets no gradient there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.blocks[-1].up.weight.detach()
+        for at, block in enumerate(self.blocks):
+            x = block(x)
+            if at == 0:
+                x = x + x @ weight.T @ weight
+        return x
+
+
+@in_turn("stage, ranks, precision", [(0, 1, "fp32"), (1, 2, "fp32"), (2, 1, "fp32")])
+@pytest.mark.parametrize("offload", [{}, {"offload_optimizer": {"device": "cpu"}}])
+def test_reads_of_a_weight_after_its_update_are_refused(stage, ranks, precision, offload):
+    def run(rank: int, model: nn.Module) -> None:
+        engine = opened(model, stage, True, precision=precision, zero=offload)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            engine.backward(engine(inputs(At(0, 0, rank))).pow(2).mean())
+        with pytest.raises(PartitionError, match="load a checkpoint"):
+            engine.step()
+        engine.destroy()
+
+    on_ranks(ranks, run, build=lambda: seeded(Detached))
+
+
 def driver(engine: Any) -> Any:
     """``engine`` as a net of a job."""
     engine.dtype = torch.float32
