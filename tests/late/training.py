@@ -185,6 +185,7 @@ LEFT_OUT: Jobs = {
 }
 # Two branches of the model, each on a stream of its own.
 TWO = {"branches": True, **ONCE}
+UPDATED = {**TWO, **UNCLIPPED}
 JOINED = {"stage3_module_granularity_threshold": 40_000}  # four blocks
 PAIRS = {"stage3_module_granularity_threshold": 18_912}  # two; four of these units share a message
 BRANCHES: Jobs = {
@@ -197,6 +198,8 @@ BRANCHES: Jobs = {
         TWO,
     ),
     "stage 3, branches on two streams": (3, {}, TWO),
+    "stage 1, branches on two streams, updated in the backward": (1, EARLY, UPDATED),
+    "stage 3, branches on two streams, updated in the backward": (3, EARLY, UPDATED),
     # a unit is prefetched on the stream of one branch and used on that of the other
     "stage 3, branches on two streams, a unit prefetched": (
         3,

@@ -239,6 +239,20 @@ class BackwardTracker:
     def _awaits(self, unit: Unit) -> bool:
         return self.outstanding.awaits(unit, self._reducer.backward.learns)
 
+    def refuse_updated(self, unit: Unit) -> None:
+        """Raise PartitionError for a forward of ``unit`` inside the backward under way, if that has
+        changed its values already.
+        """
+        backward = self._reducer.backward
+        changed = backward.under_way and unit in backward.updated
+        if changed and any(flat.follows_updates for flat in unit.trainable):
+            raise PartitionError(
+                f"{unit.label} runs again inside a backward that has updated it, in a "
+                "recomputation that needs none of its gradients (under torch.no_grad()), and would "
+                "compute with other values than the forward: call it outside the checkpoint, or "
+                "switch zero_optimization.update_in_backward off"
+            )
+
     # ---- the whole backward ----
 
     def enter(self) -> None:

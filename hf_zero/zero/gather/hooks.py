@@ -234,6 +234,8 @@ class Hooks:
         last, self._last = self._last, None
         if unit is None:
             return None
+        if inside:
+            tracker.refuse_updated(unit)
         if spans.blocks:
             spans.began(module, "forward", name or unit.label)
         if not grads:
@@ -324,6 +326,7 @@ class Hooks:
         if not self._nested:
             return False
         self._tracker.enter()
+        self._tracker.refuse_updated(unit)
         self._schedule.ensure_gathered(unit)
         self._schedule.release_later(unit)  # keep_for_backward() covers a graph recorded on it
         return True

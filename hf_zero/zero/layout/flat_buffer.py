@@ -261,6 +261,12 @@ class FlatBuffer:
         return self._storage.nbytes()
 
     @property
+    def follows_updates(self) -> bool:
+        """Whether an update of its state gives readers other values before the step has ended."""
+        shard = self.optimizer_shard
+        return shard.offloaded or not shard.has_own_master or self.cast_master is not None
+
+    @property
     def cast_master(self) -> torch.Tensor | None:
         """The master weights that are cast wherever the parameter shard is read; None: it has
         memory of its own.

@@ -124,11 +124,8 @@ class OptimizerStep:
                 updater.begin_early(update)
                 self._apply(flats, steps)
         for flat in flats:
-            # The update writes the memory that a node of the backward to come may read, of a
-            # detached weight for example: autograd raises there.
-            in_place = flat.optimizer_shard.offloaded or not flat.optimizer_shard.has_own_master
-            if in_place and not flat.gradient.all_unused:
-                flat.user_writes.mark_updated()
+            if flat.follows_updates and not flat.sharded and not flat.gradient.all_unused:
+                flat.user_writes.mark_updated()  # the rest of the backward must not read it
 
     def _apply(self, flats: Sequence[FlatBuffer], steps: int) -> None:
         """Update the state of ``flats``, on the device, and free their gradients."""
