@@ -229,7 +229,7 @@ class BoundOptimizer:
         def rest() -> list[Segment]:
             return [s for s in table.stepped if not s.parts or s.parts[0].flat not in without]
 
-        segments = rest if without else lambda: table.stepped
+        segments = rest if without else None
         written = self._step(segments, self._flats, grad_scale, found_inf, shards or {}, number)
         # A scheduler made after binding wraps ``optimizer.step`` to set this flag; the step above
         # does not call through that wrapper.
@@ -254,7 +254,7 @@ class BoundOptimizer:
 
     def _step(
         self,
-        of_step: Callable[[], list[Segment]],
+        of_step: Callable[[], list[Segment]] | None,
         flats: Collection[Flat],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
@@ -262,15 +262,16 @@ class BoundOptimizer:
         number: int,
         hooks: bool = True,
     ) -> set[str] | None:
-        """Step the segments ``of_step``, those of ``flats``. Return the keys of ``shards`` that
-        have been written, None if nothing may change.
+        """Step the segments ``of_step``, those of ``flats``; None: all. Return the keys of
+        ``shards`` that have been written, None if nothing may change.
         """
         table, fused = self._table, self._fused
-        segments = of_step()
+        segments = table.stepped if of_step is None else of_step()
         unused = frozenset[str]().union(*(flat.unused for flat in flats if flat.unused))
         if unused:
             left_out = table.leave_out([s for s in segments if s.parts], unused)
-            segments = [segment for segment in of_step() if segment not in left_out]
+            segments = table.stepped if of_step is None else of_step()
+            segments = [segment for segment in segments if segment not in left_out]
         if not segments and not hooks:
             return set()
         if fused.ready and fused.takes(table.stepped if hooks else segments):

@@ -195,11 +195,11 @@ class GradientBuffer:
             self.pending_grad = None
         self.state = GradState.REDUCED
 
-    def mark_applied(self) -> None:
-        """Record that an update in the backward has used the gradient, and free it;
-        ``grad_sq_norm`` remains.
+    def mark_applied(self, sq_norm: torch.Tensor) -> None:
+        """Record that an update in the backward has used the gradient, and free it; its sum of
+        squares ``sq_norm`` remains.
         """
-        self.state = GradState.APPLIED
+        self.state, self.grad_sq_norm = GradState.APPLIED, sq_norm
         self.free_on_device()
 
     def free_on_device(self) -> None:

@@ -131,10 +131,9 @@ class OptimizerStep:
         """Update the state of ``flats``, on the device, and free their gradients."""
         for flat in flats:
             norm = squared_norm([flat.gradient], self.model.mesh.device, self.kernels)
-            flat.gradient.grad_sq_norm = norm
             with span("update", flat.key):
                 self.bound.step_some({flat.optimizer_shard}, steps)
-            flat.gradient.mark_applied()
+            flat.gradient.mark_applied(norm)
 
     def _apply_rest(self, divisor: torch.Tensor | None, steps: int) -> set[OptimizerShard]:
         """Update what the backward has not, flat buffer by flat buffer, unless hooks or a divisor
