@@ -36,7 +36,6 @@ from hf_zero.zero.access.weight_stream import BareNames, Names, WeightStream
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.layout.unit import SharedShards
-from hf_zero.zero.step.optimizer_step import refuse_half_done
 from hf_zero.zero.step.step_reports import StepMeasures
 from hf_zero.zero.training_engine import TrainingEngine
 
@@ -316,7 +315,6 @@ class Engine(TrainingEngine):
         save_dir = self._run_folder(save_dir, "save_checkpoint")
         self.changes.refuse_within("save_checkpoint()")
         self.changes.refuse("save_checkpoint()")
-        refuse_half_done(self.updater, "save_checkpoint()")
         self.take_user_writes()
         if keep is None and tag is None:
             keep = self.config.checkpoint.keep

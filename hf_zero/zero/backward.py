@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -167,7 +168,13 @@ class Backward:
             self._begins,
             lambda: self.losses.part_joins(),
         )
-        self.hooks = Hooks(model.module, model.units, model.schedule, self.tracker)
+        self.hooks = Hooks(
+            model.module,
+            model.units,
+            model.schedule,
+            self.tracker,
+            partial(refuse_half_done, self._update.updater),
+        )
         self._removable.callback(self.hooks.remove)
         trains = bool(model.trainable) or model.mesh.dims.pipeline > 1
         self.losses = Losses(

@@ -189,6 +189,7 @@ class EngineParts(AroundModel):
         scaler = self._loss_scaler()
         sanity = SanityChecks(mesh.device, self.accumulation, config.precision, mesh.rank)
         self.optimizer_step = OptimizerStep(sharded, self.optimizer, config, scaler, sanity)
+        self.changes.updater = self.optimizer_step.updater
         self.backward_pass = Backward(
             sharded, self.optimizer_step, config, self.accumulation, self.counters, sanity
         )

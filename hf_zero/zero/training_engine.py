@@ -473,6 +473,7 @@ class TrainingEngine(EngineParts):
         """Return an iterator over whole parameters on the CPU, one unit at a time, by first name
         (collective: exhaust it on every rank).
         """
+        self.changes.refuse_half_done("consolidated()")
         return consolidated(self, dtype)
 
     def state_dict(  # type: ignore[override]

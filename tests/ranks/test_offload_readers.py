@@ -260,7 +260,7 @@ def written_back(of: str, names: tuple[str, ...], engine: Any, folder: Path) -> 
 
 
 AFTER: dict[str, Callable[[Any, Path], None]] = {
-    "another backward": lambda engine, folder: backward(engine, 3),
+    "a forward": lambda engine, folder: backward(engine, 3),
     "zero_grad()": lambda engine, folder: engine.zero_grad(),
     "zero_grad() ": lambda engine, folder: engine.optimizer.zero_grad(),
     "gradient clipping": lambda engine, folder: clipped(engine),

@@ -25,7 +25,7 @@ from hf_zero.zero.layout.training_state import GradientMemory
 from tests.helpers.cells import in_turn
 from tests.helpers.checked_triton import checked_triton
 from tests.helpers.engines import config_of, start
-from tests.helpers.models import Block, Stack, seed_of, seeded
+from tests.helpers.models import Block, Stack, features, seed_of, seeded
 from tests.helpers.offloads import ended, same
 from tests.helpers.optimizers import ELEMENTWISE
 from tests.helpers.plans import planned
@@ -400,7 +400,7 @@ def test_hooks_of_the_optimizer_run_once_a_step():
 def half_done(model: nn.Module, stage: int = 2, **keys: Any) -> Any:
     engine = opened(model, stage, True, **keys)
     train(engine, 0, range(2))
-    engine.backward(loss_of(engine, At(2, 0, 0)))
+    engine.backward(squared(engine, At(2, 0, 0)))
     assert engine.updater.early is not None
     return engine
 
@@ -412,7 +412,7 @@ def clipped(engine: Any, folder: str) -> None:
 
 def written(engine: Any, folder: str) -> None:
     weight = engine.module.head.weight
-    weight.grad = torch.ones_like(weight)
+    weight.grad = torch.ones(weight.shape)
 
 
 def another_rate(engine: Any, folder: str) -> None:
@@ -424,8 +424,34 @@ def read(engine: Any, folder: str) -> None:
     hf_zero.safe_get_full_grad(engine.module.head.weight)
 
 
+def again(engine: Any, folder: str) -> None:
+    bias = engine.module.head.bias
+    with hf_zero.GatheredParameters(bias):
+        loss = bias.sum()
+    engine.backward(loss)
+
+
+def modified(engine: Any, folder: str) -> None:
+    with hf_zero.GatheredParameters(engine.module.head.weight, modifier_rank=0):
+        pass
+
+
+def summoned(engine: Any, folder: str) -> None:
+    with hf_zero.summon_full_params(engine.module, writeback=True):
+        pass
+
+
 REFUSED: dict[str, Callable[[Any, str], None]] = {
-    "another backward": lambda engine, folder: engine.backward(squared(engine, At(3, 0, 0))),
+    "a forward": lambda engine, folder: engine(features(0, 0, 0)),
+    r"^state_dict": lambda engine, folder: engine.state_dict(),
+    "consolidated": lambda engine, folder: [*engine.consolidated()],
+    "a save": lambda engine, folder: engine.save_16bit_model(folder),
+    r"optimizer\.state_dict": lambda engine, folder: engine.optimizer.state_dict(),
+    r"optimizer\.load_state_dict": lambda engine, folder: engine.optimizer.load_state_dict({}),
+    "^load_state_dict": lambda engine, folder: engine.load_state_dict({}, strict=False),
+    "GatheredParameters with a modifier_rank": modified,
+    "a write to": summoned,
+    "another backward": again,
     "zero_grad": lambda engine, folder: engine.zero_grad(),
     "gradient clipping": clipped,
     "optimizer.state.clear": lambda engine, folder: engine.optimizer.state.clear(),
@@ -439,7 +465,7 @@ REFUSED: dict[str, Callable[[Any, str], None]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_would_use_a_half_updated_model_is_refused(what, tmp_path):
     def run(rank: int, model: nn.Module) -> None:
-        engine = half_done(model)
+        engine = half_done(model, stage=3)
         with pytest.raises(PartitionError, match=f"{what}.* comes after a backward that has upd"):
             REFUSED[what](engine, str(tmp_path))
         engine.destroy()

@@ -99,6 +99,8 @@ class GatheredParameters:
             flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.number)
         }
         for unit, engine in units.items():
+            if self._modifier is not None:
+                engine.changes.refuse_half_done("GatheredParameters with a modifier_rank")
             watched = unit.guard.watched
             self._gathered.enter_context(engine.gathered(unit))
             self._gathered.callback(engine.schedule.shards.end_asking)
@@ -163,6 +165,7 @@ class GatheredParameters:
             return
         name = name_of(parameter)
         flat.refuse_changed(name)
+        _engine_of(flat).changes.refuse_half_done(f"a write to {name}")
         view = flat.views[name]
         if parameter.data_ptr() != view.data_ptr() and parameter.numel():
             view.copy_(parameter.data)  # another tensor was assigned to parameter.data

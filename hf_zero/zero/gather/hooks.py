@@ -116,8 +116,11 @@ class Hooks:
         units: Sequence[Unit],
         schedule: Schedule,
         tracker: BackwardTracker,
+        refuse: Callable[[str], None],
     ):
+        """``refuse``: raises where an outermost forward may not begin."""
         self._model = model
+        self._refuse = refuse
         self._units = list(units)
         self._schedule = schedule
         self._tracker = tracker
@@ -284,6 +287,7 @@ class Hooks:
         ``grads``: it records a graph.
         """
         self.take_in_unannounced()
+        self._refuse("a forward")
         kind: tuple[Any, ...] = (name, grads, module.training)
         for key, value in kwargs.items():
             if is_cache(value) or (key == ENCODED and value is not None):

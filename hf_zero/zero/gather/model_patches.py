@@ -385,6 +385,11 @@ class ModuleGuards:
                 f"{name_of(owned) if owned is not None else 'parameters'}, "
                 "which lives in a flat buffer; use assign=False"
             )
+        for engine in {
+            owner_of(parameter).engine() for parameter in self._own.get(module, {}).values()
+        }:
+            if engine is not None:
+                engine.changes.refuse_half_done("load_state_dict()")
         for unit in pinned:
             self._schedule.pin(unit)
         for name, weight in weights_of_parts(module):

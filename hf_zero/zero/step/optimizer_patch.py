@@ -91,6 +91,7 @@ def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
             type(optimizer).load_state_dict(optimizer, state_dict)
             watch_state()
             return
+        alive.changes.refuse_half_done("optimizer.load_state_dict()")
         alive.updater.finish()
         alive.train_unfrozen(loads=True)
         state_dict = alive.bound.with_positions(state_dict)

@@ -383,6 +383,7 @@ class StateChanges:
         self._passes = passes
         self.broken = ""  # the change that was broken off, and why
         self._under_way = ""
+        self.updater: Updater | None = None  # makes updates in backwards
 
     @contextmanager
     def change(self, what: str, replaces: bool = False) -> Iterator[None]:
@@ -416,13 +417,23 @@ class StateChanges:
         updater.drop_early()
 
     def refuse(self, what: str) -> None:
-        """Raise PartitionError for ``what`` if a change was broken off."""
+        """Raise PartitionError for ``what`` if a change was broken off, or the step that completes
+        an update in the backward is pending.
+        """
         if self.broken:
             raise PartitionError(
                 f"{what} would use a state that is half changed: {self.broken}. Load a whole "
                 "checkpoint (engine.load_checkpoint), or destroy() the engine and resume with "
                 "hf_zero.initialize(resume=...), on all ranks"
             )
+        self.refuse_half_done(what)
+
+    def refuse_half_done(self, what: str) -> None:
+        """Raise PartitionError for ``what`` while a step is pending that completes an update in the
+        backward.
+        """
+        if self.updater is not None:
+            refuse_half_done(self.updater, what)
 
     def refuse_within(self, what: str) -> None:
         """Raise PartitionError for ``what`` inside a change."""
