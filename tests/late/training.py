@@ -23,7 +23,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.distributed import world_group
-from hf_zero.optim import Adafactor
+from hf_zero.optim import Adafactor, Lion
 from hf_zero.optim.muon import Muon, muon_groups
 from hf_zero.zero.layout import wrap
 from hf_zero.zero.rebuild import rebuild
@@ -209,8 +209,16 @@ BRANCHES: Jobs = {
     "stage 3, branches on two streams in a unit": (3, JOINED, TWO),
     "stage 3, activations on the host, branches on two streams": (3, {}, {**TWO, **ACTIVATIONS}),
 }
+# A launch updates a unit, as on a GPU: the units of both branches have rows of the same tables.
+LAUNCHED: Jobs = {
+    "stage 1, branches on two streams, updated in the backward by launches": (
+        1,
+        EARLY,
+        {**UPDATED, **by("Lion", lr=1e-3), "launched": True},
+    ),
+}
 EVERY = JOBS | IN_FEW_BITS | BY_MATRICES | OVER_HOSTS | BETWEEN_STEPS | IN_MEMORY | CAPTURABLE
-EVERY |= LEFT_OUT | BRANCHES
+EVERY |= LEFT_OUT | BRANCHES | LAUNCHED
 
 
 def steps_of(job: str) -> int:
@@ -326,7 +334,9 @@ def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
     kind, settings = chosen["optimizer"]["type"], chosen["optimizer"]["params"]
     if kind == "ZeroOneAdam":
         kind, settings = "AdamW", {"lr": settings["lr"]}
-    make = {"Adafactor": Adafactor, "Muon": Muon}.get(kind) or getattr(torch.optim, kind)
+    make = {"Adafactor": Adafactor, "Lion": Lion, "Muon": Muon}.get(kind) or getattr(
+        torch.optim, kind
+    )
     groups = muon_groups(model.parameters(), model) if kind == "Muon" else model.parameters()
     optimizer = make(groups, **settings)
     each = [list(batches(steps * micros, place, world)) for place in range(world)]
@@ -348,13 +358,15 @@ def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
 
 def train(job: str, steps: int = 3, rank: int = 0, world: int = 1) -> list[float]:
     """The losses of a training on the device; reports are left to be read."""
-    from tests.late import device  # who reads the jobs alone is on no device
+    from tests.late import capture, device  # who reads the jobs alone is on no device
 
     chosen = config(job)
     model = tower(**{kind: chosen.pop(kind, False) for kind in KINDS})
     before, between = chosen.pop("before", None), chosen.pop("between", None)
     micros = chosen["gradient_accumulation_steps"]
     left_out = chosen.pop("left_out", None)
+    if chosen.pop("launched", False):
+        capture.use_references_as_kernels()
     engine, *_ = hf_zero.initialize(model=model, config=chosen)
     kept = []
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.device import kinds
+from hf_zero.device import kinds, streams
 from hf_zero.device.spans import NOTHING, span
 from hf_zero.distributed.recovery import PassTracker
 from hf_zero.errors import OffloadError, PartitionError
@@ -77,6 +77,7 @@ class OptimizerStep:
         self.sanity = sanity
         # whether non-finite gradients prevent a step even without a loss scale
         self.refuses_infinite = config.precision == "bf16" and config.bf16.check_grad_overflow
+        self._updated_on: streams.Stream | None = None  # the last update in a backward
         self.is_captured = False  # the update under way is captured in a graph: nothing runs yet
         self.extensions: Sequence[StepExtension] = [make(self) for make in model.extensions.steps]
 
@@ -113,6 +114,11 @@ class OptimizerStep:
         Their gradients must be complete, and nothing may prevent the step any more.
         """
         unit, updater = flats[0].unit, self.updater
+        if unit.device_of_streams is not None:
+            # another branch of the model: updates share the counters and arenas of the optimizer
+            current = streams.current_stream(unit.device_of_streams)
+            streams.wait_for([self._updated_on or current], current)
+            self._updated_on = current
         unit.take_user_writes()
         with self._updating_state(), self.bound.scaled_rates(self.lr_scale):
             update = updater.early or self.bound.begin(1.0, steps)
