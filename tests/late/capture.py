@@ -29,9 +29,11 @@ _rows: dict[int, tuple[list[Any], torch.Tensor]] = {}  # of tables, by address, 
 def rows_of(table: torch.Tensor, cut: bool = False) -> tuple[list[Any], torch.Tensor]:
     """Return the rows of ``table``, and on the device 1.0, or NaN once the table has lost them. A
     capture takes those that were read last: kernels of a GPU read them there, in each launch.
+    ``cut``: the host has the rows since they were cut.
     """
-    if not graphs.capturing() and not cut:
-        _rows[table.data_ptr()] = table.tolist(), table.clone()
+    if not graphs.capturing():
+        rows = _rows[table.data_ptr()][0] if cut else table.tolist()
+        _rows[table.data_ptr()] = rows, table.clone()
     rows, copied = _rows[table.data_ptr()]
     graphs.hold(copied)
     return rows, torch.where((table == copied).all(), 1.0, float("nan"))
