@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,23 +49,33 @@ SECRETS = frozenset(("comet.api_key",))
 
 
 UPDATE_IN_BACKWARD = "zero_optimization.update_in_backward"
-# keys whose outcome an update must await until the backward has ended: value, reason
-_AWAITED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "gradient_clipping": (bool, "the norm that gradient_clipping needs is"),
-    "fp16.enabled": (bool, "whether fp16 gradients overflowed is"),
-    "bf16.check_grad_overflow": (bool, "whether gradients are finite is"),
-    "zero_optimization.ignore_unused_parameters": (
-        lambda value: value is False,
-        "whether parameters are unused is",
-    ),
-}
+
+
+def awaited_by_updates(
+    clips: object, is_fp16: object, checks_overflow: object, refuses_unused: object
+) -> str:
+    """Return which number an update of all parameters must await until the backward has ended, as a
+    sentence; "" if none.
+    """
+    numbers = {
+        "the norm that gradient_clipping needs is": clips,
+        "whether fp16 gradients overflowed is": is_fp16,
+        "whether gradients are finite is": checks_overflow,
+        "whether parameters are unused is": refuses_unused,
+    }
+    awaited = (what for what, is_needed in numbers.items() if is_needed)
+    return next((f"{what} known when backward has ended" for what in awaited), "")
 
 
 def _idle_in_backward(values: Mapping[str, object]) -> str:
-    for path, (awaits, what) in _AWAITED.items() if values.get(UPDATE_IN_BACKWARD) else ():
-        if awaits(values.get(path)):
-            return f"{what} known when backward has ended"
-    return ""
+    if not values.get(UPDATE_IN_BACKWARD):
+        return ""
+    return awaited_by_updates(
+        values.get("gradient_clipping"),
+        values.get("fp16.enabled"),
+        values.get("bf16.check_grad_overflow"),
+        values.get("zero_optimization.ignore_unused_parameters") is False,
+    )
 
 
 @dataclass(frozen=True)

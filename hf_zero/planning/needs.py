@@ -174,12 +174,11 @@ def state_parts(plan: EnginePlan) -> Counter[tuple[str, str]]:
     for flat in plan.flats:
         for what, by_tier in (
             ("parameters", flat.parameter_bytes()),
-            ("gradients", flat.gradient_bytes()),
+            ("gradients", {"ram": flat.gradient_bytes()["ram"]}),
             (STATE, plan.optimizer_bytes(flat)),
         ):
             for tier, nbytes in by_tier.items():
                 totals[what, tier] += nbytes
-        totals["gradients", "device"] -= flat.gradient_bytes()["device"]
         totals[SECONDARY, "device"] += _secondary(flat, plan)
         totals[ROUNDED, "device"] += _rounded(flat, plan)
         codec = flat.spec.reduce_codec

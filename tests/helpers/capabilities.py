@@ -17,9 +17,7 @@ from hf_zero.activations import policy as activations
 from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers import sequences
 from tests.helpers.capabilities_of_state import OPTIMIZERS, PLACEMENTS, PRECISIONS
-from tests.helpers.capabilities_of_techniques import MOQ as MOQ
 from tests.helpers.capabilities_of_techniques import TECHNIQUES
-from tests.helpers.capabilities_of_techniques import RoundedJob as RoundedJob
 from tests.helpers.capability import TWO_BLOCKS, Keys, Row, WithoutGradients, always, no_compilation
 from tests.helpers.late_transfers import Late
 from tests.helpers.left_out import LeftOut, at_random, first_used

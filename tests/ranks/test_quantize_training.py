@@ -12,7 +12,7 @@ from torch import nn
 import hf_zero
 from hf_zero.errors import ConfigError, PartitionError
 from tests.helpers import oracle
-from tests.helpers.capabilities import MOQ, RoundedJob
+from tests.helpers.capabilities_of_techniques import MOQ, RoundedJob
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
 from tests.helpers.models import Stack, features, gpt2, seeded, tokens

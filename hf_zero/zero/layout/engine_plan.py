@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.sections import awaited_by_updates
 from hf_zero.device.kinds import is_host
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import ConfigError, PartitionError
@@ -265,10 +266,13 @@ class EnginePlan:
         settings, optimizer = self.settings, self.optimizer
         if optimizer is None or not settings.zero.update_in_backward:
             return False
-        checks = settings.precision == "bf16" and settings.bf16.check_grad_overflow
-        awaits = settings.gradient_clipping or settings.precision == "fp16" or checks
-        unused = not settings.zero.ignore_unused_parameters
-        return updates_in_parts(optimizer) and not (awaits or unused)
+        awaited = awaited_by_updates(
+            settings.gradient_clipping,
+            settings.precision == "fp16",
+            settings.precision == "bf16" and settings.bf16.check_grad_overflow,
+            not settings.zero.ignore_unused_parameters,
+        )
+        return updates_in_parts(optimizer) and not awaited
 
     @cached_property
     def moments(self) -> int:
