@@ -29,13 +29,13 @@ from hf_zero.distributed.rank_requests import STOP
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import listed, logger, parse_size
 from hf_zero.measures.step import EngineMeasures, measures_of
-from hf_zero.registered import registered
 from hf_zero.techniques.data_sampling import Finish
 from hf_zero.techniques.registry import set_custom_schedule, set_post_process
 from hf_zero.zero.access.weight_stream import BareNames, Names, WeightStream
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.layout.unit import SharedShards
+from hf_zero.zero.registered import registered
 from hf_zero.zero.step.step_reports import StepMeasures
 from hf_zero.zero.training_engine import TrainingEngine
 

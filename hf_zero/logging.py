@@ -1,5 +1,5 @@
-"""The package's one logger, named ``hf_zero``, and text for its messages: lists of names, curves,
-bytes and rates in units, and their parsing.
+"""The package's one logger, named ``hf_zero``; text for its messages: lists of names, curves, bytes
+and rates in units; and parsers of text: bytes, rates, and the JSON of all files and programs.
 
 ``HF_ZERO_LOG_LEVEL`` sets the level of the logger (default ``info``). ``steps`` is ``debug`` with
 the order of each step on rank 0, ``steps:all`` on every rank (``hf_zero/device/spans.py``).
@@ -7,11 +7,13 @@ the order of each step on rank 0, ``steps:all`` on every rank (``hf_zero/device/
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from hf_zero.errors import ConfigError
 
@@ -147,6 +149,36 @@ def parse_size(text: str) -> int:
             "instance"
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+class DuplicateKeyError(ValueError):
+    """Two values of ``key`` in one object: parsers differ in which of them counts."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {key!r:.80} occurs twice in one section")
+
+
+class NestingError(ValueError, RecursionError):
+    """Values too deep in each other."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value in ``text``.
+
+    Raises ValueError: JSONDecodeError, UnicodeDecodeError, DuplicateKeyError or NestingError.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise NestingError("values are too deep in each other") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise DuplicateKeyError(next(key for key in keys if keys.count(key) > 1))
+    return values
 
 
 # what HF_ZERO_LOG_LEVEL has asked for

@@ -36,12 +36,11 @@ from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
-from hf_zero.json_text import parse_json
-from hf_zero.logging import listed
+from hf_zero.logging import listed, parse_json
 from hf_zero.optim.segments import FetchedArrays
-from hf_zero.registered import registered
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of
+from hf_zero.zero.registered import registered
 from hf_zero.zero.state_entries import EngineState
 
 if TYPE_CHECKING:

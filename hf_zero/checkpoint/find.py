@@ -13,8 +13,7 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.checkpoint.reader import Checkpoint, recognise
 from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote, store_errors
 from hf_zero.errors import CheckpointError
-from hf_zero.json_text import parse_json
-from hf_zero.logging import listed, logger
+from hf_zero.logging import listed, logger, parse_json
 
 LATEST = "latest"
 MODEL = "huggingface"  # name of the reader for folders with weights and no training state

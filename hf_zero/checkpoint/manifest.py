@@ -18,7 +18,7 @@ import torch
 from hf_zero.checkpoint.storage import AnyPath, store_errors
 from hf_zero.checkpoint.tensorfile import DEFAULT_HASH, BlockHashes, algorithm_of, hash_of
 from hf_zero.errors import CheckpointError
-from hf_zero.json_text import parse_json
+from hf_zero.logging import parse_json
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 
 MASTER, SHARD = "master", "shard"  # the two names under which the weights of a flat are stored

@@ -25,8 +25,7 @@ from pathlib import Path
 
 from hf_zero.checkpoint.memory.folders import PATIENCE, bases, job_identity, lock_in, refuse_foreign
 from hf_zero.errors import CheckpointError
-from hf_zero.json_text import parse_json
-from hf_zero.logging import logger
+from hf_zero.logging import logger, parse_json
 from hf_zero.ops.file_locks import FileLock
 
 FOLDER = "hf-zero-saves"

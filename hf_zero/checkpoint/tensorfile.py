@@ -29,7 +29,7 @@ import xxhash
 from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, open_ranges
 from hf_zero.device.spans import span
 from hf_zero.errors import CheckpointError
-from hf_zero.json_text import parse_json
+from hf_zero.logging import parse_json
 
 DEFAULT_HASH = "xxh3_128"
 HASH_ALGORITHMS: dict[str, Callable[[], Any]] = {

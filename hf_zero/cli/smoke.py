@@ -83,27 +83,26 @@ def main(arguments: list[str]) -> int:
     """Run on each rank: train at all stages, and print the result on rank 0, with "--json" as
     JSON. Returns the exit code.
     """
-    import torch
-
     import hf_zero
+    from hf_zero.distributed.world_group import get_world_group
 
     hf_zero.init_distributed()
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    world = get_world_group()
+    rank, ranks = world.rank, len(world.ranks)
     expected, begun = _plain(ranks), _model().state_dict()
     moved = max(float((expected[name] - begun[name]).abs().max()) for name in expected)
     rows = []
     with TemporaryDirectory() if rank == 0 else nullcontext("") as folder:
-        shared = [folder]
-        torch.distributed.broadcast_object_list(shared)
+        shared = world.broadcast_object(folder)
         for stage in range(4):
-            weights = _sharded(stage, Path(shared[0], str(stage)), rank, ranks)
+            weights = _sharded(stage, Path(shared, str(stage)), rank, ranks)
             if rank == 0:
                 difference = max(
                     float((weights[name].cpu() - expected[name]).abs().max()) for name in expected
                 )
                 right = difference <= BOUND * moved
                 rows.append({"stage": stage, "largest_difference": difference, "right": right})
-        torch.distributed.barrier()
+        world.barrier()
     if "--json" in arguments:
         if rank == 0:
             print_json(rows)

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from hf_zero.errors import ConfigError
-from hf_zero.json_text import DuplicateKeyError, parse_json
+from hf_zero.logging import DuplicateKeyError, parse_json
 
 DICT = "config dict"
 DEFAULT = "default"

@@ -22,8 +22,8 @@ from hf_zero.parallel.sequence.attention import gather
 from hf_zero.parallel.sequence.batches import SequenceBatches, on_cpu, share_among_groups
 from hf_zero.parallel.sequence.division import TOKENS, Division
 from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel, sequence_parallel
-from hf_zero.registered import registered
 from hf_zero.setup import providers as providers
+from hf_zero.zero.registered import registered
 
 _MARK = "_hf_zero_sequence"
 

@@ -19,8 +19,7 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.find import integrity_error
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.errors import CheckpointError
-from hf_zero.json_text import parse_json
-from hf_zero.logging import logger
+from hf_zero.logging import logger, parse_json
 
 STATE = "trainer_state.json"
 MODEL_TAG = "pytorch_model"  # Accelerate's tag of the first model

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError
-from hf_zero.json_text import parse_json
-from hf_zero.logging import logger
+from hf_zero.logging import logger, parse_json
 
 NAME = "metrics.jsonl"
 REPLACED = "metrics.replaced.jsonl"

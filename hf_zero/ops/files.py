@@ -245,12 +245,14 @@ class FileQueue:
                     f"HF_ZERO_IO={chosen} needs the native core, which was not built; see hf-zero "
                     "doctor, or leave it unset"
                 )
-            core = importlib.import_module("hf_zero.ops.files_reference")
+            reference = importlib.import_module("hf_zero.ops.files_reference")
+            self._file_class, queue_class = reference.File, reference.ReferenceFileQueue
+        else:
+            self._file_class, queue_class = core.File, core.FileQueue
         self.block_size = block_size
         self.queue_depth = queue_depth
-        self._file_class = core.File
         try:
-            self.backend: Any = core.FileQueue(block_size, queue_depth, chosen or "auto", threads)
+            self.backend: Any = queue_class(block_size, queue_depth, chosen or "auto", threads)
         except RuntimeError as error:  # io_uring, asked for by name
             raise ConfigError(
                 f"HF_ZERO_IO={chosen}: the kernel refuses ({error}); leave it unset, "

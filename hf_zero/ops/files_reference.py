@@ -67,7 +67,7 @@ class Block:
     bounce: mmap.mmap | None = field(default=None)
 
 
-class FileQueue:
+class ReferenceFileQueue:
     """Threads that read and write blocks in the order of their priorities."""
 
     engine = "python"

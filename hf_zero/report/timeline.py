@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_zero.errors import ConfigError
-from hf_zero.json_text import parse_json
+from hf_zero.logging import parse_json
 from hf_zero.measures.trace import END, PIDS
 from hf_zero.report.rows import EVENT, misfits
 

@@ -8,7 +8,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from hf_zero.registered import register
+from hf_zero.zero.registered import register
 
 
 def sequence_attention() -> ModuleType:

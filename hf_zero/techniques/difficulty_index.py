@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from hf_zero.errors import DifficultyIndexError
-from hf_zero.json_text import parse_json
+from hf_zero.logging import parse_json
 
 HEADER, VALUES, ORDER = "index.json", "values.npy", "order.npy"
 FORMAT, VERSION = "hf-zero difficulty index", 1

@@ -12,8 +12,7 @@ import pytest
 
 from hf_zero.cli import top as command
 from hf_zero.errors import ConfigError
-from hf_zero.json_text import parse_json
-from hf_zero.logging import BARS, curve
+from hf_zero.logging import BARS, curve, parse_json
 from hf_zero.measures import metrics_file
 from hf_zero.measures.run_record import BUFFERS
 from hf_zero.report.run import RunReader

@@ -16,7 +16,7 @@ from hf_zero.checkpoint.convert.run_facts import Logged, facts, logged, recorded
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.storage import AnyPath, is_remote
 from hf_zero.errors import CheckpointError
-from hf_zero.json_text import parse_json
+from hf_zero.logging import parse_json
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard

@@ -31,8 +31,7 @@ from hf_zero.checkpoint.reader import Checkpoint, Scratch
 from hf_zero.checkpoint.storage import AnyPath, Tick, is_remote, write_all
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan
 from hf_zero.errors import CheckpointError
-from hf_zero.json_text import parse_json
-from hf_zero.logging import logger
+from hf_zero.logging import logger, parse_json
 from hf_zero.ops.file_locks import FileLock
 
 LOCK = find.NEW + "lock"

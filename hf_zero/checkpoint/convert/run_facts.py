@@ -13,8 +13,7 @@ from typing import Any, TypeGuard
 
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.storage import AnyPath, is_remote
-from hf_zero.json_text import parse_json
-from hf_zero.logging import counted, curve, listed
+from hf_zero.logging import counted, curve, listed, parse_json
 from hf_zero.measures.metrics_file import read_rows
 
 Logged = Mapping[str, tuple[float, Any]]  # by name: the last number, and its step

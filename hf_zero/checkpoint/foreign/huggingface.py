@@ -19,7 +19,7 @@ from hf_zero.checkpoint.foreign.assembled import (
 )
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.errors import CheckpointError
-from hf_zero.json_text import parse_json
+from hf_zero.logging import parse_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

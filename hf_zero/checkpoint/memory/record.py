@@ -17,7 +17,7 @@ from hf_zero.checkpoint.engine_state import Described, RankReport
 from hf_zero.checkpoint.manifest import DIGEST, Manifest, is_as_written, sealed
 from hf_zero.checkpoint.save_sharded import join_reports
 from hf_zero.errors import CheckpointError
-from hf_zero.json_text import parse_json
+from hf_zero.logging import parse_json
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 FORMAT = "hf-zero/memory"

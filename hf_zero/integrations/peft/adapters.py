@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 from hf_zero.integrations import finder
-from hf_zero.json_text import parse_json
-from hf_zero.logging import logger
+from hf_zero.logging import logger, parse_json
 
 # attributes that hold modules by the name of their adapter
 ASKED = ("modules_to_save", "prompt_encoder")

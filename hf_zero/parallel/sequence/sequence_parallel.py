@@ -32,8 +32,8 @@ from hf_zero.parallel.sequence.attention import Axes, all_gather
 from hf_zero.parallel.sequence.batches import IGNORED, SequenceBatches, cut, documents_of
 from hf_zero.parallel.sequence.division import AXIS, CONTEXT, KEY, RING, TOKENS, Division
 from hf_zero.parallel.sequence.documents import Documents
-from hf_zero.registered import registered
 from hf_zero.zero.gather.model_patches import Stateless
+from hf_zero.zero.registered import registered
 
 _numbers = itertools.count(1)
 _by_number: weakref.WeakValueDictionary[int, SequenceParallel] = weakref.WeakValueDictionary()
