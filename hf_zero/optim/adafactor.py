@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
 from hf_zero.optim.whole_tensor import FACTORS, Parts, TensorPlace, WholeTensorOptimizer
@@ -90,19 +91,19 @@ class FactoredOptimizer(WholeTensorOptimizer):
     """By rows, by columns, and of a vector."""
 
     @classmethod
-    def added_to_squares(cls, group: Mapping[str, Any]) -> float:
+    def added_to_squares(cls, group: Mapping[str, object]) -> float:
         """Return the number added to the square of each element of the gradient."""
         return 0.0
 
     @classmethod
-    def decay(cls, group: Mapping[str, Any], step: int) -> float:
+    def decay(cls, group: Mapping[str, object], step: int) -> float:
         """Return the factor that ``step`` multiplies the previous second moment by."""
         raise NotImplementedError
 
     @classmethod
     def divided(
         cls,
-        group: Mapping[str, Any],
+        group: Mapping[str, object],
         grad: Tensor,
         rows: Tensor,
         columns: Tensor | None,
@@ -117,7 +118,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
     @classmethod
     def move(
         cls,
-        group: Mapping[str, Any],
+        group: Mapping[str, object],
         weight: Tensor,
         update: Tensor,
         averages: Sequence[Tensor],
@@ -129,7 +130,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
         raise NotImplementedError
 
     @classmethod
-    def prepare(cls, group: Mapping[str, Any], parts: Parts, at: int) -> Sequence[Tensor]:
+    def prepare(cls, group: Mapping[str, object], parts: Parts, at: int) -> Sequence[Tensor]:
         grads = parts.gradients()
         if at == 0:
             return [cls._squares(group, *args) for args in zip(parts.weights, grads, parts.places)]
@@ -140,7 +141,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
     def combine(
         self,
         at: int,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Mapping[str, object]],
         parts: Sequence[Sequence[Tensor]],
         prepared: Sequence[Sequence[Tensor]],
     ) -> Sequence[Sequence[Tensor]]:
@@ -153,7 +154,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
         return [[next(sums) for _ in of] for of in parts]
 
     @classmethod
-    def apply(cls, group: Mapping[str, Any], parts: Parts) -> None:  # type: ignore[override]
+    def apply(cls, group: Mapping[str, object], parts: Parts) -> None:  # type: ignore[override]
         sums, clipping = parts.results
         updates = cls._updates(group, parts, parts.gradients())
         averages = zip(*parts.moments) if parts.moments else [() for _ in parts.weights]
@@ -168,7 +169,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
 
     @classmethod
     def _squares(
-        cls, group: Mapping[str, Any], weight: Tensor, grad: Tensor, bounds: TensorPlace
+        cls, group: Mapping[str, object], weight: Tensor, grad: Tensor, bounds: TensorPlace
     ) -> Tensor:
         """Return the contribution of a part to the sums of its tensor: rows, columns, and the
         squares of its weights.
@@ -188,7 +189,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
         return sums
 
     @classmethod
-    def _keep(cls, group: Mapping[str, Any], parts: Parts) -> None:
+    def _keep(cls, group: Mapping[str, object], parts: Parts) -> None:
         """Add the sums of this step to the factors of each part."""
         for weight, state, shape, step, sums in zip(
             parts.weights, parts.factors, parts.shapes, parts.steps, parts.results[0]
@@ -210,13 +211,13 @@ class FactoredOptimizer(WholeTensorOptimizer):
 
     @classmethod
     def _updates(
-        cls, group: Mapping[str, Any], parts: Parts, grads: Sequence[Tensor]
+        cls, group: Mapping[str, object], parts: Parts, grads: Sequence[Tensor]
     ) -> Iterator[Tensor]:
         """Yield the update of each part before clipping: 1-D, without padding, in memory that the
         next one reuses.
         """
         by_rows, by_columns, of_vector = cls.FACTOR_NAMES
-        memory: dict[Any, Tensor] = {}
+        memory: dict[object, Tensor] = {}
         for grad, state, (shape, start, stop) in zip(grads, parts.factors, parts.places):
             flat = grad.reshape(-1)[: stop - start]
             kind = flat.device, flat.dtype
@@ -236,7 +237,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
             yield update
 
     @classmethod
-    def smallest_mean(cls, group: Mapping[str, Any]) -> float:
+    def smallest_mean(cls, group: Mapping[str, object]) -> float:
         """Return the lower bound of the mean that rows are divided by."""
         return 0.0
 
@@ -276,7 +277,7 @@ class Adafactor(FactoredOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor | None = None,
         eps: tuple[float, float] = (1e-30, 1e-3),
         clip_threshold: float = 1.0,
@@ -324,11 +325,11 @@ class Adafactor(FactoredOptimizer):
         super().__init__(params, defaults)
 
     @classmethod
-    def moments_of(cls, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def moments_of(cls, group: Mapping[str, object]) -> tuple[str, ...]:
         return () if group["beta1"] is None else cls.MOMENTS
 
     @classmethod
-    def adopt_state(cls, state: dict[str, Any]) -> None:
+    def adopt_state(cls, state: dict[str, object]) -> None:
         state.pop("RMS", None)
         _adopt_factors(state, cls.FACTOR_NAMES)
 
@@ -343,7 +344,7 @@ class Adafactor(FactoredOptimizer):
     @classmethod
     def divided(
         cls,
-        group: Mapping[str, Any],
+        group: Mapping[str, object],
         grad: Tensor,
         rows: Tensor,
         columns: Tensor | None,
@@ -400,7 +401,7 @@ class TorchAdafactor(FactoredOptimizer):
     @classmethod
     def divided(
         cls,
-        group: Mapping[str, Any],
+        group: Mapping[str, object],
         grad: Tensor,
         rows: Tensor,
         columns: Tensor | None,

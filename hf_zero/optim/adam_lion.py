@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 
@@ -31,13 +32,13 @@ class Adam(torch.optim.Adam):
         settings: the other arguments of torch.optim.Adam.
     """
 
-    def __init__(self, params: Any, *args: Any, bias_correction: bool = True, **settings: Any):
+    def __init__(self, params: ParamsT, *args: Any, bias_correction: bool = True, **settings: Any):
         super().__init__(params, *args, **settings)
         self.defaults["bias_correction"] = bias_correction
         for group in self.param_groups:
             group.setdefault("bias_correction", bias_correction)
 
-    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+    def _init_group(self, group: dict[str, object], *lists: Any) -> object:
         """Collect the lists as torch.optim.Adam does. Without bias correction, count the steps here
         and replace them by infinity, where the correction factor is 1.
         """
@@ -75,7 +76,7 @@ class Lion(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
@@ -98,14 +99,14 @@ class Lion(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("maximize", False)
             group.setdefault("foreach", None)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient; return the closure's loss, if there is a
         closure.
         """

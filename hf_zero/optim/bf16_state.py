@@ -52,7 +52,7 @@ class Bf16State:
     kahan: bool = False
 
     @classmethod
-    def of(cls, settings: ZeroConfig, optimizer: Any) -> Bf16State | None:
+    def of(cls, settings: ZeroConfig, optimizer: object) -> Bf16State | None:
         """Return what ``settings`` ask for, or an ``optimizer`` of torchao by
         ``bf16_stochastic_round``; None: all is kept in fp32.
         """
@@ -80,7 +80,7 @@ class Bf16State:
             wide[MASTER] = torch.where(exact.bfloat16() == arrays[MASTER], exact, wide[MASTER])
         return wide
 
-    def fresh(self, state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+    def fresh(self, state: Mapping[str, Any], like: Tensor) -> dict[str, object]:
         """Return ``state``, of a parameter of one element before its first step, in the dtypes in
         which it is kept beside master weights like ``like``.
         """
@@ -97,7 +97,7 @@ class Bf16State:
         elementwise = self.moments and is_elementwise(name, value, shape)
         return elementwise and value.dtype == torch.float32
 
-    def _is_narrow(self, name: str, value: Any) -> bool:
+    def _is_narrow(self, name: str, value: object) -> bool:
         chosen = self.masters if name == MASTER else self.moments and name != COMPENSATION
         return chosen and isinstance(value, Tensor) and value.dtype == torch.bfloat16
 

@@ -514,19 +514,19 @@ class BoundOptimizer:
             group for group, differing in enumerate(apart) if differing and not unstepped[group]
         }
 
-    def hyperparameters(self) -> list[dict[str, Any]]:
+    def hyperparameters(self) -> list[dict[str, object]]:
         """Return per group the settings that a checkpoint keeps, as JSON-able values (see
         :func:`hf_zero.optim.segment_table.plain_settings`).
         """
         return [plain_settings(group) for group in self.groups]
 
-    def load_hyperparameters(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    def load_hyperparameters(self, saved: Sequence[Mapping[str, object]]) -> None:
         """Write ``saved`` into the live group dicts, so that a schedule continues from there."""
         self._same_groups(saved, "hyperparameters")
         for group, values in zip(self.groups, saved):
             load_settings(group, values)
 
-    def packed(self, packed: dict[str, Any]) -> dict[str, Any]:
+    def packed(self, packed: dict[str, object]) -> dict[str, object]:
         """Return the optimizer's own state dict ``packed``, over the segments of this rank,
         extended by the position of each segment and by the offloaded state, read into memory.
         """
@@ -534,7 +534,7 @@ class BoundOptimizer:
         table = self._table
         return snapshots.described(packed, table.segments, table.parted, self._flats)
 
-    def with_positions(self, packed: dict[str, Any]) -> dict[str, Any]:
+    def with_positions(self, packed: dict[str, Any]) -> dict[str, object]:
         """Return ``packed``, a state dict of this model, with positions: those of the present
         segments if it has none. Raises UnsupportedOptimizerError for other groups, or other
         segments.

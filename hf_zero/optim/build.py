@@ -215,7 +215,7 @@ def _check_key(name: str, key: str, keys: tuple[str, ...]) -> None:
     raise ConfigError(f"unknown optimizer.params key {key!r} for {name}{hint}")
 
 
-def _check_value(name: str, key: str, value: Any, default: Any) -> None:
+def _check_value(name: str, key: str, value: object, default: Any) -> None:
     where = f"optimizer.params.{key} of {name}"
     if value == "auto" and isinstance(value, str):
         raise ConfigError(
@@ -241,13 +241,15 @@ def _check_value(name: str, key: str, value: Any, default: Any) -> None:
         raise ConfigError(f"{where} is {value!r}; write {expected}")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return (isinstance(value, Real) and not isinstance(value, bool)) or isinstance(
         value, torch.Tensor
     )
 
 
-def _adam(cls: _Class, params: Mapping[str, Any], settings: _Settings) -> tuple[_Class, _Settings]:
+def _adam(
+    cls: _Class, params: Mapping[str, object], settings: _Settings
+) -> tuple[_Class, _Settings]:
     decoupled = cls is torch.optim.AdamW or params.get(
         "adam_w_mode", params.get("adamw_mode", True)
     )
@@ -261,7 +263,7 @@ def _adam(cls: _Class, params: Mapping[str, Any], settings: _Settings) -> tuple[
 
 
 def _cpu_adam(
-    cls: _Class, params: Mapping[str, Any], settings: _Settings
+    cls: _Class, params: Mapping[str, object], settings: _Settings
 ) -> tuple[_Class, _Settings]:
     return cls, {
         **settings,
@@ -269,11 +271,15 @@ def _cpu_adam(
     }
 
 
-def _lion(cls: _Class, params: Mapping[str, Any], settings: _Settings) -> tuple[_Class, _Settings]:
+def _lion(
+    cls: _Class, params: Mapping[str, object], settings: _Settings
+) -> tuple[_Class, _Settings]:
     return cls, {"lr": 1e-3, **settings}  # DeepSpeed's default; the class has the paper's
 
 
-_DIALECTS: dict[str, Callable[[_Class, Mapping[str, Any], _Settings], tuple[_Class, _Settings]]] = {
+_DIALECTS: dict[
+    str, Callable[[_Class, Mapping[str, object], _Settings], tuple[_Class, _Settings]]
+] = {
     "Adam": _adam,
     "AdamW": _adam,
     "Lion": _lion,
@@ -309,7 +315,9 @@ def _schedule(
     return cls, keys
 
 
-def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRScheduler:
+def build_scheduler(
+    cfg: SchedulerConfig, optimizer: torch.optim.Optimizer
+) -> torch_schedules.LRScheduler:
     """Build the schedule that ``cfg`` names, over ``optimizer``. Names are case-insensitive.
 
     Args:
@@ -349,7 +357,7 @@ def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRS
         ) from error
 
 
-def twin_of(optimizer: torch.optim.Optimizer) -> Any:
+def twin_of(optimizer: torch.optim.Optimizer) -> object:
     """Return a throw-away twin of ``optimizer``, over one parameter a group: a scheduler sets
     values in its groups, some of them in place.
     """

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
 from hf_zero.offload.storage import MASTER
@@ -41,7 +42,7 @@ class CPUAdam(CPUOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -73,7 +74,7 @@ class CPUAdam(CPUOptimizer):
 
     def update(
         self,
-        group: dict[str, Any],
+        group: dict[str, object],
         state: dict[str, Any],
         param: Tensor,
         master: Tensor,
@@ -111,7 +112,7 @@ class CPULion(CPUOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
@@ -137,7 +138,7 @@ class CPULion(CPUOptimizer):
 
     def update(
         self,
-        group: dict[str, Any],
+        group: dict[str, object],
         state: dict[str, Any],
         param: Tensor,
         master: Tensor,
@@ -171,7 +172,7 @@ class CPUAdagrad(CPUOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-2,
         lr_decay: float = 0.0,
         weight_decay: float = 0.0,
@@ -186,7 +187,7 @@ class CPUAdagrad(CPUOptimizer):
             check_range(type(self).__name__, key, float(value))
         super().__init__(params, {**settings, "maximize": maximize})
 
-    def leaves_zeros(self, group: dict[str, Any]) -> bool:
+    def leaves_zeros(self, group: dict[str, object]) -> bool:
         return not group["weight_decay"]
 
     def update(
@@ -223,7 +224,7 @@ class CPUSGD(CPUOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
@@ -250,7 +251,7 @@ class CPUSGD(CPUOptimizer):
 
     def update(
         self,
-        group: dict[str, Any],
+        group: dict[str, object],
         state: dict[str, Any],
         param: Tensor,
         master: Tensor,

@@ -40,8 +40,8 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     def update(
         self,
-        group: dict[str, Any],
-        state: dict[str, Any],
+        group: dict[str, object],
+        state: dict[str, object],
         param: Tensor,
         master: Tensor,
         grad: Tensor,
@@ -55,7 +55,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient; return the closure's loss, if there is a
         closure.
 
@@ -76,7 +76,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         return loss
 
     def update_parameter(
-        self, group: dict[str, Any], state: dict[str, Any], param: Tensor, seed: int
+        self, group: dict[str, object], state: dict[str, object], param: Tensor, seed: int
     ) -> None:
         """Update ``param``, which has a gradient, with the settings of ``group``."""
         self._check(group, param)
@@ -87,7 +87,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         self.update(group, state, param, flat, gradient, seed)
         write_master(param, state, flat)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return torch.optim's state dict, with moments as tensors of their parameter's shape."""
         packed = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
@@ -100,7 +100,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         }
         return packed
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Load a state dict of this class or of the torch class of the same update; the settings
         :data:`FORMATS` of the groups stay unchanged.
         """
@@ -131,14 +131,14 @@ class CPUOptimizer(torch.optim.Optimizer):
                 if isinstance(value, Tensor) and name != "step":
                     self.state[param][name] = value.float().clone()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
     @staticmethod
-    def arrays(state: dict[str, Any], master: Tensor) -> dict[str, Any]:
+    def arrays(state: dict[str, object], master: Tensor) -> dict[str, Any]:
         """Return the arrays that the kernels take: those of ``state``, 1-D, and ``master``."""
         moments = {
             name: flat_moment(value)
@@ -147,7 +147,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         }
         return {MASTER: master, **moments}
 
-    def new_moment(self, group: dict[str, Any], name: str, param: Tensor) -> Any:
+    def new_moment(self, group: dict[str, object], name: str, param: Tensor) -> Any:
         """Return a moment of zeros for ``param``."""
         form = self.format_of(group, param)
         if form in ("int8", "dynamic8"):
@@ -156,7 +156,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         dtype = torch.bfloat16 if form == "bf16" else torch.float32
         return torch.zeros(param.shape, dtype=dtype, device=param.device)
 
-    def format_of(self, group: Mapping[str, Any], param: Tensor) -> str:
+    def format_of(self, group: Mapping[str, object], param: Tensor) -> str:
         """Return the format of the moments of ``param``, of those of ``group``: in 8 bits of
         bitsandbytes only those of large parameters are kept.
         """
@@ -166,13 +166,13 @@ class CPUOptimizer(torch.optim.Optimizer):
             return self.segment_format(param)
         return "dynamic8" if in_8_bits(group, param, param.numel()) else "fp32"
 
-    def leaves_zeros(self, group: dict[str, Any]) -> bool:
+    def leaves_zeros(self, group: dict[str, object]) -> bool:
         """Whether elements with a zero gradient stay unchanged: a sparse gradient then gives the
         same update as the dense one.
         """
         return False
 
-    def _check(self, group: dict[str, Any], param: Tensor) -> None:
+    def _check(self, group: dict[str, object], param: Tensor) -> None:
         kind, where = type(self).__name__, f"a parameter of shape {tuple(param.shape)}"
         if param.device.type != "cpu" and group.get("moments") != "dynamic8":
             raise UnsupportedOptimizerError(

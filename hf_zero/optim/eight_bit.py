@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops import dynamic_map
@@ -106,7 +107,7 @@ def _shape_of(state: Mapping[str, Any]) -> tuple[int, ...]:
 class _EightBit(CPUOptimizer):
     """An optimizer that also loads what bitsandbytes has saved."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Load a state dict of this class, of the torch class of the same update or of
         bitsandbytes' class.
 
@@ -131,7 +132,7 @@ class AdamW8bit(_EightBit, CPUAdam):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -150,7 +151,7 @@ class Adam8bit(_EightBit, CPUAdam):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -175,7 +176,7 @@ class Lion8bit(_EightBit, CPULion):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
@@ -201,7 +202,7 @@ class SGD8bit(_EightBit, CPUSGD):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,

@@ -104,7 +104,9 @@ def vouched_for(cls: type, allowed: Iterable[str]) -> bool:
     return any(name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for name in allowed)
 
 
-def check(optimizer: Any, allowed: Iterable[str] = (), untested: bool = False) -> str:
+def check(
+    optimizer: torch.optim.Optimizer, allowed: Iterable[str] = (), untested: bool = False
+) -> str:
     """Raise unless ``optimizer`` can run on flat shards; return a warning, or "".
 
     Args:

@@ -50,30 +50,30 @@ class _Adopted(CPUOptimizer):
         bits, size = cls.format_options(optimizer)
         keep_8_bits(optimizer, bits, size)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Add a group with the settings of this class."""
         super().add_param_group(param_group)
         self.adopt_groups(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self.adopt_groups(self)  # groups that the library has saved lack settings
 
     @classmethod
-    def check(cls, optimizer: Any, group: Mapping[str, Any]) -> None:
+    def check(cls, optimizer: torch.optim.Optimizer, group: Mapping[str, object]) -> None:
         """Raise UnsupportedOptimizerError for an option that has no counterpart."""
 
     @classmethod
-    def settings_of(cls, group: Mapping[str, Any]) -> dict[str, Any]:
+    def settings_of(cls, group: Mapping[str, object]) -> dict[str, Any]:
         return {}
 
     @classmethod
-    def format_options(cls, optimizer: Any) -> tuple[int, int]:
+    def format_options(cls, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
         """Return the bits of moments, and the least size of a parameter in 8 bits."""
         return 8, LARGE
 
     @classmethod
-    def adopt_state(cls, state: dict[str, Any]) -> None:
+    def adopt_state(cls, state: dict[str, object]) -> None:
         own_names(state, cls.kept)
 
 
@@ -132,14 +132,14 @@ class BitsandbytesSGD(_FromBitsandbytes, SGD8bit):
 
 class _FromTorchao(_Adopted):
     @classmethod
-    def check(cls, optimizer: Any, group: Mapping[str, Any]) -> None:
+    def check(cls, optimizer: Any, group: Mapping[str, object]) -> None:
         if optimizer.block_size != BLOCK:
             refuse(optimizer, f"block_size = {optimizer.block_size}", f"set it to {BLOCK}")
         if group["amsgrad"]:
             refuse(optimizer, "amsgrad", "use torch.optim.AdamW with amsgrad, in fp32")
 
     @classmethod
-    def settings_of(cls, group: Mapping[str, Any]) -> dict[str, Any]:
+    def settings_of(cls, group: Mapping[str, object]) -> dict[str, Any]:
         return {"whole_blocks_of": BLOCK}
 
 

@@ -72,7 +72,7 @@ class FusedStep:
         self,
         optimizer: torch.optim.Optimizer,
         base: type | None,
-        step: Callable[..., Any],
+        step: Callable[..., object],
         kernels: str | tuple[str, ...],
         bf16: Bf16State | None = None,
     ):
@@ -513,7 +513,7 @@ def is_plain(group: Mapping[str, Any], base: type | None) -> bool:
     return plain and bool(group["fused"]) and not group["amsgrad"] and not group["differentiable"]
 
 
-def _is_number(lr: Any) -> bool:
+def _is_number(lr: object) -> bool:
     return isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import _muon
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
@@ -54,7 +55,7 @@ class Muon(WholeTensorOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -100,7 +101,7 @@ class Muon(WholeTensorOptimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for index, parameter in enumerate(group["params"] if group["use_muon"] else ()):
@@ -114,7 +115,7 @@ class Muon(WholeTensorOptimizer):
                 )
 
     @classmethod
-    def moments_of(cls, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def moments_of(cls, group: Mapping[str, object]) -> tuple[str, ...]:
         return cls.MOMENTS if group["use_muon"] else _ADAMW
 
     @classmethod
@@ -123,18 +124,18 @@ class Muon(WholeTensorOptimizer):
             state.setdefault("step", torch.tensor(0.0))
 
     @classmethod
-    def prepares(cls, group: Mapping[str, Any]) -> bool:
+    def prepares(cls, group: Mapping[str, object]) -> bool:
         return bool(group["use_muon"])
 
     @classmethod
-    def prepare(cls, group: Mapping[str, Any], parts: Parts, at: int) -> Sequence[Tensor]:
+    def prepare(cls, group: Mapping[str, object], parts: Parts, at: int) -> Sequence[Tensor]:
         (buffers,) = parts.moments
         return [_direction(group, *tensors) for tensors in zip(parts.gradients(), buffers)]
 
     def combine(
         self,
         at: int,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Mapping[str, object]],
         parts: Sequence[Sequence[Tensor]],
         prepared: Sequence[Sequence[Tensor]],
     ) -> Sequence[Sequence[Tensor]]:

@@ -53,7 +53,9 @@ def refuse_offload(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def compressible(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Mapping[str, bool]:
+def compressible(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, object]
+) -> Mapping[str, bool]:
     """Return the states of ``group`` that can be offloaded in fewer bits, with whether they have
     signs.
     """
@@ -320,7 +322,7 @@ class OffloadedState:
         storage.store(name, segment.start + at, values)
         self.mark_stepped(segment)
 
-    def packed(self, packed: Mapping[str, Any], segments: Iterable[Segment]) -> dict[str, Any]:
+    def packed(self, packed: Mapping[str, Any], segments: Iterable[Segment]) -> dict[str, object]:
         """Return the optimizer's own state dict ``packed`` over ``segments``, in the order of its
         groups, with copies of arrays in place of their placeholders: a load overwrites the arrays,
         where torch's leaves those of a state dict unchanged. Segments that were never stepped have
@@ -347,7 +349,7 @@ class OffloadedState:
         return {**packed, "state": entries}
 
 
-def _usual(group: Mapping[str, Any]) -> bool:
+def _usual(group: Mapping[str, object]) -> bool:
     return not group.get("differentiable") and not group.get("capturable")
 
 
@@ -370,7 +372,7 @@ RULES: dict[type, Rule] = {
 }
 
 
-def of_rounds(cls: type[WholeTensorOptimizer], group: Mapping[str, Any]) -> Rule:
+def of_rounds(cls: type[WholeTensorOptimizer], group: Mapping[str, object]) -> Rule:
     """Return the rule of ``cls`` for ``group``: its own rounds and update."""
     names = cls.moments_of(group)
 
@@ -399,7 +401,7 @@ def of_rounds(cls: type[WholeTensorOptimizer], group: Mapping[str, Any]) -> Rule
     return Rule(update, _usual, {}, prepare if cls.prepares(group) else None)
 
 
-def rule_of(base: type | None, group: Mapping[str, Any]) -> Rule | None:
+def rule_of(base: type | None, group: Mapping[str, object]) -> Rule | None:
     """Return the rule for a group of an optimizer with the update of the listed class ``base``, or
     None.
     """

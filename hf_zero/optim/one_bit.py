@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.refusals import IDLE_IN_ONE_BIT, one_bit_conflicts
@@ -48,7 +49,7 @@ class SendsMomentum:
 class _OneBitAdamW(SendsMomentum, Adam):
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -67,7 +68,7 @@ class _OneBitAdamW(SendsMomentum, Adam):
         say_what_is_idle(self, arguments)
 
 
-def say_what_is_idle(optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> None:
+def say_what_is_idle(optimizer: torch.optim.Optimizer, arguments: Mapping[str, object]) -> None:
     """Log the settings of DeepSpeed that are accepted without effect."""
     masked = any("exp_avg_mask" in group for group in optimizer.param_groups)
     for key, why in _IDLE.items():
@@ -93,7 +94,7 @@ class OneBitAdam(_OneBitAdamW):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -145,7 +146,7 @@ class ZeroOneAdam(_OneBitAdamW):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

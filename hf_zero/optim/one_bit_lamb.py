@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
 from hf_zero.optim.one_bit import SendsMomentum, check_momentum, say_what_is_idle, steps_of
@@ -53,7 +54,7 @@ class OneBitLamb(SendsMomentum, Lamb):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

@@ -29,7 +29,7 @@ _OPS: dict[type, str] = {
 }
 
 
-def is_own(step: Any, optimizer: torch.optim.Optimizer) -> bool:
+def is_own(step: object, optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``step`` is the method of the class, at most wrapped by a scheduler that counts
     calls.
     """
@@ -263,7 +263,7 @@ class OwnStep:
         return unfused
 
     def _has_state(self, tensor: Tensor) -> bool:
-        entries: Mapping[str, Any] = self._optimizer.state.get(tensor, {})
+        entries: Mapping[str, object] = self._optimizer.state.get(tensor, {})
         return bool(kept(entries))
 
     def _begin_with_zeros(self, tensors: Sequence[Tensor]) -> None:

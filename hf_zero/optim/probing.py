@@ -73,7 +73,7 @@ def difference(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def _holds_tensors(value: Any, depth: int = 2) -> bool:
+def _holds_tensors(value: object, depth: int = 2) -> bool:
     if isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer)):
         return True
     if depth and isinstance(value, dict):
@@ -83,7 +83,7 @@ def _holds_tensors(value: Any, depth: int = 2) -> bool:
     return False
 
 
-def _distinct(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _distinct(groups: Iterable[dict[str, Any]]) -> list[dict[str, object]]:
     """Return the different options of ``groups``, with a learning rate that moves something."""
     distinct: dict[str, dict[str, Any]] = {}
     for group in groups:
@@ -111,7 +111,7 @@ def _shard(whole: Tensor, rank: int) -> Tensor:
 
 def _stepped(
     optimizer: torch.optim.Optimizer,
-    options: list[dict[str, Any]],
+    options: list[dict[str, object]],
     starts: list[list[Tensor]],
     gradients: list[list[list[Tensor]]],
 ) -> list[list[Tensor]]:

@@ -32,7 +32,7 @@ class LRSchedule(LRScheduler, ABC):
     wrap the optimizer's.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = _torch_optimizer(optimizer, type(self).__name__)
         self.last_batch_iteration = -1
         self.base_lrs: list[Any] = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -119,7 +119,7 @@ class LRSchedule(LRScheduler, ABC):
         return f"scheduler.params.{name} of {type(self).__name__}"
 
 
-def _torch_optimizer(optimizer: Any, schedule: str) -> torch.optim.Optimizer:
+def _torch_optimizer(optimizer: object, schedule: str) -> torch.optim.Optimizer:
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(candidate, torch.optim.Optimizer):
             return candidate
@@ -129,7 +129,7 @@ def _torch_optimizer(optimizer: Any, schedule: str) -> torch.optim.Optimizer:
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -180,7 +180,7 @@ class WarmupLR(_Warmup):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         warmup_min_lr: PerGroup = 0.0,
         warmup_max_lr: PerGroup | None = None,
         warmup_num_steps: int = 1000,
@@ -212,7 +212,7 @@ class WarmupDecayLR(WarmupLR):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         total_num_steps: int,
         warmup_min_lr: PerGroup = 0.0,
         warmup_max_lr: PerGroup | None = 0.001,
@@ -263,7 +263,7 @@ class WarmupCosineLR(_Warmup):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         total_num_steps: int,
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,
@@ -317,7 +317,7 @@ class LRRangeTest(LRSchedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         lr_range_test_min_lr: PerGroup = 1e-3,
         lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0,
@@ -373,7 +373,7 @@ class OneCycle(LRSchedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         cycle_min_lr: PerGroup,
         cycle_max_lr: PerGroup,
         decay_lr_rate: float = 0.0,

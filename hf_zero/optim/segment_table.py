@@ -201,7 +201,7 @@ class SegmentTable:
         """Replace segments by the pieces they were cut into, with their state."""
         changed = {segment: parts for segment, parts in pieces.items() if len(parts) > 1}
         for segment, parts in changed.items():
-            entries: Mapping[str, Any] = self._optimizer.state.pop(segment.tensor, {})
+            entries: Mapping[str, object] = self._optimizer.state.pop(segment.tensor, {})
             for piece in parts:
                 self.state_of(piece).bind(piece)
                 start = piece.start - segment.start
@@ -442,7 +442,7 @@ _MISSING = object()
 FROZEN_AT, ALL_FROZEN_AT, NORM_RATIO = NOTES = ("frozen_at", "all_frozen_at", "norm_ratio")
 
 
-def current_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def current_settings(group: Mapping[str, object]) -> dict[str, object]:
     """Return a snapshot of the settings of ``group`` for an update on another thread: a scheduler
     writes a rate that is a tensor in place.
     """
@@ -477,7 +477,7 @@ def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not _MISSING}
 
 
-def load_settings(group: MutableMapping[str, Any], saved: Mapping[str, Any]) -> None:
+def load_settings(group: MutableMapping[str, object], saved: Mapping[str, object]) -> None:
     """Replace the settings of ``group`` by those of a checkpoint; drop :data:`NOTES`."""
     for name in NOTES:
         group.pop(name, None)
@@ -507,7 +507,7 @@ def _restore(group: MutableMapping[str, Any], saved: Mapping[str, Any]) -> None:
             group[name] = value
 
 
-def _plain_value(value: Any) -> Any:
+def _plain_value(value: object) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, (list, tuple)):

@@ -38,7 +38,7 @@ class ShardRanks(Protocol):
         each (collective).
         """
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: object) -> list[object]:
         """Return ``value`` of each rank (collective over all ranks)."""
 
 

@@ -27,7 +27,7 @@ def in_order(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def described(
-    packed: Mapping[str, Any],
+    packed: Mapping[str, object],
     segments: Sequence[Segment],
     parted: Iterable[int],
     flats: Iterable[Flat],

@@ -37,7 +37,7 @@ _SCALARS: dict[str, float] = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": 
 MADE_BY_CONSTRUCTORS = (torch.optim.Adagrad,)
 
 
-def is_scalar(name: str, value: Any, shape: Sequence[int]) -> bool:
+def is_scalar(name: str, value: object, shape: Sequence[int]) -> bool:
     """Whether state ``name`` of a parameter of ``shape`` is one number for the whole parameter."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
@@ -46,7 +46,7 @@ def is_scalar(name: str, value: Any, shape: Sequence[int]) -> bool:
     return isinstance(value, Number)
 
 
-def is_elementwise(name: str, value: Any, shape: Sequence[int]) -> bool:
+def is_elementwise(name: str, value: object, shape: Sequence[int]) -> bool:
     """Whether state ``name`` of a parameter of ``shape`` has one number per element."""
     return (
         isinstance(value, Tensor)
@@ -55,14 +55,14 @@ def is_elementwise(name: str, value: Any, shape: Sequence[int]) -> bool:
     )
 
 
-def kept(state: Mapping[str, Any]) -> dict[str, Any]:
+def kept(state: Mapping[str, object]) -> dict[str, Any]:
     """Return the entries of one parameter's state that hold a value (SGD may keep
     ``momentum_buffer: None``).
     """
     return {name: value for name, value in state.items() if value is not None}
 
 
-def refuse_unknown(optimizer: torch.optim.Optimizer, name: str, value: Any, where: str) -> None:
+def refuse_unknown(optimizer: torch.optim.Optimizer, name: str, value: object, where: str) -> None:
     what = (
         f"a tensor of shape {tuple(value.shape)}"
         if isinstance(value, Tensor)
@@ -77,7 +77,7 @@ def refuse_unknown(optimizer: torch.optim.Optimizer, name: str, value: Any, wher
 
 def fresh_state(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: Tensor
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the state of a new one-element parameter of ``group`` before its first step.
 
     It is found by one step over a throw-away parameter on a throw-away twin of the optimizer, so
@@ -97,7 +97,7 @@ def fresh_state(
     return state
 
 
-def counted_elsewhere(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
+def counted_elsewhere(optimizer: torch.optim.Optimizer, group: Mapping[str, object]) -> list[str]:
     """Return the names of the numbers that a step changes in ``group`` or on the optimizer itself,
     rather than in the state of a parameter.
     """
@@ -110,7 +110,7 @@ def counted_elsewhere(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
     ]
 
 
-def _is_other(now: Any, before: Any) -> bool:
+def _is_other(now: object, before: Any) -> bool:
     number = isinstance(now, Number) or (isinstance(now, Tensor) and now.numel() == 1)
     return number and (before is None or bool(now != before))
 
@@ -147,14 +147,14 @@ def _stepped_twin(
     return twin, probe
 
 
-def kept_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str]:
+def kept_states(optimizer: torch.optim.Optimizer, group: Mapping[str, object]) -> set[str]:
     """Return the names of the per-element states that ``group`` keeps, or would with a momentum."""
     settings = {**in_numbers(group), "momentum": group.get("momentum") or 0.5}
     state = fresh_state(optimizer, settings, torch.zeros(1))
     return {name for name, value in state.items() if is_elementwise(name, value, (1,))}
 
 
-def in_numbers(group: Mapping[str, Any]) -> Mapping[str, Any]:
+def in_numbers(group: Mapping[str, object]) -> Mapping[str, Any]:
     """Return ``group`` with moments of plain numbers, whatever their storage format."""
     return {**group, "moments": "fp32"} if "moments" in group else group
 
@@ -174,8 +174,8 @@ def scalar_like(value: Any, number: float) -> Any:
 
 
 def narrowed(
-    entries: Mapping[str, Any], shape: Sequence[int], start: int, stop: int
-) -> dict[str, Any]:
+    entries: Mapping[str, object], shape: Sequence[int], start: int, stop: int
+) -> dict[str, object]:
     """Return the state of elements ``[start, stop)`` of a parameter of ``shape`` with ``entries``:
     views of tensors, copies of numbers.
     """
@@ -265,11 +265,11 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
     ``restart`` resets all state to that before the first step, or raises.
     """
 
-    refuse: Callable[[Any], None] | None = None
+    refuse: Callable[[object], None] | None = None
     wait: Callable[[], None] | None = None
     restart: Callable[[], None] | None = None
 
-    def _refuse(self, key: Any) -> None:
+    def _refuse(self, key: object) -> None:
         if self.refuse is not None:
             self.refuse(key)
 
@@ -277,11 +277,11 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
         if self.wait is not None:
             self.wait()
 
-    def __getitem__(self, key: Any) -> dict[str, Any]:
+    def __getitem__(self, key: object) -> dict[str, object]:
         self._wait()
         return super().__getitem__(key)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         self._wait()
         return super().__iter__()
 
@@ -305,12 +305,12 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
         self._wait()
         return super().__contains__(key)
 
-    def pop(self, key: Any, *default: Any) -> Any:
+    def pop(self, key: object, *default: object) -> Any:
         self._refuse(key)
         self._wait()
         return super().pop(key, *default)
 
-    def popitem(self) -> tuple[Any, dict[str, Any]]:
+    def popitem(self) -> tuple[object, dict[str, object]]:
         self._wait()
         return super().popitem()
 
@@ -320,7 +320,7 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
         else:
             super().clear()
 
-    def __missing__(self, key: Any) -> dict[str, Any]:
+    def __missing__(self, key: object) -> dict[str, object]:
         self._refuse(key)
         return super().__missing__(key)
 
@@ -335,7 +335,7 @@ class NarrowStates(Protocol):
 
     @property
     def moments(self) -> bool: ...
-    def fresh(self, state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+    def fresh(self, state: Mapping[str, object], like: Tensor) -> dict[str, object]:
         """Return ``state``, from before the first step, in the dtypes in which it is kept."""
 
 
@@ -537,7 +537,7 @@ class DeviceState:
                 target[:] = begin[segment.group]
         return home
 
-    def _is_kept(self, segment: Segment, name: str, value: Any) -> bool:
+    def _is_kept(self, segment: Segment, name: str, value: object) -> bool:
         return isinstance(value, Blocks) or is_elementwise(name, value, segment.tensor.shape)
 
     def memory(self, flat: Flat) -> list[Tensor]:

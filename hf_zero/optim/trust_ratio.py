@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from hf_zero.device.pinned import upload
 from hf_zero.errors import ConfigError
@@ -55,7 +56,7 @@ class Lamb(TensorSumOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -102,7 +103,7 @@ class Lamb(TensorSumOptimizer):
         ]
 
     @staticmethod
-    def measure(group: Mapping[str, Any], parts: Parts) -> Tensor:
+    def measure(group: Mapping[str, object], parts: Parts) -> Tensor:
         averages, variances, *_ = parts.moments
         return measure_(
             parts.weights,
@@ -115,7 +116,7 @@ class Lamb(TensorSumOptimizer):
         )
 
     @staticmethod
-    def apply(group: Mapping[str, Any], parts: Parts) -> None:
+    def apply(group: Mapping[str, object], parts: Parts) -> None:
         sizes = [step_size(group, step) for step in parts.steps]
         numbers = upload(torch.tensor(sizes, dtype=torch.float64), parts.norms.device)
         factors = ratios(group, parts.norms) * numbers
@@ -176,7 +177,7 @@ class LARS(TensorSumOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-1,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
@@ -205,7 +206,7 @@ class LARS(TensorSumOptimizer):
         super().__init__(params, defaults)
 
     @staticmethod
-    def measure(group: Mapping[str, Any], parts: Parts) -> Tensor:
+    def measure(group: Mapping[str, object], parts: Parts) -> Tensor:
         return sums_of_squares([parts.weights, parts.gradients()])
 
     @staticmethod

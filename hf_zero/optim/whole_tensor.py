@@ -144,7 +144,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     """Of the last step, where there are sums: their roots, [tensors, SUMS] for each group."""
 
     @classmethod
-    def moments_of(cls, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def moments_of(cls, group: Mapping[str, object]) -> tuple[str, ...]:
         """Return those of :attr:`MOMENTS` that ``group`` has."""
         return cls.MOMENTS
 
@@ -156,19 +156,19 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
     @classmethod
-    def adopt_state(cls, state: dict[str, Any]) -> None:
+    def adopt_state(cls, state: dict[str, object]) -> None:
         """Convert the ``state`` of a parameter in place from the format of the original class
         (torch's, transformers') to the format of this class.
         """
 
     @classmethod
-    def prepares(cls, group: Mapping[str, Any]) -> bool:
+    def prepares(cls, group: Mapping[str, object]) -> bool:
         """Whether parts of ``group`` take part in rounds."""
         return True
 
     @classmethod
     @abstractmethod
-    def prepare(cls, group: Mapping[str, Any], parts: Parts, at: int) -> Sequence[Tensor]:
+    def prepare(cls, group: Mapping[str, object], parts: Parts, at: int) -> Sequence[Tensor]:
         """Return the input of round ``at`` for each part, given the results of earlier rounds."""
 
     @abstractmethod
@@ -186,7 +186,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     @abstractmethod
-    def apply(group: Mapping[str, Any], parts: Parts) -> None:
+    def apply(group: Mapping[str, object], parts: Parts) -> None:
         """Update the parts, given the results of all rounds."""
 
     def update(self, groups: Sequence[Parts]) -> None:
@@ -207,7 +207,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 self.apply(group, parts)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient; return the closure's loss, if there is a
         closure. Collective if parameters are parts of tensors on several ranks.
         """
@@ -261,19 +261,19 @@ class TensorSumOptimizer(WholeTensorOptimizer):
 
     @staticmethod
     @abstractmethod
-    def measure(group: Mapping[str, Any], parts: Parts) -> Tensor:
+    def measure(group: Mapping[str, object], parts: Parts) -> Tensor:
         """Run the first half of a step of ``group``: update its moments and return the sums [parts,
         SUMS], in 64 bits, that are added up over whole tensors.
         """
 
     @classmethod
-    def prepare(cls, group: Mapping[str, Any], parts: Parts, at: int) -> Sequence[Tensor]:
+    def prepare(cls, group: Mapping[str, object], parts: Parts, at: int) -> Sequence[Tensor]:
         return list(cls.measure(group, parts))
 
     def combine(
         self,
         at: int,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Mapping[str, object]],
         parts: Sequence[Sequence[Tensor]],
         prepared: Sequence[Sequence[Tensor]],
     ) -> Sequence[Any]:
