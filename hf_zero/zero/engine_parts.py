@@ -223,7 +223,7 @@ class EngineParts(AroundModel):
         self.optimizer_step.take_user_writes()
         self.optimizer_step.complete_state()
 
-    def take_apart(self) -> dict[str, Any]:
+    def take_apart(self) -> dict[str, object]:
         """Remove all parts for :meth:`assemble`; return what :meth:`restore_parts` needs
         (collective).
         """

@@ -291,7 +291,7 @@ class MeshRanks:
         handle.wait()
         return received.split(list(counts))
 
-    def gather_objects(self, value: object) -> list[Any]:
+    def gather_objects(self, value: object) -> list[object]:
         """Return ``value`` of each rank of the shard axis (collective over all ranks)."""
         every = dict(
             zip(self._mesh.ranks, self._mesh.all_gather_object(value, "what optimizers keep"))

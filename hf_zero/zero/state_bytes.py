@@ -17,7 +17,7 @@ GATHERED, MASTERS, MOMENTS = "gathered", "masters", "moments"
 _REPORTED = {kind: kind for kind in KINDS} | {MASTERS: "optimizer", MOMENTS: "optimizer"}
 
 
-def state_bytes(engine: Any) -> dict[str, int]:
+def state_bytes(engine: object) -> dict[str, int]:
     """Return the current bytes of state on this rank, in all tiers: parameters (gathered ones
     excluded at stage 3), gradients (between a backward and its step), optimizer.
     """

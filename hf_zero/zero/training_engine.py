@@ -490,7 +490,7 @@ class TrainingEngine(EngineParts):
         return state
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
     ) -> Any:
         """Call the bare model's ``load_state_dict`` with whole values (collective at stage 3)."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)

@@ -63,7 +63,7 @@ class GatheredParameters:
 
     def __init__(
         self,
-        params: Any,
+        params: object,
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
@@ -109,7 +109,7 @@ class GatheredParameters:
             self._gathered.callback(unit.drop_user_writes)
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         with self._gathered:
             if exc[0] is not None:
                 return

@@ -45,7 +45,7 @@ class Attached(partial):  # type: ignore[type-arg]
         outside_graphs(getattr(function, "__func__", function), callees=False)
         return super().__new__(cls, function, *first)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
+    def __deepcopy__(self, memo: dict[int, object]) -> Attached:
         return Attached(_nothing)
 
     def __reduce__(self) -> Any:
@@ -62,7 +62,7 @@ def outside_graphs(function: Any, callees: bool = True) -> Any:
     return function
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     """Hook without effect, on a copied module."""
 
 
@@ -74,10 +74,10 @@ class Override:
     def __init__(self, fn: Callable[..., Any], module: nn.Module, name: str):
         self._fn, self._module, self._name = fn, module, name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self._fn(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         copied = memo[id(self._module)]
         return getattr(type(copied), self._name).__get__(copied)
 
@@ -142,17 +142,17 @@ class Techniques(Protocol):
         """
         ...
 
-    def prepare_batch(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: Any) -> object:
         """Return ``batch`` as the model's forward would change it."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state for checkpoints besides the counters, by technique: JSON, equal on all
         ranks.
         """
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Restore the result of :meth:`state_dict`; the counters are restored already."""
         ...
 
@@ -167,10 +167,10 @@ class Stateless:
     def end_step(self) -> None:
         pass
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         pass
 
 
@@ -318,7 +318,7 @@ class ModuleGuards:
         module: nn.Module,
         state: dict[str, Any],
         prefix: str,
-        metadata: Any,
+        metadata: object,
     ) -> None:
         for name, parameter in module._parameters.items():
             key = prefix + name
@@ -374,8 +374,8 @@ class ModuleGuards:
         module: nn.Module,
         state: Any,
         prefix: str,
-        metadata: dict[str, Any],
-        *args: Any,
+        metadata: dict[str, object],
+        *args: object,
     ) -> None:
         # refused before anything is replaced or pinned
         if metadata.get("assign_to_params_buffers"):
@@ -405,7 +405,7 @@ class ModuleGuards:
                 state[prefix + name] = own_part(sharding_of(parameter), whole)
 
     @torch.no_grad()
-    def _after_load(self, pinned: list[Unit], module: nn.Module, incompatible: Any) -> None:
+    def _after_load(self, pinned: list[Unit], module: nn.Module, incompatible: object) -> None:
         named = self._named.pop(module, set())
         with self._schedule.shards.writing():
             for name, parameter in self._own.get(module, {}).items():

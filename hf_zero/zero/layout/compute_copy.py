@@ -107,7 +107,7 @@ class ComputedValues:
 
     def __init__(self) -> None:
         self.used: list[Computing] = []  # in the pass under way
-        self._changed: set[Any] = set()  # flat buffers
+        self._changed: set[object] = set()  # flat buffers
         self.on = False  # some flat buffer has changed values
 
     def change(

@@ -31,7 +31,7 @@ def config_of(model: nn.Module | None) -> Any:
     return getattr(model, "config", None) if config is None else config
 
 
-def text_config_of(model: nn.Module) -> Any:
+def text_config_of(model: nn.Module) -> object:
     """Return the part of :func:`config_of` that describes the text model; None without any."""
     config = config_of(model)
     return config.get_text_config() if hasattr(config, "get_text_config") else config

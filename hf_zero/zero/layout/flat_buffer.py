@@ -65,7 +65,7 @@ class EngineFlats:
         """Add ``flat``."""
         self.flats.append(flat)
 
-    def attach(self, engine: Callable[[], Any | None]) -> None:
+    def attach(self, engine: Callable[[], object | None]) -> None:
         """Set ``engine``, a weak reference, as the engine of the flat buffers."""
         self.engine = engine
 

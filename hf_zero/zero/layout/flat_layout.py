@@ -261,5 +261,5 @@ def _typed(value: object, kind: type) -> Any:
     return value
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     return _typed(value, int)

@@ -222,8 +222,8 @@ class UpdatingParameter(OwnedParameter):
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
-        cls, func: Any, types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         if not (_called(func) in METADATA and func.__name__ != "__set__"):
             for parameter in tensors_in((args, kwargs)):
                 if isinstance(parameter, UpdatingParameter):
@@ -241,10 +241,10 @@ class _Status:
     def __init__(self, status: ZeroParamStatus):
         self._status = status
 
-    def __get__(self, parameter: Any, kind: type) -> ZeroParamStatus:
+    def __get__(self, parameter: torch.nn.Parameter, kind: type) -> ZeroParamStatus:
         return self._status
 
-    def __set__(self, parameter: Any, value: Any) -> None:
+    def __set__(self, parameter: torch.nn.Parameter, value: object) -> None:
         raise AttributeError("ds_status says where the values of a parameter are: it is read only")
 
 
@@ -334,7 +334,7 @@ class WatchedParameter(LiveParameter):
     @classmethod
     def __torch_function__(  # type: ignore[override]
         cls, func: object, types: object, args: object = (), kwargs: object = None
-    ) -> Any:
+    ) -> object:
         answer = super().__torch_function__(func, types, args, kwargs or {})
         results = list(tensors_in(answer))
         records = torch.is_grad_enabled() and not transformed()
@@ -371,11 +371,13 @@ class ReleasedTensor(torch.Tensor):
     the data of the parameter, whose values the next engine casts.
     """
 
-    _hf_zero_flat: Any
+    _hf_zero_flat: object
     _hf_zero_name: str
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = _called(func)
         if name in METADATA and func.__name__ != "__set__":
             with torch._C.DisableTorchFunctionSubclass():
@@ -405,7 +407,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
-        cls, func: Any, types: object, args: Any = (), kwargs: Any = None
+        cls, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         name = _called(func)

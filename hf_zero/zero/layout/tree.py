@@ -131,7 +131,7 @@ def with_replaced(
     them are modified in place.
     """
 
-    def given(value: Any) -> Any:
+    def given(value: Any) -> object:
         if type(value) in _PLAIN:
             return value
         return map_tensors(value, lambda tensor: replaced.get(id(tensor), tensor), in_place=True)

@@ -78,7 +78,7 @@ class _CapturedPass:
 
     graph: Graph
     inputs: Sequence[torch.Tensor]
-    output: Any
+    output: object
     # those of ``output`` that require grad; on a graph of autograd until the backward is captured
     outputs: Sequence[torch.Tensor]
     backward: _BackwardRecord | None = None
@@ -141,7 +141,7 @@ class CapturedStep:
 
     # ---- forward ----
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Return what the model returns, launched from a graph where there is one for it."""
         run = self._model.module
         if not torch.is_grad_enabled() or not run.training or self._backward.under_way:
@@ -171,7 +171,7 @@ class CapturedStep:
         )
 
     def _repeatable(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> AbstractContextManager[None]:
         """Return the context of a forward with these arguments, captured or not."""
         names = inspect.signature(self._model.module.forward).parameters
@@ -224,7 +224,9 @@ class CapturedStep:
             trains = tuple(map(_requires_grad, self._members))
         return self._window.syncs, self._window.ends, self._window.steps, held, trains
 
-    def _capture_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CapturedPass:
+    def _capture_forward(
+        self, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> _CapturedPass:
         inputs: list[torch.Tensor] = []
 
         def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -401,7 +403,7 @@ class CapturedStep:
 
     # ---- captures ----
 
-    def _capture(self, what: str, run: Callable[[], Any]) -> tuple[Graph, Any]:
+    def _capture(self, what: str, run: Callable[[], Any]) -> tuple[Graph, object]:
         """Return the graph of ``run``, called ``what`` in messages, and its result."""
         self._forget()
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
@@ -44,7 +44,7 @@ def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
     """
     engine, offloads = weakref.ref(owner), bool(owner.updater.units)
 
-    def step(closure: Any = None, grad_scaler: Any = None) -> None:
+    def step(closure: Callable[[], float] | None = None, grad_scaler: Any = None) -> None:
         optimizer._opt_called = True  # torch's schedulers check this
         if grad_scaler is not None:
             raise PartitionError(
@@ -76,7 +76,7 @@ def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
         else:
             alive.add_param_group(group)
 
-    def state_dict() -> dict[str, Any]:
+    def state_dict() -> dict[str, object]:
         alive = engine()
         if alive is None:
             return type(optimizer).state_dict(optimizer)
@@ -85,7 +85,7 @@ def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
             packed = alive.bound.packed(type(optimizer).state_dict(optimizer))
             return deepcopy(packed) if changed else packed
 
-    def load_state_dict(state_dict: dict[str, Any]) -> None:
+    def load_state_dict(state_dict: Mapping[str, object]) -> None:
         alive = engine()
         if alive is None:
             type(optimizer).load_state_dict(optimizer, state_dict)

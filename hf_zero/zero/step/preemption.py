@@ -110,6 +110,6 @@ class _Handler:
             self._before(number, frame)
 
     def remove(self) -> None:
-        now: Any = signal.getsignal(self.number)
+        now: object = signal.getsignal(self.number)
         if now is self:
             signal.signal(self.number, self._before)

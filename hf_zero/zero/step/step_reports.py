@@ -177,7 +177,7 @@ class StepMeasures:
     # ---- between steps ----
 
     @property
-    def figures(self) -> Mapping[str, Any]:
+    def figures(self) -> Mapping[str, object]:
         """The figures of the last step that has been read, for the trackers of a script; empty
         unless asked for.
         """
