@@ -88,7 +88,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     lazy_mode: bool = False,
     *,
     verify: bool = True,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the consolidated float32 state dict on the CPU. Tied names share a tensor.
 
     Needs host memory for the whole model; with ``lazy_mode`` the values are :class:`UnreadTensor`,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -53,7 +53,7 @@ def load(
     load_rng: bool = False,
     load_loader: bool = False,
     partial: bool = False,
-) -> tuple[str, dict[str, Any]]:
+) -> tuple[str, dict[str, object]]:
     """Load ``<directory>/<tag>`` into ``engine``; return that folder and the client state.
     Collective.
 

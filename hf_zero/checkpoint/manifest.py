@@ -138,7 +138,7 @@ class GroupEntry:
     were unused in some steps.
     """
 
-    hyperparameters: dict[str, Any]
+    hyperparameters: dict[str, object]
     scalars: dict[str, Any]
     parameters: tuple[str, ...]
     apart: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -260,7 +260,7 @@ class Manifest:
     excluded: tuple[str, ...]
     export: Export
     optimizer: OptimizerEntry | None
-    scaler: dict[str, Any] | None
+    scaler: dict[str, object] | None
     lr_scheduler: dict[str, Any] | None
     counters: dict[str, int]
     client_state: dict[str, Any]
@@ -441,7 +441,9 @@ def _get(data: Mapping[str, object], key: str, kind: type[T]) -> T:
     return _typed(data[key], kind, key)
 
 
-def _optional(data: Mapping[str, Any], key: str, read: Callable[[dict[str, Any]], T]) -> T | None:
+def _optional(
+    data: Mapping[str, object], key: str, read: Callable[[dict[str, Any]], T]
+) -> T | None:
     return None if data[key] is None else read(_get(data, key, dict))
 
 
@@ -483,7 +485,7 @@ def is_plain(name: str) -> bool:
 
 
 def read_file_entry(
-    data: dict[str, Any], version: int = VERSION, rank: int | None = None
+    data: dict[str, object], version: int = VERSION, rank: int | None = None
 ) -> FileEntry:
     """Inverse of :meth:`FileEntry.to_json`. Raises ValueError, TypeError or KeyError."""
     name = _get(data, "name", str)
@@ -500,7 +502,7 @@ def read_file_entry(
     )
 
 
-def read_flat(data: dict[str, Any], version: int = PADDED_VERSION) -> FlatEntry:
+def read_flat(data: dict[str, object], version: int = PADDED_VERSION) -> FlatEntry:
     """Inverse of :meth:`FlatEntry.to_json`, in a manifest of ``version``. Raises ValueError,
     TypeError or KeyError.
     """

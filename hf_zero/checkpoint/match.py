@@ -339,7 +339,9 @@ def _tell_of_lost_schedule(scheduler: object, manifest: Manifest, where: str) ->
         log_rank0(text, logging.WARNING)
 
 
-def scheduler_to_load(scheduler: Any, checkpoint: Checkpoint, where: str) -> dict[str, Any] | None:
+def scheduler_to_load(
+    scheduler: Any, checkpoint: Checkpoint, where: str
+) -> dict[str, object] | None:
     """Return the state of ``checkpoint`` for ``scheduler``, or None if there is nothing to load.
 
     Raises CheckpointError if another class saved it; keys are compared if no class is named.
@@ -426,7 +428,7 @@ def pair_groups(
     return [paired[live] for live in range(count)], moved
 
 
-def reorder_schedule(state: Any, order: Sequence[int]) -> Any:
+def reorder_schedule(state: object, order: Sequence[int]) -> Any:
     """Return the state of a schedule with its per-group values in the engine's order of groups."""
     if isinstance(state, list):
         return [reorder_schedule(each, order) for each in state]

@@ -356,7 +356,7 @@ class Checkpoint(ClosedAtExit):
         return out
 
     @cached_property
-    def objects(self) -> dict[str, dict[str, Any]]:
+    def objects(self) -> dict[str, dict[str, object]]:
         """The content of ``objects.pt``; {} without one.
 
         Its hash is always compared: the file is small, and a flipped bit in it would go unnoticed.
@@ -423,7 +423,7 @@ def read_range(
         out[at : at + part.numel()].copy_(part)
 
 
-def load_objects(path: AnyPath) -> dict[str, dict[str, Any]]:
+def load_objects(path: AnyPath) -> dict[str, dict[str, object]]:
     """Return the content of ``objects.pt``.
 
     Raises CheckpointError if the file is damaged or would execute code.
@@ -448,8 +448,8 @@ def load_objects(path: AnyPath) -> dict[str, dict[str, Any]]:
 
 
 def join(
-    what: str, state: Mapping[str, Any], objects: Mapping[str, Any], source: AnyPath
-) -> dict[str, Any]:
+    what: str, state: Mapping[str, Any], objects: Mapping[str, object], source: AnyPath
+) -> dict[str, object]:
     """Inverse of :func:`hf_zero.checkpoint.save_sharded.split`.
 
     Raises CheckpointError for a promised key that ``objects`` lacks.

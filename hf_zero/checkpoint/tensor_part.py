@@ -54,7 +54,7 @@ class TensorPart(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         part = args[0]
         if func.overloadpacket is torch.ops.aten.new_empty and list(args[1]) == list(part.shape):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ from hf_zero.zero.layout.sharding import (
 )
 from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, names_by_kind, transfer
 
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
+
 TARGET = "torch.distributed.checkpoint.state_dict"
 States = dict[str, Any]
 
@@ -49,7 +52,7 @@ class _TorchStates:
     copied there by itself. ``loads``: a load follows.
     """
 
-    def __init__(self, engine: Any, on_host: bool = False, loads: bool = False):
+    def __init__(self, engine: TrainingEngine, on_host: bool = False, loads: bool = False):
         self.engine, self._on_host = engine, on_host
         engine.train_unfrozen(loads)
         version_of(engine)  # updates are complete, and a script's writes are in the shards
@@ -112,7 +115,7 @@ class _TorchStates:
             "take the state dict of this engine, or whole tensors of the same model"
         )
 
-    def from_rank0(self, state: Any) -> Any:
+    def from_rank0(self, state: object) -> object:
         """Return the ``state`` of rank 0 on every rank (collective): tensors one at a time, those
         of this engine's parameters as parts.
         """
@@ -289,7 +292,7 @@ class _TorchStates:
         self.engine.bound.load_hyperparameters(groups)
         transfer(source, self.engine, weights=False, keeps=True)
 
-    def _groups(self, saved: Sequence[Mapping[str, Any]], strict: bool) -> list[dict[str, Any]]:
+    def _groups(self, saved: Sequence[Mapping[str, Any]], strict: bool) -> list[dict[str, object]]:
         """Return the settings for each group of the engine, from the group in ``saved`` that has
         its parameters; by number if none of them has a group there.
         """
@@ -366,8 +369,10 @@ def _differs(what: str, of: str, missing: list[str], unexpected: list[str]) -> C
 
 
 def _mapped(
-    value: Any, change: Callable[[tuple[Any, ...], torch.Tensor], Any], path: tuple[Any, ...] = ()
-) -> Any:
+    value: object,
+    change: Callable[[tuple[Any, ...], torch.Tensor], Any],
+    path: tuple[Any, ...] = (),
+) -> object:
     """Return ``value`` with ``change(path, tensor)`` in place of each tensor in its dicts and
     lists.
     """
@@ -414,7 +419,7 @@ def _states_of(
     return _TorchStates(engine, info.cpu_offload, loads)
 
 
-def _replacements(torch_module: Any) -> dict[str, Callable[..., Any]]:
+def _replacements(torch_module: Any) -> dict[str, Callable[..., object]]:
     """Return the functions that replace those of ``torch_module``, which they call for other
     models.
     """
@@ -422,14 +427,14 @@ def _replacements(torch_module: Any) -> dict[str, Callable[..., Any]]:
     get_optim, put_optim = torch_module._get_optim_state_dict, torch_module._load_optim_state_dict
 
     @wraps(get)
-    def _get_model_state_dict(model: Any, info: Any) -> Any:
+    def _get_model_state_dict(model: torch.nn.Module, info: Any) -> Any:
         states = _states_of(model, info) if info.handle_model and not info.full_state_dict else None
         if states is None:
             return get(model, info)
         return states.weights(info.ignore_frozen_params)
 
     @wraps(put)
-    def _load_model_state_dict(model: Any, state_dict: Any, info: Any) -> Any:
+    def _load_model_state_dict(model: torch.nn.Module, state_dict: Any, info: Any) -> Any:
         # with set_state_dict only rank 0 knows whether there are weights
         takes_part = info.broadcast_from_rank0 or (info.handle_model and state_dict)
         states = _states_of(model, info, loads=True) if takes_part else None
@@ -440,7 +445,7 @@ def _replacements(torch_module: Any) -> dict[str, Callable[..., Any]]:
         return states.load_weights(state_dict, info.strict)
 
     @wraps(get_optim)
-    def _get_optim_state_dict(model: Any, optimizers: Any, info: Any) -> Any:
+    def _get_optim_state_dict(model: torch.nn.Module, optimizers: Any, info: Any) -> object:
         states = _states_of(model, info, optimizers) if info.handle_optim else None
         if states is None:
             return get_optim(model, optimizers, info)
@@ -450,7 +455,9 @@ def _replacements(torch_module: Any) -> dict[str, Callable[..., Any]]:
         return torch_module._maybe_full_or_cpu_state_dict(state, info)
 
     @wraps(put_optim)
-    def _load_optim_state_dict(model: Any, optimizers: Any, state_dict: Any, info: Any) -> None:
+    def _load_optim_state_dict(
+        model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any
+    ) -> None:
         takes_part = info.broadcast_from_rank0 or info.handle_optim
         states = _states_of(model, info, optimizers, True) if takes_part else None
         if states is None:
@@ -468,13 +475,13 @@ def _replacements(torch_module: Any) -> dict[str, Callable[..., Any]]:
              _load_optim_state_dict)}  # fmt: skip
 
 
-def _one_box_a_file(write: Callable[..., object]) -> Callable[..., Any]:
+def _one_box_a_file(write: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``HuggingFaceStorageWriter.write_data``, which keeps the last of several boxes of a
     tensor in one file.
     """
 
     @wraps(write)
-    def write_data(self: Any, plan: Any, planner: Any) -> Any:
+    def write_data(self: Any, plan: Any, planner: object) -> Any:
         boxes = Counter(item.index.fqn for item in plan.items)
         if several := [name for name, count in boxes.items() if count > 1]:
             raise CheckpointError(
@@ -487,7 +494,7 @@ def _one_box_a_file(write: Callable[..., object]) -> Callable[..., Any]:
     return write_data
 
 
-def _nested(flat: Mapping[str, Any], states: _TorchStates) -> States:
+def _nested(flat: Mapping[str, object], states: _TorchStates) -> States:
     """Return a state dict of ``flatten_optimizer_state_dict`` in its other form."""
     bound, state = states.engine.bound, dict[str, States]()
     for path, value in flat.items():

@@ -194,7 +194,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         content = path.read_bytes()
     except FileNotFoundError:
         return []
-    lines: list[dict[str, Any]] = []
+    lines: list[dict[str, object]] = []
     # The text after the last newline is empty, or a line that was cut off.
     for line in content.split(b"\n")[:-1]:
         try:

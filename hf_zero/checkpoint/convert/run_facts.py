@@ -153,7 +153,7 @@ def _resumed(record: RecordedSteps) -> Iterator[tuple[str, str]]:
         yield "resumed from", listed(names)
 
 
-def logged(folders: Sequence[AnyPath]) -> dict[str, tuple[float, Any]]:
+def logged(folders: Sequence[AnyPath]) -> dict[str, tuple[float, object]]:
     """Return the last number of each name in the Trainer's log, with its step; empty without a log
     in ``folders``.
     """

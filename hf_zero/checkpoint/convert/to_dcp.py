@@ -44,7 +44,7 @@ class _Planner(dcp.DefaultSavePlanner):
         super().__init__()
         self._fills = fills
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
+    def lookup_object(self, index: MetadataIndex) -> object:
         tensor = super().lookup_object(index)
         if index.fqn in self._fills:
             tensor = torch.empty_like(tensor, device="cpu")
@@ -169,7 +169,7 @@ def write_dcp(
 def _name_again(path: Path, further: dict[tuple[str, ...], str]) -> None:
     """Add the names ``further`` to a folder's metadata, each for the bytes of an existing name."""
     metadata = dcp.FileSystemReader(path.parent).read_metadata()
-    places: dict[str, list[tuple[MetadataIndex, Any]]] = {}
+    places: dict[str, list[tuple[MetadataIndex, object]]] = {}
     for index, info in metadata.storage_data.items():
         places.setdefault(index.fqn, []).append((index, info))
     for keys, name in further.items():

@@ -128,10 +128,10 @@ class FolderContents:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     groups: tuple[OptimizerGroup, ...] | None = None
-    lr_scheduler: dict[str, Any] | None = None
-    scaler: dict[str, Any] | None = None
+    lr_scheduler: dict[str, object] | None = None
+    scaler: dict[str, object] | None = None
     counters: dict[str, int] = field(default_factory=dict)
-    client_state: dict[str, Any] = field(default_factory=dict)
+    client_state: dict[str, object] = field(default_factory=dict)
     world: int = 1
     stage: int = 0
     precision: str = "fp32"
@@ -249,7 +249,7 @@ class Assembled(Checkpoint):
         return self._tables[index]
 
     @property
-    def objects(self) -> dict[str, dict[str, Any]]:  # type: ignore[override]
+    def objects(self) -> dict[str, dict[str, object]]:  # type: ignore[override]
         return {}
 
     def client_state(self) -> dict[str, Any]:

@@ -274,7 +274,7 @@ class DeepSpeedFolder:
         """
         shapes = self.shapes()
         masters = [] if self._nameless else self._masters()
-        base: Mapping[str, Any] = {} if self._nameless else self._base()
+        base: Mapping[str, object] = {} if self._nameless else self._base()
         parts: dict[str, list[ParameterPart]] = {}
         index = 0
         for number, names in enumerate(shapes):
@@ -483,7 +483,7 @@ class Universal(DeepSpeedFolder):
 
     def _groups(self) -> tuple[OptimizerGroup, ...] | None:
         saved = load_pickle(self.folder / FOLDER / SETTINGS, CLASSES)
-        base: Mapping[str, Any] = saved.get("optimizer_state_dict", saved)
+        base: Mapping[str, object] = saved.get("optimizer_state_dict", saved)
         places = {name: self.folder / FOLDER / name for group in self.shapes() for name in group}
         steps = {
             name: load_pickle(path / f"{STEP}.pt", CLASSES)

@@ -143,7 +143,7 @@ def named(groups: Sequence[Mapping[str, Any]], parameters: Collection[str]) -> N
 def groups_of(
     base: Mapping[str, Any],
     shapes: Sequence[Mapping[str, Any]],
-    steps: Mapping[str, Any] | None = None,
+    steps: Mapping[str, object] | None = None,
 ) -> tuple[OptimizerGroup, ...] | None:
     """Return the groups of ``base``, torch's state dict of an optimizer, with their parameters'
     names; None if it has none. ``steps``: step counts by parameter, if they are stored elsewhere.

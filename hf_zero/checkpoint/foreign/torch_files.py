@@ -118,7 +118,7 @@ def _empty_array(*_: object) -> _NumpyArray:
     return _NumpyArray(0)
 
 
-def _scalar(kind: _NumpyDtype, values: bytes) -> Any:
+def _scalar(kind: _NumpyDtype, values: bytes) -> object:
     return np.frombuffer(values, kind.dtype, 1)[0]
 
 

@@ -203,7 +203,7 @@ class _Taking:
         self._chooses = False  # a load follows
         self._mark: folders.InUse | None = None  # of the folder that a load reads
 
-    def take(self, engine: Any = None, strict: bool = True) -> Newest | None:
+    def take(self, engine: object = None, strict: bool = True) -> Newest | None:
         """Return the generation in a folder of this host, with the files that its ranks read for a
         load into ``engine``, if there is one; None, logged, if it is not whole. Collective.
         """

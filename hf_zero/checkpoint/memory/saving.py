@@ -177,7 +177,7 @@ class MemoryCheckpoints(JobFolders):
         self.every, self.copies, self.by_route = settings.every, settings.copies, False
         self.has_stepped = False  # a load without a tag then means the folder that it names
         # what the script gave to its last save on disk, or has loaded
-        self.client_state: Mapping[str, Any] = {}
+        self.client_state: Mapping[str, object] = {}
         self._limit = settings.limit
         self.world, self._device = mesh.dims.world, mesh.device
         super().__init__(settings, mesh.job, engine.global_rank, host_name())
@@ -307,7 +307,7 @@ class MemoryCheckpoints(JobFolders):
         self,
         engine: TrainingEngine,
         beside: Mapping[str, bytes] | None = None,
-        client_state: Mapping[str, Any] | None = None,
+        client_state: Mapping[str, object] | None = None,
         tag: str | None = None,
     ) -> None:
         """Copy the state of ``engine`` into this host's memory, and let a thread do the rest. Every
@@ -342,7 +342,7 @@ class MemoryCheckpoints(JobFolders):
         self,
         engine: TrainingEngine,
         beside: Mapping[str, bytes],
-        client_state: Mapping[str, Any],
+        client_state: Mapping[str, object],
         tag: str | None,
     ) -> Staged | None:
         """Copy this rank's file into its slot, unless a save on disk at this step has had that
@@ -385,7 +385,7 @@ class MemoryCheckpoints(JobFolders):
         names: WholeNames,
         elsewhere: Mapping[str, torch.Tensor],
         beside: Mapping[str, bytes],
-        client_state: Mapping[str, Any],
+        client_state: Mapping[str, object],
         tag: str,
     ) -> tuple[RankRecord, SavePlan]:
         """Return this rank's record without hashes, and the plan of its file."""
