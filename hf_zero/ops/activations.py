@@ -228,7 +228,7 @@ def _(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
     return _like(gate_up)
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _keep_inputs(ctx: Any, inputs: tuple[object, ...], output: object) -> None:
     *tensors, ctx.act = inputs
     ctx.save_for_backward(*tensors)
 

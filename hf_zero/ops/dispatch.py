@@ -43,7 +43,7 @@ _BROKEN: dict[str, str] = {}
 _INTERPRETER = threading.RLock()
 
 
-def _takes_all(*args: Any, **kwargs: Any) -> str:
+def _takes_all(*args: object, **kwargs: object) -> str:
     return ""
 
 
@@ -94,7 +94,7 @@ class Kernel:
             )
         return self.reference(*args, **kwargs)
 
-    def launcher(self) -> Callable[..., Any]:
+    def launcher(self) -> Callable[..., object]:
         """Return the function that launches the Triton kernel; imports triton."""
         return _load(self.launch)
 
@@ -177,15 +177,15 @@ def broken() -> dict[str, str]:
 
 
 @functools.cache
-def _load(launch: str) -> Callable[..., Any]:
+def _load(launch: str) -> Callable[..., object]:
     module, function = launch.split(":")
-    loaded: Callable[..., Any] = getattr(
+    loaded: Callable[..., object] = getattr(
         importlib.import_module(f"hf_zero.ops.triton_kernels.{module}"), function
     )
     return loaded
 
 
-def _device(args: Iterable[Any]) -> torch.device:
+def _device(args: Iterable[object]) -> torch.device:
     """Return the device of the first tensor among ``args`` or in a list among them."""
     for value in args:
         if isinstance(value, torch.Tensor):

@@ -7,8 +7,6 @@ the gradient may differ there in its last place, and a moment by one code.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -57,7 +55,7 @@ def adam_reference(
     )
 
 
-def _example(device: torch.device) -> tuple[Any, ...]:
+def _example(device: torch.device) -> tuple[object, ...]:
     values = torch.linspace(-1, 1, 300, device=device)
     moments = (
         reference.encode_dynamic(values * 0.1, True),

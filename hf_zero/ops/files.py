@@ -331,7 +331,7 @@ class FileQueue:
             self._alive[id(transfer)] = (transfer, tensor)
         return Ticket(self, transfer, context, name)
 
-    def settle(self, transfer: Any) -> tuple[int, str, int, int, bool] | None:
+    def settle(self, transfer: object) -> tuple[int, str, int, int, bool] | None:
         """Wait for a transfer of the backend. Return None, or errno, path, offset and bytes of the
         failed part, and whether the file ended there.
         """

@@ -274,12 +274,12 @@ def _lion(
 
 
 @_adam.register_fake
-def _(*arguments: Any) -> None:
+def _(*arguments: object) -> None:
     return None
 
 
 @_lion.register_fake
-def _(*arguments: Any) -> None:
+def _(*arguments: object) -> None:
     return None
 
 

@@ -40,7 +40,7 @@ def _example(device: torch.device) -> list[list[Tensor]]:
     return [[torch.rand(20, device=device), torch.rand(8, device=device)] for _ in range(4)]
 
 
-def _not_fp32(*lists: Any, **_: Any) -> str:
+def _not_fp32(*lists: object, **_: object) -> str:
     tensors = [tensor for of in lists if isinstance(of, list) for tensor in of]
     fits = all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
     return "" if fits else "a tensor is not fp32 and contiguous"

@@ -257,7 +257,7 @@ def _keep_sums(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ..
     ctx.dtype, ctx.wanted = inputs[0].dtype, inputs[-3:]
 
 
-def _hand_out(ctx: Any, grad: torch.Tensor | None, *unused: Any) -> tuple[Any, ...]:
+def _hand_out(ctx: Any, grad: torch.Tensor | None, *unused: object) -> tuple[Any, ...]:
     gradients: list[torch.Tensor | None] = [None, None, None]
     if grad is not None:
         places = [index for index, is_needed in enumerate(ctx.wanted) if is_needed]
@@ -369,7 +369,7 @@ def _(
 
 
 def _keep_arguments(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+    ctx: Any, inputs: tuple[object, ...], output: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     hidden, weight, bias, labels, *ctx.numbers = inputs
     ctx.set_materialize_grads(False)
@@ -377,7 +377,7 @@ def _keep_arguments(
     ctx.save_for_backward(hidden, weight, bias, labels, output[1])
 
 
-def _recompute(ctx: Any, grad: torch.Tensor | None, *unused: Any) -> tuple[Any, ...]:
+def _recompute(ctx: Any, grad: torch.Tensor | None, *unused: object) -> tuple[Any, ...]:
     if grad is None:
         return (None,) * 8
     needs = list(ctx.needs_input_grad[:3])

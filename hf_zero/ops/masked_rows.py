@@ -97,7 +97,7 @@ class RowCapacity:
     def __init__(self) -> None:
         self._last = 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RowCapacity:
+    def __deepcopy__(self, memo: dict[int, object]) -> RowCapacity:
         return RowCapacity()  # a copied model sees batches of its own
 
     def places(self, count: RowCount, device: torch.device) -> int:
@@ -166,13 +166,13 @@ def _(grad: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return grad.new_empty(slots.numel(), grad.shape[1])
 
 
-def _keep_slots(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _keep_slots(ctx: Any, inputs: tuple[object, ...], output: tuple[torch.Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(output[2])
 
 
-def _hand_back(ctx: Any, grad: torch.Tensor | None, *unused: Any) -> tuple[Any, ...]:
+def _hand_back(ctx: Any, grad: torch.Tensor | None, *unused: object) -> tuple[Any, ...]:
     if grad is None:
         return None, None, None, None
     return torch.ops.hf_zero.select_rows_backward(grad, *ctx.saved_tensors), None, None, None

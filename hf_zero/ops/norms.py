@@ -185,9 +185,9 @@ def _too_wide(x: torch.Tensor, seed: torch.Tensor | None, centered: bool) -> str
 
 def _forward_refuses(
     x: torch.Tensor,
-    residual: Any,
-    weight: Any,
-    bias: Any,
+    residual: object,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
     seed: torch.Tensor | None,
     eps: float,
     offset: float,
@@ -200,17 +200,17 @@ def _forward_refuses(
 
 def _backward_refuses(
     dy: torch.Tensor,
-    d_total: Any,
-    saved: Any,
-    weight: Any,
-    bias: Any,
-    mean: Any,
-    rstd: Any,
+    d_total: object,
+    saved: object,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    mean: object,
+    rstd: object,
     seed: torch.Tensor | None,
     offset: float,
     dropout: float,
     centered: bool,
-    *_: Any,
+    *_: object,
 ) -> str:
     return _too_wide(dy, seed, centered)
 
@@ -220,7 +220,7 @@ def _forward_example(device: torch.device) -> tuple[Any, ...]:
     return x, x.flip(0), x[0], x[1], draw_seed(device), 1e-5, 0.0, 0.1, True, True
 
 
-def _backward_example(device: torch.device) -> tuple[Any, ...]:
+def _backward_example(device: torch.device) -> tuple[object, ...]:
     x = torch.randn(8, 128, device=device)
     mean, rstd = x.mean(1), x.std(1).reciprocal()
     return (

@@ -25,12 +25,12 @@ class Operator:
     plain values, and which writes to none of them. ``operator``: that of torch.library.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., object]) -> None:
         self.operator = torch.library.custom_op(name, mutates_args=())(function)
         self._name, self._function = name, function
         self._node: Any = None
 
-    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., object]:
         """Register ``fake``, which makes outputs without values."""
         return self.operator.register_fake(fake)
 
@@ -59,7 +59,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
     return lambda function: Operator(name, function)
 
 
-def _is_plain(args: Sequence[Any]) -> bool:
+def _is_plain(args: Sequence[object]) -> bool:
     """Whether nothing but autograd looks at an operation on ``args``."""
     return not (
         torch._C._len_torch_dispatch_stack()
@@ -68,7 +68,7 @@ def _is_plain(args: Sequence[Any]) -> bool:
     ) and all(map(_has_values, args))
 
 
-def _has_values(arg: Any) -> bool:
+def _has_values(arg: object) -> bool:
     """Whether kernels can read the memory of ``arg``. Not that of a view that negates, nor of the
     vmap of batched gradients (``is_grads_batched``), which is no transform of functorch.
     """
@@ -77,7 +77,7 @@ def _has_values(arg: Any) -> bool:
     return all(map(_has_values, arg)) if isinstance(arg, (tuple, list)) else True
 
 
-def _requires_grad(arg: Any) -> bool:
+def _requires_grad(arg: object) -> bool:
     if isinstance(arg, torch.Tensor):
         return arg.requires_grad
     return any(map(_requires_grad, arg)) if isinstance(arg, (tuple, list)) else False
@@ -94,7 +94,7 @@ def _flat(args: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
     return flat
 
 
-def _nested(flat: Sequence[Any], lengths: Sequence[int]) -> tuple[Any, ...]:
+def _nested(flat: Sequence[object], lengths: Sequence[int]) -> tuple[object, ...]:
     """Return the arguments of which ``_flat`` made ``flat``."""
     items = iter(flat)
     return tuple(
@@ -104,7 +104,7 @@ def _nested(flat: Sequence[Any], lengths: Sequence[int]) -> tuple[Any, ...]:
 
 def _node_of(
     name: str,
-    function: Callable[..., Any],
+    function: Callable[..., object],
     gradient: Callable[..., Any],
     keep: Callable[..., None],
 ) -> Any:
@@ -112,7 +112,7 @@ def _node_of(
 
     class Node:
         @staticmethod
-        def forward(ctx: Any, lengths: tuple[int, ...], *flat: Any) -> Any:
+        def forward(ctx: Any, lengths: tuple[int, ...], *flat: object) -> object:
             args = _nested(flat, lengths)
             ctx.lengths, ctx.needed = lengths, _nested(ctx.needs_input_grad[1:], lengths)
             output = function(*args)
@@ -120,7 +120,7 @@ def _node_of(
             return output
 
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
+        def backward(ctx: Any, *grads: Any) -> object:
             ctx.needs_input_grad = ctx.needed
             return None, *_flat(gradient(ctx, *grads), ctx.lengths)
 

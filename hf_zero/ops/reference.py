@@ -119,7 +119,7 @@ def sgd(
     momentum: float,
     dampening: float,
     lr: float,
-    **shared: Any,
+    **shared: object,
 ) -> None:
     g = _gradient(grad, shared)
     if l2 != 0:
@@ -140,7 +140,7 @@ def lamb_measure(
     *,
     beta1: float,
     beta2: float,
-    **settings: Any,
+    **settings: object,
 ) -> tuple[float, float]:
     g = _gradient(grad, settings)
     exp_avg.copy_(exp_avg * beta1 + g * (1 - beta1))

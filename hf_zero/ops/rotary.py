@@ -217,12 +217,12 @@ def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _packed_like(dq, dk)
 
 
-def _keep_angles(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _keep_angles(ctx: Any, inputs: tuple[object, ...], output: object) -> None:
     _, _, cos, sin = inputs
     ctx.save_for_backward(cos, sin)
 
 
-def _keep_angles_of_packed(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _keep_angles_of_packed(ctx: Any, inputs: tuple[object, ...], output: object) -> None:
     _, cos, sin, *_ = inputs
     ctx.save_for_backward(cos, sin)
 

@@ -125,7 +125,7 @@ class SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plain: Function, numbers: tuple[Any, ...], labels: torch.Tensor, *tensors: Any
+        ctx: Any, plain: Function, numbers: tuple[object, ...], labels: torch.Tensor, *tensors: Any
     ) -> torch.Tensor:
         hidden, weight, bias = tensors
         needs = ctx.needs_input_grad[3:]

@@ -4,6 +4,7 @@ or store a tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from hf_zero.errors import KernelError
 _T: Any = torch.Tensor
 
 
-def named(names: str, *homes: Any) -> list[Any]:
+def named(names: str, *homes: Any) -> list[object]:
     """Return the functions of ``names`` that ``homes`` have."""
     functions = (getattr(home, name, None) for name in names.split() for home in homes)
     return [function for function in functions if callable(function)]
@@ -34,12 +35,12 @@ METADATA = frozenset(
 )
 
 
-def shows(function: Any) -> bool:
+def shows(function: Callable[..., object]) -> bool:
     """Whether a script calls ``function`` to show or to store a tensor."""
     return function in _SHOWS
 
 
-def shown(function: Any, one: Any, name: str) -> Any:
+def shown(function: Callable[..., object], one: Any, name: str) -> Any:
     """Return what ``function`` shows of logits whose weight is sharded: a print must not wait for
     other ranks.
 
@@ -54,7 +55,7 @@ def shown(function: Any, one: Any, name: str) -> Any:
     )
 
 
-def writes(function: Any, args: Any, kwargs: Any) -> bool:
+def writes(function: Callable[..., object], args: object, kwargs: Any) -> bool:
     """Whether ``function`` may write into one of its arguments."""
     name = getattr(function, "__name__", "")
     inside = name.startswith("__i") and name.endswith("__") and name != "__invert__"

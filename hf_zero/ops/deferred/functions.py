@@ -39,7 +39,7 @@ def _some_rows(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty((0, tensor.shape[-1]), dtype=tensor.dtype, device=tensor.device)
 
 
-def _owned(value: Any) -> Any:
+def _owned(value: object) -> object:
     """Return a copy of a plain tensor, and anything else as it is."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
@@ -56,7 +56,7 @@ def _only_first(args: Any, kwargs: Any) -> bool:
 
 def _reshaped(function: Any, args: Any, kwargs: Any) -> Any:
     """Handle functions that keep the order of elements: rows stay rows if the width does."""
-    logits: Any = args[0] if args else None
+    logits: object = args[0] if args else None
     if not _is_deferred(logits):
         return NotImplemented
     meta = [_meta(item) if isinstance(item, torch.Tensor) else item for item in args]
@@ -78,7 +78,7 @@ def _reshaped(function: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _indexed(function: Any, args: Any, kwargs: Any) -> Any:
+def _indexed(function: Callable[..., object], args: Any, kwargs: object) -> Any:
     logits, index = args
     if not _is_deferred(logits):
         return NotImplemented
@@ -112,11 +112,11 @@ def _indexed(function: Any, args: Any, kwargs: Any) -> Any:
     return logits.selected(select, select, like, alias=not tensors)
 
 
-def _is_whole(item: Any) -> bool:
+def _is_whole(item: object) -> bool:
     return isinstance(item, slice) and item in (slice(None), slice(None, None, 1))
 
 
-def _along(function: Any, args: Any, kwargs: Any) -> Any:
+def _along(function: Callable[..., object], args: Any, kwargs: Any) -> Any:
     """Handle functions of one dimension that is not the last: select, narrow, split, ..."""
     logits: Any = args[0] if args else None
     if not _only_first(args, kwargs) or logits.dim() < 2:
@@ -163,7 +163,7 @@ def _along(function: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _call_along(plain: Any, dims: list[int], other_args: list[Any], tensor: torch.Tensor) -> Any:
+def _call_along(plain: Any, dims: list[int], other_args: list[object], tensor: torch.Tensor) -> Any:
     return plain(tensor, dims, other_args)
 
 
@@ -180,7 +180,7 @@ _PLAIN_ALONG: dict[str, Any] = {
 
 
 @functools.cache
-def _signature(function: Any) -> inspect.Signature:
+def _signature(function: Callable[..., object]) -> inspect.Signature:
     written: dict[str, Callable[..., None]] = {
         "select": lambda self, dim, index: None,
         "narrow": lambda self, dim, start, length: None,
@@ -194,12 +194,12 @@ def _signature(function: Any) -> inspect.Signature:
     return inspect.signature(written[function.__name__])
 
 
-def _iterated(function: Any, args: Any, kwargs: Any) -> Any:
+def _iterated(function: Callable[..., object], args: object, kwargs: object) -> object:
     result = _along(function, args, kwargs)
     return result if result is NotImplemented else iter(result)
 
 
-def _copied(function: Any, args: Any, kwargs: Any) -> Any:
+def _copied(function: Callable[..., object], args: Any, kwargs: object) -> object:
     if not _only_first(args, kwargs) or len(args) > 1 or kwargs:
         return NotImplemented
     logits = args[0]
@@ -213,7 +213,7 @@ def _copied(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cast(function: Any, args: Any, kwargs: Any) -> Any:
-    logits: Any = args[0] if args else None
+    logits: object = args[0] if args else None
     if not _is_deferred(logits):
         return NotImplemented
     arguments = [_some_rows(item) if _is_deferred(item) else item for item in args[1:]]
@@ -258,7 +258,7 @@ def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
             inputs.append(item)
             samples.append(item)
             continue
-        node: Any = item.program if _is_deferred(item) else _operand(item, logits, function)
+        node: object = item.program if _is_deferred(item) else _operand(item, logits, function)
         if node is None or (_is_deferred(item) and item.shape != logits.shape):
             return NotImplemented
         if isinstance(node, Vector) or (isinstance(node, Operand) and node.rows.shape[-1] == 1):
@@ -299,7 +299,9 @@ def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
     return logits.step(step, tuple(inputs), like, replay, tuple(ones), tuple(tensors))
 
 
-def _operand(tensor: torch.Tensor, logits: torch.Tensor, function: Any) -> Operand | Vector | None:
+def _operand(
+    tensor: torch.Tensor, logits: torch.Tensor, function: Callable[..., object]
+) -> Operand | Vector | None:
     """Return a plain operand of ``function`` of ``logits`` as a node; None if the result has
     another shape.
     """
@@ -324,13 +326,13 @@ def _is_last(dim: Any, logits: torch.Tensor) -> bool:
     return isinstance(dim, int) and not isinstance(dim, bool) and dim in (-1, logits.dim() - 1)
 
 
-def _softmax(function: Any, args: Any, kwargs: Any) -> Any:
+def _softmax(function: Callable[..., object], args: Any, kwargs: Any) -> Any:
     stacked = function in (F.softmax, F.log_softmax)
     names = ("input", "dim", *(("_stacklevel",) if stacked else ()), "dtype")
     arguments: dict[str, Any] = dict(zip(names, args)) | {
         ("input" if k == "self" else k): v for k, v in kwargs.items()
     }
-    logits: Any = arguments.get("input")
+    logits: object = arguments.get("input")
     dim, dtype = arguments.get("dim"), arguments.get("dtype")
     if not _is_deferred(logits) or not _is_last(dim, logits):
         return NotImplemented
@@ -389,7 +391,7 @@ def _reduced(function: Any, args: Any, kwargs: Any) -> Any:
     return logits.used(logits.reduced(reduce), function, args, kwargs)
 
 
-def _max(function: Any, args: Any, kwargs: Any) -> Any:
+def _max(function: Callable[..., object], args: Any, kwargs: Any) -> object:
     """Handle max and min over the last dimension: values and their places."""
     arg = {"max": torch.argmax, "min": torch.argmin}[function.__name__]
     indices = _reduced(arg, args, kwargs)
@@ -402,11 +404,11 @@ def _max(function: Any, args: Any, kwargs: Any) -> Any:
     return kind((values if keeps_dim else values[..., 0], indices))
 
 
-def _gathered(function: Any, args: Any, kwargs: Any) -> Any:
+def _gathered(function: Callable[..., object], args: Any, kwargs: Any) -> Any:
     arguments: dict[str, Any] = dict(zip(("input", "dim", "index"), args)) | {
         ("input" if k == "self" else k): v for k, v in kwargs.items()
     }
-    logits: Any = arguments.get("input")
+    logits: object = arguments.get("input")
     dim: Any = arguments.get("dim")
     index: Any = arguments.get("index")
     if (

@@ -81,7 +81,9 @@ def log_probabilities(form: Affine, labels: torch.Tensor, ignored: int = IGNORED
         values = whole_logits(form, *tensors).log_softmax(-1).gather(-1, at)[:, 0]
         return values.where(labels != ignored, 0.0)
 
-    def body(hidden: Any, weight: Any, bias: Any, size: int) -> torch.Tensor:
+    def body(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int
+    ) -> torch.Tensor:
         axis, number, at = form.call.call.axis, ignored, labels
         if axis is not None:  # labels of other parts are outside the vocabulary of this one
             width = weight.shape[0]
@@ -100,7 +102,9 @@ def log_probabilities(form: Affine, labels: torch.Tensor, ignored: int = IGNORED
 def logsumexps(form: Affine) -> torch.Tensor:
     """Return the logsumexps [n], at least in fp32."""
 
-    def body(hidden: Any, weight: Any, bias: Any, size: int) -> torch.Tensor:
+    def body(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int
+    ) -> torch.Tensor:
         none = torch.full((hidden.shape[0],), weight.shape[0], device=hidden.device)
         numbers = (IGNORED, form.softcap or 0.0, form.scale, size)
         lse: torch.Tensor = _LogProbabilities.apply(
@@ -115,7 +119,9 @@ def logsumexps(form: Affine) -> torch.Tensor:
 def places_of_largest(form: Affine, axis: VocabularyAxis) -> torch.Tensor:
     """Return the places [n] of the largest logits of a vocabulary in parts."""
 
-    def body(hidden: Any, weight: Any, bias: Any, size: int) -> torch.Tensor:
+    def body(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int
+    ) -> torch.Tensor:
         parts = [F.linear(rows, weight, bias).max(-1) for rows in hidden.split(size)]
         values, places = (torch.cat([part[at] for part in parts]).double() for at in (0, 1))
         pairs = torch.stack([values, places + axis.rank * weight.shape[0]], -1)
@@ -138,7 +144,7 @@ class _LogProbabilities(torch.autograd.Function):
         ctx: Any,
         plain: Callable[..., torch.Tensor],
         axis: VocabularyAxis | None,
-        numbers: tuple[Any, ...],
+        numbers: tuple[object, ...],
         labels: torch.Tensor,
         labelled: bool,
         *tensors: Any,

@@ -133,7 +133,9 @@ def _summed(
             ignore_index=ignored, reduction="sum", label_smoothing=smoothing,
         )  # fmt: skip
 
-    def body(hidden: Any, weight: Any, bias: Any, size: int) -> torch.Tensor:
+    def body(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int
+    ) -> torch.Tensor:
         numbers = (ignored, smoothing, 0.0, form.softcap or 0.0, form.scale, size)
         total: torch.Tensor = SummedLoss.apply(whole, numbers, counted, hidden, weight, bias)
         return total
@@ -178,7 +180,7 @@ def _labelled(
     return flat.rows(select), selected[0]
 
 
-def count_early(head: Any, labels: torch.Tensor, ignored: int = -100) -> None:
+def count_early(head: object, labels: torch.Tensor, ignored: int = -100) -> None:
     """Begin to count the ``labels`` that count, on a device, before the model is launched: the loss
     of the module ``head`` then waits for this number alone (``masked_rows.py``, the note).
     """
@@ -191,7 +193,7 @@ def _identity(labels: torch.Tensor, ignored: int) -> tuple[int, ...]:
 
 
 _COUNTS: weakref.WeakKeyDictionary[Any, tuple[Any, RowCount]] = weakref.WeakKeyDictionary()
-_CAPACITIES: weakref.WeakKeyDictionary[Any, RowCapacity] = weakref.WeakKeyDictionary()
+_CAPACITIES: weakref.WeakKeyDictionary[object, RowCapacity] = weakref.WeakKeyDictionary()
 
 
 def _dtype_of_loss(logits: torch.Tensor) -> torch.dtype:

@@ -48,7 +48,7 @@ class Autocast:
     def during(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Return ``function``, called in this state."""
 
-        def called(*args: Any) -> torch.Tensor:
+        def called(*args: object) -> torch.Tensor:
             with self.active():
                 return function(*args)
 
@@ -108,7 +108,7 @@ class RowwiseCall(Protocol):
     def joined(self, output: torch.Tensor) -> torch.Tensor:
         """Return the whole output of all ranks for the part of this one."""
 
-    def run(self, rows: torch.Tensor, body: Callable[..., Any]) -> Any:
+    def run(self, rows: torch.Tensor, body: Callable[..., object]) -> Any:
         """Call the module with ``rows``, and return ``body(rows, *parameters)`` of the entering
         rows, which its forward runs: so hooks on the module gather its parameters.
         """
@@ -297,11 +297,11 @@ def run(
 
 def _inside(
     calls: Sequence[CallNode],
-    body: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
+    body: Callable[[list[torch.Tensor], list[torch.Tensor]], object],
     rows_of: Callable[[torch.Tensor], torch.Tensor],
     rows: list[torch.Tensor],
     shared: list[torch.Tensor],
-) -> Any:
+) -> object:
     """Return ``body`` of ``rows`` and ``shared``, each with those of ``calls`` added, whose modules
     run around it.
     """
@@ -310,7 +310,7 @@ def _inside(
     call = calls[0].call
     call.check()
 
-    def inside(hidden: torch.Tensor, *tensors: torch.Tensor) -> Any:
+    def inside(hidden: torch.Tensor, *tensors: torch.Tensor) -> object:
         if call.linear and call.autocast.enabled:  # once, instead of in each chunk
             hidden = hidden.to(call.autocast.dtype)
             tensors = tuple(node_of.to(call.autocast.dtype) for node_of in tensors)
@@ -378,7 +378,7 @@ def affine(node: Node, records: bool) -> Affine | None:
     return None
 
 
-def _factor(name: str, inputs: Sequence[Any]) -> float | None:
+def _factor(name: str, inputs: Sequence[object]) -> float | None:
     """Return the number that a product or a quotient multiplies its first input by."""
     if len(inputs) != 2:
         return None

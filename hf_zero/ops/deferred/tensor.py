@@ -58,7 +58,7 @@ class DeferredOutput(torch.Tensor):
     sources: tuple[DeferredOutput, ...]  # its parents, or the deferred input of its call
     uses: list[ChunkedUse]  # of it, and of what was made of it
     versions: tuple[int, ...]  # of the parents' plain tensors
-    plain_grad_fn: Any  # its node of autograd, if no other node has adopted it
+    plain_grad_fn: object  # its node of autograd, if no other node has adopted it
 
     __hash__ = torch.Tensor.__hash__
 
@@ -142,8 +142,8 @@ class DeferredOutput(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, function: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         kwargs = kwargs or {}
         if function in facts.METADATA:
             first = args[0]
@@ -165,7 +165,9 @@ class DeferredOutput(torch.Tensor):
         return cls._materialized_call(function, args, kwargs)
 
     @classmethod
-    def _materialized_call(cls, function: Any, args: Any, kwargs: Any) -> Any:
+    def _materialized_call(
+        cls, function: Callable[..., object], args: object, kwargs: object
+    ) -> object:
         """Return ``function`` of plain tensors, and say once that they were computed for it."""
         deferred = [item for item in tree_leaves((args, kwargs)) if isinstance(item, cls)]
         name = torch.overrides.resolve_name(function) or getattr(function, "__name__", "?")
@@ -186,8 +188,8 @@ class DeferredOutput(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, function: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         """Return ``function`` of plain values, for code below torch functions; autograd has
         recorded it already.
         """
@@ -373,7 +375,9 @@ class DeferredOutput(torch.Tensor):
 
         return _computed(programs.selected(self.program, chosen))
 
-    def used(self, result: torch.Tensor, function: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    def used(
+        self, result: torch.Tensor, function: Callable[..., object], args: object, kwargs: object
+    ) -> torch.Tensor:
         """Note that ``result`` is ``function`` of this tensor, for gradients with respect to it."""
         if result.requires_grad:
             arguments = tree_map(lambda one: SELF if one is self else one, (args, kwargs))
@@ -437,7 +441,7 @@ class _DeferredNode(torch.autograd.Function):
     """The node of a deferred tensor: gradients of its value for whole rows."""
 
     @staticmethod
-    def forward(ctx: Any, new: Callable[[], Any], replay: Any, *inputs: Any) -> Any:
+    def forward(ctx: Any, new: Callable[[], object], replay: object, *inputs: object) -> object:
         ctx.replay, ctx.inputs = replay, inputs
         return new()
 

@@ -42,7 +42,7 @@ class ChunkedUse:
     history: History
     function: Any
     args: Any
-    kwargs: Any
+    kwargs: object
     versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ _NUMBERS = itertools.count(1)
 class _Registered(type):
     """A metaclass that registers a configuration after its last constructor."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: object, **kwargs: object) -> object:
         config = super().__call__(*args, **kwargs)
         config.__dict__["handle"] = register(config)
         return config
@@ -53,7 +53,7 @@ class SparsityConfig(metaclass=_Registered):
         self.different_layout_per_head = different_layout_per_head
         self.num_layout_heads = num_heads if different_layout_per_head else 1
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if "handle" in self.__dict__:
             raise KernelError(
                 f"{type(self).__name__}.{name} cannot change once the configuration is made: "
@@ -61,7 +61,7 @@ class SparsityConfig(metaclass=_Registered):
             )
         super().__setattr__(name, value)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _restored, (
             type(self),
             {name: value for name, value in self.__dict__.items() if name != "handle"},
@@ -121,7 +121,7 @@ def config_of(handle: int) -> SparsityConfig:
     return _CONFIGS[handle]
 
 
-def _content(attributes: dict[str, Any]) -> str:
+def _content(attributes: dict[str, object]) -> str:
     """Return a digest of all attributes of a configuration; if they cannot be pickled, a unique
     string, so that it equals only itself.
     """
@@ -131,7 +131,7 @@ def _content(attributes: dict[str, Any]) -> str:
         return f"unpickled {next(_NUMBERS)}"
 
 
-def _restored(kind: Any, attributes: dict[str, Any]) -> SparsityConfig:
+def _restored(kind: Any, attributes: dict[str, object]) -> SparsityConfig:
     config: SparsityConfig = kind.__new__(kind)
     config.__dict__.update(attributes)
     config.__dict__["handle"] = register(config)
