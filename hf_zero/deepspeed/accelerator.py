@@ -145,7 +145,7 @@ class DeepSpeedAccelerator:
         if ranges is not None:
             ranges.range_pop()
 
-    def lazy_call(self, callback: Any) -> Any:
+    def lazy_call(self, callback: Any) -> object:
         """Call ``callback`` at once: torch initialises the device itself."""
         return callback()
 
@@ -153,7 +153,7 @@ class DeepSpeedAccelerator:
         builders = op_builders.BUILDERS
         return builders.get(class_name, builders["NotImplementedBuilder"])
 
-    def create_op_builder(self, class_name: str) -> Any:
+    def create_op_builder(self, class_name: str) -> object:
         return self.get_op_builder(class_name)()
 
     def __getattr__(self, name: str) -> Any:
@@ -267,7 +267,7 @@ def instrument_w_nvtx(func: F) -> F:
     """Wrap ``func`` in a range of its name in a profile of the device."""
 
     @functools.wraps(func)
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         get_accelerator().range_push(func.__qualname__)
         try:
             return func(*args, **kwargs)

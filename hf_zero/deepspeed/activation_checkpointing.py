@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -93,7 +92,7 @@ def set_num_layers(nlayers: int) -> None:
     """
 
 
-def checkpoint(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
+def checkpoint(function: Callable[..., object], *args: object, **kwargs: object) -> object:
     """Run ``function(*args, **kwargs)`` and recompute it in backward."""
     if _settings.in_cpu and _settings.offload is None:
         _settings.offload = offload_of(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from hf_zero.checkpoint.storage import as_path
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError, ConfigError, TargetMismatchError
 from hf_zero.logging import log_rank0, logger
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 
 @dataclass
@@ -96,7 +99,7 @@ class TorchCheckpointEngine(CheckpointEngine):
 Target = tuple[str, str | None]
 
 
-def agreed_target(engine: Any, save_dir: str | os.PathLike[str], tag: object) -> Target:
+def agreed_target(engine: TrainingEngine, save_dir: str | os.PathLike[str], tag: object) -> Target:
     """Return rank 0's folder and tag (collective). If another rank's differ, warn according to
     ``checkpoint.tag_validation``; "ignore" does not warn.
 
@@ -145,7 +148,7 @@ def tag_of(engine: object, load_dir: str | os.PathLike[str], tag: object) -> str
     return None if tag is None else str(tag)
 
 
-def nothing_to_load(engine: Any, load_dir: str | os.PathLike[str], tag: object) -> bool:
+def nothing_to_load(engine: TrainingEngine, load_dir: str | os.PathLike[str], tag: object) -> bool:
     """Whether ``load_dir`` has no ``latest`` and no checkpoint, so that a script without a tag
     starts from scratch; logs a warning. Rank 0 looks (collective).
     """

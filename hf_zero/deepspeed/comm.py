@@ -66,7 +66,7 @@ def init_distributed(
         )
 
 
-def _collective(name: str, **renamed: str) -> Callable[..., Any]:
+def _collective(name: str, **renamed: str) -> Callable[..., object]:
     """Wrap torch.distributed's function ``name`` with DeepSpeed's further arguments: ``prof`` and
     ``log_name``, which control its log entry, and ``debug``. ``renamed``: arguments by torch's
     names.
@@ -75,8 +75,8 @@ def _collective(name: str, **renamed: str) -> Callable[..., Any]:
 
     @wraps(function)
     def call(
-        *args: Any, prof: bool = False, log_name: str = "", debug: Any = None, **kwargs: Any
-    ) -> Any:
+        *args: object, prof: bool = False, log_name: str = "", debug: Any = None, **kwargs: object
+    ) -> object:
         kwargs = {renamed.get(key, key): value for key, value in kwargs.items()}
         if not comms_logger.wants(log_name or name, prof):
             return function(*args, **kwargs)
@@ -120,8 +120,8 @@ reduce_scatter_fn = reduce_scatter_tensor
 
 
 def inference_all_reduce(
-    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any
-) -> Any:
+    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: object
+) -> object:
     """Run :func:`all_reduce`; DeepSpeed has its own kernels for it in inference."""
     return all_reduce(tensor, op=op, group=group, **options)
 
@@ -195,6 +195,8 @@ def configure(
             setattr(comms_logger, name, value)
 
 
-def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+def log_summary(
+    show_straggler: bool = False, return_dict: bool = False
+) -> dict[str, object] | None:
     """Run :meth:`CommsLogger.log_all`, printing on rank 0; collective with ``show_straggler``."""
     return comms_logger.log_all(process_group.get_rank() == 0, show_straggler, return_dict)

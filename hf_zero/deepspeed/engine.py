@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -32,6 +32,11 @@ from hf_zero.techniques.training_loader import data_loader
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.state_bytes import GATHERED, MASTERS, MOMENTS, tensors_on_device
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    from hf_zero.zero.training_engine import TrainingEngine
 
 
 class _ScaledLoss(torch.autograd.Function):
@@ -177,14 +182,14 @@ class DeepSpeedEngine(ReportingEngine):
 
     def deepspeed_io(
         self,
-        dataset: Any,
+        dataset: Dataset[object],
         batch_size: int | None = None,
         route: str = "train",
         pin_memory: bool = True,
         data_sampler: Any = None,
         collate_fn: Callable[[Any], Any] | None = None,
         num_local_io_workers: int | None = None,
-    ) -> DataLoader[Any]:
+    ) -> DataLoader[object]:
         """Return a loader that gives each rank its share of ``dataset`` in micro-batches, shuffled
         only for the route "train". Raises ConfigError if it is no Dataset.
         """
@@ -215,7 +220,7 @@ class DeepSpeedEngine(ReportingEngine):
 
     def module_state_dict(
         self,
-        destination: dict[str, Any] | None = None,
+        destination: dict[str, object] | None = None,
         prefix: str = "",
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
@@ -276,7 +281,7 @@ class DeepSpeedEngine(ReportingEngine):
         load_module_only: bool = False,
         custom_load_fn: object = None,
         **more: Any,
-    ) -> tuple[str | None, dict[str, Any]]:
+    ) -> tuple[str | None, dict[str, object]]:
         """Run :meth:`hf_zero.Engine.load_checkpoint`; return (None, {}), with a warning, if no tag
         is passed and the folder holds no checkpoint. With ``checkpoint.load_universal`` the tag is
         that of ``latest_universal``, if the file exists. Raises NotBuiltError for
@@ -378,7 +383,9 @@ class StatesAway:
     def __bool__(self) -> bool:
         return bool(self._away)
 
-    def send(self, engine: Any, include: Iterable[str], pin: bool, non_blocking: bool) -> None:
+    def send(
+        self, engine: TrainingEngine, include: Iterable[str], pin: bool, non_blocking: bool
+    ) -> None:
         """Copy the storages that hold only kinds in ``include`` to host memory, and free their
         device memory.
         """

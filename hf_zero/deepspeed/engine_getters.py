@@ -70,13 +70,13 @@ class ReportingEngine(Engine):
         technique = cast(TrainingTechniques, self.techniques).by_key.get(LAYER_DROP)
         return ProgressiveLayerDrop(technique) if isinstance(technique, LayerDrop) else None
 
-    def get_sequence_parallel_group(self) -> Any:
+    def get_sequence_parallel_group(self) -> object:
         """Return the process group of the ranks that read parts of the same sequences. Raises
         ConfigError if the job is not sequence parallel.
         """
         return get_sequence_parallel_group()
 
-    def get_mom(self) -> list[Any]:
+    def get_mom(self) -> list[object]:
         """Return each group's momentum or betas, whichever its optimizer has; None for neither."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [group.get("betas", group.get("momentum")) for group in groups]
@@ -116,11 +116,11 @@ class ReportingEngine(Engine):
     def zero_optimization_partition_weights(self) -> bool:
         return bool(self.stage == 3)
 
-    def zero_offload_optimizer(self) -> Any:
+    def zero_offload_optimizer(self) -> object:
         """Return the section ``offload_optimizer``: its keys are attributes; None without it."""
         return self._zero_section().offload_optimizer
 
-    def zero_offload_param(self) -> Any:
+    def zero_offload_param(self) -> object:
         """Return the section ``offload_param``, with its keys as attributes; None without it."""
         return self._zero_section().offload_param
 
@@ -174,7 +174,7 @@ class ReportingEngine(Engine):
         return self.dp_world_size
 
     @property
-    def data_parallel_group(self) -> Any:
+    def data_parallel_group(self) -> object:
         """The process group of all ranks."""
         return get_data_parallel_group()
 
@@ -256,11 +256,11 @@ class ReportingEngine(Engine):
             raise AttributeError(f"the engine has no attribute {name!r}: {reason}") from None
 
 
-def getter(path: str, default: Any) -> Callable[[Any], Any]:
+def getter(path: str, default: Any) -> Callable[[object], object]:
     """Return a method that returns the configuration's value under ``path``."""
 
     def get(self: Any) -> Any:
-        value: Any = self.config.to_dict("default")
+        value: object = self.config.to_dict("default")
         for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return default if value is None else value

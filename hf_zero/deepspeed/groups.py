@@ -131,7 +131,7 @@ class GatherReplacedLayerParams:
 # ---- Sequence parallelism ----
 
 
-def get_sequence_parallel_group() -> Any:
+def get_sequence_parallel_group() -> object:
     """Return the process group of the ranks that read parts of the same sequences. Raises
     ConfigError if the job is not sequence parallel.
     """

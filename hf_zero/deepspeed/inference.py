@@ -38,8 +38,8 @@ class DeepSpeedTPConfig(DeepSpeedConfigModel):
     enabled: bool = True
     tp_size: int = Field(1, ge=1)
     tp_grain_size: int = 64
-    mpu: Any = None
-    tp_group: Any = None
+    mpu: object = None
+    tp_group: object = None
 
 
 class DeepSpeedMoEConfig(DeepSpeedConfigModel):
@@ -49,8 +49,8 @@ class DeepSpeedMoEConfig(DeepSpeedConfigModel):
     ep_size: int = 1
     moe_experts: list[int] = Field([1], alias="num_experts")
     type: str = "standard"
-    ep_mp_group: Any = None
-    ep_group: Any = Field(None, alias="expert_group")
+    ep_mp_group: object = None
+    ep_group: object = Field(None, alias="expert_group")
 
 
 class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
@@ -70,21 +70,21 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     min_out_tokens: int = Field(1, alias="min_tokens")
     triangular_masking: bool = Field(True, alias="tm")
     return_tuple: bool = True
-    injection_policy: Any = Field(None, alias="injection_dict")
-    injection_policy_tuple: Any = None
+    injection_policy: object = Field(None, alias="injection_dict")
+    injection_policy_tuple: object = None
     replace_method: str = Field("auto", json_schema_extra={"deprecated": True})
     training_mp_size: int = 1
     base_dir: str = ""
-    config: Any = Field(None, alias="args")
+    config: object = Field(None, alias="args")
     # not built
-    checkpoint: Any = None
+    checkpoint: object = None
     enable_cuda_graph: bool = False
     keep_module_on_host: bool = False
-    quant: Any = None
+    quant: object = None
     save_mp_checkpoint_path: str | None = None
     set_empty_params: bool = False
     use_triton: bool = False
-    zero: Any = None
+    zero: object = None
     # former names
     mp_size: int = Field(
         1, json_schema_extra={"deprecated": True, "new_param": "tensor_parallel.tp_size"}
@@ -93,7 +93,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
 
     @field_validator("dtype", mode="before")
     @classmethod
-    def _named(cls, value: Any) -> Any:
+    def _named(cls, value: object) -> Any:
         """Return the dtype for a dtype or one of its names."""
         name = str(value).removeprefix("torch.")
         matching = [dtype for dtype, names in DTYPES.items() if name in names]
@@ -149,12 +149,14 @@ class InferenceEngine(AroundModel):
             resolve_name("hf_zero.integrations.fused:optimize")(model)
         self.module = model
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> object:
         return self.module(*inputs, **kwargs)
 
 
 def init_inference(
-    model: nn.Module, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **more: Any
+    model: nn.Module,
+    config: str | os.PathLike[str] | Mapping[str, object] | None = None,
+    **more: Any,
 ) -> InferenceEngine:
     """Return an engine for ``model``, which is changed in place. ``config`` is a dict or the path
     of a JSON file; ``more`` are further keys. Raises ConfigError for a key with two different

@@ -73,7 +73,7 @@ class SparseAttentionUtils:
     extend_position_embedding = staticmethod(extend_position_embedding)
 
     @staticmethod
-    def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> Any:
+    def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> object:
         tokenizer.model_max_length = max_position
         tokenizer.init_kwargs["model_max_length"] = max_position
         return tokenizer
@@ -121,7 +121,7 @@ class TiledLinear(nn.Module):
         combine_out_splits: bool = True,
         linear_cls: type[nn.Module] = nn.Linear,
         init_linear: nn.Module | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__()
         for name, splits, features in (
@@ -148,14 +148,14 @@ class TiledLinear(nn.Module):
         if init_linear is not None:
             self.copy_params_from(init_linear)
 
-    def forward(self, input_: Any) -> Any:
+    def forward(self, input_: Any) -> object:
         if self.in_splits > 1 and not self.input_is_already_split:
-            inputs: Any = torch.split(input_, _sizes(self.in_parts), dim=-1)
+            inputs: object = torch.split(input_, _sizes(self.in_parts), dim=-1)
         else:
             inputs = [input_] if self.in_splits == 1 else input_
-        rows: list[Any] = []
+        rows: list[object] = []
         for row in self.linears:
-            total: Any = None
+            total: object = None
             for part, tile in zip(inputs, row, strict=True):  # type: ignore[call-overload]
                 total = self._reduce_local_output(total, tile(part))
             rows.append(total)

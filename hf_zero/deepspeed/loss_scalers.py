@@ -53,7 +53,7 @@ class LossScalerBase:
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
 
-    def scale_gradient(self, module: object, grad_in: Any, grad_out: object) -> tuple[Any, ...]:
+    def scale_gradient(self, module: object, grad_in: Any, grad_out: object) -> tuple[object, ...]:
         return tuple(self.loss_scale * gradient for gradient in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:

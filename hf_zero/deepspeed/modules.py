@@ -26,7 +26,7 @@ class Provided:
     home: str
     attribute: str
 
-    def load(self, dotted: str) -> Any:
+    def load(self, dotted: str) -> object:
         """Import the home and return the object."""
         return getattr(import_module(self.home), self.attribute)
 

@@ -133,7 +133,7 @@ class PDSHRunner(MultiNodeRunner):
         return [shlex.quote(arg) for arg in self.args.user_args]
 
     def get_cmd(
-        self, environment: MutableMapping[str, str], active_resources: Mapping[str, Any]
+        self, environment: MutableMapping[str, str], active_resources: Mapping[str, object]
     ) -> tuple[list[str], list[str], MutableMapping[str, str]]:
         """Return (command, command that ends the parts, environment of both)."""
         args, slots = self.args, _equal(active_resources, self.name)
@@ -168,7 +168,7 @@ class OpenMPIRunner(_MPIRunner):
     label = "openmpi"
     program = "ompi_info"
 
-    def get_cmd(self, environment: MutableMapping[str, str], active_resources: Any) -> list[str]:
+    def get_cmd(self, environment: MutableMapping[str, str], active_resources: object) -> list[str]:
         more = self._launcher_args()
         interface = [] if BTL_INTERFACE in more else ["--mca", BTL_INTERFACE, "eth0"]
         exports = self._meeting() | self._exported()
@@ -186,7 +186,7 @@ class _HydraRunner(_MPIRunner):
 
     own_exports: Mapping[str, str] = {}
 
-    def get_cmd(self, environment: MutableMapping[str, str], active_resources: Any) -> list[str]:
+    def get_cmd(self, environment: MutableMapping[str, str], active_resources: object) -> list[str]:
         per_host = _equal(self.resource_pool, self.name)
         ranks = per_host * len(self.resource_pool)
         exports = {**self._meeting(), **self.own_exports, **self._exported()}
@@ -229,7 +229,7 @@ class SlurmRunner(MultiNodeRunner):
         return shutil.which("sinfo")
 
     @classmethod
-    def validate_active_resources(cls, active_resources: Mapping[str, Any]) -> None:
+    def validate_active_resources(cls, active_resources: Mapping[str, object]) -> None:
         super().validate_active_resources(active_resources)
         for host, slots in active_resources.items():
             if isinstance(slots, Sequence) and [*slots] != [*range(len(slots))]:
@@ -240,7 +240,7 @@ class SlurmRunner(MultiNodeRunner):
         _equal(active_resources, cls.label)
 
     def get_cmd(
-        self, environment: MutableMapping[str, str], active_resources: Mapping[str, Any]
+        self, environment: MutableMapping[str, str], active_resources: Mapping[str, object]
     ) -> list[str]:
         self.validate_active_resources(active_resources)
         args, counts = self.args, _counts(active_resources)

@@ -52,7 +52,7 @@ class OpBuilder:
 
     jit_load = load
 
-    def builder(self) -> Any:
+    def builder(self) -> object:
         """Return None: there is no extension to compile."""
 
 
@@ -167,7 +167,7 @@ class PinHandle:
         return locked is not None
 
 
-pin_handle: Any = PinHandle
+pin_handle: object = PinHandle
 
 
 def get_active_native_pinned_memory() -> None:

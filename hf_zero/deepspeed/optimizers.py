@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 from collections.abc import Callable, Iterator
 
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import NotBuiltError, OffloadError, UnsupportedOptimizerError
 from hf_zero.optim.cpu import CPUAdam
@@ -38,11 +39,11 @@ def _moments(fp32_optimizer_states: bool) -> str:
 class _Named(type):
     """A class whose ``isinstance`` also accepts optimizers that a configuration has made."""
 
-    def __init__(cls, *args: Any) -> None:
+    def __init__(cls, *args: object) -> None:
         super().__init__(*args)
         cls.made: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         if super().__instancecheck__(instance):
             return True
         return isinstance(instance, torch.optim.Optimizer) and instance in cls.made
@@ -53,7 +54,7 @@ class FusedAdam(Adam, metaclass=_Named):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -82,7 +83,7 @@ class SubGroupSteps(CPUAdam):
     """
 
     @torch.no_grad()
-    def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
+    def step_subgroup(self, subgroup_id: int, closure: Callable[[], float] | None = None) -> object:
         """Update the parameter that has a gradient, with ``state[subgroup_id]``; return the
         closure's loss, if there is a closure. Raises UnsupportedOptimizerError if several
         parameters have one: the sub-group has one state.
@@ -94,7 +95,9 @@ class SubGroupSteps(CPUAdam):
         return loss
 
     @torch.no_grad()
-    def rollback_subgroup(self, sub_group_id: int, closure: Callable[[], Any] | None = None) -> Any:
+    def rollback_subgroup(
+        self, sub_group_id: int, closure: Callable[[], float] | None = None
+    ) -> object:
         """Undo the last :meth:`step_subgroup` of a sub-group, given the same parameter with the
         same gradient and settings: parameter, moments and count return to their previous values, up
         to rounding. Raises OffloadError if there was no step, and NotBuiltError with ``amsgrad``,
@@ -117,7 +120,7 @@ class SubGroupSteps(CPUAdam):
             _undo(group, state, param)
         return loss
 
-    def _one(self, subgroup_id: int) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    def _one(self, subgroup_id: int) -> Iterator[tuple[dict[str, object], Tensor]]:
         """Yield the parameter with a gradient, if there is one, and its group."""
         with_gradient = [
             (group, param)
@@ -134,7 +137,7 @@ class SubGroupSteps(CPUAdam):
         yield from with_gradient
 
 
-def _loss_of(closure: Callable[[], Any] | None) -> Any:
+def _loss_of(closure: Callable[[], float] | None) -> Any:
     if closure is None:
         return None
     with torch.enable_grad():
@@ -218,7 +221,7 @@ class FusedLion(Lion, metaclass=_Named):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
@@ -232,7 +235,7 @@ class FusedLamb(Lamb, metaclass=_Named):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),

@@ -117,7 +117,7 @@ def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
     return torch.logical_not(torch.isfinite(x.float())).any()
 
 
-def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
+def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> object:
     """Return ``item`` with the tensors of its lists, tuples and dicts on ``device``; with
     ``criterion_func`` only those for which it is true.
     """
@@ -145,7 +145,7 @@ def call_to_str(base: str, *args: object, **kwargs: object) -> str:
     return f"{base}({', '.join(parts)})"
 
 
-def recursive_getattr(model: object, module_name: str) -> Any:
+def recursive_getattr(model: object, module_name: str) -> object:
     """Return the attribute of ``model`` at a dotted name."""
     return attrgetter(module_name)(model)
 
@@ -184,7 +184,7 @@ class PartitionedTensor:
     1-D copy. Parts differ by one element at most.
     """
 
-    def __init__(self, tensor: torch.Tensor, group: Any, partition_meta: object = None) -> None:
+    def __init__(self, tensor: torch.Tensor, group: object, partition_meta: object = None) -> None:
         self._hold(list(tensor.shape), group, tensor.device)
         flat = tensor.detach().reshape(-1)
         self.local_data = flat[self.partition[self.rank] : self.partition[self.rank + 1]].clone()
@@ -196,7 +196,7 @@ class PartitionedTensor:
 
     @classmethod
     def from_meta(
-        cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: Any = None
+        cls, meta: torch.Tensor, local_part: torch.Tensor, group: object, device: Any = None
     ) -> PartitionedTensor:
         """Rebuild a tensor from :meth:`to_meta` and :meth:`data` of another rank in this place."""
         tensor = cls.__new__(cls)

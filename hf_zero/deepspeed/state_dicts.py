@@ -25,7 +25,7 @@ from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.ops.file_locks import FileLock
 
 
-def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:
+def clone_tensors_for_torch_save(item: object, device: str | torch.device = "cpu") -> object:
     """Return ``item`` (nested dicts, lists, tuples) with copies of its tensors on ``device``.
 
     Saving a view of a large buffer would write the buffer. Tensors with the same memory share one
@@ -34,7 +34,9 @@ def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") 
     return _clone(item, torch.device(device), {})
 
 
-def _clone(item: Any, device: torch.device, copies: dict[tuple[Any, ...], torch.Tensor]) -> Any:
+def _clone(
+    item: object, device: torch.device, copies: dict[tuple[object, ...], torch.Tensor]
+) -> Any:
     if isinstance(item, torch.Tensor):
         memory = (
             item.untyped_storage().data_ptr(),

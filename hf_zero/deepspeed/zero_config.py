@@ -113,7 +113,7 @@ class _Section:
                 return self._values[spelled]
         raise AttributeError(f"the section has no key {name!r}; it has {sorted(self._values)}")
 
-    def model_dump(self) -> dict[str, Any]:
+    def model_dump(self) -> dict[str, object]:
         return dict(self._values)
 
     dict = model_dump
@@ -122,7 +122,7 @@ class _Section:
 class _LeafModules(_Section):
     """The section ``leaf_module``: lists, even if a single name was written."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, object]) -> None:
         options = {key: [item] if isinstance(item, str) else item for key, item in values.items()}
         defaults = {
             "classes": list(DEFAULT_LEAF_MODULE_CLASSES),
@@ -158,20 +158,20 @@ class DeepSpeedZeroConfig(_Section):
 class DeepSpeedZeroOffloadParamConfig(_Section):
     """The section ``offload_param``."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: object) -> None:
         super().__init__(_offload("offload_param", values))
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(_Section):
     """The section ``offload_optimizer``."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: object) -> None:
         section = _offload("offload_optimizer", values)
         pipelined = bool(values.get("pipeline_read") or values.get("pipeline_write"))
         super().__init__({**section, "pipeline": pipelined})
 
 
-def _offload(name: str, values: Mapping[str, Any]) -> dict[str, object]:
+def _offload(name: str, values: Mapping[str, object]) -> dict[str, object]:
     document = {ZERO: {"stage": 3, name: _plain(values)}}
     config = ZeroConfig.from_dict(document, allow_auto=True, foreign=True).to_dict("default")
     section: dict[str, object] = config[ZERO].get(name, {})

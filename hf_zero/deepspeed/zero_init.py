@@ -224,7 +224,9 @@ class _InDtype(TorchFunctionMode):
         super().__init__()
         self._dtype = dtype
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if func in CONSTRUCTORS and result.is_floating_point():
             return result.to(self._dtype)
@@ -255,7 +257,7 @@ class OnDevice:
 
 
 @contextmanager
-def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+def unwrap_model_for_generation(model: torch.nn.Module) -> Iterator[Any]:
     """Yield ``model`` with all parameters whole: generating gathers nothing (collective)."""
     with summon_full_params(model):
         yield model

@@ -48,8 +48,8 @@ def _saving_nothing(engine: Engine) -> Iterator[dict[str, Any]]:
     def save_checkpoint(
         save_dir: str | None = None,
         tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        **others: Any,
+        client_state: dict[str, object] | None = None,
+        **others: object,
     ) -> bool:
         arguments.update(tag=tag, client_state=client_state)
         return True

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,12 +25,15 @@ from hf_zero.integrations.accelerate.memory_saves import engines_of, save_by_loo
 from hf_zero.measures.figures import tracked
 from hf_zero.zero.layout.parameter import owner_of
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 AUTO = "auto"
 CLIPPING = "gradient_clipping"
 TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 
-def keep_the_optimizer(original: Callable[..., object]) -> Callable[..., Any]:
+def keep_the_optimizer(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``map_pytorch_optim_to_deepspeed``: the script's own optimizer object is kept, since
     the engine updates with any element-wise optimizer.
     """
@@ -41,12 +44,12 @@ def keep_the_optimizer(original: Callable[..., object]) -> Callable[..., Any]:
     return map_pytorch_optim_to_deepspeed
 
 
-def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
+def prepare_engines(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``Accelerator._prepare_deepspeed``: gives new engines the attributes that TRL uses, and
     registers them so that several models of one script can train.
     """
 
-    def _prepare_deepspeed(self: Any, *args: Any) -> Any:
+    def _prepare_deepspeed(self: Any, *args: object) -> object:
         if not finder.chosen():
             return original(self, *args)
         _refuse_optimizer_alone(args)
@@ -158,7 +161,7 @@ def _refuse_other_micro_batches(engine: Any) -> None:
         )
 
 
-def refuse_optimizer_apart(original: Callable[..., object]) -> Callable[..., Any]:
+def refuse_optimizer_apart(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``Accelerator.prepare_optimizer``: raises PartitionError on several ranks under ZeRO,
     where each rank would train an unsharded model with unaveraged gradients.
     """
@@ -176,7 +179,7 @@ def refuse_optimizer_apart(original: Callable[..., object]) -> Callable[..., Any
     return prepare_optimizer
 
 
-def empty_elsewhere(original: Callable[..., object]) -> Callable[..., Any]:
+def empty_elsewhere(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``Accelerator.get_state_dict``: ranks other than 0 get an empty state dict instead of
     None, as under FSDP.
     """
@@ -208,7 +211,9 @@ def _batch_size_left_open(config: dict[str, object], args: tuple[object, ...]) -
 
 
 @contextmanager
-def _counting_data_parallel_ranks(accelerator: Any, args: tuple[Any, ...]) -> Iterator[None]:
+def _counting_data_parallel_ranks(
+    accelerator: Accelerator, args: tuple[object, ...]
+) -> Iterator[None]:
     """Divide by data-parallel ranks, instead of processes, for the configuration: the batches that
     ``split_batches`` splits, and otherwise the steps of a DummyScheduler.
     """
@@ -284,8 +289,8 @@ class ParameterOffload:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
+        self.forward_hooks: list[object] = []
+        self.backward_hooks: list[object] = []
         self.param_coordinator = ParameterCoordinator()
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint.commit import excess, remove
 from hf_zero.checkpoint.find import DROPPED
@@ -29,24 +29,27 @@ from hf_zero.integrations.checkpoint_folders import (
 )
 from hf_zero.logging import logger
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 PREFIX = "checkpoint_"
 
 
-def _under_zero(accelerator: Any) -> bool:
+def _under_zero(accelerator: Accelerator) -> bool:
     return finder.chosen() and accelerator.distributed_type == "DEEPSPEED"
 
 
-def _names_itself(accelerator: Any) -> bool:
+def _names_itself(accelerator: Accelerator) -> bool:
     return (
         _under_zero(accelerator) and accelerator.project_configuration.automatic_checkpoint_naming
     )
 
 
-def _states(accelerator: Any) -> Path:
+def _states(accelerator: Accelerator) -> Path:
     return Path(accelerator.project_dir) / "checkpoints"
 
 
-def keep_until_saved(original: Callable[..., Any]) -> Callable[..., Any]:
+def keep_until_saved(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``Accelerator.save_state``: ``total_limit`` removes old states once the new one is
     complete, and the number of an incomplete state is not reused.
     """
@@ -55,8 +58,8 @@ def keep_until_saved(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any,
         output_dir: str | None = None,
         safe_serialization: bool = True,
-        **save_model_func_kwargs: Any,
-    ) -> Any:
+        **save_model_func_kwargs: object,
+    ) -> object:
         if not _names_itself(self):
             if _under_zero(self) and output_dir is not None and not hasattr(self, INTO_MEMORY):
                 keep_measures_in(self, Path(output_dir).parent)
@@ -124,7 +127,7 @@ def _keep(newest: Path, limit: int, parts: StateContents) -> None:
     remove(chosen, os.path.join(os.pardir, DROPPED))  # outside: folders in here count as states
 
 
-def resume_from_whole(original: Callable[..., object]) -> Callable[..., Any]:
+def resume_from_whole(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``Accelerator.load_state``: without a folder, loads the newest of the last complete
     state and of those in the memory of the hosts, and has the next save use a number of its own.
     Warns of skipped states and of random states that do not carry over. Refuses a checkpoint of

@@ -21,7 +21,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 
 
-def alias_config(original: Callable[..., object]) -> Callable[..., Any]:
+def alias_config(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``accelerate.commands.utils.CustomArgumentParser.add_argument``: ``--config`` becomes
     an alias of ``--config_file``.
     """
@@ -34,7 +34,7 @@ def alias_config(original: Callable[..., object]) -> Callable[..., Any]:
     return add_argument
 
 
-def check_zero_launch(original: Callable[..., Any]) -> Callable[..., Any]:
+def check_zero_launch(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``accelerate.commands.launch._validate_launch_command``: ``--cpu`` with ZeRO means CPU
     ranks, instead of disabling ZeRO.
     """
@@ -114,12 +114,12 @@ def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_deepspeed_cmd_env
 
 
-def refuse_plain_launch(original: Callable[..., Any]) -> Callable[..., Any]:
+def refuse_plain_launch(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``accelerate.utils.launch.prepare_simple_launcher_cmd_env``: raises ConfigError if a
     ZeRO configuration would start one unsharded process.
     """
 
-    def prepare_simple_launcher_cmd_env(args: Any) -> tuple[list[str], dict[str, str]]:
+    def prepare_simple_launcher_cmd_env(args: object) -> tuple[list[str], dict[str, str]]:
         if getattr(args, "use_deepspeed", False) and finder.chosen():
             raise ConfigError(
                 "--cpu beside a DEEPSPEED configuration would start one process without ZeRO; "

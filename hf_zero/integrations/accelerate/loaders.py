@@ -28,7 +28,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
@@ -38,6 +38,9 @@ from hf_zero.config.files import value_at
 from hf_zero.config.sections import TENSOR, TENSOR_ALIASES, TENSOR_SIZE
 from hf_zero.config.techniques import EFFICIENCY
 from hf_zero.integrations import finder
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 STEPS = "gradient_accumulation_steps"
 
@@ -71,12 +74,12 @@ def sequence_ranks(state: object) -> int:
     return 1 if parallelism is None else parallelism.sp_size
 
 
-def share_out(original: Callable[..., Any]) -> Callable[..., Any]:
+def share_out(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``prepare_data_loader``: a rank reads the batches of its data-parallel rank, see [Note:
     one data-parallel rank].
     """
 
-    def prepare_data_loader(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_data_loader(dataloader: object, *args: object, **kwargs: object) -> object:
         from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
         from accelerate.state import AcceleratorState
 
@@ -85,7 +88,7 @@ def share_out(original: Callable[..., Any]) -> Callable[..., Any]:
         state = AcceleratorState()
         layers, sequences = tensor_ranks(state), sequence_ranks(state)
 
-        def share(size: int) -> Any:
+        def share(size: int) -> object:
             if size == 1:
                 return original(dataloader, *args, **kwargs)
             ranks, rank = state.num_processes // size, state.process_index // size
@@ -108,7 +111,7 @@ def share_out(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_data_loader
 
 
-def _shuffle_alike(prepared: Any, loader: Any) -> None:
+def _shuffle_alike(prepared: Any, loader: object) -> None:
     """Make all ranks shuffle ``loader`` alike: for one data-parallel rank Accelerate omits the
     synchronization that it sets up for several.
     """
@@ -172,7 +175,7 @@ def rewind_what_was_fetched(original: Callable[..., None]) -> Callable[..., None
     return adjust_state_dict_for_prefetch
 
 
-def count_samples_once(original: Callable[..., object]) -> Callable[..., Any]:
+def count_samples_once(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``Accelerator.gather_for_metrics``: of ranks with the same batches only the first one's
     results are returned.
     """
@@ -225,13 +228,13 @@ def _all_tensors(data: object) -> bool:
 
 
 @contextmanager
-def _gathering_one_of(accelerator: Any, size: int) -> Iterator[None]:
+def _gathering_one_of(accelerator: Accelerator, size: int) -> Iterator[None]:
     """Restrict ``accelerator.gather`` to the results of every ``size``-th rank."""
     from accelerate.utils import recursively_apply
 
     whole, ranks = accelerator.gather, accelerator.num_processes
 
-    def gather(data: Any) -> Any:
+    def gather(data: object) -> object:
         return recursively_apply(lambda tensor: torch.cat(tensor.chunk(ranks)[::size]), whole(data))
 
     accelerator.gather = gather
@@ -241,7 +244,7 @@ def _gathering_one_of(accelerator: Any, size: int) -> Iterator[None]:
         del accelerator.gather
 
 
-def draw_by_difficulty(original: Callable[..., object]) -> Callable[..., Any]:
+def draw_by_difficulty(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``Accelerator.prepare_data_loader``: a loader that shuffles a map-style dataset draws
     by difficulty if so configured.
     """
@@ -252,7 +255,7 @@ def draw_by_difficulty(original: Callable[..., object]) -> Callable[..., Any]:
         chosen = finder.chosen() and _chooses_samples(self) and _shuffles(data_loader)
         prepared = original(self, data_loader, device_placement, slice_fn_for_dispatch)
 
-        def choose(shared: Any, size: int) -> Any:
+        def choose(shared: Any, size: int) -> object:
             from hf_zero.techniques.data_sampling import CurriculumSampler
 
             batches = data_loader.batch_sampler
@@ -279,7 +282,7 @@ def draw_by_difficulty(original: Callable[..., object]) -> Callable[..., Any]:
     return prepare_data_loader
 
 
-def follow_engines(accelerator: Any) -> None:
+def follow_engines(accelerator: Accelerator) -> None:
     """Let the loaders of ``accelerator`` that draw by difficulty follow the training of its
     engine.
     """
@@ -291,7 +294,7 @@ def follow_engines(accelerator: Any) -> None:
             follow(engine.techniques, _sampler_of(loader))
 
 
-def skip_what_was_trained(original: Callable[..., Any]) -> Callable[..., Any]:
+def skip_what_was_trained(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``skip_first_batches``: the skipped batches are those before the training's next step,
     at which a loader that draws by difficulty starts by itself.
     """
@@ -320,7 +323,7 @@ def skip_what_was_trained(original: Callable[..., Any]) -> Callable[..., Any]:
     return skip_first_batches
 
 
-def _chooses_samples(accelerator: Any) -> bool:
+def _chooses_samples(accelerator: Accelerator) -> bool:
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     config = getattr(plugin, "deepspeed_config", None) or {}
     if EFFICIENCY not in config:
@@ -341,7 +344,7 @@ def _sampler_of(loader: object) -> Any:
     """Return the sampler of ``loader``, inside the batch samplers that distribute and skip
     batches.
     """
-    batches: Any = getattr(loader, "batch_sampler", None)
+    batches: object = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
     return getattr(batches, "sampler", None)
@@ -355,7 +358,7 @@ def _samples_of_a_batch(batches: Any) -> int:
     return int(batches.batch_size * ranks)
 
 
-def _with_sampler(batches: Any, sampler: Any) -> Any:
+def _with_sampler(batches: Any, sampler: Any) -> object:
     """Return a copy of ``batches`` over ``sampler``."""
     other = copy.copy(batches)
     if hasattr(batches, "batch_sampler"):

@@ -8,17 +8,22 @@ import functools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint.memory import newest
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.memory_checkpoints import replaced, save_if_due
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from hf_zero.zero.training_engine import TrainingEngine
+
 INTO_MEMORY = "_hf_zero_into_memory"  # an attribute of an accelerator during such a save
 _saving: weakref.WeakSet[Any] = weakref.WeakSet()  # accelerators whose loops save so
 
 
-def engines_of(accelerator: Any) -> list[Any]:
+def engines_of(accelerator: Accelerator) -> list[Any]:
     """Return the engines that ``accelerator`` has prepared, in order."""
     from hf_zero.engine import Engine
 
@@ -47,7 +52,7 @@ def leave_to_trainer(accelerator: object) -> None:
     _saving.discard(accelerator)
 
 
-def save_between_batches(original: Callable[[object], None]) -> Callable[[Any], None]:
+def save_between_batches(original: Callable[..., None]) -> Callable[..., None]:
     """Wraps two calls of Accelerate's loaders after the body of a script's loop: saves into the
     memory of the hosts if it is due. Loaders in the body, of an evaluation, do not.
     """
@@ -60,7 +65,7 @@ def save_between_batches(original: Callable[[object], None]) -> Callable[[Any], 
     return between_batches
 
 
-def _before_forward(engine: Any, inputs: Any) -> None:
+def _before_forward(engine: TrainingEngine, inputs: object) -> None:
     """Save before the next forward, if no prepared loader has brought its batch."""
     from accelerate.state import GradientState
 
@@ -68,7 +73,7 @@ def _before_forward(engine: Any, inputs: Any) -> None:
         _save_what_is_due()
 
 
-def _loops(state: Any) -> list[Any]:
+def _loops(state: Any) -> list[object]:
     """Return the loaders that are being iterated over, the outermost first."""
     return [loader for loader in state.dataloader_references if loader is not None]
 
@@ -79,7 +84,7 @@ def _save_what_is_due() -> None:
             save_if_due(engine, functools.partial(_write_state, accelerator))
 
 
-def _write_state(accelerator: Any, folder: Path) -> Path:
+def _write_state(accelerator: Accelerator, folder: Path) -> Path:
     from accelerate.utils import ProjectConfiguration
 
     plain = ProjectConfiguration(save_on_each_node=True)

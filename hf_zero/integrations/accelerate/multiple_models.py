@@ -19,13 +19,17 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.engine import Engine
 from hf_zero.errors import PartitionError
 from hf_zero.integrations import finder
 from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.parameter import owner_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.nn import Module
 
 _training: weakref.WeakSet[Engine] = weakref.WeakSet()
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # Accelerate's optimizer wrappers
@@ -60,7 +64,7 @@ class MultipleEngines:
             engine.destroy()
 
 
-def register_engines(accelerator: Any, limited_by_script: Iterable[Engine] = ()) -> None:
+def register_engines(accelerator: Accelerator, limited_by_script: Iterable[Engine] = ()) -> None:
     """Record the engines that ``accelerator`` has just prepared. From the second trained engine on,
     optimizers step and clear gradients themselves.
 
@@ -159,7 +163,7 @@ class SingleEngine:
         after = self.engine.counters.global_steps
         self._applied += after > before and self.engine.was_step_applied()
 
-    def checked(self, method: Callable[..., object]) -> Callable[..., Any]:
+    def checked(self, method: Callable[..., object]) -> Callable[..., object]:
         """Wrap ``optimizer.step`` to raise PartitionError after two backwards since the last call:
         each was a step of the engine, while plain PyTorch adds their gradients; and after a
         ``loss.backward()``, with which no step is made.
@@ -190,7 +194,7 @@ class SingleEngine:
         return step
 
 
-def _take_steps(wrapped: Any, accelerator: Any) -> None:
+def _take_steps(wrapped: Any, accelerator: Accelerator) -> None:
     """Let a :class:`SingleEngine` make the steps of ``wrapped``."""
     wrapped.single = single = SingleEngine(wrapped)
     wrapped.backward = single.backward
@@ -212,7 +216,7 @@ def add_up_in_no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @contextmanager
-    def no_sync(self: Any, model: Any) -> Iterator[None]:
+    def no_sync(self: Any, model: Module) -> Iterator[None]:
         # accumulate() calls this too, with sync_gradients False, which has the same effect.
         with (
             model.no_sync()
@@ -237,7 +241,7 @@ def _at_window_end(wrapped: Any, name: str) -> Callable[..., None]:
     return method
 
 
-def clip_by_the_engine(original: Callable[..., object]) -> Callable[..., Any]:
+def clip_by_the_engine(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``Accelerator.clip_grad_norm_``: returns the gradient norm, a tensor on the device, of
     the engine that owns ``parameters``. Its step clips to ``max_norm`` if the configuration leaves
     the norm open; warns once if it has a different one.

@@ -41,7 +41,7 @@ def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def add_written_keys(original: Callable[[object], None]) -> Callable[[Any], None]:
+def add_written_keys(original: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``DeepSpeedPlugin.__post_init__``: adds the launcher file's keys that Accelerate does
     not pass on to the ranks, records the source of each, and keeps a written ``steps_per_print``,
     which Accelerate replaces by infinity.
@@ -69,11 +69,15 @@ def add_written_keys(original: Callable[[object], None]) -> Callable[[Any], None
     return __post_init__
 
 
-def leave_own_autos(original: Callable[..., object]) -> Callable[..., Any]:
+def leave_own_autos(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``DeepSpeedPlugin.fill_match``: keeps "auto" where it is a value of hf-zero."""
 
     def fill_match(
-        self: Any, ds_key_long: str, mismatches: Any = None, must_match: bool = True, **kwargs: Any
+        self: Any,
+        ds_key_long: str,
+        mismatches: Any = None,
+        must_match: bool = True,
+        **kwargs: object,
     ) -> None:
         if not (finder.chosen() and ds_key_long in OWN_AUTOS and ds_key_long not in kwargs):
             original(self, ds_key_long, mismatches, must_match, **kwargs)
@@ -99,7 +103,7 @@ def leave_models_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     return zero3_init_context_manager
 
 
-def written_keys() -> dict[str, Any]:
+def written_keys() -> dict[str, object]:
     """Return the keys that ``prepare_ranks`` (launch.py), from the launcher's file, or ``hf-zero
     launch --set`` passed on to this rank.
     """

@@ -30,7 +30,7 @@ from hf_zero.parallel.sequence.division import CONTEXT, KEY, Division
 _DIVISION = "_hf_zero_division"  # attribute of a ParallelismConfig
 
 
-def answer_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
+def answer_gloo(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``PartialState._prepare_backend``: ZeRO ranks without an accelerator use gloo."""
 
     def _prepare_backend(
@@ -100,7 +100,7 @@ def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def gather_without_deprecation(original: Callable[..., object]) -> Callable[..., Any]:
+def gather_without_deprecation(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``_gpu_gather``: suppresses torch's deprecation warning of the collective that it
     calls.
     """

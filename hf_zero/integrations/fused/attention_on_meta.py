@@ -37,7 +37,7 @@ class _Axis:
     ) -> tuple[Any, torch.Tensor]:
         return SimpleNamespace(wait=lambda: None), sent.new_empty(sum(counts))
 
-    def send_to_next(self, sent: torch.Tensor, key: str) -> tuple[Any, torch.Tensor]:
+    def send_to_next(self, sent: torch.Tensor, key: str) -> tuple[object, torch.Tensor]:
         return self.all_to_all(sent, [], [sent.numel()], key)
 
 

@@ -118,7 +118,7 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     return owner_of(parameter) is not None and hasattr(parameter, "ds_status")
 
 
-def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward(module: nn.Module, *args: Any, **kwargs: object) -> object:
     """Forward of a deferred module: see the note."""
     if torch.compiler.is_compiling():
         return type(module).forward(module, *args, **kwargs)
@@ -275,13 +275,13 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and _torchs_forward(module) is nn.Linear.forward
 
 
-def _torchs_forward(module: nn.Module) -> Any:
+def _torchs_forward(module: nn.Module) -> object:
     """Return the forward of the class of ``module``, below that of a layer with gathered parts."""
     kind: Any = type(module)
     return (kind if part_of(module) is None else kind.__bases__[1]).forward
 
 
-def _before(model: Any, head: nn.Module, width: int) -> Iterator[nn.Module]:
+def _before(model: torch.nn.Module, head: nn.Module, width: int) -> Iterator[nn.Module]:
     """Yield linear layers and norms of ``width`` outside the model's body and its head, if their
     outputs can only be a row-wise part of the head.
     """

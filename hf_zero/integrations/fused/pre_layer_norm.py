@@ -248,11 +248,11 @@ def _apply(norm: Any, x: torch.Tensor, fused: bool) -> torch.Tensor:
 
 
 @functools.cache
-def _normed(keys: Keys, fused: bool) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _normed(keys: Keys, fused: bool) -> Callable[..., object]:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         norm = self.__dict__[NORM]
-        normed: Any = None
-        positional: list[Any] = list(args)
+        normed: object = None
+        positional: list[object] = list(args)
         for key in keys:
             arguments: Any = positional if isinstance(key, int) else kwargs
             if normed is None:
@@ -264,8 +264,8 @@ def _normed(keys: Keys, fused: bool) -> Callable[..., Any]:
 
 
 @functools.cache
-def _encode(fused: bool) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _encode(fused: bool) -> Callable[..., object]:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
         """Apply the last norm to the output of the module's own forward."""
         outputs, norm = _former(self, *args, **kwargs), self.__dict__[NORM]
         if isinstance(outputs, torch.Tensor):

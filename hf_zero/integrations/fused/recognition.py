@@ -157,7 +157,7 @@ def _judge(module: nn.Module) -> Recognition:
     return Recognition()
 
 
-def _state(module: nn.Module) -> list[Any]:
+def _state(module: nn.Module) -> list[object]:
     """Return all that a forward without side effects leaves as it is. A forward that draws random
     numbers has one, because dropouts are marks.
     """
@@ -402,7 +402,7 @@ def _mlp(x: torch.Tensor, out: torch.Tensor, recorded: list[ModuleCall]) -> Mlp 
                 if _same(act(gate_half) * up_half, hidden):
                     return Mlp(name, names[0], halves=halves, after=after_names, skipped=skipped)
     if acts and after_names:
-        act_module: Any = acts[0].module
+        act_module: object = acts[0].module
         return f"its activation is {getattr(act_module, '__name__', type(act_module).__name__)}"
     return None
 

@@ -29,7 +29,7 @@ def rotating_forward(cls: type) -> Function | None:
     """Return a copy of the forward of ``cls`` that rotates queries and keys in one launch; None if
     it does not rotate, or not in halves as Llama does.
     """
-    forward: Any = cls.forward  # type: ignore[attr-defined]
+    forward: object = cls.forward  # type: ignore[attr-defined]
     rotations = tuple((name, f) for name, f in _functions_called(forward) if rotation_of(f))
     return _rebound(forward, rotations) if rotations else None
 

@@ -190,7 +190,7 @@ class _Forward:
         self._key = sequence.division.key
         self._depth = threading.local()
 
-    def begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def begin(self, module: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         depth = self._depth.__dict__.setdefault("value", 0)
         self._depth.value = depth + 1
         if depth:
@@ -271,7 +271,7 @@ class _Forward:
             )
 
 
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
     """Return the inputs of a forward by name; the first argument of transformers' models is the
     tokens.
     """
@@ -284,7 +284,7 @@ def _register(core: str) -> None:
     sparse.register_attention(PREFIX + core, attend_by, mask_by)
 
 
-def _mask(core: str, *args: Any, **kwargs: Any) -> Any:
+def _mask(core: str, *args: object, **kwargs: object) -> Any:
     """Mask function for transformers' AttentionMaskInterface."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -319,7 +319,9 @@ def _attend(
         )
     compute: Any = None if core == EAGER else ALL_ATTENTION_FUNCTIONS[core]
     if documents is None:
-        out: tuple[torch.Tensor, Any] = compute(module, query, key, value, attention_mask, **kwargs)
+        out: tuple[torch.Tensor, object] = compute(
+            module, query, key, value, attention_mask, **kwargs
+        )
         return out
     sequence = SequenceParallel.numbered(documents.number)
     division, sinks = sequence.division, kwargs.get("s_aux")
@@ -344,7 +346,7 @@ def _attend(
     passed = {name: value for name, value in kwargs.items() if name != "position_ids"}
 
     def of_a_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        proxy: Any = _WithHeads(module, q.shape[1], k.shape[1], sequence.axes.heads.rank)
+        proxy: object = _WithHeads(module, q.shape[1], k.shape[1], sequence.axes.heads.rank)
         attended: torch.Tensor = compute(proxy, q, k, v, None, **passed)[0]
         return attended
 
@@ -352,7 +354,11 @@ def _attend(
 
 
 def _check_ring(
-    module: nn.Module, key: str, dropout: float = 0.0, is_causal: bool | None = None, **kwargs: Any
+    module: nn.Module,
+    key: str,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: object,
 ) -> None:
     """Raise ConfigError for arguments of attention that :func:`ring_attention` lacks."""
     name = type(module).__name__

@@ -84,7 +84,7 @@ def shell(
     return build(module)
 
 
-def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
     """Yield the attributes that the class of ``module`` may branch on."""
     for name, value in module.__dict__.items():
         if (
@@ -193,7 +193,9 @@ def _tensors(values: object) -> tuple[torch.Tensor, ...]:
 class _Zeros(TorchDispatchMode):
     """Answer 0 or False where code asks for the value of a tensor that has none."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.zeros((), dtype=args[0].dtype).item()
         return func(*args, **(kwargs or {}))
@@ -239,7 +241,7 @@ def _call_or_pass(module: nn.Module, *args: object, **kwargs: object) -> Any:
         return tensors[0].clone()
 
 
-def _inputs(model: Any) -> dict[str, Any] | str:
+def _inputs(model: torch.nn.Module) -> dict[str, object] | str:
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
     if config is None or main is None:
         return f"{type(model).__name__} is not a model of transformers"

@@ -80,7 +80,9 @@ def _unregister(name: str) -> None:
                 interface._global_mapping.pop(name, None)
 
 
-def sparsify(model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, Any]) -> Replacement:
+def sparsify(
+    model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, object]
+) -> Replacement:
     """Set block-sparse attention for every self-attention of ``model``; the returned replacement
     undoes it.
 

@@ -101,7 +101,7 @@ def while_unchanged(
     constants_of_module = _constants(module)
     parts = [(name, type(part := getattr(module, name)), _constants(part)) for name in skipped]
 
-    def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(module: torch.nn.Module, *args: Any, **kwargs: object) -> torch.Tensor:
         proved = len(args) == arity and not kwargs and args[0].dim() in dims
         if proved and _has(module, constants_of_module):
             for name, kind, constants in parts:
@@ -115,11 +115,11 @@ def while_unchanged(
     return forward
 
 
-def _constants(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+def _constants(module: nn.Module) -> tuple[tuple[str, object], ...]:
     return tuple((key, value) for key, value in attributes(module) if is_constant(value))
 
 
-def _has(module: nn.Module, constants: tuple[tuple[str, Any], ...]) -> bool:
+def _has(module: nn.Module, constants: tuple[tuple[str, object], ...]) -> bool:
     return all(getattr(module, key, None) == value for key, value in constants)
 
 
@@ -154,7 +154,7 @@ class Norm:
     centered: bool = False
 
     def forward(self) -> Forward:
-        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
             parameters = [getattr(module, name) for name in (self.weight, self.bias) if name]
             if not takes(x, *parameters):
                 return type(module).forward(module, x)  # type: ignore[no-any-return]
@@ -192,7 +192,7 @@ class Mlp:
         """Return the forward, with one GEMM for gate and up if ``packed``."""
         linears = tuple(filter(None, (self.first, self.second, *self.after)))
 
-        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
             if not _takes_linears(module, x, linears):
                 return type(module).forward(module, x)  # type: ignore[no-any-return]
             first = getattr(module, self.first)
@@ -258,7 +258,7 @@ class Sum:
         return self._normed() if self.norm else self._added()
 
     def _added(self) -> Forward:
-        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
             dropout = getattr(module, self.dropout)
             if not _drops(dropout) or not takes(x):
                 return type(module).forward(module, x)  # type: ignore[no-any-return]
@@ -270,7 +270,9 @@ class Sum:
         return forward
 
     def _normed(self) -> Forward:
-        def forward(module: Any, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        def forward(
+            module: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor
+        ) -> torch.Tensor:
             norm = getattr(module, self.norm)
             dropout = getattr(module, self.dropout) if self.dropout else None
             if (

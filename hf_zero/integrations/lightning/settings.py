@@ -155,7 +155,7 @@ class PrecisionMethods:
             _cast(module, self.dtype)
         return module
 
-    def convert_input(self, data: object) -> Any:
+    def convert_input(self, data: object) -> object:
         return map_tensors(
             data, lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
         )
@@ -182,7 +182,12 @@ class PrecisionMethods:
             yield
 
     def backward(
-        self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+        self,
+        tensor: torch.Tensor,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         helpers = importlib.import_module(f"{self.package}.utilities.model_helpers")
         if args or kwargs.keys() - {"retain_graph"} or helpers.is_overridden("backward", model):
@@ -194,7 +199,11 @@ class PrecisionMethods:
             self.engine.backward(tensor, scale_wrt_gas=False, **kwargs)
 
     def optimizer_step(
-        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        closure: Callable[[], object],
+        **kwargs: object,
     ) -> Any:
         engine = self.engine
         loss = closure()

@@ -91,7 +91,7 @@ def call_after_batches(
         def on_train_batch_end(self, *args: object) -> None:
             act()
 
-        def on_train_end(self, *args: Any) -> None:
+        def on_train_end(self, *args: object) -> None:
             trainer.callbacks = [c for c in trainer.callbacks if c is not self]
             at_end()
 
@@ -224,7 +224,7 @@ class StrategyMethods:
                     dict(part.hparams),
                 )
 
-    def _start_training(self, trainer: Any, module: Any) -> Engine:
+    def _start_training(self, trainer: Any, module: torch.nn.Module) -> Engine:
         this: Any = self
         core, types = self._library("core.optimizer"), self._library("utilities.types")
         settings = resolve(self.zero_config, trainer, this.world_size)
@@ -314,7 +314,7 @@ class StrategyMethods:
         ranks, rank = readers()
         return {"num_replicas": ranks, "rank": rank}
 
-    def process_dataloader(self, dataloader: Any) -> Any:
+    def process_dataloader(self, dataloader: Any) -> object:
         """Let a shuffling training loader draw by difficulty if so configured. Raises ConfigError
         for a callback that changes the accumulation.
         """
@@ -328,7 +328,7 @@ class StrategyMethods:
                 f"{scheduler.__name__} changes how many samples a step has, and {METRICS} draws "
                 "equally many for each step; leave one of them out"
             )
-        batches: Any = getattr(dataloader, "batch_sampler", None)
+        batches: object = getattr(dataloader, "batch_sampler", None)
         shuffles = getattr(dataloader.sampler, "shuffle", False)  # a DistributedSampler
         if type(batches) is BatchSampler and (
             shuffles or isinstance(dataloader.sampler, RandomSampler)
@@ -341,7 +341,7 @@ class StrategyMethods:
             dataloader = self._library("utilities.data")._update_dataloader(dataloader, shares)
         return super().process_dataloader(dataloader)  # type: ignore[misc]
 
-    def training_step(self, *args: object, **kwargs: object) -> Any:
+    def training_step(self, *args: object, **kwargs: object) -> object:
         this: Any = self
         if this.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
@@ -350,7 +350,7 @@ class StrategyMethods:
         with this.precision_plugin.train_step_context():
             return this.lightning_module.training_step(*args, **kwargs)
 
-    def optimizer_step(self, *args: object, **kwargs: object) -> Any:
+    def optimizer_step(self, *args: object, **kwargs: object) -> object:
         """Step, and give the engine's figures to the loggers every ``log_every_n_steps`` steps."""
         result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         this: Any = self
@@ -381,17 +381,17 @@ class StrategyMethods:
     def lightning_restore_optimizer(self) -> bool:
         return False
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, object]:
         """Return an empty dict: checkpoints are written from the shards, and no rank holds all
         weights.
         """
         return {}
 
-    def optimizer_state(self, optimizer: object) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: object) -> dict[str, object]:
         return {}
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+        self, checkpoint: dict[str, Any], filepath: object, storage_options: Any = None
     ) -> None:
         """Write a folder with ``checkpoint/`` and ``latest``, or with ``weights_only=True`` a file
         for ``load_from_checkpoint``. Collective.
@@ -431,7 +431,7 @@ class StrategyMethods:
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Resume on any number of ranks and at any stage; return the Trainer's state. Collective.
 
         Raises CheckpointError for a file of whole weights in a fit: it can only be evaluated.

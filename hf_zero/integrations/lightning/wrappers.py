@@ -9,7 +9,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import remove
@@ -37,6 +37,10 @@ from hf_zero.integrations.signal_saves import end, listen, stop_listening
 from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.parameter import owner_of
 
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from transformers import Trainer
+
 LAST = "_hf_zero_last"  # whether a connector was asked for the last checkpoint, not for a named one
 # saved by a job that is asked to end; a SLURM job resumes from it automatically
 HPC = "hpc_ckpt_"
@@ -56,13 +60,13 @@ def register_stages(original: Callable[..., object]) -> Callable[..., Any]:
     return register_strategies
 
 
-def _make(package: str, **arguments: object) -> Any:
+def _make(package: str, **arguments: object) -> object:
     # Imported on use: the names are registered while the library is still being imported.
     home = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}[package]
     return importlib.import_module(f"hf_zero.integrations.{home}").ZeroStrategy(**arguments)
 
 
-def choose_precision(original: Callable[..., object]) -> Callable[..., Any]:
+def choose_precision(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``_AcceleratorConnector._check_and_init_precision``: a ZeroStrategy gets its own
     precision, fp16 on CPUs too.
     """
@@ -81,12 +85,12 @@ def choose_precision(original: Callable[..., object]) -> Callable[..., Any]:
     return _check_and_init_precision
 
 
-def leave_out_by_identity(original: Callable[..., object]) -> Callable[..., Any]:
+def leave_out_by_identity(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``BaseFinetuning.filter_on_optimizer``: returns those parameters that the optimizer of
     an engine does not have.
     """
 
-    def filter_on_optimizer(optimizer: Any, params: Any) -> Any:
+    def filter_on_optimizer(optimizer: Optimizer, params: Any) -> Any:
         params = list(params)
         flats = [flat for flat in map(owner_of, params) if flat is not None]
         engine = flats[0].engine() if flats else None
@@ -98,7 +102,7 @@ def leave_out_by_identity(original: Callable[..., object]) -> Callable[..., Any]
     return filter_on_optimizer
 
 
-def store_names_of_groups(original: Callable[..., object]) -> Callable[..., Any]:
+def store_names_of_groups(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``BaseFinetuning._store``: stores the groups of an engine's optimizer with the model's
     parameters, not with shards.
     """
@@ -122,7 +126,7 @@ def add_groups_again(original: Callable[..., object]) -> Callable[..., Any]:
     run had when it was saved.
     """
 
-    def on_fit_start(self: Any, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self: Any, trainer: Trainer, pl_module: Any) -> None:
         engine = engine_of(pl_module)
         if engine is None or engine.optimizer is None or not self._restarting:
             original(self, trainer, pl_module)
@@ -213,7 +217,7 @@ def find_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
     return _find_last_checkpoints
 
 
-def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
+def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``_CheckpointConnector._parse_ckpt_path``: a folder loaded by name, or as the best,
     must be complete.
 
@@ -223,7 +227,7 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def _parse_ckpt_path(
-        self: Any, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool
+        self: Any, state_fn: object, ckpt_path: object, model_provided: bool, model_connected: bool
     ) -> Any:
         path = original(self, state_fn, ckpt_path, model_provided, model_connected)
         hpc = path is not None and Path(path).name.startswith(HPC)
@@ -282,7 +286,7 @@ def resume_from_memory(original: Callable[..., None]) -> Callable[..., None]:
     return resume_start
 
 
-def save_after_a_step(original: Callable[[object], None]) -> Callable[[Any], None]:
+def save_after_a_step(original: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``_SignalConnector.register_signal_handlers``: a fit of an engine saves and ends after
     the same step on all ranks.
 
@@ -374,7 +378,7 @@ def remove_once_replaced(original: Callable[..., object]) -> Callable[..., Any]:
     return remove_checkpoint
 
 
-def end_with_whole_ones(original: Callable[[object], None]) -> Callable[[Any], None]:
+def end_with_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``Strategy.on_train_end``: waits until the last checkpoint is complete."""
 
     def on_train_end(self: Any) -> None:
@@ -385,12 +389,12 @@ def end_with_whole_ones(original: Callable[[object], None]) -> Callable[[Any], N
     return on_train_end
 
 
-def leave_weights_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+def leave_weights_in_shards(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``Strategy.lightning_module_state_dict``: returns an empty dict under
     DeepSpeedStrategy, which drops the weights from its checkpoints anyway.
     """
 
-    def lightning_module_state_dict(self: Any) -> dict[str, Any]:
+    def lightning_module_state_dict(self: Any) -> dict[str, object]:
         return {} if isinstance(self.model, Engine) else original(self)
 
     return lightning_module_state_dict

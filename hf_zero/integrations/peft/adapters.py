@@ -18,13 +18,16 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hf_zero.integrations import finder
 from hf_zero.logging import logger, parse_json
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 # attributes that hold modules by the name of their adapter
 ASKED = ("modules_to_save", "prompt_encoder")
@@ -50,13 +53,13 @@ def read_token_rows(original: Callable[..., torch.Tensor]) -> Callable[..., torc
     return _collect_token_weights
 
 
-def read_state_dict(original: Callable[..., object]) -> Callable[..., Any]:
+def read_state_dict(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``get_peft_model_state_dict``: extracts the adapter from the given state dict without a
     gather, and returns {} for the empty one of other ranks.
     """
 
     def get_peft_model_state_dict(
-        model: Any,
+        model: torch.nn.Module,
         state_dict: Any = None,
         adapter_name: str = "default",
         unwrap_compiled: bool = False,
@@ -154,7 +157,7 @@ def _copy(module: nn.Module, path: str, state: Mapping[str, Any]) -> nn.Module:
     return copy.deepcopy(module, dict(values))
 
 
-def keep_what_is_written(engine: Any) -> None:
+def keep_what_is_written(engine: TrainingEngine) -> None:
     """Make the state dict from which the Trainer saves adapters include everything that PEFT may
     write, even if frozen.
     """
@@ -181,7 +184,7 @@ def written(model: Any) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
 
 
-def _parts_of(adapter: str, model: Any) -> set[int]:
+def _parts_of(adapter: str, model: torch.nn.Module) -> set[int]:
     """Return the ids of the parameters of ``adapter``, found by calling PEFT with meta tensors."""
     from peft import get_peft_model_state_dict
 
@@ -202,7 +205,7 @@ def _parts_of(adapter: str, model: Any) -> set[int]:
     return {id(tensors[name]) for name, shell in shells.items() if id(shell) in chosen}
 
 
-def described(model: Any, buffers: set[str]) -> dict[str, tuple[dict[str, Any], dict[str, str]]]:
+def described(model: Any, buffers: set[str]) -> dict[str, tuple[dict[str, object], dict[str, str]]]:
     """Return, for each adapter, what ``save_pretrained`` would write: its configuration, and a map
     from names in its file to names in ``model``.
 
@@ -229,7 +232,9 @@ def described(model: Any, buffers: set[str]) -> dict[str, tuple[dict[str, Any], 
     return files
 
 
-def _tensors(model: Any, adapter: str, config: Any, buffers: set[str]) -> dict[str, str]:
+def _tensors(
+    model: torch.nn.Module, adapter: str, config: Any, buffers: set[str]
+) -> dict[str, str]:
     from peft import PeftModel, get_peft_model_state_dict
 
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -263,7 +268,7 @@ def _tensors(model: Any, adapter: str, config: Any, buffers: set[str]) -> dict[s
     return {prefix + name: by_shell[id(value)] for name, value in chosen.items()}
 
 
-def _configuration(model: Any, config: Any) -> dict[str, Any]:
+def _configuration(model: object, config: Any) -> dict[str, object]:
     """Return what ``PeftConfig.save_pretrained`` writes for ``config``, for inference, with the
     base model's name.
     """
@@ -281,11 +286,11 @@ def _configuration(model: Any, config: Any) -> dict[str, Any]:
             "base_model_class": type(base).__name__,
             "parent_library": type(base).__module__,
         }
-    plain: dict[str, Any] = json.loads(json.dumps(content))
+    plain: dict[str, object] = json.loads(json.dumps(content))
     return plain
 
 
-def _with_embeddings(model: Any, config: Any) -> bool:
+def _with_embeddings(model: torch.nn.Module, config: Any) -> bool:
     """Return whether PEFT's ``save_embedding_layers="auto"`` would write embeddings, determined
     without a request to the hub.
     """
@@ -311,7 +316,7 @@ def _with_embeddings(model: Any, config: Any) -> bool:
     return size is not None and base.get("vocab_size") not in (None, size)
 
 
-def _base_configuration(name: str | None) -> dict[str, Any]:
+def _base_configuration(name: str | None) -> dict[str, object]:
     """Return the base model's config.json, from its folder or the hub's cache; {} if it is in
     neither.
     """
@@ -329,5 +334,5 @@ def _base_configuration(name: str | None) -> dict[str, Any]:
             return {}
         path = cached
     with open(path, encoding="utf-8") as file:
-        content: dict[str, Any] = parse_json(file.read())
+        content: dict[str, object] = parse_json(file.read())
     return content

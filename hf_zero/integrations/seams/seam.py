@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -41,7 +42,7 @@ class Seam:
         symbol is missing.
         """
         *path, name = self.target.partition(":")[2].split(".")
-        holder: Any = module
+        holder: object = module
         for part in path:
             holder = getattr(holder, part)
         return holder, name, inspect.getattr_static(holder, name)
@@ -68,7 +69,7 @@ def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def describe(function: Any) -> str:
+def describe(function: Callable[..., object]) -> str:
     """Return the signature of ``function`` without annotations."""
     signature = inspect.signature(getattr(function, "__func__", function))
     bare = [

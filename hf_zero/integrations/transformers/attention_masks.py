@@ -25,14 +25,14 @@ from hf_zero.parallel.sequence.documents import note_positions
 KNOWN = "_hf_zero_pads"  # attribute of a mask: (whether it masks anything, its _version then)
 
 
-def note_padding(original: Callable[..., Any]) -> Callable[..., Any]:
+def note_padding(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``accelerate.data_loader.send_to_device``: records on the copy of each attention mask
     whether it masks anything.
     """
 
     def send_to_device(
-        tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None
-    ) -> Any:
+        tensor: object, device: object, non_blocking: bool = False, skip_keys: Any = None
+    ) -> object:
         pads_of = (
             {name: not bool(mask.all()) for name, mask in _masks(tensor)} if _under_zero() else {}
         )
@@ -44,14 +44,14 @@ def note_padding(original: Callable[..., Any]) -> Callable[..., Any]:
     return send_to_device
 
 
-def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., Any]:
+def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``transformers.masking_utils._preprocess_mask_arguments``: a mask known to mask nothing
     becomes None. Records whether positions were given.
     """
     names = list(inspect.signature(original).parameters)
     early, mask_at, length_at = _places_in_result(original)
 
-    def _preprocess_mask_arguments(*args: Any, **kwargs: Any) -> Any:
+    def _preprocess_mask_arguments(*args: object, **kwargs: object) -> Any:
         arguments = {**dict(zip(names, args)), **kwargs}
         pads = known_padding(arguments["attention_mask"])
         note_positions(arguments.get("position_ids") is not None)

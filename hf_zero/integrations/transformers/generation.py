@@ -31,7 +31,7 @@ from hf_zero.zero.layout.sharding import dims_of_parts
 FREE_SHARE = 0.5
 
 
-def gather_for_generate(original: Callable[..., object]) -> Callable[..., Any]:
+def gather_for_generate(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``GenerationMixin.generate``: gathers the model once if memory allows, else keeps the
     ranks in step until the last has ended; also keeps ranks in step that take part in each other's
     forwards. Tensor-parallel ranks draw the same tokens.

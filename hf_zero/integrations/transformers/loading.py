@@ -55,12 +55,12 @@ M = TypeVar("M", bound="PreTrainedModel")
 _gathers: ContextVar[bool] = ContextVar("embeddings of an engine are resized", default=False)
 
 
-def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+def load_in_shards(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``PreTrainedModel.from_pretrained``: under ZeRO-3 returns a sharded model, or on one
     rank a model with whole parameters that have the attributes of sharded ones.
     """
 
-    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls: Any, *args: object, **kwargs: Any) -> object:
         refuse_sharded(args, kwargs)
         later = postponed.get()
         config = active_config() if later is None else None
@@ -94,7 +94,7 @@ def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_pretrained
 
 
-def name_sharded(original: Callable[..., object]) -> Callable[..., Any]:
+def name_sharded(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``AutoConfig.from_pretrained``: raises NoModelFolderError for one of our checkpoints,
     which has no config.json where an ``Auto`` class looks for it.
     """
@@ -109,7 +109,7 @@ def name_sharded(original: Callable[..., object]) -> Callable[..., Any]:
     return from_pretrained
 
 
-def resize_in_shards(original: Callable[..., object]) -> Callable[..., Any]:
+def resize_in_shards(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``PreTrainedModel.resize_token_embeddings``: gathers embeddings that an engine has in
     shards, and has an engine that trains them continue with the new ones. Collective under an
     engine.
@@ -124,7 +124,7 @@ def resize_in_shards(original: Callable[..., object]) -> Callable[..., Any]:
         pad_to_multiple_of: Any = None,
         mean_resizing: bool = True,
     ) -> Any:
-        embeddings: Any = self.get_input_embeddings()
+        embeddings: object = self.get_input_embeddings()
         ends = (embeddings, self.get_output_embeddings())
         weights = [p for end in ends if isinstance(end, nn.Module) for p in end.parameters()]
         owners = [flat.engine() for flat in map(owner_of, weights) if flat is not None]
@@ -188,18 +188,18 @@ def refuse_sharded(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         )
 
 
-def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
+def open_lazily(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``PreTrainedModel._load_pretrained_model``: runs transformers' own loader on lazy
     tensors.
     """
 
     def _load_pretrained_model(
-        model: Any,
-        state_dict: Any,
+        model: torch.nn.Module,
+        state_dict: object,
         checkpoint_files: Any,
         load_config: Any,
         expected_keys: Any = None,
-    ) -> Any:
+    ) -> object:
         loading = current_loading.get()
         quantizer = load_config.hf_quantizer
         loads_in_shards = quantizer is None or quantizes_in_shards(quantizer)
@@ -241,12 +241,14 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
     return _load_pretrained_model
 
 
-def finish_lazily(original: Callable[..., object]) -> Callable[..., Any]:
+def finish_lazily(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``PreTrainedModel._finalize_model_loading``: reads buffers before weights are
     initialized from them. Raises ConfigError for weights left without values.
     """
 
-    def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
+    def _finalize_model_loading(
+        model: torch.nn.Module, load_config: object, loading_info: Any
+    ) -> Any:
         loading = current_loading.get()
         if loading is None or not loading.shards:
             return original(model, load_config, loading_info)
@@ -274,13 +276,17 @@ def finish_lazily(original: Callable[..., object]) -> Callable[..., Any]:
     return _finalize_model_loading
 
 
-def mark_missing(original: Callable[..., object]) -> Callable[..., Any]:
+def mark_missing(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``PreTrainedModel._move_missing_keys_from_meta_to_device``: fills missing weights with
     NaN until the model's ``_init_weights`` initializes them.
     """
 
     def _move_missing_keys_from_meta_to_device(
-        self: Any, missing_keys: Any, device_map: Any, device_mesh: Any, hf_quantizer: Any
+        self: Any,
+        missing_keys: object,
+        device_map: object,
+        device_mesh: object,
+        hf_quantizer: object,
     ) -> None:
         original(self, missing_keys, device_map, device_mesh, hf_quantizer)
         loading = current_loading.get()
@@ -313,7 +319,7 @@ def from_pretrained(
     path: str | os.PathLike[str] | None,
     config: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any],
     /,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> M: ...
 
 
@@ -323,7 +329,7 @@ def from_pretrained(
     path: str | os.PathLike[str] | None,
     config: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any],
     /,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> PreTrainedModel: ...
 
 
@@ -333,11 +339,11 @@ def from_pretrained(
     path: str | os.PathLike[str] | None,
     config: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any],
     /,
-    **kwargs: Any,
-) -> Any: ...
+    **kwargs: object,
+) -> object: ...
 
 
-def from_pretrained(cls: Any, path: object, config: object, /, **kwargs: object) -> Any:
+def from_pretrained(cls: Any, path: object, config: object, /, **kwargs: object) -> object:
     """Return ``cls.from_pretrained(path, **kwargs)``, sharded according to ``config`` (a
     ZeroConfig, dict, path or preset). Collective.
 
@@ -386,13 +392,13 @@ def read_later() -> Iterator[Building]:
         loading.opened.close()
 
 
-def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+def build_in_shards(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``PreTrainedModel._from_config``: a large model is constructed sharded."""
     # it holds references to torch's init functions, which a model's _init_weights calls
     if "transformers.initialization" in sys.modules:
         record_in(sys.modules["transformers.initialization"].TORCH_INIT_FUNCTIONS)
 
-    def _from_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def _from_config(cls: Any, *args: object, **kwargs: object) -> object:
         config = active_config()
         if (
             config is None

@@ -23,12 +23,12 @@ NAMES: dict[str, tuple[type, int]] = {
 }
 
 
-def build_without_bitsandbytes(original: Callable[..., Any]) -> Callable[..., Any]:
+def build_without_bitsandbytes(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``Trainer.create_optimizer``: names of bitsandbytes' optimizers give those of hf-zero
     where bitsandbytes is not installed. As with it, embeddings keep moments in fp32.
     """
 
-    def create_optimizer(self: Any, model: Any = None) -> Any:
+    def create_optimizer(self: Any, model: Any = None) -> object:
         from transformers.utils import is_bitsandbytes_available
 
         args = self.args

@@ -122,7 +122,7 @@ def _as_quantized(model: Any, config: PreTrainedConfig, runs: bool) -> nn.Module
     return model.requires_grad_(False)
 
 
-def _rows_of(values: Mapping[str, Any]) -> dict[str, torch.dtype] | None:
+def _rows_of(values: Mapping[str, object]) -> dict[str, torch.dtype] | None:
     """Return the tensors of one number a row beside the bytes of weights in 8 bits; None if
     ``values``, a quantization_config, has them otherwise.
     """
@@ -222,7 +222,7 @@ def _configuration(model: object) -> PreTrainedConfig:
         ) from error
 
 
-def _from_values(model: Any, values: Mapping[str, Any]) -> PreTrainedConfig:
+def _from_values(model: object, values: Mapping[str, Any]) -> PreTrainedConfig:
     """Return the configuration that ``values`` describe. Raises ConfigError if none is."""
     kind = values["model_type"]
     try:
@@ -244,7 +244,7 @@ def _refuse_layers(values: Mapping[str, object]) -> None:
             raise ValueError(f"{name} = {value:.6g} is above {MOST_LAYERS:,}")
 
 
-def _known_sizes(name: str) -> dict[str, Any] | None:
+def _known_sizes(name: str) -> dict[str, object] | None:
     """Return the configuration of the model ``name`` among those that people train most, which
     instruction-tuned versions share; None for another model.
     """

@@ -67,7 +67,7 @@ INPUTS = ("input_ids", "attention_mask", "position_ids")
 class _Elsewhere(nn.Module):
     """Placeholder for a module of another stage: returns its first argument."""
 
-    def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> Any:
         return hidden
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +18,9 @@ from hf_zero.techniques.quantized_linears import base_config
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
-def quantize_folder(source: str | Path, folder: str | Path, name: str, group_size: int = 32) -> Any:
+def quantize_folder(
+    source: str | Path, folder: str | Path, name: str, group_size: int = 32
+) -> object:
     """Quantize the model of ``source``, a folder of ``save_pretrained``, as configured by
     ``quantization_aware_training.config`` = ``name``, and write it to ``folder`` with the tokenizer
     and other files. Holds the whole model in memory. Returns it.

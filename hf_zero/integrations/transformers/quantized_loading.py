@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,19 +26,19 @@ from hf_zero.zero.layout.attributes import attached_later, of_parts, parts_of, t
 IN_SHARDS = {"Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer", "TorchAoHfQuantizer"}
 
 
-def quantizes_in_shards(quantizer: Any) -> bool:
+def quantizes_in_shards(quantizer: object) -> bool:
     """Whether weights that ``quantizer`` of transformers makes are read into shards: by an engine,
     which is made at the end of the loading.
     """
     return type(quantizer).__name__ in IN_SHARDS and postponed.get() is None
 
 
-def keep_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
+def keep_on_host(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``update_device_map`` of a quantizer: a model that is read into shards has no device
     map. Raises ConfigError for one over several devices.
     """
 
-    def update_device_map(self: Any, device_map: Any) -> Any:
+    def update_device_map(self: Any, device_map: object) -> Any:
         loading = current_loading.get()
         if loading is None or not loading.shards or not quantizes_in_shards(self):
             return original(self, device_map)
@@ -54,20 +54,20 @@ def keep_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
     return update_device_map
 
 
-def _only(value: Any) -> Any:
+def _only(value: object) -> object:
     """Return the tensor of ``value``, of which transformers may make a list of one."""
     return value[0] if isinstance(value, list) else value
 
 
-def quantize_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+def quantize_in_shards(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``Bnb4bitQuantize.convert``: a lazy weight is quantised while it is read."""
 
     def convert(
         self: Any,
-        input_dict: dict[str, Any],
+        input_dict: dict[str, object],
         full_layer_name: str | None = None,
         model: Any = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         converted: dict[str, Any] = {}
         for name, value in input_dict.items():
@@ -86,16 +86,16 @@ def quantize_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     return convert
 
 
-def quantize_rows_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+def quantize_rows_in_shards(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``Bnb8bitQuantize.convert``: a lazy weight is quantised while it is read."""
 
     def convert(
         self: Any,
-        input_dict: dict[str, Any],
-        model: Any = None,
+        input_dict: dict[str, object],
+        model: object = None,
         full_layer_name: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> object:
         converted: dict[str, Any] = {}
         for name, value in input_dict.items():
             weight = _only(value)
@@ -131,7 +131,7 @@ def quantize_parts_in_shards(original: Callable[..., Any]) -> Callable[..., Any]
 
     def convert(
         self: Any,
-        input_dict: dict[str, Any],
+        input_dict: Mapping[str, object],
         model: Any = None,
         full_layer_name: str | None = None,
         missing_keys: Any = None,
@@ -147,7 +147,7 @@ def quantize_parts_in_shards(original: Callable[..., Any]) -> Callable[..., Any]
         class Listening(type(self)):  # type: ignore[misc]
             """The operation, which keeps the configuration that it chooses for the layer."""
 
-            def _quantize(self, module: Any, *args: Any, **more: Any) -> None:
+            def _quantize(self, module: torch.nn.Module, *args: object, **more: object) -> None:
                 chosen.append((args, more))
                 super()._quantize(module, *args, **more)
 
@@ -225,8 +225,8 @@ def take_packed_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def convert(
         self: Any,
-        input_dict: dict[str, Any],
-        model: Any = None,
+        input_dict: Mapping[str, object],
+        model: object = None,
         full_layer_name: str | None = None,
         **kwargs: Any,
     ) -> Any:

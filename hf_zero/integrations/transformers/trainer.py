@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.errors import ConfigError
@@ -38,6 +38,10 @@ from hf_zero.integrations.transformers.trainer_route import (
     verify_state,
 )
 from hf_zero.logging import log_rank0, logger
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from transformers import Trainer
 
 GIVEN = "_hf_zero_given"
 _told: weakref.WeakSet[Any] = weakref.WeakSet()  # engines whose checkpoints have been described
@@ -61,7 +65,7 @@ def find_zero_callback(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def route_accelerator(original: Callable[[object], None]) -> Callable[[Any], None]:
+def route_accelerator(original: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``Trainer.create_accelerator_and_postprocess``: makes the Accelerator with ZeRO if
     requested, and checks that it is on.
     """
@@ -76,7 +80,7 @@ def route_accelerator(original: Callable[[object], None]) -> Callable[[Any], Non
     return create_accelerator_and_postprocess
 
 
-def _refuse_shared_completions(trainer: Any) -> None:
+def _refuse_shared_completions(trainer: Trainer) -> None:
     """Raise ConfigError under tensor parallelism for a trainer that compares several completions of
     a prompt, which TRL distributes among all ranks.
     """
@@ -90,7 +94,7 @@ def _refuse_shared_completions(trainer: Any) -> None:
         )
 
 
-def train_anew(original: Callable[..., object]) -> Callable[..., Any]:
+def train_anew(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``Trainer.train``: a second ``train()`` continues with the model of the first, and
     resuming uses the last complete checkpoint. Signals that save are handled until it ends.
     """
@@ -126,7 +130,7 @@ def train_anew(original: Callable[..., object]) -> Callable[..., Any]:
     return train
 
 
-def prepare_engine(original: Callable[..., object]) -> Callable[..., Any]:
+def prepare_engine(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``Trainer._prepare_for_training``: raises ConfigError if the trained model is wrapped
     in anything but the engine.
     """
@@ -173,12 +177,12 @@ def _stop_listening(trainer: Any) -> None:
         stop_listening(trainer.deepspeed, callback.returns)
 
 
-def leave_norm_on_device(original: Callable[..., object]) -> Callable[..., Any]:
+def leave_norm_on_device(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``Trainer._get_grad_norm``: returns the norm as a tensor, which the Trainer reads when
     it logs.
     """
 
-    def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self: Any, model: Module, grad_norm: Any = None) -> Any:
         if not under_zero(self):
             return original(self, model, grad_norm)
         return (
@@ -217,7 +221,7 @@ def print_without_figures(original: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``on_log`` of the callbacks that print to the terminal: the line is the Trainer's."""
 
     def on_log(
-        self: Any, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+        self: Any, args: object, state: object, control: object, logs: Any = None, **kwargs: object
     ) -> None:
         if isinstance(logs, _Logs):
             logs = {name: value for name, value in logs.items() if name not in logs.figures}
@@ -226,7 +230,7 @@ def print_without_figures(original: Callable[..., None]) -> Callable[..., None]:
     return on_log
 
 
-def know_the_tensor_ranks(original: Callable[[object], int]) -> Callable[[Any], int]:
+def know_the_tensor_ranks(original: Callable[..., int]) -> Callable[..., int]:
     """Wraps ``Trainer.get_tp_size``: returns the tensor parallel size of the configuration, from
     any route; at least 1.
     """
@@ -239,7 +243,9 @@ def know_the_tensor_ranks(original: Callable[[object], int]) -> Callable[[Any], 
     return get_tp_size
 
 
-def count_tokens_once(original: Callable[[object, object], None]) -> Callable[[Any, Any], None]:
+def count_tokens_once(
+    original: Callable[..., None],
+) -> Callable[..., None]:
     """Wraps ``Trainer._track_num_input_tokens``: counts the tokens of one of the tensor-parallel
     ranks.
     """
@@ -254,7 +260,7 @@ def count_tokens_once(original: Callable[[object, object], None]) -> Callable[[A
     return _track_num_input_tokens
 
 
-def _keep_given_optimizer(trainer: Any) -> None:
+def _keep_given_optimizer(trainer: Trainer) -> None:
     import torch
     from accelerate.optimizer import AcceleratedOptimizer
 
@@ -265,12 +271,12 @@ def _keep_given_optimizer(trainer: Any) -> None:
         setattr(trainer, GIVEN, (trainer.optimizer, trainer.lr_scheduler))
 
 
-def keep_what_was_given(original: Callable[..., Any]) -> Callable[..., Any]:
+def keep_what_was_given(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``deepspeed_init``: keeps ``Trainer(optimizers=…)`` and the level of hf-zero's logger
     as set by the user.
     """
 
-    def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
+    def deepspeed_init(trainer: Trainer, num_training_steps: int, inference: bool = False) -> Any:
         if not under_zero(trainer):
             return original(trainer, num_training_steps, inference=inference)
         level = logger.level
@@ -300,7 +306,7 @@ def _given_optimizer(trainer: Any) -> Iterator[Any]:
             f"{config['optimizer'].get('type')!r}; remove one of them"
         )
 
-    def create_optimizer(model: Any = None) -> Any:
+    def create_optimizer(model: object = None) -> Any:
         trainer.optimizer = optimizer
         return optimizer
 
@@ -311,7 +317,7 @@ def _given_optimizer(trainer: Any) -> Iterator[Any]:
         del trainer.create_optimizer
 
 
-def evaluate_raw(original: Callable[..., object]) -> Callable[..., Any]:
+def evaluate_raw(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``Trainer.evaluation_loop``: evaluates and predicts before training, at every stage."""
 
     def evaluation_loop(self: Any, *args: object, **kwargs: object) -> Any:
@@ -363,7 +369,7 @@ def _is_adapted(model: object) -> bool:
     return bool(_is_peft_model(model))
 
 
-def _save_without_weights(trainer: Any, folder: Any) -> None:
+def _save_without_weights(trainer: Trainer, folder: Any) -> None:
     """Write what the Trainer keeps in a checkpoint beside the shards, without whole weights. The
     stock method would save the shards as well, a first time, and warn of a full checkpoint.
     """
@@ -382,7 +388,7 @@ def _save_without_weights(trainer: Any, folder: Any) -> None:
 
 
 @contextmanager
-def _as_if_plain(trainer: Any) -> Iterator[None]:
+def _as_if_plain(trainer: Trainer) -> Iterator[None]:
     """Make the stock code treat the raw model like a model without ZeRO."""
     trainer.is_deepspeed_enabled = False
     try:
@@ -392,7 +398,7 @@ def _as_if_plain(trainer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _answering_zero3(trainer: Any) -> Iterator[None]:
+def _answering_zero3(trainer: Trainer) -> Iterator[None]:
     """Make ``is_deepspeed_zero3_enabled()`` answer for this Trainer: ``generate`` uses it to decide
     whether ranks must stay in step.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import excess, remove
@@ -36,6 +36,9 @@ from hf_zero.integrations.memory_checkpoints import replaced, save_if_due
 from hf_zero.integrations.transformers.trainer_phases import windows_of
 from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.logging import listed, log_rank0, logger
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 PREFIX = "checkpoint-"
 TRUTHS = {"True": True, "true": True, "False": False, "false": False}
@@ -83,7 +86,7 @@ def whole_to_resume(trainer: Any, resume: Any) -> Any:
     return str(folder)
 
 
-def _newer_in_memory(trainer: Any, folder: Path | None) -> Path | None:
+def _newer_in_memory(trainer: Trainer, folder: Path | None) -> Path | None:
     """Return the folder of the newest generation in memory, unless ``folder`` is newer.
     Collective.
     """
@@ -134,7 +137,7 @@ def save_into_memory(original: Callable[..., None]) -> Callable[..., None]:
     return _maybe_log_save_evaluate
 
 
-def _keep_samples_of_a_step(trainer: Any, folder: Path) -> None:
+def _keep_samples_of_a_step(trainer: Trainer, folder: Path) -> None:
     """Set ``gradient_accumulation_steps``, in the arguments and the configuration, so that on
     another number of data-parallel ranks a step has the samples that it had in ``folder``.
     Collective. Raises ConfigError if the micro-batches do not divide them.
@@ -197,7 +200,7 @@ def _refuse_torn(folder: Path, output: Path) -> bool:
     return folder.resolve() in [c.resolve() for c in numbered_folders(output, PREFIX)[:1]]
 
 
-def end_with_whole_ones(original: Callable[..., object]) -> Callable[..., Any]:
+def end_with_whole_ones(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``Trainer._finalize_training``: waits until the last checkpoint is complete, and
     selects the best among the complete ones.
 
@@ -205,7 +208,9 @@ def end_with_whole_ones(original: Callable[..., object]) -> Callable[..., Any]:
     others.
     """
 
-    def _finalize_training(self: Any, trial: Any, num_train_samples: int, start_time: float) -> Any:
+    def _finalize_training(
+        self: Any, trial: object, num_train_samples: int, start_time: float
+    ) -> Any:
         if under_zero(self):
             self.deepspeed.wait_for_checkpoint()
             used = self.args.load_best_model_at_end or self.args.save_total_limit == 1
@@ -326,7 +331,9 @@ def _keep(newest_first: list[Path], keep: int, protected: set[Path]) -> None:
     )
 
 
-def leave_signals_to_engine(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def leave_signals_to_engine(
+    original: Callable[[Any, Any], None],
+) -> Callable[..., None]:
     """Wraps ``JITCheckpointCallback.set_trainer``: under ZeRO the stock callback does nothing, and
     ``stop_callback.py`` saves in its place.
     """

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from hf_zero.config.techniques import PHASES
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.techniques import training_phases
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 class Window(dict[str, Any]):
@@ -36,7 +39,7 @@ class Window(dict[str, Any]):
         self.batches = batches
 
 
-def windows_of(trainer: Any) -> Callable[[int], int] | None:
+def windows_of(trainer: Trainer) -> Callable[[int], int] | None:
     """Return a function from the optimizer step, counted from 1, to its micro-batches on one rank;
     None if the batch size is constant. Raises ConfigError if the arguments accumulate, too.
     """
@@ -75,12 +78,12 @@ def _after(steps: int, windows: Callable[[int], int], length: int) -> tuple[int,
     return next(islice(epochs(windows, length), steps - 1, None))
 
 
-def take_prepared_batches(original: Callable[..., Any]) -> Callable[..., Any]:
+def take_prepared_batches(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``Trainer.get_batch_samples``: training techniques change the batches of an
     accumulation window before their labels are counted.
     """
 
-    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: object) -> Any:
         if not under_zero(self) or self.deepspeed is None:
             return original(self, epoch_iterator, num_batches, device)
         engine = self.deepspeed
@@ -94,12 +97,14 @@ def take_prepared_batches(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_batch_samples
 
 
-def train_on_windows(original: Callable[..., object]) -> Callable[..., Any]:
+def train_on_windows(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps ``Trainer.training_step``: trains on each batch of a window, and ends the window with
     the last one.
     """
 
-    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    def training_step(
+        self: Any, model: torch.nn.Module, inputs: object, num_items_in_batch: Any = None
+    ) -> Any:
         if not isinstance(inputs, Window):
             with counting_whole_batches(self, inputs):
                 return original(self, model, inputs, num_items_in_batch)
@@ -115,7 +120,7 @@ def train_on_windows(original: Callable[..., object]) -> Callable[..., Any]:
 
 
 @contextmanager
-def counting_whole_batches(trainer: Any, inputs: Any) -> Iterator[None]:
+def counting_whole_batches(trainer: Any, inputs: object) -> Iterator[None]:
     """Make TRL's ``num_tokens`` count the tokens of whole batches if a rank has a part of the
     sequences, without an attention mask: TRL counts one row of the part.
     """
@@ -132,12 +137,12 @@ def counting_whole_batches(trainer: Any, inputs: Any) -> Iterator[None]:
         trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
 
 
-def count_windows(original: Callable[..., Any]) -> Callable[..., Any]:
+def count_windows(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``Trainer.set_initial_training_values``: computes epochs and steps for growing
     windows.
     """
 
-    def set_initial_training_values(self: Any, args: Any, dataloader: Any) -> Any:
+    def set_initial_training_values(self: Any, args: Any, dataloader: object) -> Any:
         with _lengths_as_they_are(self, args, dataloader):
             values = original(self, args, dataloader)
         windows = windows_of(self)
@@ -172,7 +177,7 @@ def _lengths_as_they_are(trainer: Any, args: Any, dataloader: Any) -> Iterator[N
         del trainer.get_sp_size, trainer.get_total_train_batch_size
 
 
-def resume_windows(original: Callable[..., Any]) -> Callable[..., Any]:
+def resume_windows(original: Callable[..., Any]) -> Callable[..., object]:
     """Wraps ``Trainer._init_training_state``: computes the epochs and batches that a resumed run
     has trained on.
     """
@@ -182,8 +187,8 @@ def resume_windows(original: Callable[..., Any]) -> Callable[..., Any]:
         max_steps: int,
         num_update_steps_per_epoch: int,
         num_train_epochs: int,
-        resume_from_checkpoint: Any,
-        trial: Any,
+        resume_from_checkpoint: object,
+        trial: object,
     ) -> tuple[int, int]:
         trained: tuple[int, int] = original(
             self,

@@ -23,13 +23,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.files import DICT, SourcedDict, flattened, value_at
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.logging import logger
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 SWITCH = "ACCELERATE_USE_DEEPSPEED"
 ON_CPU = "ACCELERATE_USE_CPU"
@@ -67,7 +70,10 @@ def under_zero(trainer: object) -> bool:
 
 
 def find_callback(
-    constructor: Callable[..., None], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    constructor: Callable[..., None],
+    trainer: Trainer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Return the :class:`ZeroCallback` among the arguments of ``Trainer.__init__``, or None. Raises
     ConfigError for several.
@@ -116,7 +122,7 @@ def engine_environment(args: Any) -> dict[str, str]:
 
 
 @contextmanager
-def route(trainer: Any) -> Iterator[bool]:
+def route(trainer: Trainer) -> Iterator[bool]:
     """Add the plugin and variables that make the Trainer's Accelerator use ZeRO, inside the
     context. Yields whether ZeRO was requested.
     """
@@ -154,7 +160,7 @@ def route(trainer: Any) -> Iterator[bool]:
         unset_hf_deepspeed_config()
 
 
-def agree(config: dict[str, Any], args: Any) -> None:
+def agree(config: dict[str, object], args: Any) -> None:
     """Raise ConfigError if the callback's config differs from that of the arguments."""
     theirs = args.deepspeed_plugin.hf_ds_config.config
     differing = [
@@ -186,7 +192,7 @@ def renew_devices(args: Any) -> None:
     _ = args._setup_devices
 
 
-def verify(trainer: Any) -> None:
+def verify(trainer: Trainer) -> None:
     """Raise ConfigError unless this Trainer's Accelerator is a ZeRO one: nothing may train
     unsharded silently. Accelerate's state checks the number of ranks.
     """
@@ -201,14 +207,14 @@ def verify(trainer: Any) -> None:
     _one_device(trainer.args)
 
 
-def state_kind(trainer: Any) -> Any:
+def state_kind(trainer: Trainer) -> Any:
     """Return the current distributed type of Accelerate's shared state; None if there is no
     state.
     """
     return getattr(trainer.accelerator.state, "distributed_type", None)
 
 
-def verify_state(trainer: Any) -> None:
+def verify_state(trainer: Trainer) -> None:
     """Raise ConfigError if another Trainer has replaced the shared state since this one was
     made.
     """
@@ -236,7 +242,7 @@ def _one_device(args: Any) -> None:
         args._n_gpu = 1
 
 
-def read(value: ZeroConfigLike) -> dict[str, Any]:
+def read(value: ZeroConfigLike) -> dict[str, object]:
     """Return the config in DeepSpeed's dialect, with only the written values.
 
     Raises ConfigError for an invalid config.

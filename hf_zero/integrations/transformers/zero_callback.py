@@ -57,10 +57,10 @@ class ZeroCallback(TrainerCallback):
         self,
         args: Any,
         state: Any,
-        control: Any,
+        control: object,
         model: Any = None,
-        optimizer: Any = None,
-        **kwargs: Any,
+        optimizer: object = None,
+        **kwargs: object,
     ) -> None:
         if not (self._ready and _sharding()):
             raise ConfigError(_UNROUTED)
@@ -84,7 +84,12 @@ class ZeroCallback(TrainerCallback):
         self.throughput.resume()
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        args: Any,
+        state: Any,
+        control: object,
+        logs: dict[str, Any] | None = None,
+        **kwargs: object,
     ) -> None:
         if logs is None or "loss" not in logs:
             return
