@@ -16,7 +16,7 @@ class HfZeroError(Exception):
     One that ends a rank is reported in a few lines (``distributed/uncaught.py``).
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: object) -> Any:
         watch(HfZeroError)
         if issubclass(cls, MemoryError):  # its constructor rejects classes with two bases
             return Exception.__new__(cls, *args, **kwargs)

@@ -96,8 +96,8 @@ class Timing:
 
 
 def _call(
-    function: Callable[..., Any], timing: Timing | None, names: tuple[str, ...], *values: Any
-) -> Any:
+    function: Callable[..., object], timing: Timing | None, names: tuple[str, ...], *values: object
+) -> object:
     """Call ``function`` with the last of ``values`` as keyword arguments ``names``: a checkpoint
     saves tensors among its positional arguments as autograd does.
     """
@@ -171,7 +171,7 @@ class _Checkpointed(Override):
         # a forward set on the instance, in place of the class's
         self.before = block.__dict__.get("forward")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: Any) -> Any:
         blocks, block = self._blocks, self._module
         if (
             not torch.is_grad_enabled()

@@ -40,7 +40,7 @@ class Brought(Protocol):
 class Transfers(Protocol):
     """Copies between device and host memory."""
 
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> Any:
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> object:
         """Copy ``source`` (uint8 on the device) to ``target`` in host memory; return a handle for
         :meth:`leave`, until which ``source`` must stay alive.
         """

@@ -175,7 +175,7 @@ class Activations:
             storages |= {buffer.untyped_storage()._cdata for buffer in model.buffers()}
         return storages
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def _begin(self, module: nn.Module, args: object) -> None:
         self.checkpoints.look()
         if self.offload is None or not torch.is_grad_enabled():
             return
@@ -192,7 +192,7 @@ class Activations:
             return
         self.offload.begin(self._stays())
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
         if self.offload is not None:
             self.offload.end()
 
@@ -206,11 +206,11 @@ class Activations:
             self.offload = None
 
 
-def _begin_block(offload: Offload, module: nn.Module, args: Any) -> None:
+def _begin_block(offload: Offload, module: nn.Module, args: object) -> None:
     offload.block()
 
 
-def _keep(offload: Offload, module: nn.Module, args: Any) -> None:
+def _keep(offload: Offload, module: nn.Module, args: object) -> None:
     offload.keep()
 
 

@@ -20,6 +20,8 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import counted, parse_rate, parse_size, rate_in_units
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from hf_zero.device.free_memory import Free
     from hf_zero.planning.activation_memory import LengthEstimate
     from hf_zero.planning.estimate import MemoryEstimate, Proposal
@@ -180,7 +182,7 @@ def estimate(
 
 
 def _propose(
-    model: Any,
+    model: Module,
     ranks: int,
     per_host: int,
     job: Job,
@@ -412,7 +414,7 @@ def lengths_table(rows: Sequence[LengthEstimate], ranks: int) -> PrintableTable:
 
 
 def link_rows(
-    model: Any, ranks: int, stage: int | None, link: str, **options: Any
+    model: Module, ranks: int, stage: int | None, link: str, **options: Any
 ) -> dict[int, list[Row]]:
     """Return the ways of sending of each stage, the dense one first. ``options``: further arguments
     of :func:`hf_zero.planning.estimate.traffic`. Raises ConfigError for an invalid ``link`` speed.

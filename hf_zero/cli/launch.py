@@ -235,7 +235,7 @@ def launch(
     raise typer.Exit(carry_out(planned))
 
 
-def _written(pairs: list[str], preset: str | None) -> dict[str, Any]:
+def _written(pairs: list[str], preset: str | None) -> dict[str, object]:
     """Return the sections that the ``KEY=VALUE`` pairs of --set write, checked.
 
     Raises ConfigError for an unknown key or value, and for a key that another option sets.

@@ -35,7 +35,7 @@ class Command(TyperCommand):
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [REQUIRED.sub(r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:
         try:
             return super().invoke(ctx)
         except HfZeroError as error:

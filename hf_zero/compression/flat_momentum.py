@@ -336,7 +336,7 @@ class FlatMomentum:
         return [(name, *self._own(name)) for name in self.flat.layout.by_name]
 
     def _group_of(self, name: str) -> Mapping[str, Any]:
-        group: Mapping[str, Any] = self._bound.groups[self._bound.group_of[name]]
+        group: Mapping[str, object] = self._bound.groups[self._bound.group_of[name]]
         return group
 
     def _own(self, name: str) -> tuple[int, int]:

@@ -144,7 +144,7 @@ class LocalSteps:
         self,
         momenta: Sequence[FlatMomentum],
         flats: Sequence[FlatBuffer],
-        bound: Any,
+        bound: object,
         one_bit: OneBit,
         computed: ComputedValues,
     ) -> None:

@@ -89,7 +89,7 @@ def explain(reading: ConfigReading, check: Check = refusals) -> list[ExplainRow]
     rows = []
     values = reading.given()
     refused = check(values)
-    value: Any
+    value: object
     for path, key in {**KEYS, **ACCELERATE_KEYS, **KEYS}.items():  # equal names mean the former
         if path in reading.autos:
             value, note = AUTO, "to be filled in by Accelerate or the Trainer"

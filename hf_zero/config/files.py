@@ -85,7 +85,7 @@ def flattened(mapping: Mapping[str, object], prefix: str = "") -> Iterator[tuple
             yield path, value
 
 
-def merge(into: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+def merge(into: dict[str, Any], more: Mapping[str, Any]) -> dict[str, object]:
     """Write the values of ``more`` into ``into``, section by section, and return it."""
     for name, value in more.items():
         section = into.get(name)
@@ -112,7 +112,7 @@ def is_written(source: str) -> bool:
 
 def value_at(config: Mapping[str, Any], path: str) -> Any:
     """Return the value at a dotted path, or None."""
-    node: Any = config
+    node: object = config
     for key in path.split("."):
         node = node.get(key) if isinstance(node, Mapping) else None
     return node
@@ -190,7 +190,7 @@ def write_new(path: Path, text: str, option: str = "with -o") -> None:
         ) from error
 
 
-def load_json(text: str, label: str, example: str = EXAMPLE) -> dict[str, Any]:
+def load_json(text: str, label: str, example: str = EXAMPLE) -> dict[str, object]:
     """Parse a mapping from JSON, or from Hjson if it is not valid JSON. Raises ConfigError."""
     with _named(label):
         if not text.strip():
@@ -265,7 +265,7 @@ def _extent(value: object, cache: dict[int, tuple[float, float]]) -> tuple[float
     return cache[id(value)]
 
 
-def load_text(text: str) -> dict[str, Any] | None:
+def load_text(text: str) -> dict[str, object] | None:
     """Parse the mapping in a JSON string, plain or base64-encoded as launchers pass it on; return
     None for any other string.
     """
@@ -278,7 +278,7 @@ def load_text(text: str) -> dict[str, Any] | None:
     return load_json(decoded, "config string (base64)") if decoded.lstrip()[:1] == "{" else None
 
 
-def _mapping(value: object, label: str, example: str) -> dict[str, Any]:
+def _mapping(value: object, label: str, example: str) -> dict[str, object]:
     if not isinstance(value, Mapping):
         fault = "is empty" if value is None else f"holds a {type(value).__name__}"
         raise ConfigError(
@@ -304,7 +304,7 @@ class _Loader(yaml.SafeLoader):
     duplicate keys and numbers whose value differs between YAML 1.1 and 1.2: ``1:30``, ``010``.
     """
 
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
+    def construct_object(self, node: Any, deep: bool = False) -> object:
         try:
             value = super().construct_object(node, deep)
         except (ValueError, OverflowError) as error:
@@ -367,7 +367,7 @@ class HjsonError(ValueError):
         self.position = position
 
 
-def parse_hjson(text: str) -> Any:
+def parse_hjson(text: str) -> object:
     """Parse the value in ``text``; an object at the top may omit its braces. Raises HjsonError for
     invalid Hjson and for duplicate keys in one object.
     """
@@ -414,7 +414,7 @@ class _Reader:
             return json.loads(word[1])
         return self._take(_BARE).strip()
 
-    def members(self, end: str) -> dict[str, Any]:
+    def members(self, end: str) -> dict[str, object]:
         """Parse the members of an object up to and including ``end``."""
         values: dict[str, Any] = {}
         while not self._ends(end):
@@ -430,7 +430,7 @@ class _Reader:
             values[key] = self.value()
         return values
 
-    def _items(self) -> list[Any]:
+    def _items(self) -> list[object]:
         items = []
         while not self._ends("]"):
             items.append(self.value())

@@ -95,7 +95,7 @@ def asks_for_section(off: str, entry: Mapping[str, Any]) -> Callable[[Any], bool
     ``above_one``, else any content where "null" is off, else a switch that is on.
     """
 
-    def asks(section: Mapping[str, Any]) -> bool:
+    def asks(section: Mapping[str, object]) -> bool:
         if section.get("enabled") is False:
             return False
         if member := entry.get("above_one"):

@@ -234,7 +234,7 @@ def _names(value: object) -> tuple[str, ...]:
 def _section(value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(value)
-    plain: dict[str, Any] = _plain(value)
+    plain: dict[str, object] = _plain(value)
     return plain
 
 
@@ -417,7 +417,7 @@ def key(
     /,
     *,
     name: str = "",
-    idle: Callable[[Mapping[str, Any]], str] | None = None,
+    idle: Callable[[Mapping[str, object]], str] | None = None,
     unit: str = "",
     since: str = "0.1.0",
     **more: Any,
@@ -437,7 +437,7 @@ def key(
     return dataclasses.field(metadata={"key": declared}, **more)
 
 
-def without(switch: str, *outer: str) -> Callable[[Mapping[str, Any]], str]:
+def without(switch: str, *outer: str) -> Callable[[Mapping[str, object]], str]:
     """Return an ``idle`` function for keys that act only if the key ``switch`` is true and none of
     ``outer`` is false.
     """
@@ -496,7 +496,7 @@ def spellings(settings: type) -> dict[str, str]:
     return aliases
 
 
-def enabled(section: Any) -> bool:
+def enabled(section: object) -> bool:
     """Return whether a section is enabled: by its own ``enabled``, else by that of any nested
     section.
     """

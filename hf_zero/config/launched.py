@@ -34,7 +34,7 @@ def launch_command() -> str | None:
     )
 
 
-def launched_values() -> dict[str, Any]:
+def launched_values() -> dict[str, object]:
     """Return stage, precision and offload as the launcher's variables name them, by key."""
     named = os.environ.get(FILE, "none")
     if named != "none":
@@ -74,7 +74,7 @@ def _passed_on(stage: int) -> dict[str, Any]:
     return {path: value for path, value in values.items() if value != "auto"}
 
 
-def _values(config: ZeroConfig) -> dict[str, Any]:
+def _values(config: ZeroConfig) -> dict[str, object]:
     return {row.key: row.value for row in config.explain()}
 
 

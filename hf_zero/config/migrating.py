@@ -230,7 +230,7 @@ def _path(written: str) -> str:
     return TRANSLATED.get(name, name) if name != written else canonical(name)
 
 
-def _here(after: dict[str, Any]) -> dict[str, Any]:
+def _here(after: dict[str, Any]) -> dict[str, object]:
     """Return ``after`` without the name of a file that is not on this machine."""
     path = after.get("deepspeed_config", {}).get("deepspeed_config_file")
     if path is None or os.path.exists(path):
@@ -507,7 +507,7 @@ class _Accelerate:
 
 
 def _judge(
-    mapping: Mapping[str, Any], written: str, value: Any, findings: list[KeyFinding], source: str
+    mapping: Mapping[str, Any], written: str, value: object, findings: list[KeyFinding], source: str
 ) -> bool:
     """Add the finding of one of Accelerate's keys; return whether it is taken."""
     name = written.rpartition(".")[2]

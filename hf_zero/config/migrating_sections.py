@@ -143,7 +143,7 @@ def _compilation(name: str, value: object, backend: str) -> tuple[dict[str, Any]
 
 
 def translate_fsdp(
-    written: Mapping[str, Any],
+    written: Mapping[str, object],
     hosts: int,
     section: dict[str, Any],
     findings: list[KeyFinding],

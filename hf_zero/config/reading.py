@@ -244,7 +244,9 @@ class ConfigReading:
             else f"{label}: {written}"
         )
 
-    def _check_members(self, key: Key, section: dict[str, Any], written: str, label: str) -> None:
+    def _check_members(
+        self, key: Key, section: dict[str, object], written: str, label: str
+    ) -> None:
         for name, value in section.items():
             with self.mistakes.collect():
                 if key.members is not None and name not in key.members:

@@ -48,7 +48,7 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _dialect() -> dict[str, Any]:
+def _dialect() -> dict[str, object]:
     root: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
     for path, key in KEYS.items():
         _place(root, path, _leaf(key))

@@ -161,7 +161,7 @@ class LayerDropSection:
     per_rank: bool = key(BOOLEAN, False, idle=_LAYERS_KEPT)
 
 
-def _phases(value: object) -> list[dict[str, Any]]:
+def _phases(value: object) -> list[dict[str, object]]:
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError(value)
     if not all(isinstance(phase, Mapping) and all(map(_is_name, phase)) for phase in value):

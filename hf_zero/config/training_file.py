@@ -162,14 +162,14 @@ class TrainingFile(TrainerArguments):
     written: tuple[str, ...] = field(default=(), compare=False)
     """Keys in the file."""
 
-    def trainer_arguments(self) -> dict[str, Any]:
+    def trainer_arguments(self) -> dict[str, object]:
         """Return the arguments of the trainer that the file has, by name."""
         names = [item.name for item in fields(TrainerArguments)]
         return {
             name: getattr(self, name) for name in names if name in {"output_dir", *self.written}
         }
 
-    def zero_keys(self) -> Iterator[tuple[str, Any]]:
+    def zero_keys(self) -> Iterator[tuple[str, object]]:
         """Yield the dotted paths and values of keys of the ZeRO configuration beside the preset:
         those of ``config``, and of the figures for ``hf-zero report``.
         """

@@ -209,7 +209,7 @@ class ZeroConfig(Settings):
             "offload_optimizer": offload_optimizer,
             "offload_param": nowhere,
         }
-        values: dict[str, Any] = {"stage": stage} | {
+        values: dict[str, object] = {"stage": stage} | {
             f"{name}.{item.name}": getattr(section, item.name)
             for name, section in sections.items()
             for item in fields(section)
@@ -297,7 +297,7 @@ class ZeroConfig(Settings):
         """
         return self.to_dict("default").get(key, default)
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         return self.to_dict("default")[key]
 
     def __contains__(self, key: object) -> bool:
@@ -336,7 +336,7 @@ class ZeroConfig(Settings):
             object.__setattr__(self, item.name, values[item.name])
 
 
-def _as_dialect(given: Mapping[str, object]) -> dict[str, Any]:
+def _as_dialect(given: Mapping[str, object]) -> dict[str, object]:
     """Return keyword arguments as a mapping of the dialect: non-default fields of sections, and
     ``enabled`` for a precision given as a boolean.
     """

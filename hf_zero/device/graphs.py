@@ -105,7 +105,7 @@ class Graphs:
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = streams.side_stream(device, streams.Use.CAPTURES)
-        self._memory: Any = None  # of all graphs, once there is one
+        self._memory: object = None  # of all graphs, once there is one
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:

@@ -38,7 +38,7 @@ _FACTORIES: dict[Any, Callable[[tuple[Any, ...]], Callable[[torch.Tensor], Any] 
 _RULES = ("reset_parameters", "_reset_parameters")
 
 
-def _default_dtype(func: Any, args: tuple[Any, ...]) -> torch.dtype:
+def _default_dtype(func: Callable[..., object], args: tuple[object, ...]) -> torch.dtype:
     """Return the dtype of a tensor made without one: ``full`` takes that of its value."""
     if func is aten.full.default and not isinstance(args[1], float):
         return torch.tensor(args[1]).dtype
@@ -55,7 +55,9 @@ class _WithoutMemory(TorchDispatchMode):
         self._left = whole_bytes
         self._pauses = pauses
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _FACTORIES and not self._pauses():
             dtype = kwargs.get("dtype") or _default_dtype(func, args)
@@ -219,7 +221,7 @@ def _make_fillable(model: nn.Module, initialise: Callable[[], None]) -> None:
 
 _lock = threading.Lock()
 _tables: list[dict[str, Any]] = [vars(nn.init)]
-_kept: list[dict[str, Any]] = []
+_kept: list[dict[str, object]] = []
 _recorders = 0
 
 
@@ -260,7 +262,7 @@ def recording_functions() -> Iterator[None]:
                 _kept.clear()
 
 
-def recorded(function: Callable[..., object]) -> Callable[..., Any]:
+def recorded(function: Callable[..., object]) -> Callable[..., object]:
     """Wrap ``function(tensor, ...)``, which fills a tensor in place, to be deferred for lazy
     tensors under initialisation.
     """

@@ -74,13 +74,13 @@ class LazyTensor(torch.Tensor):
 
     # Code outside of torch asks for memory: the whole values are read now.
 
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+    def numpy(self, *args: object, **kwargs: Any) -> Any:
         return self.read_whole().numpy(*args, **kwargs)
 
     def tolist(self) -> Any:
         return self.read_whole().tolist()
 
-    def __dlpack__(self, **kwargs: Any) -> Any:
+    def __dlpack__(self, **kwargs: Any) -> object:
         return self.read_whole().__dlpack__(**kwargs)
 
     @classmethod
@@ -150,7 +150,7 @@ def _root(expression: Expression) -> Expression:
     return expression.root if isinstance(expression, Strided) else expression
 
 
-def _filled(func: Any, args: Any, kwargs: Any) -> LazyTensor:
+def _filled(func: Callable[..., object], args: Any, kwargs: Any) -> LazyTensor:
     """Record a write into a tensor under initialisation."""
     target, others = args[0], args[1:]
     if (
@@ -185,7 +185,7 @@ def _meta(expression: Expression) -> tuple[Expression, torch.Tensor]:
     return expression, torch.empty(expression.shape, dtype=expression.dtype, device="meta")
 
 
-def _viewed(func: Any, args: Any, kwargs: Any) -> object:
+def _viewed(func: Callable[..., object], args: Any, kwargs: Any) -> object:
     expression = args[0].expression
     alone = expression, torch.empty(expression.shape, dtype=expression.dtype, device="meta")
     # A lazy tensor reports the strides of a contiguous tensor, and the caller's arguments of
@@ -272,7 +272,7 @@ def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return first is second or torch.equal(first.whole(), second.whole())
 
 
-def _computed(func: Any, args: Any, kwargs: Any) -> object:
+def _computed(func: Any, args: Any, kwargs: object) -> object:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _computed_now(func, args, kwargs)  # each read would draw other numbers
     if any(map(is_filled, tree_flatten((args, kwargs))[0])):
@@ -292,7 +292,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> object:
     return _computed_now(func, args, kwargs)
 
 
-def _computed_now(func: Any, args: Any, kwargs: Any) -> Any:
+def _computed_now(func: Callable[..., object], args: object, kwargs: object) -> Any:
     return func(*tree_map(_real, args), **tree_map(_real, kwargs))
 
 

@@ -104,7 +104,7 @@ class EngineCollectives:
         self.wire[operation] += sent  # type: ignore[assignment]
         return row
 
-    def totals(self) -> list[dict[str, Any]]:
+    def totals(self) -> list[dict[str, object]]:
         """Return the rows of all units summed up, by operation and group."""
         sums: dict[tuple[str, str], dict[str, Any]] = {}
         for row in self.rows.values():

@@ -81,7 +81,7 @@ class CommsLogger:
         function: Callable[..., Any],
         args: Any,
         kwargs: Mapping[str, Any],
-    ) -> Any:
+    ) -> object:
         """Call ``function`` and log it as ``name``; waits for the device before and after."""
         device = process_group.default_device()
         kinds.synchronize(device)
@@ -113,13 +113,13 @@ class CommsLogger:
                 *rates,
             )
 
-    def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
+    def get_raw_data(self) -> dict[str, dict[int, list[object]]]:
         return dict(self.comms_dict)
 
     def reset_data(self) -> None:
         self.comms_dict.clear()
 
-    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
+    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, object]] | None:
         """Return by bytes: count, total and mean time, mean rates; None if it was not called."""
         sizes = self.comms_dict.get(operation_name)
         if sizes is None:
@@ -150,7 +150,7 @@ class CommsLogger:
             "metadata": {**where, "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S")},
         }
 
-    def _stragglers(self) -> dict[str, dict[int, dict[str, Any]]]:
+    def _stragglers(self) -> dict[str, dict[int, dict[str, object]]]:
         times = {
             name: {size: record[1] for size, record in sorted(sizes.items())}
             for name, sizes in self.comms_dict.items()

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,9 @@ from hf_zero.measures.collectives import FIGURES, CollectiveRow, EngineCollectiv
 from hf_zero.measures.stopwatch import Mark, Stopwatch, is_over, mark, milliseconds
 from hf_zero.measures.utilisation import flops_per_token, peak_flops
 from hf_zero.zero.state_bytes import bytes_by_tier, held_bytes
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 Figures = dict[str, Any]
 Waits = list[tuple[CollectiveRow, list[Stopwatch]]]
@@ -46,7 +49,7 @@ def tracked(figures: Mapping[str, object]) -> Figures:
     return {name: value for name, value in figures.items() if name not in NOT_DRAWN}
 
 
-def main_input(engine: Any, inputs: object) -> torch.Tensor | None:
+def main_input(engine: TrainingEngine, inputs: object) -> torch.Tensor | None:
     """Return the tensor with one row a sample among the arguments of a forward: the model's main
     input if it is named, otherwise the first one.
     """
@@ -97,7 +100,7 @@ class StepFigures:
 
     def __init__(
         self,
-        engine: Any,
+        engine: TrainingEngine,
         section: MetricsSection,
         counts: EngineCollectives | None,
         is_wanted: Callable[[int], bool],
@@ -141,7 +144,7 @@ class StepFigures:
 
     # ---- within a step ----
 
-    def forward(self, engine: Any, inputs: Any) -> None:
+    def forward(self, engine: TrainingEngine, inputs: object) -> None:
         """Count the samples and tokens of a training forward in a step that is wanted."""
         if not engine.module.training or not torch.is_grad_enabled():  # Lightning sets the module's
             self.pause()  # an evaluation is no part of a step
@@ -173,7 +176,7 @@ class StepFigures:
         self._weighed = weighed
         self._told += 1
 
-    def begin_step(self, engine: Any) -> None:
+    def begin_step(self, engine: TrainingEngine) -> None:
         """Note the learning rate of the step, its loss scale, and the bytes of its state."""
         if not self.collects:
             return
@@ -184,7 +187,7 @@ class StepFigures:
         if groups and not isinstance(groups[0]["lr"], torch.Tensor):
             self._rate = engine.get_lr()[0]
 
-    def end_step(self, engine: Any) -> None:
+    def end_step(self, engine: TrainingEngine) -> None:
         """Sum up a step that has ended (collective), and read those before that are over."""
         if self.collects:
             self._unread.append(self._ended(engine, engine.global_steps))
@@ -228,7 +231,7 @@ class StepFigures:
 
     # ---- the numbers of a step ----
 
-    def _ended(self, engine: Any, number: int) -> _Step:
+    def _ended(self, engine: TrainingEngine, number: int) -> _Step:
         figures: Figures = {"step": number}
         if self._counts is None or engine.config.has_batch_size:
             figures["samples_seen"] = engine.global_samples
@@ -256,7 +259,7 @@ class StepFigures:
             self._other_waits + self._take_waits(),
         )
 
-    def _summed(self, engine: Any) -> torch.Tensor:
+    def _summed(self, engine: TrainingEngine) -> torch.Tensor:
         """Return the numbers of the step over all ranks, on their way to host memory."""
 
         def number(value: float) -> torch.Tensor:
@@ -309,7 +312,9 @@ class StepFigures:
         self.last = figures
         self._report(figures)
 
-    def _utilisation(self, engine: Any, step: _Step, took: float, tensor: int) -> float | None:
+    def _utilisation(
+        self, engine: TrainingEngine, step: _Step, took: float, tensor: int
+    ) -> float | None:
         if self._peak is None or not step.tokens or not took:
             return None
         stages = engine.mesh.dims.pipeline

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from hf_zero.config.sections import FlopsProfilerSection
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
 from hf_zero.measures.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 DEFAULT_PRECISION = 2
 UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
@@ -77,7 +80,7 @@ class FlopsProfiler:
         self.started = False
         self.flops = self.macs = self.params = 0
         self._counter: FlopCounterMode | None = None
-        self._by_module: Mapping[str, Mapping[Any, int]] = {}
+        self._by_module: Mapping[str, Mapping[object, int]] = {}
         self._hooks: list[Any] = []
         self._forwards: list[Stopwatch] = []
         self._ignored: tuple[type, ...] = ()
@@ -246,7 +249,7 @@ def get_model_profile(
     output_file: str | None = None,
     ignore_modules: Iterable[type] | None = None,
     mode: str = "forward",
-) -> tuple[Any, Any, Any]:
+) -> tuple[object, object, object]:
     """Return operations, multiply-accumulates and parameters of one call of ``model``, as strings
     or as numbers: of its forward, or of ``generate`` by ``mode``. It is called with a tensor of
     ``input_shape``, or with ``args`` and ``kwargs``, and stays in eval mode.
@@ -287,7 +290,7 @@ class StepProfile:
     micro-batch, and print them once that step has ended.
     """
 
-    def __init__(self, engine: Any, section: FlopsProfilerSection) -> None:
+    def __init__(self, engine: TrainingEngine, section: FlopsProfilerSection) -> None:
         self.section, self.counters = section, engine.counters
         self.profiler = FlopsProfiler(engine.module, engine, section.recompute_fwd_factor or 0.0)
         self._wanted = engine.global_rank == 0

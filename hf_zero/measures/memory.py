@@ -4,14 +4,17 @@ as text.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_zero.device import free_memory, kinds
 from hf_zero.logging import in_units
 from hf_zero.zero.state_bytes import KINDS, TIERS, held_bytes
 
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
-def breakdown(engine: Any) -> str:
+
+def breakdown(engine: TrainingEngine) -> str:
     """Return the bytes of this rank's state by kind and tier, allocated ones, and free ones."""
     state = held_bytes(engine)
     parts = [
@@ -33,7 +36,7 @@ def breakdown(engine: Any) -> str:
     return ", ".join(parts)
 
 
-def layout(engine: Any) -> str:
+def layout(engine: TrainingEngine) -> str:
     """Return the engine's ranks, units, flat buffers and groups of the optimizer, a line each."""
     mesh = engine.mesh
     lines = [

@@ -44,7 +44,7 @@ def _numbered(folder: Path) -> dict[int, Path]:
     }
 
 
-def read_metrics(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+def read_metrics(folder: str | os.PathLike[str]) -> Iterator[dict[str, object]]:
     """Yield the figures of each step of the run in ``folder``; a line that a crash has cut off is
     skipped.
     """

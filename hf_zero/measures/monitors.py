@@ -128,7 +128,7 @@ class WandbMonitor(Monitor):
             self._wandb = _library("wandb", "wandb")
             self._wandb.init(project=self.project, group=self.group, entity=self.team)
 
-    def log(self, data: dict[str, Any], step: int | None = None, commit: Any = None) -> None:
+    def log(self, data: dict[str, object], step: int | None = None, commit: Any = None) -> None:
         """Call wandb's ``log``."""
         if self.writes:
             self._wandb.log(data, step=step, commit=commit)

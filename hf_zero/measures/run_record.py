@@ -16,7 +16,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,9 @@ from hf_zero.measures.metrics_file import MetricsFile
 from hf_zero.planning.needs import KINDS, Needs, needs
 from hf_zero.zero.layout.engine_plan import EnginePlan
 
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
+
 PACKAGES = (
     "hf-zero", "torch", "transformers", "accelerate", "trl", "peft", "lightning", "datasets",
     "triton", "torchao", "safetensors", "numpy",
@@ -35,7 +38,7 @@ MOST = 200  # warnings that are kept
 BUFFERS = "buffers of a step"
 
 
-def run_header(engine: Any, plan: EnginePlan) -> dict[str, Any]:
+def run_header(engine: TrainingEngine, plan: EnginePlan) -> dict[str, Any]:
     """Return the header of a run (collective): versions, hosts with their ranks and devices, the
     mesh, the model, the configuration with its sources, and the bytes of rank 0 that were predicted
     before training.

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,9 @@ from hf_zero.measures.trace import StepTrace
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.step.step_reports import StepMeasures
 
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
+
 PREFIX = "Train/Samples/"
 # DeepSpeed's names of figures, beside ours
 FORMER = {
@@ -44,7 +47,7 @@ _files = weakref.WeakSet[MetricsFile]()  # of engines that have not ended
 PARTS = {"fwd": "forward_ms", "bwd": "backward_ms", "step": "update_ms"}
 
 
-def measures_of(engine: Any, plan: EnginePlan) -> StepMeasures:
+def measures_of(engine: TrainingEngine, plan: EnginePlan) -> StepMeasures:
     """Return what measures the steps of ``engine``, made by ``plan``, as its configuration says:
     nothing for steps without memory, those of a simulation. Collective if it asks for measures.
     """
@@ -74,7 +77,7 @@ class EngineMeasures(StepMeasures):
     ``monitor``: the enabled monitors. ``counts``: its collectives, None if nothing asks for them.
     """
 
-    def __init__(self, engine: Any, plan: EnginePlan | None = None):
+    def __init__(self, engine: TrainingEngine, plan: EnginePlan | None = None):
         config, device, rank = engine.config, engine.device, engine.global_rank
         self._rank, self._line = rank, StepLine(config, rank)
         self._every, self._world = self._line.every, engine.world_size
@@ -130,21 +133,23 @@ class EngineMeasures(StepMeasures):
 
     # ---- within a step ----
 
-    def forward(self, engine: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
+    def forward(
+        self, engine: TrainingEngine, args: object, kwargs: object
+    ) -> AbstractContextManager[Any]:
         if self._figures is not None and self._figures.collects:
             self._figures.forward(engine, engine.batch_of(args, kwargs))
         timed = self.times.timed("fwd")
         return timed if self.profile is None else _nested(timed, self.profile.forward())
 
     def backward(
-        self, engine: Any, loss: torch.Tensor, weighed: bool
+        self, engine: TrainingEngine, loss: torch.Tensor, weighed: bool
     ) -> AbstractContextManager[Any]:
         if self._figures is not None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._figures.backward(loss, weighed)
         return self.times.timed("bwd")
 
     @contextmanager
-    def step(self, engine: Any) -> Iterator[None]:
+    def step(self, engine: TrainingEngine) -> Iterator[None]:
         ends_window = engine.accumulation.ends_by_step
         if self._figures is not None and ends_window:
             self._figures.begin_step(engine)
@@ -187,7 +192,7 @@ class EngineMeasures(StepMeasures):
         if self._trace is None:
             self._trace = StepTrace(engine, steps, folder)
 
-    def _trace_when_due(self, engine: Any) -> None:
+    def _trace_when_due(self, engine: TrainingEngine) -> None:
         due = self._due
         if due is not None and engine.global_steps + 1 == due.first:
             self._due = None
@@ -197,7 +202,7 @@ class EngineMeasures(StepMeasures):
         self._line.by_time = False
 
     @property
-    def figures(self) -> Mapping[str, Any]:
+    def figures(self) -> Mapping[str, object]:
         return self._figures.last if self._figures is not None and self._shows else {}
 
     @property
@@ -233,7 +238,7 @@ class EngineMeasures(StepMeasures):
             self._note_totals()
             self.file.sync()
 
-    def loaded(self, engine: Any, continues: bool, folder: str | None) -> None:
+    def loaded(self, engine: TrainingEngine, continues: bool, folder: str | None) -> None:
         if self._figures is not None:
             self._figures.restart(engine)
         if self._trace is not None:
@@ -261,7 +266,7 @@ class EngineMeasures(StepMeasures):
         if self._figures is not None:
             self._figures.finish(engine)
 
-    def close(self, engine: Any) -> None:
+    def close(self, engine: TrainingEngine) -> None:
         with ExitStack() as ending:
             if self.counts is not None:
                 ending.callback(self.counts.close)

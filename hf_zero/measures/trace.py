@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -27,6 +27,9 @@ from hf_zero.device import kinds, spans
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 END = "end_step"  # span that marks the end of a step
 PROFILER_LEVEL = "KINETO_LOG_LEVEL"
@@ -76,7 +79,7 @@ class StepTrace:
             self._profile = profile(activities=activities)
             self._profile.start()
 
-    def end_step(self, engine: Any) -> bool:
+    def end_step(self, engine: TrainingEngine) -> bool:
         """End a step; after the last one write :attr:`path` on rank 0 (collective), and return
         True. A warning says if it cannot be written.
         """
@@ -120,7 +123,7 @@ class StepTrace:
             self.path.resolve(),
         )
 
-    def _stop(self, engine: Any) -> bytes:
+    def _stop(self, engine: TrainingEngine) -> bytes:
         """End the profile; return this rank's events as gzipped JSON."""
         kinds.synchronize(engine.device)  # the last kernels belong to the steps
         self._profile.stop()
@@ -173,14 +176,14 @@ def write_merged(path: Path, ranks: Sequence[RankTrace]) -> None:
         opened.write("\n]}\n")
 
 
-def merged(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
+def merged(ranks: Sequence[RankTrace]) -> Iterator[dict[str, object]]:
     """Yield the events of all ranks on one clock; processes are named by rank, host and device."""
     met: dict[str, float] = {}
     for rank in ranks:
         met.setdefault(rank.host, rank.met)
     for trace in ranks:
         shift = -met[trace.host]  # times begin with the trace
-        numbers: dict[Any, int] = {}
+        numbers: dict[object, int] = {}
         for event in json.loads(gzip.decompress(trace.file.read_bytes())):
             pid = event.get("pid")
             event["pid"] = numbers.setdefault(pid, trace.rank * PIDS + len(numbers))

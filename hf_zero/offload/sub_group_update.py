@@ -62,7 +62,7 @@ class Rule:
     """
 
     update: Callable[[Mapping[str, Moment], Tensor, Tensor | None, Call], None]
-    knows: Callable[[Mapping[str, Any]], bool]
+    knows: Callable[[Mapping[str, object]], bool]
     compressible: Mapping[str, bool]  # name: signed
     prepare: Callable[[Mapping[str, Moment], Tensor, Call, int], Tensor] | None = None
 
@@ -90,7 +90,12 @@ class SubGroupOptimizer(Protocol):
         """
 
     def step_sub_group(
-        self, segment: Segment, arrays: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
+        self,
+        segment: Segment,
+        arrays: Mapping[str, object],
+        grad: Tensor,
+        divisor: float,
+        fresh: bool,
     ) -> None:
         """Make one update of ``segment`` by the optimizer itself, over ``arrays``."""
 

@@ -282,7 +282,7 @@ class _Job:
     urgency: int
     number: int
     run: Callable[[], Any] = field(compare=False)
-    future: Future[Any] = field(compare=False)
+    future: Future[object] = field(compare=False)
 
 
 class UpdateQueue:

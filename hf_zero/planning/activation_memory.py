@@ -54,7 +54,7 @@ class Saving:
         kernels = () if isinstance(config.kernels, str) else config.kernels
         return cls(config.activation_checkpointing, kernels, config.tiled_mlp)
 
-    def and_more(self) -> Iterator[tuple[str, Saving, dict[str, Any]]]:
+    def and_more(self) -> Iterator[tuple[str, Saving, dict[str, object]]]:
         """Yield this and settings that save more and more memory, cheapest first, each as
         (description of what was added, settings, configuration keys that add it).
         """
@@ -236,8 +236,12 @@ class _Counted(TorchDispatchMode):
         self.now = self.most = 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Any = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):

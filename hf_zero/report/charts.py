@@ -241,7 +241,7 @@ def _bytes(most: float) -> Spec:
 
 def _most(rows: Sequence[Spec], by: str) -> float:
     """Return the largest sum of bytes that lie on each other."""
-    sums: Counter[Any] = Counter()
+    sums: Counter[object] = Counter()
     for row in rows:
         sums[row[by]] += row["bytes"]
     return max(sums.values(), default=0)

@@ -51,7 +51,7 @@ class RunStart:
 
     after: int
     repeated: int
-    header: Mapping[str, Any]
+    header: Mapping[str, object]
 
     @property
     def time(self) -> str:

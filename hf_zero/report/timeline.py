@@ -63,7 +63,7 @@ class Timeline:
     shown: int
     bars: Sequence[Bar]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, object]]:
         """Return for each rank the milliseconds of compute, of communication in flight, and of
         what was exposed.
         """

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from hf_zero.errors import ConfigError
 from hf_zero.zero.gather.model_patches import Attached, outside_graphs
 from hf_zero.zero.layout.unit import RootForward
 from hf_zero.zero.layout.wrap import described, find_blocks, repeated_blocks
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 Call = Callable[..., Any]
 # call(block, run, args, kwargs), instead of run(*args, **kwargs)
@@ -133,7 +136,7 @@ class BlockCalls:
 def _subclass(kind: type[nn.Module], take_over: TakesOver) -> type[nn.Module]:
     plain = getattr(kind, "_hf_zero_plain", kind)
 
-    def call(self: nn.Module, *args: object, **kwargs: object) -> Any:
+    def call(self: nn.Module, *args: object, **kwargs: object) -> object:
         return take_over(self, kind.__call__.__get__(self), args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
@@ -266,7 +269,7 @@ class DrawsForBlocks(ABC):
         self._engine: Any = None
 
     def _take_over(
-        self, engine: Any, blocks: Sequence[nn.Module], chosen: Iterable[nn.Module]
+        self, engine: TrainingEngine, blocks: Sequence[nn.Module], chosen: Iterable[nn.Module]
     ) -> None:
         """Call :meth:`_draw` for each forward of ``engine``, and :meth:`_change` for each call of
         ``blocks`` in training. Layers of one of the ``chosen`` that run without a call of their
@@ -281,7 +284,7 @@ class DrawsForBlocks(ABC):
         self, block: nn.Module, run: Call, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         forward = self._engine.backward_pass.hooks.forward_at_work
-        drawn: Any = None if forward is None else forward.drawn.get(self)
+        drawn: object = None if forward is None else forward.drawn.get(self)
         if drawn is None or not block.training:
             return run(*args, **kwargs)
         if self._awaited is not None:
@@ -320,10 +323,10 @@ class DrawsForBlocks(ABC):
     def end_step(self) -> None:  # noqa: B027
         """No-op: all state is computed from the counters."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+    def load_state_dict(self, state: dict[str, object]) -> None:  # noqa: B027
         """No-op: nothing is saved."""
 
     def remove(self) -> None:

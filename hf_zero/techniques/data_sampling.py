@@ -329,7 +329,7 @@ class DifficultySampling:
             index = _opened(settings, section, by_value)
             self._criteria.append(Criterion(name, index, difficulty, top))
 
-    def check_dataset(self, dataset: Any) -> None:
+    def check_dataset(self, dataset: object) -> None:
         """Raise DifficultyIndexError if ``dataset`` is not the analyzed one."""
         for criterion in self._criteria:
             criterion.index.check(dataset)
@@ -385,10 +385,10 @@ class DifficultySampling:
             )
         self._finished = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {}  # the step, the seed and the schedules determine everything
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
 
     def remove(self) -> None: ...
 
@@ -446,7 +446,7 @@ def _by_step(schedule: DifficultySchedule) -> Callable[[int], Number]:
     return difficulty
 
 
-def sampled_metrics(config: ZeroConfig) -> dict[str, dict[str, Any]]:
+def sampled_metrics(config: ZeroConfig) -> dict[str, dict[str, object]]:
     """Return the settings of the metrics by which ``config`` selects samples."""
     return {name: settings for name, settings in metrics_of(config).items() if name not in LENGTHS}
 

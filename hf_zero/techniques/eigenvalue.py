@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import name_of, owner_of
 from hf_zero.zero.sharded_model import MeshRanks
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 Vector = list[torch.Tensor]  # this rank's shard of the parameters of a layer, in fp64
 
@@ -71,7 +74,9 @@ def direction_of(name: str, numel: int) -> torch.Tensor:
 class HessianEigenvalues:
     """Measure the layers of ``engine``'s model between steps (collective)."""
 
-    def __init__(self, engine: Any, section: EigenvalueSection, layers: Sequence[nn.Module]):
+    def __init__(
+        self, engine: TrainingEngine, section: EigenvalueSection, layers: Sequence[nn.Module]
+    ):
         self._engine = engine
         self._section = section
         # by layer, for each parameter: name, flat buffer, and the range of this rank's shard in it

@@ -37,7 +37,7 @@ of keys and values has no entry for a skipped block.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -59,6 +59,9 @@ from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.unit import RootForward
 from hf_zero.zero.layout.wrap import described
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 KEY = "progressive_layer_drop"
 
@@ -131,7 +134,7 @@ class LayerDrop(DrawsForBlocks):
         self._of = {layer.block: layer for layer in self._layers}
         self._take_over(engine, list(self._of), list(self._of))
 
-    def _only_trained(self, engine: Any) -> list[int]:
+    def _only_trained(self, engine: TrainingEngine) -> list[int]:
         trained = {id(p) for unit in engine.units for flat in unit.trainable for p in flat.members}
         of_blocks = [{id(p) for p in layer.block.parameters()} for layer in self._layers]
         if trained - set[int]().union(*of_blocks):

@@ -179,10 +179,10 @@ class WeightsInBits:
                 numbers = " and ".join(map(str, sorted(several, reverse=True)))
                 logger.info("%s: weights in %s bits", where, numbers)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return self._stretched.state_dict() if self._stretched is not None else {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         if self._stretched is not None:
             self._stretched.load_state_dict(state)
         self._begin()

@@ -84,7 +84,7 @@ def quantize_linears(model: nn.Module, config: ZeroConfig) -> None:
             _float8(model, chosen, str(float8.recipe), float8.emulate)
 
 
-def base_config(name: str, group_size: int) -> Any:
+def base_config(name: str, group_size: int) -> object:
     """Return torchao's configuration of the quantized model that ``name`` trains for."""
     quantization = _torchao("torchao.quantization", QAT)
     granularity = _torchao("torchao.quantization.granularity", QAT)

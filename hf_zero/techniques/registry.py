@@ -30,9 +30,9 @@ class Technique(Protocol):
 
     def end_step(self) -> None: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, object]: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
 
     def remove(self) -> None: ...
 
@@ -48,7 +48,7 @@ class ChecksPlans(Protocol):
 class PreparesBatches(Protocol):
     """A technique that changes the arguments of the model."""
 
-    def prepare_batch(self, batch: object) -> Any: ...
+    def prepare_batch(self, batch: object) -> object: ...
 
 
 # Factories by the key of their section, in the order of installation; None if the configuration
@@ -130,7 +130,7 @@ class TrainingTechniques:
                 batch = technique.prepare_batch(batch)
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         states = {key: technique.state_dict() for key, technique in self.by_key.items()}
         return {key: state for key, state in states.items() if state}
 

@@ -86,7 +86,7 @@ class SequenceLength:
             return batch
         return self._cut(batch, length)
 
-    def _before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> object:
+    def _before(self, model: nn.Module, args: Any, kwargs: dict[str, object]) -> object:
         if not (model.training and torch.is_grad_enabled()):
             return None
         length = self._length()
@@ -313,20 +313,20 @@ class CurriculumLearning:
     def end_step(self) -> None:
         """No-op: each forward computes its length from the counters."""
 
-    def prepare_batch(self, batch: object) -> Any:
+    def prepare_batch(self, batch: object) -> object:
         return self.sequences.cut(batch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return self.schedule.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         self.schedule.load_state_dict(state)
 
     def remove(self) -> None:
         self.sequences.remove()
 
 
-def metrics_of(config: ZeroConfig) -> dict[str, dict[str, Any]]:
+def metrics_of(config: ZeroConfig) -> dict[str, dict[str, object]]:
     """Return the settings of each active metric; none if a switch is off."""
     switches = (config.data_efficiency.enabled, config.data_sampling.enabled)
     if not config.metric_curricula.enabled or False in switches:

@@ -15,7 +15,7 @@ block, rank and position (Philox), so recomputations and resumed runs draw the s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -177,7 +177,7 @@ class TokenDrop(DrawsForBlocks):
     def _rows_first(self) -> bool:
         return self._section.hidden_state_order == "batch_seq_dim"
 
-    def _watch(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _watch(self, model: nn.Module, args: Any, kwargs: Mapping[str, object]) -> None:
         """Record the number of rows in the call of ``model``, where names of its arguments reveal
         it.
         """
@@ -275,7 +275,7 @@ class TokenDrop(DrawsForBlocks):
         whole = with_first(beside, new if first else new.transpose(0, 1))
         return self._before.note(layer, whole)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Restart the count of forwards; no state is saved."""
         self._count.restart()
 

@@ -33,7 +33,7 @@ class EpochSampler(DistributedSampler[Any]):
     skip = 0
     announced: int | None = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         skip, self.skip = self.skip, 0
         return islice(super().__iter__(), skip // self.num_replicas, None)
 

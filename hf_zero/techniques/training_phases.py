@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.kinds import COUNT, integer, number
@@ -26,6 +26,9 @@ from hf_zero.techniques.schedules import Stairs
 from hf_zero.techniques.sequence_length import SequenceLength
 from hf_zero.zero.backward import Counters
 from hf_zero.zero.layout.engine_plan import EnginePlan
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 _SCALING = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 MICRO, TOTAL = "train_micro_batch_size_per_gpu", "train_batch_size"
@@ -228,7 +231,7 @@ class TrainingPhases:
             self.sequences.install(engine.module)
         self._begin(engine)
 
-    def _begin(self, engine: Any) -> None:
+    def _begin(self, engine: TrainingEngine) -> None:
         """Prepare the engine for the next step: batch sizes and learning rate."""
         step = self._counters.global_steps + 1
         phase, _ = self.at(step)
@@ -248,7 +251,7 @@ class TrainingPhases:
                 _set_rows(engine.training_dataloader, micro)
         engine.optimizer_step.lr_scale = self.lr_scale(step)
 
-    def _tell_of_nothing(self, engine: Any) -> None:
+    def _tell_of_nothing(self, engine: TrainingEngine) -> None:
         """Warn once if the last step had a learning rate of 0 and changed no weight."""
         if engine.optimizer_step.lr_scale or self._told:
             return
@@ -271,10 +274,10 @@ class TrainingPhases:
     def prepare_batch(self, batch: object) -> Any:
         return batch if self.sequences is None else self.sequences.cut(batch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         engine = self._engine() if self._engine is not None else None
         if engine is not None:
             self._begin(engine)

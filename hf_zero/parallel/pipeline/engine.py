@@ -124,7 +124,7 @@ class PipelineTraining(TrainingEngine):
         reduce_output: str | None = "avg",
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
-    ) -> Any:
+    ) -> object:
         """Run micro-batches of ``data_iter`` forward, without gradients (collective over all
         ranks); ``num_micro_batches`` of them, or as many as a step has. Return their mean loss, on
         every rank.
@@ -151,7 +151,7 @@ class PipelineTraining(TrainingEngine):
         finally:
             self._batches = training
         is_last = self.is_last_stage()
-        answer: Any
+        answer: object
         if not compute_loss:
             answer = outputs if is_last else None
         elif reduce_output is None:
@@ -244,7 +244,7 @@ class PipelineTraining(TrainingEngine):
     def _run_forward(self, stage: int, number: int, inputs: object) -> object:
         return super().forward(self._window[number][0] if inputs is None else inputs, stage=stage)
 
-    def batch_of(self, args: Any, kwargs: Any) -> Any:
+    def batch_of(self, args: object, kwargs: Any) -> Any:
         """Return the inputs of the first stage; None on other stages, which read activations."""
         return args if self.is_first_stage() and kwargs["stage"] == 0 else None
 
@@ -368,7 +368,7 @@ def _refuse_whole(name: str) -> NoReturn:
 
 def _repeated(loader: Iterable[object]) -> Iterator[object]:
     """Yield the batches of ``loader``, epoch after epoch."""
-    sampler: Any = getattr(loader, "data_sampler", None) or getattr(loader, "sampler", None)
+    sampler: object = getattr(loader, "data_sampler", None) or getattr(loader, "sampler", None)
     epoch = getattr(loader, "epoch", 0)  # of a resumed run
     while True:
         if hasattr(sampler, "set_epoch"):

@@ -124,7 +124,7 @@ class PipelineModule(StagedModule):
         built = layer.build() if isinstance(layer, LayerSpec) else layer
         if isinstance(built, nn.Module):
             self.add_module(str(index), built)
-        function: Callable[[Any], Any] = built
+        function: Callable[[object], object] = built
         return function
 
     # ---- forward and loss ----
@@ -143,8 +143,12 @@ class PipelineModule(StagedModule):
         return inputs
 
     def _run(
-        self, functions: Sequence[Callable[[Any], Any]], first: int, offset: int, *inputs: Any
-    ) -> Any:
+        self,
+        functions: Sequence[Callable[[object], object]],
+        first: int,
+        offset: int,
+        *inputs: object,
+    ) -> object:
         value = inputs[0] if len(inputs) == 1 else inputs
         for index, function in enumerate(functions, first):
             if self.seed_layers:
@@ -161,7 +165,7 @@ class PipelineModule(StagedModule):
         modules = [function for function in functions if isinstance(function, nn.Module)]
         return any(True for module in modules for _ in module.parameters())
 
-    def loss(self, output: Any, labels: Any) -> torch.Tensor:
+    def loss(self, output: Any, labels: object) -> torch.Tensor:
         if self.loss_fn is None:
             answer: torch.Tensor = output
             return answer

@@ -63,8 +63,8 @@ class Stage:
         self.submod = nn.Module()  # the schedules check whether it is an FSDP module
         self.has_backward = False
         # read by schedules for messages to stages other than neighbours, which do not occur
-        self.args_recv_info: dict[int, tuple[Any, ...]] = {0: ()}
-        self.act_send_info: dict[int, list[Any]] = {}
+        self.args_recv_info: dict[int, tuple[object, ...]] = {0: ()}
+        self.act_send_info: dict[int, list[object]] = {}
         # read by the schedules of torch 2.15 when they connect ranks, which StageMessages does
         self.p2p_per_edge, self._parent_group = False, None
         self.stage_index_to_group_rank: dict[int, int] = {}  # schedules of several stages set it
@@ -109,7 +109,7 @@ class Stage:
     def _prepare_backward_infra(self, *args: object, **kwargs: object) -> None:
         """Do nothing: shapes are unknown until the messages arrive."""
 
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+    def _get_init_p2p_neighbors_ops(self) -> list[object]:
         return []
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -125,7 +125,7 @@ class Stage:
 
     # ---- messages ----
 
-    def get_fwd_recv_ops(self, micro_batch: int) -> list[Any]:
+    def get_fwd_recv_ops(self, micro_batch: int) -> list[object]:
         if self.is_first:
             return []
         key = self._key(self.stage_index - 1, micro_batch)
@@ -133,7 +133,7 @@ class Stage:
         self._inputs[micro_batch] = memory, grads, single
         return operations
 
-    def get_fwd_send_ops(self, micro_batch: int) -> list[Any]:
+    def get_fwd_send_ops(self, micro_batch: int) -> list[object]:
         if self.is_last:
             return []
         outputs, single = self._outputs[micro_batch]
@@ -143,7 +143,7 @@ class Stage:
             del self._outputs[micro_batch]
         return operations
 
-    def get_bwd_recv_ops(self, micro_batch: int) -> list[Any]:
+    def get_bwd_recv_ops(self, micro_batch: int) -> list[object]:
         if self.is_last or not self.has_backward:
             return []
         outputs = [
@@ -158,7 +158,7 @@ class Stage:
         self._gradients[micro_batch] = memory
         return operations
 
-    def get_bwd_send_ops(self, micro_batch: int) -> list[Any]:
+    def get_bwd_send_ops(self, micro_batch: int) -> list[object]:
         if self.is_first or not self.has_backward:
             return []
         gradients = self._sent_back.pop(micro_batch)
@@ -190,7 +190,7 @@ class Stage:
         args: object = (),
         kwargs: object = None,
         save_forward_output: bool = True,
-    ) -> Any:
+    ) -> object:
         inputs = None
         if not self.is_first:
             activations, grads, single = self._inputs[micro_batch]

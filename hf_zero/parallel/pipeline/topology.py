@@ -22,7 +22,7 @@ class ProcessTopology:
         self.dims = list(dims)
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
         coordinate: Any = self.ProcessCoord
-        self.mapping: dict[Any, int] = {
+        self.mapping: dict[object, int] = {
             coordinate(*coordinates): rank
             for rank, coordinates in enumerate(product(*map(range, self.dims)))
         }
@@ -162,7 +162,7 @@ class PipelineParallelGrid:
     def get_pipe_parallel_world_size(self) -> int:
         return self.pipe_parallel_size
 
-    def get_pipe_parallel_group(self) -> Any:
+    def get_pipe_parallel_group(self) -> object:
         """Return the process group of this rank's pipeline; None for one rank."""
         return self._groups.group("pipeline")
 
@@ -185,7 +185,7 @@ class PipelineParallelGrid:
     def get_model_parallel_world_size(self) -> int:
         return self.model_parallel_size
 
-    def get_model_parallel_group(self) -> Any:
+    def get_model_parallel_group(self) -> object:
         """Return the process group of this rank's tensor-parallel ranks; None for one rank."""
         return self._groups.group("tensor")
 

@@ -39,7 +39,7 @@ _DROPPED = (
 )
 
 
-def cut(batch: Any, rank: int, division: Division) -> dict[str, Any]:
+def cut(batch: Any, rank: int, division: Division) -> dict[str, object]:
     """Return ``batch``, a mapping of tensors [rows, tokens, ...], with only the tokens that
     ``division`` gives ``rank``.
 
@@ -144,13 +144,13 @@ def _marked(
     documents: Documents | None,
     tokens: int | torch.Tensor | None,
     counted: bool,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     positions = part["position_ids"]
     setattr(positions, _PART, (documents, positions._version, tokens, counted))
     return part
 
 
-def _check_mask(mask: Any, key: str) -> None:
+def _check_mask(mask: torch.Tensor | None, key: str) -> None:
     if mask is None:
         return
     if mask.dim() != 2:
@@ -252,7 +252,7 @@ class SequenceBatches:
         counted = are_counted(positions)
         return _marked(placed, documents_of(positions), tokens_of(positions), counted)
 
-    def over(self, loader: Any, skip: int = 0) -> SequenceBatches:
+    def over(self, loader: object, skip: int = 0) -> SequenceBatches:
         """Return a copy over another ``loader``, which skips the first ``skip`` batches in the next
         iteration.
         """
@@ -283,7 +283,7 @@ def on_cpu(batch: Any) -> Any:
     return batch
 
 
-def _gather_objects(dim: MeshDim, value: Any) -> list[object]:
+def _gather_objects(dim: MeshDim, value: object) -> list[object]:
     """All-gather ``value``, pickled, from each rank; between hosts if their process group has a
     backend for it.
     """

@@ -75,8 +75,8 @@ class TiledMlps(Stateless):
             self._undo.append(hook)
 
     def _tiled(self, module: nn.Module, plain: Any) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            named: dict[int | str, Any] = dict(enumerate(args))
+        def forward(*args: object, **kwargs: object) -> object:
+            named: dict[int | str, object] = dict(enumerate(args))
             named.update(kwargs)
             arguments = {name: value for name, value in named.items() if value is not None}
             name, x = next(iter(arguments.items()), (0, None))

@@ -223,7 +223,7 @@ class ExpertParts(Sharded):
 class Scaled(Sharded):
     """A whole module inside a sum over the ranks: each rank adds its fraction of the output."""
 
-    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> object:
         return super().forward(x / self._part.axis.size, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -307,7 +307,7 @@ class EnteringCaches:
 
     def __init__(self, axis: TensorAxis):
         self._axis = axis
-        self._own: weakref.WeakSet[Any] = weakref.WeakSet()  # caches that hold this rank's heads
+        self._own: weakref.WeakSet[object] = weakref.WeakSet()  # caches that hold this rank's heads
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EnteringCaches:
         memo[id(self)] = copied = EnteringCaches(memo.get(id(self._axis), self._axis))

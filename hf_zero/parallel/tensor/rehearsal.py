@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -115,7 +115,11 @@ class _Answers(TorchDispatchMode):
     """
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Any = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
@@ -151,7 +155,7 @@ def _note(ran: set[str], name: str, *_: object) -> None:
     ran.add(name)
 
 
-def _leave_out_experts(module: Any) -> None:
+def _leave_out_experts(module: torch.nn.Module) -> None:
     """Replace experts spread over ranks, to which tokens would be sent, by a function of the
     tokens, their routing weights and the parameters.
     """
@@ -180,7 +184,7 @@ def gradients(outputs: Iterable[torch.Tensor]) -> dict[nn.Parameter, set[str]]:
     parts: dict[Any, bool] = {}
     for node in order:
         parts[node] = _makes_parts(node, any(parts[child] for child in _children(node)))
-    by_node: dict[Any, set[str]] = {node: set() for node in order}
+    by_node: dict[object, set[str]] = {node: set() for node in order}
     for output in outputs:
         if not parts[output.grad_fn]:
             by_node[output.grad_fn].add(_COMPLETE)
@@ -206,7 +210,7 @@ def _border(node: object) -> Any:
     return getattr(node, "_forward_cls", None)
 
 
-def _children(node: Any) -> list[Any]:
+def _children(node: Any) -> list[object]:
     return [child for child, _ in node.next_functions if child is not None]
 
 

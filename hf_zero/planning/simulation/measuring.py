@@ -298,7 +298,7 @@ def _real(block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Modu
     """Return ``block`` with memory and small values."""
     block.to(dtype).to_empty(device=device)
     for module in block.modules():
-        config: Any = getattr(module, "config", None)
+        config: object = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = "sdpa"
     with torch.no_grad():
@@ -336,6 +336,8 @@ class _Operations(TorchDispatchMode):
 
     number = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         self.number += 1
         return func(*args, **(kwargs or {}))

@@ -4,7 +4,7 @@ many of them in Python, and the blocks of a model ask for the same ones again an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class ShapeCache:
         # by operation and arguments: the new tensors, one or several; None: not only new tensors
         self._made: dict[object, _Made | list[_Made] | None] = {}
 
-    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(self, func: Callable[..., object], args: Any, kwargs: Any) -> Any:
         if func not in self._makes_new:
             self._makes_new[func] = _makes_new(func)
         key = self._makes_new[func] and (_key(args), _key(kwargs.values()))
@@ -83,7 +83,7 @@ def _key(values: Iterable[object]) -> tuple[object, ...] | None:
     return tuple(parts)
 
 
-def _described(out: Any, args: Any) -> _Made | list[_Made] | None:
+def _described(out: object, args: Any) -> _Made | list[_Made] | None:
     """Return the description of the new tensors ``out``; None if they are something else."""
     if isinstance(out, tuple):
         shapes = [one for one in (_described(v, args) for v in out) if isinstance(one, tuple)]

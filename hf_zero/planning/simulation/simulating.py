@@ -155,7 +155,7 @@ class Simulation:
         """Tokens of this rank's micro-batches by the seconds of a step."""
         return self.micro_batch * self.micro_batches * self.sequence_length / self.seconds.step
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return all of it as values for JSON."""
         return dataclasses.asdict(self)
 
@@ -365,7 +365,7 @@ def record_plans(
     Raises ConfigError for a model that cannot run without memory.
     """
     recordings: list[Recording] = []
-    announced: Sequence[Any] = ()
+    announced: Sequence[object] = ()
     for planned in plans:
         recording, announced = _record(planned, length, batch, ranks_per_host, announced)
         recordings.append(recording)
@@ -423,7 +423,7 @@ def _record(
             engine.destroy()
 
 
-def recorder_of(engine: Any, **options: Any) -> Recorder:
+def recorder_of(engine: TrainingEngine, **options: Any) -> Recorder:
     """Return the recorder of ``engine``; ``options`` are those of a :class:`StageRecorder`."""
     if isinstance(engine, PipelineTraining):
         return StageRecorder(engine, [*dims_of(engine), *engine.tied.axes], **options)
