@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch import Tensor
 from hf_zero.device.pinned import upload
 from hf_zero.optim.segments import Flat, Segment
 from hf_zero.optim.whole_tensor import TensorPlace, Tensors, WholeTensorOptimizer
+
+T = TypeVar("T")
 
 
 class ShardRanks(Protocol):
@@ -38,7 +40,7 @@ class ShardRanks(Protocol):
         each (collective).
         """
 
-    def gather_objects(self, value: object) -> list[object]:
+    def gather_objects(self, value: T) -> list[T]:
         """Return ``value`` of each rank (collective over all ranks)."""
 
 
@@ -55,7 +57,7 @@ class OneRank:
     ) -> Sequence[Tensor]:
         return [sent]
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: T) -> list[T]:
         return [value]
 
 

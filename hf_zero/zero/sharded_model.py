@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ from hf_zero.zero.layout.wrap import packed_elements
 from hf_zero.zero.reduce.reductions import packs
 
 _unit = attrgetter("unit")
+T = TypeVar("T")
 # Whether steps on the host, too, return before the gathers of updated parameters are done: gloo's
 # threads would compete with the computation for its cores.
 OVERLAPS_ON_HOST = False
@@ -291,7 +292,7 @@ class MeshRanks:
         handle.wait()
         return received.split(list(counts))
 
-    def gather_objects(self, value: object) -> list[object]:
+    def gather_objects(self, value: T) -> list[T]:
         """Return ``value`` of each rank of the shard axis (collective over all ranks)."""
         every = dict(
             zip(self._mesh.ranks, self._mesh.all_gather_object(value, "what optimizers keep"))

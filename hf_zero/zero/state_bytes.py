@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from hf_zero.zero.sharded_engine import ShardedEngine
 
 KINDS = ("parameters", "gradients", "optimizer")
 TIERS = ("device", "ram", "disk")
@@ -17,7 +20,7 @@ GATHERED, MASTERS, MOMENTS = "gathered", "masters", "moments"
 _REPORTED = {kind: kind for kind in KINDS} | {MASTERS: "optimizer", MOMENTS: "optimizer"}
 
 
-def state_bytes(engine: object) -> dict[str, int]:
+def state_bytes(engine: ShardedEngine) -> dict[str, int]:
     """Return the current bytes of state on this rank, in all tiers: parameters (gathered ones
     excluded at stage 3), gradients (between a backward and its step), optimizer.
     """
@@ -25,7 +28,9 @@ def state_bytes(engine: object) -> dict[str, int]:
     return {kind: sum(nbytes[kind, tier] for tier in TIERS) for kind in KINDS}
 
 
-def bytes_by_tier(engine: Any, counts: Counter[tuple[str, str]] | None = None) -> dict[str, int]:
+def bytes_by_tier(
+    engine: ShardedEngine, counts: Counter[tuple[str, str]] | None = None
+) -> dict[str, int]:
     """Return the same bytes by tier: ``device``, ``ram`` (offloaded state, and the buffers between
     it and files) and ``disk``. ``counts``: the result of :func:`held_bytes`, if known.
     """
@@ -35,7 +40,7 @@ def bytes_by_tier(engine: Any, counts: Counter[tuple[str, str]] | None = None) -
     return tiers
 
 
-def held_bytes(engine: Any) -> Counter[tuple[str, str]]:
+def held_bytes(engine: ShardedEngine) -> Counter[tuple[str, str]]:
     """Return the bytes by kind and tier."""
     counts: Counter[tuple[str, str]] = Counter()
     for extension in engine.optimizer_step.extensions:
@@ -51,7 +56,9 @@ def held_bytes(engine: Any) -> Counter[tuple[str, str]]:
     for flat in engine.flats:
         away = [("parameters", flat.shard_bytes())] if flat.is_away else []
         if flat.optimizer_shard.offloaded:
-            counts["gradients", "ram"] += flat.gradient.shard.nbytes
+            gradient = flat.gradient.shard
+            assert gradient is not None
+            counts["gradients", "ram"] += gradient.nbytes
             away.append(("optimizer", flat.optimizer_shard.storage.nbytes()))
         for kind, by_tier in away:
             for tier, nbytes in by_tier.items():
@@ -59,7 +66,7 @@ def held_bytes(engine: Any) -> Counter[tuple[str, str]]:
     return counts
 
 
-def tensors_on_device(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_on_device(engine: ShardedEngine) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (kind, tensor) for the state of the flat buffers in memory of the device: parameters,
     gradients, masters, moments, and whole parameters while they are :data:`GATHERED`. Masters that
     a gather casts are yielded once more as parameters.
@@ -69,7 +76,9 @@ def tensors_on_device(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
         shard, gradient = flat.optimizer_shard, flat.gradient
         if not shard.offloaded:
             if shard.has_own_master:
-                yield MASTERS, shard.master
+                master = shard.master
+                assert master is not None
+                yield MASTERS, master
             if flat.trainable and bound is not None:
                 yield from ((MOMENTS, tensor) for tensor in bound.memory(shard))
         if gradient.memory is not None and gradient.memory.nbytes:

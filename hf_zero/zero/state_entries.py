@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from hf_zero.optim.segment_table import Factors
 from hf_zero.optim.segments import FetchedArrays
 from hf_zero.optim.state import is_elementwise, step_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
+
+if TYPE_CHECKING:
+    from hf_zero.zero.sharded_engine import ShardedEngine
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +105,7 @@ def names_by_kind(kinds: Mapping[str, Collection[str]]) -> dict[str, set[str]]:
 class EngineState:
     """The entries of ``engine``. Updates of offloaded state are waited for."""
 
-    def __init__(self, engine: Any):
+    def __init__(self, engine: ShardedEngine):
         self.bound, self._mesh = engine.bound, engine.mesh
         self._fresh: dict[tuple[int, torch.dtype], dict[str, object]] = {}
 
@@ -205,7 +208,7 @@ class EngineState:
 @torch.no_grad()
 def transfer(
     source: StateSource,
-    engine: Any,
+    engine: ShardedEngine,
     weights: bool = True,
     optimizer: bool = True,
     keeps: bool = False,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_zero.zero.access.wholes import Whole, whole_groups
 from hf_zero.zero.layout.sharding import WholeNames, belongs, written
 
+if TYPE_CHECKING:
+    from hf_zero.zero.sharded_engine import ShardedEngine
+
 
 @torch.no_grad()
 def consolidated(
-    engine: Any, dtype: torch.dtype | None = None
+    engine: ShardedEngine, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (first name, whole tensor on the CPU) for every parameter. Collective.
 
@@ -25,7 +28,7 @@ def consolidated(
         yield name, _copy(whole, None if flat.raw else dtype)
 
 
-def _wholes(engine: Any, dtype: torch.dtype | None) -> Iterator[Whole]:
+def _wholes(engine: ShardedEngine, dtype: torch.dtype | None) -> Iterator[Whole]:
     """Yield every whole parameter on its device, one unit at a time."""
     units = [unit.flats for unit in engine.units]
     return chain.from_iterable(whole_groups(engine, units, dtype))
@@ -37,7 +40,7 @@ def _copy(view: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 @torch.no_grad()
 def whole_state_dict(
-    engine: Any,
+    engine: ShardedEngine,
     everywhere: bool = True,
     exclude_frozen: bool = False,
     dtype: torch.dtype | None = None,

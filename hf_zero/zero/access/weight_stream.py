@@ -5,7 +5,7 @@ the names that it knows, in buckets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,9 @@ from hf_zero.logging import listed
 from hf_zero.zero.access.wholes import Version, Whole, split, version_of, whole_groups, wire_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import WholeNames, sharding_of
+
+if TYPE_CHECKING:
+    from hf_zero.zero.sharded_engine import ShardedEngine
 
 Named = tuple[str, torch.Tensor]
 
@@ -75,7 +78,7 @@ class WeightStream:
 
     def __init__(
         self,
-        engine: Any,
+        engine: ShardedEngine,
         bucket: int,
         dtype: torch.dtype | None,
         names: Names,

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,6 +21,9 @@ from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import WholeNames
+
+if TYPE_CHECKING:
+    from hf_zero.zero.sharded_engine import ShardedEngine
 
 ALIGNED = 64  # bytes
 
@@ -101,7 +104,7 @@ class Version(NamedTuple):
     changes: Mapping[FlatBuffer, int]
 
 
-def version_of(engine: Any) -> Version:
+def version_of(engine: ShardedEngine) -> Version:
     """Return the version of the weights, once updates are complete and a script's writes are
     in the shards (collective).
 
@@ -111,7 +114,7 @@ def version_of(engine: Any) -> Version:
     return Version(engine.global_steps, {flat: flat.changes for flat in engine.flats})
 
 
-def _settle(engine: Any, flats: Sequence[FlatBuffer]) -> None:
+def _settle(engine: ShardedEngine, flats: Sequence[FlatBuffer]) -> None:
     """Complete the updates of ``flats``, and take a script's writes into their shards."""
     if engine.destroyed:
         raise PartitionError(
@@ -126,7 +129,7 @@ def _settle(engine: Any, flats: Sequence[FlatBuffer]) -> None:
 
 @torch.no_grad()
 def whole_groups(
-    engine: Any,
+    engine: ShardedEngine,
     groups: Sequence[Sequence[FlatBuffer]],
     dtype: torch.dtype | None,
     ahead: bool = False,
@@ -171,7 +174,7 @@ def whole_groups(
                 _wait(gathering)
 
 
-def _refuse_written(group: Sequence[FlatBuffer], version: Version, engine: Any) -> None:
+def _refuse_written(group: Sequence[FlatBuffer], version: Version, engine: ShardedEngine) -> None:
     """Raise PartitionError if weights of ``group`` have been written since ``version``, or the
     engine has other flat buffers.
     """

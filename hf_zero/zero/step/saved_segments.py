@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from hf_zero.optim.state import is_elementwise, is_scalar
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.state_entries import StateEntry, StateSource, names_by_kind
+
+if TYPE_CHECKING:
+    from hf_zero.zero.sharded_engine import ShardedEngine
 
 
 class _Run(NamedTuple):
@@ -56,7 +59,7 @@ class SavedSegments(StateSource):
     other groups, and for state of whole tensors that no optimizer here keeps.
     """
 
-    def __init__(self, packed: Mapping[str, Any], engine: Any):
+    def __init__(self, packed: Mapping[str, Any], engine: ShardedEngine):
         bound, flats = engine.bound, engine.sharded_model.trainable
         self._kind = type(engine.optimizer).__name__
         self._state: Mapping[Any, Any] = packed["state"]
