@@ -23,6 +23,7 @@ from hf_zero.checkpoint.save_job import AsyncSaver
 from hf_zero.checkpoint.save_log import SaveLog
 from hf_zero.checkpoint.save_sharded import save
 from hf_zero.checkpoint.storage import as_path
+from hf_zero.config.sections import CheckpointSection
 from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.rank_requests import STOP
@@ -48,9 +49,9 @@ class AsyncSaves:
     ``writer`` exists from the first such save on.
     """
 
-    def __init__(self, mesh: Mesh, shards: SharedShards, keeps_staging: bool):
+    def __init__(self, mesh: Mesh, shards: SharedShards, config: CheckpointSection):
         self.writer: AsyncSaver | None = None
-        self._keeps_staging = keeps_staging
+        self._config = config
         self._mesh = mesh
         self._shards = shards
 
@@ -62,8 +63,9 @@ class AsyncSaves:
                 "the training, and a pipeline has several; remove the key, or pass blocking=True"
             )
         if self.writer is None:
-            mesh = self._mesh
-            self.writer = AsyncSaver(mesh, mesh.rank, mesh.world, mesh.device, self._keeps_staging)
+            mesh, config = self._mesh, self._config
+            settings = config.keep_staging, config.staging_bytes
+            self.writer = AsyncSaver(mesh, mesh.rank, mesh.world, mesh.device, *settings)
             # so that all ranks learn of a failure after the same step
             self._shards.serve()
         return self.writer
@@ -120,9 +122,7 @@ class Engine(TrainingEngine):
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         super()._build(plan, mesh, installed)
         torch_state_dict.install()
-        self.async_saves = AsyncSaves(
-            mesh, self.schedule.shards, self.config.checkpoint.keep_staging
-        )
+        self.async_saves = AsyncSaves(mesh, self.schedule.shards, self.config.checkpoint)
         self.measures = measures_of(self, plan)
         self.memory = MemoryCheckpoints.of(self, plan)
         self.window_start = WindowStart()
@@ -305,7 +305,8 @@ class Engine(TrainingEngine):
         ``checkpoint.folder`` of the configuration.
 
         ``blocking=False`` (None: ``checkpoint.async_save`` of the configuration decides) returns
-        once the state is copied to host memory, and a thread writes it while training goes on. A
+        once the state is copied to host memory, or as much as ``checkpoint.staging_bytes`` allows
+        and no change of it waits for, and a thread writes it while training goes on. A
         failure is then raised on all ranks at the end of one of the next steps, by the next save or
         load, or by :meth:`wait_for_checkpoint`, whichever is first. The checkpoint appears when it
         is complete. ``keep``: number of checkpoints kept in ``save_dir`` whose tags differ only by

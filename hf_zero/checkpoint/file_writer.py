@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from hf_zero.checkpoint.tensorfile import (
     FilePlan,
     bytes_view,
 )
-from hf_zero.device import kinds
+from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
 
 BLOCK_BYTES = 4 << 20  # size of each of the two blocks that tensors pass through
@@ -37,12 +37,17 @@ def copy_bytes(place: torch.Tensor, values: torch.Tensor, wait: bool = True) -> 
     Host memory is copied by this thread alone: torch's thread pool would spin against the hashing
     thread and slow both down.
     """
-    source = values.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+    source = _as_bytes(values)
     if source.device.type == "cpu":
         target: Any = place.numpy()
         target[:] = source.numpy()
     else:
         place.copy_(source, non_blocking=not wait)
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of ``values``, 1-D: [bytes] of uint8, without a copy if possible."""
+    return values.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
 
 
 def aligned_buffer(nbytes: int, pin: bool = False) -> torch.Tensor:
@@ -203,32 +208,42 @@ def copy_to_memory(
     plan: FilePlan,
     tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]],
     device: torch.device,
+    start: int = 0,
 ) -> None:
-    """Copy the file of ``plan``, with the values of ``tensors``, to ``memory``: [at least its
-    bytes] of uint8 on the host. On return, also by an exception, all copies from ``device`` have
-    ended.
+    """Copy the file of ``plan`` with the values of ``tensors``, from byte ``start`` on, to
+    ``memory``: [bytes] of uint8 on the host, as far as it reaches. On return, also by an exception,
+    all copies from ``device`` have ended.
     """
-    at = len(plan.header)
-    copy_bytes(memory[:at], torch.frombuffer(bytearray(plan.header), dtype=torch.uint8))
+    stop, at = min(start + memory.numel(), plan.size), len(plan.header)
+    if start < at:
+        header = torch.frombuffer(bytearray(plan.header[start:stop]), dtype=torch.uint8)
+        copy_bytes(memory[: header.numel()], header)
     try:
         for entry in plan.entries:
+            first, last = max(at + entry.begin, start), min(at + entry.end, stop)
+            if first >= last:
+                continue
             given = tensors[entry.name]
             values = (given if isinstance(given, torch.Tensor) else given()).detach().reshape(-1)
-            copy_bytes(memory[at + entry.begin : at + entry.end], values, wait=False)
-            del given, values
+            part = _as_bytes(values)[first - at - entry.begin : last - at - entry.begin]
+            copy_bytes(memory[first - start : last - start], part, wait=False)
+            del given, values, part
     finally:
         # before training changes the state, and before the memory of a failed save is unpinned
-        kinds.synchronize(device)
+        copied = streams.record_here(device)
+        if copied is not None:
+            copied.synchronize()
 
 
-def write_image(path: AnyPath, image: memoryview, plan: FilePlan) -> FileHashes:
-    """Write ``image``, the complete page-aligned file of ``plan``, to ``path``, flush it to the
-    device and return its hashes.
+def write_image(path: AnyPath, parts: Iterable[memoryview], plan: FilePlan) -> FileHashes:
+    """Write ``parts`` of the complete file of ``plan``, page-aligned in memory and all but the last
+    one in size, to ``path``, flush it to the device and return its hashes.
     """
     hasher = FileHasher(plan.stretches)
-    with span("write_file", path.name, len(image)), open_output(path, len(image)) as output:
-        for start in range(0, len(image), BLOCK):
-            hasher.update(image[start : start + BLOCK])
-            output.write(image[start : start + BLOCK])
+    with span("write_file", path.name, plan.size), open_output(path, plan.size) as output:
+        for part in parts:
+            for start in range(0, len(part), BLOCK):
+                hasher.update(part[start : start + BLOCK])
+                output.write(part[start : start + BLOCK])
         output.flush()
     return hasher.result()

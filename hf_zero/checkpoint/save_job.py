@@ -2,7 +2,8 @@
 call, or in a thread beside the training.
 
 [Note: without a collective]
-A background save copies the state into staging memory at the call. All collectives (tag, folder,
+A background save copies the state into staging memory at the call, or what fits into it
+(``staging.py``). All collectives (tag, folder,
 copies, manifest) run before its thread starts. Afterwards each rank publishes the outcome of its
 file in the store; rank 0 commits once all ranks have succeeded, and publishes the result. A thread
 that waits for another rank therefore never interleaves with a collective of the training. Every
@@ -19,7 +20,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -30,10 +31,11 @@ import torch
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import CommitTarget, retain
-from hf_zero.checkpoint.file_writer import copy_to_memory, write_image
+from hf_zero.checkpoint.file_writer import write_image
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.staging import DeferredState, StagedFile, Tensors, memory_at_once
 from hf_zero.checkpoint.storage import AnyPath, describe_error, describe_failures, is_remote
-from hf_zero.checkpoint.tensorfile import BlockHashes, FileHashes, FilePlan, bytes_view
+from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, BlockHashes, FileHashes, FilePlan
 from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError
 from hf_zero.logging import in_units, logger
@@ -224,7 +226,7 @@ def after_commit(folder: Path, action: Action) -> None:
 
 class AsyncSaver:
     """Background saves of one engine, one at a time. The staging memory is as large as this rank's
-    file, and is freed when the file is written.
+    file, or ``staging_bytes`` if that is less, and is freed when the file is written.
 
     mesh: the engine's mesh, through whose store the threads exchange messages.
     device: the device of the state; staging memory is pinned if that is a GPU.
@@ -232,16 +234,21 @@ class AsyncSaver:
     """
 
     def __init__(
-        self, mesh: Any, rank: int, world: int, device: torch.device, keeps_staging: bool = False
+        self,
+        mesh: Any,
+        rank: int,
+        world: int,
+        device: torch.device,
+        keeps_staging: bool = False,
+        staging_bytes: int | None = None,
     ):
         self._rank, self._world = rank, world
         self._mail = mesh.store_messages("saves")
         self._arena = HostArena(pin=True, device=device)
         self._device = device
-        self._keeps_staging = keeps_staging
+        self._keeps_staging, self._staging_bytes = keeps_staging, staging_bytes
         self._memory = torch.empty(0, dtype=torch.uint8)  # kept between saves
-        self._image: torch.Tensor | None = None  # of the save that starts next
-        self._stall = 0.0
+        self._staged: StagedFile | None = None  # of the save that starts next
         self.number = 0  # sequence number of the last save that was started
         self._running: tuple[SaveJob, Future[None]] | None = None
         self._thread: threading.Thread | None = None  # of the last save that was started
@@ -291,19 +298,30 @@ class AsyncSaver:
     def copy_to_host(
         self,
         plan: FilePlan,
-        tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]],
+        tensors: Tensors,
         image: torch.Tensor | None = None,
+        deferred: Sequence[DeferredState] = (),
     ) -> str:
-        """Copy the file of ``plan``, with the values of ``tensors``, to staging memory; with an
-        ``image`` of it in host memory, page-aligned, take that. Return "" on success, otherwise the
-        reason why it could not be copied.
+        """Copy the file of ``plan``, with the values of ``tensors``, to staging memory: all of it,
+        or what is not ``deferred`` and a first part. With an ``image`` of it in host memory,
+        page-aligned, take that. Return "" on success, otherwise the reason why it could not be
+        copied.
         """
         if self._mail is None and self._world > 1:
             return "the ranks of this process group share no store"
-        begun, size = time.perf_counter(), plan.size
         if image is not None:
-            self._image, self._stall = image, 0.0
+            self._staged = StagedFile(plan, None, image, self._device)
             return ""
+        size, bound = plan.size, self._staging_bytes
+        if bound is not None and bound < size:
+            needs = memory_at_once(plan, deferred)
+            size = bound - (bound - needs) % DATA_ALIGNMENT
+            if size < needs + DATA_ALIGNMENT:
+                return (
+                    f"{in_units(needs)} of it must be copied in the call, and "
+                    f"checkpoint.staging_bytes is {in_units(bound)}; raise it to "
+                    f"{needs + DATA_ALIGNMENT} or more"
+                )
         memory = self._memory
         if memory.numel() < size:
             memory = self._memory = self._memory.new_empty(0)  # free the old block first
@@ -313,31 +331,32 @@ class AsyncSaver:
                 memory = self._arena.take(size, torch.uint8, huge_pages=huge_pages)
             except HostMemoryError as error:
                 return str(error)
-        copy_to_memory(memory, plan, tensors, self._device)
-        self._image, self._stall = memory[:size], time.perf_counter() - begun
+        self._staged = StagedFile(plan, tensors, memory[:size], self._device, deferred)
         if self._keeps_staging:
             self._memory = memory
         return ""
 
     def discard(self) -> None:
         """Drop the copy of a save that has not been started; nothing to do after :meth:`start`."""
-        self._image = None
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.close()
 
     def start(self, job: SaveJob, plan: FilePlan) -> None:
         """Start the thread that writes the staged file of ``plan`` and commits. Returns at once."""
         self._thread = None
         self.number += 1
-        assert self._image is not None
-        image, self._image = [bytes_view(self._image)], None  # the thread alone refers to it
+        assert self._staged is not None
         ended: Future[None] = Future()
         exchange = _ByStore(self._mail, self.number, job)
-        work = partial(_run, job, image, plan, exchange, self._stall)
+        work = partial(_run, job, self._staged, plan, exchange)
         run = partial(_set_result, ended, work)
         self._thread = threading.Thread(target=run, name="hf-zero save")
         if job.rank == 0:
             started(job.target.final)
         self._running = (job, ended)
         self._thread.start()
+        self._staged = None  # the thread alone refers to it
 
     def withdraw(
         self, before: int, target: CommitTarget, error: BaseException, fails: bool
@@ -375,19 +394,20 @@ def _set_result(future: Future[Any], action: Callable[[], Any]) -> None:
         future.set_result(result)
 
 
-def _run(
-    job: SaveJob, image: list[memoryview], plan: FilePlan, exchange: _ByStore, stall: float
-) -> None:
-    """Run one save on the thread of one rank. Raises CheckpointError if it failed. The ``image`` is
-    taken out of its list, so that its memory is freed when it is written.
+def _run(job: SaveJob, staged: StagedFile, plan: FilePlan, exchange: _ByStore) -> None:
+    """Run one save on the thread of one rank. Raises CheckpointError if it failed. The memory of
+    ``staged`` is freed when the file is written.
     """
     begun, final = time.perf_counter(), job.target.final
+
+    def write() -> FileHashes:
+        try:
+            return write_image(job.path, staged.parts(), plan)
+        finally:
+            staged.close()
+
     try:
-        failure, _ = job.run(
-            lambda: write_image(job.path, image.pop(), plan),
-            exchange,
-            lambda: finished(final, whole=True),
-        )
+        failure, _ = job.run(write, exchange, lambda: finished(final, whole=True))
     finally:
         if job.rank == 0:
             finished(final, whole=False)  # no effect if the commit has called it already
@@ -402,7 +422,7 @@ def _run(
             "saved %s in the background: %s; training waited %.2f s, the files took %.2f s",
             final,
             in_units(job.shared.nbytes),
-            stall,
+            staged.stall,
             time.perf_counter() - begun,
         )
 

@@ -2,7 +2,7 @@
 also writes the manifest and the other files, and commits once all are written (save_job.py).
 
 A blocking save streams tensors into the file, in the call. A background save copies them into
-staging memory first, and a thread writes and commits.
+staging memory first, all or a part of them, and a thread writes and commits.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def save(
         keep: number of whole checkpoints to keep among those whose tags differ from this one in
             their numbers alone, this one included; older ones are removed after the commit. None
             keeps all.
-        background: return once everything is copied to staging memory, and let a thread write it.
+        background: return once everything is copied to staging memory, or what no change waits for
+            (``staging.py``), and let a thread write it.
             If there is no memory for the copy, a warning says so and the save blocks. The caller
             has waited for the save before (``background.wait``).
         offered: written in place of a copy of the state, where it equals that.
@@ -135,7 +136,9 @@ def save(
         save_id, left_out = target.save_id, exclude_frozen_parameters
         own = plan_save(engine, path.name, save_id, left_out, names, buffers)
         image = None if offered is None else offered.image_of(own)
-        why = "" if background is None else background.copy_to_host(own.file, own.tensors, image)
+        why = ""
+        if background is not None:
+            why = background.copy_to_host(own.file, own.tensors, image, own.deferred)
         return own, why, extra, buffers
 
     def describe() -> SharedFiles | None:

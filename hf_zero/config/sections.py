@@ -237,13 +237,15 @@ class SchedulerConfig:
 @dataclass(frozen=True)
 class CheckpointSection:
     """Writing and reading of checkpoints. ``async_save`` writes from a copy in host memory while
-    training continues, which ``keep_staging`` keeps between saves; ``folder`` is that of the run;
-    ``keep`` is the number of checkpoints with automatic tags that stay in a folder, None for all.
+    training continues, which ``keep_staging`` keeps between saves and which has at most
+    ``staging_bytes``, None for all of the file; ``folder`` is that of the run; ``keep`` is the
+    number of checkpoints with automatic tags that stay in a folder, None for all.
     """
 
     use_node_local_storage: bool = key(BOOLEAN, False)
     async_save: bool = key(BOOLEAN, False)
     keep_staging: bool = key(BOOLEAN, False)
+    staging_bytes: int | None = key(BYTES, None, unit="bytes")
     folder: str | None = key(TEXT, None)
     keep: int | None = key(integer(1), None, unit="checkpoints")
     verify: bool = key(BOOLEAN, True)

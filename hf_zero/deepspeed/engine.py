@@ -257,6 +257,7 @@ class DeepSpeedEngine(ReportingEngine):
         """
         chosen = checked(include, device)
         if not kinds.is_host(self.device):
+            self.sharded_model.wait_for_copy()
             self._states_away.send(self, chosen, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:

@@ -46,6 +46,7 @@ class Use(Enum):
     COUNTS = "labels are counted"
     HOPS = "gathers across nodes go on within each"
     CAPTURES = "steps are captured"
+    SAVES = "a save copies training state"
 
 
 _making = threading.Lock()

@@ -248,6 +248,7 @@ class Updater:
             event.synchronize()
         with span("prepare_update", unit.label):
             for flat in unit.offloaded:
+                flat.optimizer_shard.wait_for_copy()
                 update.prepare(flat.optimizer_shard, at)
 
     # ---- on the thread of updates ----
@@ -261,6 +262,7 @@ class Updater:
             event.synchronize()
         with span("update", unit.label):
             for flat in unit.offloaded:
+                flat.optimizer_shard.wait_for_copy()
                 take_copy, placed = partial(copies.place, flat), partial(copies.placed, flat)
                 update.run(flat.optimizer_shard, take_copy, placed)
                 flat.end_host_writes()

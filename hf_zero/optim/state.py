@@ -6,7 +6,7 @@ view.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Number
@@ -486,9 +486,12 @@ class DeviceState:
         region, base = self._region_of[flat.key]
         if self._has_blocks(region):
             dtypes = {MASTER: arrays[MASTER].dtype} | self._dtypes(flat)
+            states = self._states(flat, dtypes)  # now: a save decodes on a thread of its own
 
             def read(name: str) -> Tensor:
-                return arrays[name] if name in arrays else self._decoded(flat, name, dtypes[name])
+                if name in arrays:
+                    return arrays[name]
+                return _decoded(name, states, torch.zeros_like(arrays[MASTER], dtype=dtypes[name]))
 
             return FetchedArrays(dtypes, read)
         numel = flat.owned[1] - flat.owned[0]
@@ -518,24 +521,21 @@ class DeviceState:
             if self._is_kept(segment, name, value)
         }
 
-    def _decoded(self, flat: Flat, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the state ``name`` of ``flat`` in numbers of ``dtype``."""
-        numel, device = flat.owned[1] - flat.owned[0], masters(flat).device
-        home = torch.zeros(numel, dtype=dtype, device=device)
-        begin: dict[int, Any] = {}  # of segments that were not stepped yet, by group
+    def _states(
+        self, flat: Flat, names: Collection[str]
+    ) -> list[tuple[SegmentPart, dict[str, Any], dict[str, Any]]]:
+        """Return each part of ``flat`` with the state of its segment, and that before its first
+        step if it lacks some of ``names``.
+        """
+        first: dict[int, dict[str, Any]] = {}  # by group
+        states = []
         for segment, part in self._parts(flat):
-            value, target = self._entries.of(segment).get(name), home[part.start : part.stop]
-            at, stop = part.offset, part.offset + part.stop - part.start
-            if isinstance(value, Blocks):
-                target.copy_(value.narrow(at, stop - at).decode())
-            elif value is not None:
-                target.copy_(value[at:stop])
-            else:
-                if segment.group not in begin:
-                    first = self._entries.fresh(segment.group, segment.tensor)
-                    begin[segment.group] = first.get(name, 0.0)
-                target[:] = begin[segment.group]
-        return home
+            of, group = self._entries.of(segment), segment.group
+            lacks = any(name != MASTER and name not in of for name in names)
+            if lacks and group not in first:
+                first[group] = self._entries.fresh(group, segment.tensor)
+            states.append((part, of, first[group] if lacks else {}))
+        return states
 
     def _is_kept(self, segment: Segment, name: str, value: object) -> bool:
         return isinstance(value, Blocks) or is_elementwise(name, value, segment.tensor.shape)
@@ -640,3 +640,21 @@ class DeviceState:
         for owner, value in zip(owners, values):
             home[owner.start : owner.stop].copy_(value)
             entries.optimizer.state[owner.tensor][name] = home[owner.start : owner.stop]
+
+
+def _decoded(
+    name: str,
+    states: Sequence[tuple[SegmentPart, Mapping[str, Any], Mapping[str, Any]]],
+    out: Tensor,
+) -> Tensor:
+    """Return ``out`` [owned], filled with the state ``name`` of the parts in ``states``."""
+    for part, of, first in states:
+        value, target = of.get(name), out[part.start : part.stop]
+        at, stop = part.offset, part.offset + part.stop - part.start
+        if isinstance(value, Blocks):
+            target.copy_(value.narrow(at, stop - at).decode())
+        elif value is not None:
+            target.copy_(value[at:stop])
+        else:
+            target[:] = first.get(name, 0.0)
+    return out

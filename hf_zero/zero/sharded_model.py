@@ -119,6 +119,11 @@ class ShardedModel:
         for unit in self.units:
             unit.wait_for_update()
 
+    def wait_for_copy(self) -> None:
+        """Wait until a save under way in the background has copied all training state."""
+        for flat in self.flats:
+            flat.optimizer_shard.wait_for_copy()
+
     def forget_streams(self) -> None:
         """Forget the streams on which units have run, as :meth:`Unit.forget_streams` does."""
         for unit in self.units:

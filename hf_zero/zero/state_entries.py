@@ -219,6 +219,7 @@ def transfer(
     exist in the engine. A parameter that has no state there begins without. Raises
     UnsupportedOptimizerError for one that the optimizer does not keep.
     """
+    engine.sharded_model.wait_for_copy()
     state, bound, without = EngineState(engine), engine.bound, set[str]()
     for flat in engine.flats:
         names_of, trains = source.held(flat), optimizer and flat.trainable

@@ -46,7 +46,9 @@ def _check_numel(
 
 
 def _put(parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str) -> None:
-    _check_numel(parameter, own, value, what).copy_(value.reshape(-1))
+    part = _check_numel(parameter, own, value, what)
+    _trains(parameter, what).optimizer_shard.wait_for_copy()
+    part.copy_(value.reshape(-1))
 
 
 @torch.no_grad()

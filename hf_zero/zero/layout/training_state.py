@@ -450,7 +450,30 @@ def _memories(
 # ---- optimizer state ----
 
 
-class OptimizerShard:
+class CopiedState:
+    """State that a save in the background may copy after its call. Call :meth:`wait_for_copy`
+    before it changes, or before its memory is freed.
+    """
+
+    # waits for the copy under way; None if there is none
+    finish_copy: Callable[[], None] | None = None
+
+    def begin_copy(self, finish: Callable[[], None]) -> None:
+        """Register a copy; ``finish`` waits for it."""
+        self.finish_copy = finish
+
+    def end_copy(self) -> None:
+        """Record the end of the copy, on any thread."""
+        self.finish_copy = None
+
+    def wait_for_copy(self) -> None:
+        """Wait for the copy under way, if any. Returns also if the save has failed."""
+        finish = self.finish_copy  # another thread may end the copy
+        if finish is not None:
+            finish()
+
+
+class OptimizerShard(CopiedState):
     """The optimizer's view of the elements ``owned`` of one flat buffer.
 
     Offloaded state is updated on another thread: call :meth:`wait_for_update` before using a
@@ -503,6 +526,7 @@ class OptimizerShard:
         """
         values = self.master
         assert values is not None
+        self.wait_for_copy()
         target = shard if master is None else master.copy_(values)
         self.storage.close()
         self.keep_in(DeviceStorage({MASTER: target}), own_master)
@@ -519,6 +543,7 @@ class OptimizerShard:
         """Overwrite the master weights from element ``start`` of ``owned`` on."""
         if self.has_master:
             self.wait_for_update()
+            self.wait_for_copy()
             self.storage.store(MASTER, start, values)
 
     @property
@@ -528,6 +553,7 @@ class OptimizerShard:
 
     def free(self) -> None:
         """Free the memory."""
+        self.wait_for_copy()
         self.storage.close()
         self.keep_in(DeviceStorage({}), False)
 

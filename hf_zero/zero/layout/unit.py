@@ -23,6 +23,7 @@ from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import raw_grads
 from hf_zero.zero.layout.parameter_handles import ParameterGuard
+from hf_zero.zero.layout.training_state import CopiedState
 
 _is_away = attrgetter("is_away")
 
@@ -472,8 +473,10 @@ class Unit:
 EVENTS = 256  # writes whose events are kept; a GPU's queue of launches holds fewer
 
 
-class SharedShards:
-    """The shards of ``units``, numbered by their writes: all ranks write in the same order."""
+class SharedShards(CopiedState):
+    """The shards of ``units``, numbered by their writes: all ranks write in the same order. As
+    :class:`CopiedState`, the training state of ``units`` that is not offloaded.
+    """
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh):
         self._units = list(units)
@@ -484,9 +487,11 @@ class SharedShards:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Context around every change of this rank's shards: gathers, and other ranks that fetch
-        them, may be reading them.
+        """Context around every change of this rank's shards: gathers, other ranks that fetch them,
+        and a save in the background may be reading them.
         """
+        if self.finish_copy is not None:
+            self.wait_for_copy()
         consensus = self._mesh.consensus
         if consensus is None:
             yield

@@ -405,6 +405,7 @@ class CapturedStep:
 
     def _capture(self, what: str, run: Callable[[], Any]) -> tuple[Graph, object]:
         """Return the graph of ``run``, called ``what`` in messages, and its result."""
+        self._model.wait_for_copy()  # no other thread may use the device under a capture
         self._forget()
         try:
             with self._graphs.capture() as graph:

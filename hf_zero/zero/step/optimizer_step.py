@@ -114,6 +114,8 @@ class OptimizerStep:
         Their gradients must be complete, and nothing may prevent the step any more.
         """
         unit, updater = flats[0].unit, self.updater
+        if not flats[0].optimizer_shard.offloaded:
+            self.model.schedule.shards.wait_for_copy()
         if unit.device_of_streams is not None:
             # another branch of the model: updates share the counters and arenas of the optimizer
             current = streams.current_stream(unit.device_of_streams)
@@ -271,6 +273,7 @@ class OptimizerStep:
         (collective).
         """
         for extension in self.extensions:
+            self.model.schedule.shards.wait_for_copy()
             extension.complete_state()
 
     @contextmanager
@@ -278,6 +281,8 @@ class OptimizerStep:
         """Context in which the counters and tensors of the optimizer's state belong to one step,
         for readers other than a save. Yields True if they change again at its exit.
         """
+        if self.extensions:
+            self.model.schedule.shards.wait_for_copy()
         with ExitStack() as counted:
             contexts = [counted.enter_context(part.counted_state()) for part in self.extensions]
             yield any(contexts)
@@ -289,6 +294,7 @@ class OptimizerStep:
         """
         refuse_half_done(self.updater, "optimizer.state.clear()")
         self.updater.finish()
+        self.model.wait_for_copy()
         self.bound.forget()
 
     def take_user_writes(self) -> None:

@@ -1,0 +1,213 @@
+"""Staging memory of a save in the background: the file of one rank passes through it to the thread
+that writes.
+
+[Note: a save that is copied later]
+As large as the file, the memory takes all of it in the call. With ``checkpoint.staging_bytes`` it
+is smaller, and the thread fills it again each time it has written it, while forwards and backwards
+go on: they change neither master weights nor moments. Whatever does change them first calls
+:meth:`CopiedState.wait_for_copy`: an update, a load, a ``safe_set_*`` function, a write to
+parameters that the engine takes over. Offloaded state waits for each flat buffer by itself, on the
+thread of updates; state on the device waits for all of it, as one launch updates it. State that a
+script can write to without a call of the engine (buffers, generators, weights whose memory is that
+of whole parameters) is copied in the call, and so is state in files, whose buffers training uses.
+Moments can be written to as well, as tensors of ``optimizer.state``: ``Tensor._version`` shows it,
+and the save fails. A write that is still being executed when the last part is copied is not seen.
+A wait depends on this rank's storage alone, and ends if the save fails.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from hf_zero.checkpoint.file_writer import copy_to_memory
+from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, TensorEntry, bytes_view
+from hf_zero.device import kinds, streams
+from hf_zero.device.spans import span
+from hf_zero.errors import CheckpointError
+from hf_zero.zero.layout.training_state import CopiedState
+
+Tensors = Mapping[str, torch.Tensor | Callable[[], torch.Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredState:
+    """State that a save may copy after its call, because all changes of it by the engine wait.
+
+    label: the flat buffers, in messages. names: its tensors in the file. waiting: the objects whose
+    ``wait_for_copy`` precedes each change. watched: tensors that a script can write to by itself.
+    """
+
+    label: str
+    names: frozenset[str]
+    waiting: tuple[CopiedState, ...]
+    watched: tuple[torch.Tensor, ...]
+
+
+@dataclass(eq=False)
+class _Copy:
+    """The copy of one :class:`DeferredState`, complete when byte ``end`` of the file is copied."""
+
+    state: DeferredState
+    end: int
+    versions: tuple[int, ...]
+    copied: threading.Event = field(default_factory=threading.Event)
+
+    def refuse_written(self) -> None:
+        """Raise CheckpointError if a script has written to the state."""
+        if _versions(self.state) != self.versions:
+            raise CheckpointError(
+                f"a script has written to the optimizer's state of {self.state.label} in place "
+                "before a save in the background had copied it (checkpoint.staging_bytes); write "
+                "with hf_zero.safe_set_full_optimizer_state(parameter, value, name), which waits, "
+                "or after engine.wait_for_checkpoint()"
+            )
+
+    def release(self) -> None:
+        """Let changes of the state continue."""
+        for waiting in self.state.waiting:
+            waiting.end_copy()
+        self.copied.set()
+
+
+def _versions(state: DeferredState) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in state.watched)
+
+
+def memory_at_once(plan: FilePlan, deferred: Sequence[DeferredState]) -> int:
+    """Return the bytes of the file that must be copied in the call."""
+    later = frozenset[str]().union(*(state.names for state in deferred))
+    return sum(entry.nbytes for entry in plan.entries if entry.name not in later)
+
+
+class StagedFile:
+    """The file of ``plan`` with the values of ``tensors``, as parts in ``memory``: [bytes] of
+    uint8 on the host, page-aligned. If it is smaller than the file, its end takes what is not
+    ``deferred``, and the rest, a multiple of :data:`DATA_ALIGNMENT`, a part of the file.
+
+    On return, the first part is copied, and changes of what is left wait. ``tensors`` None: the
+    memory is the file.
+    """
+
+    def __init__(
+        self,
+        plan: FilePlan,
+        tensors: Tensors | None,
+        memory: torch.Tensor,
+        device: torch.device,
+        deferred: Sequence[DeferredState] = (),
+    ) -> None:
+        begun = time.perf_counter()
+        self._plan, self._memory, self._device = plan, memory[: plan.size], device
+        self._tensors = {name: self._fetching(name, of) for name, of in (tensors or {}).items()}
+        self._fetched: tuple[str, torch.Tensor] | None = None  # the last of those fetched
+        self._start, self._stop = 0, plan.size  # of the part in the memory
+        self._copies: list[_Copy] = []
+        self._trains = threading.get_ident()
+        if memory.numel() < plan.size:
+            self._copy_at_once(deferred)
+        if tensors is not None:
+            self._fill(0)
+        # what the training thread has launched so far precedes the copies of the other thread
+        self._ready = streams.record_here(device)
+        self._copies = [copy for copy in self._copies if copy.end > self._stop]
+        for copy in self._copies:
+            for waiting in copy.state.waiting:
+                waiting.begin_copy(partial(self._wait, copy.copied))
+        self.stall = time.perf_counter() - begun  # seconds for which training has waited
+
+    def _copy_at_once(self, deferred: Sequence[DeferredState]) -> None:
+        """Copy what is not ``deferred`` to the end of the memory, whose beginning is left for parts
+        of the file.
+        """
+        plan, header = self._plan, len(self._plan.header)
+        ends = {entry.name: header + entry.end for entry in plan.entries if entry.nbytes}
+        for state in deferred:
+            end = max((ends[name] for name in state.names if name in ends), default=0)
+            self._copies.append(_Copy(state, end, _versions(state)))
+        size = memory_at_once(plan, deferred)
+        later = frozenset[str]().union(*(state.names for state in deferred))
+        at, entries = 0, list[TensorEntry]()
+        for entry in plan.entries:
+            if entry.name not in later:
+                entries.append(
+                    TensorEntry(entry.name, entry.dtype, entry.shape, at, at + entry.nbytes)
+                )
+                at = entries[-1].end
+        room = self._memory.numel() - size
+        room -= room % DATA_ALIGNMENT
+        beside, self._memory = self._memory[room:], self._memory[:room]
+        copy_to_memory(beside, FilePlan(tuple(entries), b""), self._tensors, self._device)
+        for entry in entries:
+            self._tensors[entry.name] = beside[entry.begin : entry.end]
+
+    def _fetching(
+        self, name: str, given: torch.Tensor | Callable[[], torch.Tensor]
+    ) -> torch.Tensor | Callable[[], torch.Tensor]:
+        """Return ``given``, with a function called once for all parts that its tensor is in."""
+        if isinstance(given, torch.Tensor):
+            return given
+
+        def fetch() -> torch.Tensor:
+            if self._fetched is None or self._fetched[0] != name:
+                self._fetched = None  # frees the last one before the next is fetched
+                self._fetched = name, given()
+            return self._fetched[1]
+
+        return fetch
+
+    @torch.no_grad()
+    def _fill(self, start: int) -> None:
+        """Copy the part of the file that begins at byte ``start`` into the memory."""
+        plan = self._plan
+        copy_to_memory(self._memory, plan, self._tensors, self._device, start)
+        self._start, self._stop = start, min(start + self._memory.numel(), plan.size)
+        ends = {entry.name: len(plan.header) + entry.end for entry in plan.entries}
+        if self._fetched is not None and ends[self._fetched[0]] <= self._stop:
+            self._fetched = None
+
+    def parts(self) -> Iterator[memoryview]:
+        """Yield the parts of the file in order, on the thread that writes them. Each is valid until
+        the next one. The memory is free once all were taken, or with :meth:`close`.
+
+        Raises CheckpointError if a script has written to state that was to be copied.
+        """
+        while True:
+            yield bytes_view(self._memory[: self._stop - self._start])
+            if self._stop == self._plan.size:
+                return
+            self._fill_beside()
+
+    def _fill_beside(self) -> None:
+        """Copy the next part beside the training."""
+        kinds.set_device(self._device)
+        beside = None
+        if self._ready is not None:
+            beside = streams.side_stream(self._device, streams.Use.SAVES)
+            beside.wait_event(self._ready)
+        with streams.on_stream(beside), span("stage_save", "", self._memory.numel()):
+            self._fill(self._stop)
+        for copy in [copy for copy in self._copies if copy.end <= self._stop]:
+            copy.refuse_written()
+            self._copies.remove(copy)
+            copy.release()
+
+    def _wait(self, copied: threading.Event) -> None:
+        """Wait on the thread of a change until it is ``copied``."""
+        begun = time.perf_counter()
+        with span("wait_save", ""):
+            copied.wait()
+        if threading.get_ident() == self._trains:
+            self.stall += time.perf_counter() - begun
+
+    def close(self) -> None:
+        """Drop memory and state, and end the waits: the file is written, or the save has failed."""
+        for copy in self._copies:
+            copy.release()
+        self._copies, self._tensors, self._fetched = [], {}, None
+        self._memory = self._memory.new_empty(0)
