@@ -31,7 +31,6 @@ from hf_zero.checkpoint.manifest import (
     factor_key,
     strip_wrappers,
 )
-from hf_zero.checkpoint.staging import DeferredState
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
@@ -120,49 +119,6 @@ def stored_arrays(flat: FlatBuffer, state: EngineState) -> dict[str, Stored]:
         names.get(kind, kind): DeferredTensor(dtype, numel, partial(arrays.__getitem__, kind))
         for kind, dtype in arrays.dtypes.items()
     }
-
-
-def deferred_kinds(flat: FlatBuffer, kinds: Iterable[str]) -> set[str]:
-    """Return those of the ``kinds`` of state of ``flat`` that a save may copy after its call, on
-    another thread: none in files, whose buffers training uses; no weights that are the memory of
-    whole parameters, to which a script writes.
-    """
-    shard = flat.optimizer_shard
-    if shard.storage.nbytes()["disk"] or flat.shard_bytes()["disk"]:
-        return set()
-    exposed = () if flat.sharded or shard.has_own_master else (MASTER, SHARD)
-    return set(kinds).difference(exposed)
-
-
-def deferred_states(
-    engine: TrainingEngine, names: Mapping[FlatBuffer, frozenset[str]]
-) -> tuple[DeferredState, ...]:
-    """Return the state that a save may copy after its call: one of all flat buffers that an update
-    changes on the device, and one of each other. ``names``: of their tensors in the file.
-    """
-    on_device = [f for f in names if f.trainable and not f.optimizer_shard.offloaded]
-    deferred = [
-        DeferredState(flat.key, names[flat], (flat.optimizer_shard,), writable(engine, flat))
-        for flat in names
-        if flat not in on_device
-    ]
-    if on_device:
-        waiting = engine.schedule.shards, *(flat.optimizer_shard for flat in on_device)
-        watched = tuple(each for flat in on_device for each in writable(engine, flat))
-        every = frozenset[str]().union(*(names[flat] for flat in on_device))
-        label = listed([flat.key for flat in on_device], 3)
-        deferred.append(DeferredState(label, every, waiting, watched))
-    return tuple(deferred)
-
-
-def writable(engine: TrainingEngine, flat: FlatBuffer) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of the optimizer and its state in ``flat`` to which a script can write."""
-    shard = flat.optimizer_shard
-    names = shard.storage.names() if shard.offloaded or shard.has_own_master else []
-    tensors = [shard.storage.entry(name) for name in names]
-    if flat.trainable and engine.bound is not None and not shard.offloaded:
-        tensors += engine.bound.memory(shard)
-    return tuple(tensors)
 
 
 def model_buffers(engine: TrainingEngine, exclude_frozen: bool) -> dict[str, torch.Tensor]:
@@ -458,14 +414,11 @@ class RankReport:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Plan of this rank's file: the place of each tensor, and the tensors by name. ``deferred``:
-    those that a save in the background may copy after its call.
-    """
+    """Plan of this rank's file: the place of each tensor, and the tensors by name."""
 
     file: FilePlan
     tensors: dict[str, Stored]
     report: RankReport
-    deferred: tuple[DeferredState, ...]
 
 
 def stored_width(plan: EnginePlan, flat: FlatPlan) -> int:
@@ -502,7 +455,6 @@ def plan_save(
     tensors: dict[str, Stored] = {}
     chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
     layouts: dict[str, tuple[str, FlatLayout]] = {}
-    deferred: dict[FlatBuffer, frozenset[str]] = {}
     params_saved_here: set[str] = set()  # parameters whose flat buffer this rank writes
     for flat in of_stage:
         if not flat.writes:
@@ -512,9 +464,6 @@ def plan_save(
             continue
         held, key = stored_arrays(flat, state), saved_key(flat)
         tensors |= {f"{key}::{name}": each for name, each in held.items()}
-        kinds_later = deferred_kinds(flat, held)
-        if kinds_later:
-            deferred[flat] = frozenset(f"{key}::{name}" for name in kinds_later)
         chunks[key] = (*flat.owned, tuple(held))
         if flat.mesh.axes:  # a part of tensors that ranks along these axes share
             slots = tuple(replace(slot, name=names.own(slot.name)) for slot in flat.layout.slots)
@@ -554,4 +503,4 @@ def plan_save(
         if engine.mesh.uncut.is_first
         else None,
     )
-    return SavePlan(plan, tensors, report, deferred_states(engine, deferred))
+    return SavePlan(plan, tensors, report)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
@@ -300,21 +301,22 @@ class AsyncSaver:
         plan: FilePlan,
         tensors: Tensors,
         image: torch.Tensor | None = None,
-        deferred: Sequence[DeferredState] = (),
+        deferred: Callable[[], Sequence[DeferredState]] = tuple,
     ) -> str:
         """Copy the file of ``plan``, with the values of ``tensors``, to staging memory: all of it,
-        or what is not ``deferred`` and a first part. With an ``image`` of it in host memory,
-        page-aligned, take that. Return "" on success, otherwise the reason why it could not be
-        copied.
+        or a first part and what ``deferred`` does not return, which is called for a part alone.
+        With an ``image`` of it in host memory, page-aligned, take that. Return "" on success,
+        otherwise the reason why it could not be copied.
         """
         if self._mail is None and self._world > 1:
             return "the ranks of this process group share no store"
         if image is not None:
             self._staged = StagedFile(plan, None, image, self._device)
             return ""
-        size, bound = plan.size, self._staging_bytes
+        size, bound, later = plan.size, self._staging_bytes, tuple[DeferredState, ...]()
         if bound is not None and bound < size:
-            needs = memory_at_once(plan, deferred)
+            later = tuple(deferred())
+            needs = memory_at_once(plan, later)
             size = bound - (bound - needs) % DATA_ALIGNMENT
             if size < needs + DATA_ALIGNMENT:
                 return (
@@ -331,7 +333,7 @@ class AsyncSaver:
                 memory = self._arena.take(size, torch.uint8, huge_pages=huge_pages)
             except HostMemoryError as error:
                 return str(error)
-        self._staged = StagedFile(plan, tensors, memory[:size], self._device, deferred)
+        self._staged = StagedFile(plan, tensors, memory[:size], self._device, later)
         if self._keeps_staging:
             self._memory = memory
         return ""
@@ -403,6 +405,9 @@ def _run(job: SaveJob, staged: StagedFile, plan: FilePlan, exchange: _ByStore) -
     def write() -> FileHashes:
         try:
             return write_image(job.path, staged.parts(), plan)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they refer to the memory
+            raise
         finally:
             staged.close()
 

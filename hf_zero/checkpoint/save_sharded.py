@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -55,6 +56,7 @@ from hf_zero.checkpoint.save_job import (
     SaveJob,
     SharedFiles,
 )
+from hf_zero.checkpoint.staging import deferred_states
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, progress_bar
 from hf_zero.checkpoint.tensorfile import FileHashes, hash_of
 from hf_zero.errors import CheckpointError
@@ -138,7 +140,8 @@ def save(
         image = None if offered is None else offered.image_of(own)
         why = ""
         if background is not None:
-            why = background.copy_to_host(own.file, own.tensors, image, own.deferred)
+            deferred = partial(deferred_states, engine, own.report)
+            why = background.copy_to_host(own.file, own.tensors, image, deferred)
         return own, why, extra, buffers
 
     def describe() -> SharedFiles | None:

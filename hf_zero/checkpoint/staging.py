@@ -19,18 +19,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
+from hf_zero.checkpoint.engine_state import RankReport, is_of_this_stage, saved_key
 from hf_zero.checkpoint.file_writer import copy_to_memory
+from hf_zero.checkpoint.manifest import MASTER, SHARD
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, TensorEntry, bytes_view
 from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
 from hf_zero.errors import CheckpointError
+from hf_zero.logging import listed
 from hf_zero.zero.layout.training_state import CopiedState
+
+if TYPE_CHECKING:
+    from hf_zero.zero.layout.flat_buffer import FlatBuffer
+    from hf_zero.zero.training_engine import TrainingEngine
 
 Tensors = Mapping[str, torch.Tensor | Callable[[], torch.Tensor]]
 
@@ -47,6 +55,54 @@ class DeferredState:
     names: frozenset[str]
     waiting: tuple[CopiedState, ...]
     watched: tuple[torch.Tensor, ...]
+
+
+def deferred_states(engine: TrainingEngine, report: RankReport) -> list[DeferredState]:
+    """Return the state in this rank's file, which ``report`` describes, that a save may copy after
+    its call: one of all flat buffers that an update changes on the device, and one of each other.
+    """
+    names = {}
+    for flat in engine.flats:
+        key = saved_key(flat)
+        if key in report.chunks and is_of_this_stage(flat):
+            kinds = deferred_kinds(flat, report.chunks[key][2])
+            names[flat] = frozenset(f"{key}::{kind}" for kind in kinds)
+    on_device = [f for f in names if f.trainable and not f.optimizer_shard.offloaded]
+    groups = [[flat] for flat in names if flat not in on_device]
+    states = []
+    for flats in [on_device, *groups] if on_device else groups:
+        waiting: list[CopiedState] = [flat.optimizer_shard for flat in flats]
+        states.append(
+            DeferredState(
+                listed([flat.key for flat in flats], 3),
+                frozenset[str]().union(*(names[flat] for flat in flats)),
+                (*waiting, engine.schedule.shards) if flats is on_device else (*waiting,),
+                tuple(tensor for flat in flats for tensor in _writable(engine, flat)),
+            )
+        )
+    return states
+
+
+def deferred_kinds(flat: FlatBuffer, kinds: Iterable[str]) -> set[str]:
+    """Return those of the ``kinds`` of state of ``flat`` that a save may copy after its call: none
+    in files, whose buffers training uses; no weights in the memory of whole parameters, to which
+    scripts write.
+    """
+    shard = flat.optimizer_shard
+    if shard.storage.nbytes()["disk"] or flat.shard_bytes()["disk"]:
+        return set()
+    exposed = () if flat.sharded or shard.has_own_master else (MASTER, SHARD)
+    return set(kinds).difference(exposed)
+
+
+def _writable(engine: TrainingEngine, flat: FlatBuffer) -> list[torch.Tensor]:
+    """Return the tensors of ``optimizer.state`` and of its groups in ``flat``."""
+    shard = flat.optimizer_shard
+    names = shard.storage.names() if shard.offloaded or shard.has_own_master else []
+    tensors = [shard.storage.entry(name) for name in names]
+    if flat.trainable and engine.bound is not None and not shard.offloaded:
+        tensors += engine.bound.memory(shard)
+    return tensors
 
 
 @dataclass(eq=False)

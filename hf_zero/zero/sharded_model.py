@@ -122,7 +122,8 @@ class ShardedModel:
     def wait_for_copy(self) -> None:
         """Wait until a save under way in the background has copied all training state."""
         for flat in self.flats:
-            flat.optimizer_shard.wait_for_copy()
+            if flat.optimizer_shard.finish_copy is not None:
+                flat.optimizer_shard.wait_for_copy()
 
     def forget_streams(self) -> None:
         """Forget the streams on which units have run, as :meth:`Unit.forget_streams` does."""

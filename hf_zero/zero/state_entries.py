@@ -219,7 +219,6 @@ def transfer(
     exist in the engine. A parameter that has no state there begins without. Raises
     UnsupportedOptimizerError for one that the optimizer does not keep.
     """
-    engine.sharded_model.wait_for_copy()
     state, bound, without = EngineState(engine), engine.bound, set[str]()
     for flat in engine.flats:
         names_of, trains = source.held(flat), optimizer and flat.trainable
@@ -250,6 +249,8 @@ def _fill(
 ) -> None:
     """Write the part of :func:`transfer` that is in ``flat``."""
     shard = flat.optimizer_shard
+    if shard.finish_copy is not None:
+        shard.wait_for_copy()
     begun = optimizer and state.bound.create_offloaded(shard)
     arrays = state.arrays(flat, optimizer)
     kinds = {*names_of, *arrays} if optimizer else {MASTER}

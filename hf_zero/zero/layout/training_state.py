@@ -543,7 +543,8 @@ class OptimizerShard(CopiedState):
         """Overwrite the master weights from element ``start`` of ``owned`` on."""
         if self.has_master:
             self.wait_for_update()
-            self.wait_for_copy()
+            if self.finish_copy is not None:
+                self.wait_for_copy()
             self.storage.store(MASTER, start, values)
 
     @property
