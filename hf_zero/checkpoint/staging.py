@@ -106,7 +106,7 @@ def _writable(engine: TrainingEngine, flat: FlatBuffer) -> list[torch.Tensor]:
 
 
 @dataclass(eq=False)
-class _Copy:
+class _PendingCopy:
     """The copy of one :class:`DeferredState`, complete when byte ``end`` of the file is copied."""
 
     state: DeferredState
@@ -163,7 +163,7 @@ class StagedFile:
         self._tensors = {name: self._fetching(name, of) for name, of in (tensors or {}).items()}
         self._fetched: tuple[str, torch.Tensor] | None = None  # the last of those fetched
         self._start, self._stop = 0, plan.size  # of the part in the memory
-        self._copies: list[_Copy] = []
+        self._copies: list[_PendingCopy] = []
         self._trains = threading.get_ident()
         if memory.numel() < plan.size:
             self._copy_at_once(deferred)
@@ -185,7 +185,7 @@ class StagedFile:
         ends = {entry.name: header + entry.end for entry in plan.entries if entry.nbytes}
         for state in deferred:
             end = max((ends[name] for name in state.names if name in ends), default=0)
-            self._copies.append(_Copy(state, end, _versions(state)))
+            self._copies.append(_PendingCopy(state, end, _versions(state)))
         size = memory_at_once(plan, deferred)
         later = frozenset[str]().union(*(state.names for state in deferred))
         at, entries = 0, list[TensorEntry]()

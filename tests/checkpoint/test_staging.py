@@ -23,6 +23,7 @@ from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.ops.host_memory import HostArena
+from hf_zero.optim import Adafactor, OneBitAdam
 from hf_zero.optim.eight_bit import AdamW8bit
 from hf_zero.zero.access import local
 from tests.checkpoint.jobs import run_holds
@@ -35,6 +36,14 @@ from tests.helpers.training import trainable
 
 def adamw8(model: torch.nn.Module) -> torch.optim.Optimizer:
     return AdamW8bit(trainable(model), lr=1e-3)
+
+
+def one_bit(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return OneBitAdam(trainable(model), lr=1e-3, freeze_step=1)
+
+
+def adafactor(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return Adafactor(trainable(model), lr=1e-3, relative_step=False, scale_parameter=False)
 
 
 class Staging:
@@ -104,23 +113,30 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("host", {"precision": "bf16", "way": "optimizer on cpu"}),
     ("half on the host", {"way": "half on cpu", "frozen": "wpe"}),
 ]
-CELLS = [(stage, kind) for stage in (0, 1, 2, 3) for kind, _ in KINDS] + [(3, "all on the host")]
-ALL = dict(KINDS) | {"all on the host": {"way": "all on cpu", "moments": "bf16"}}
+CELLS = [(stage, kind) for stage in (0, 1, 2, 3) for kind, _ in KINDS]
+CELLS += [(3, "all on the host"), (1, "one bit"), (3, "factors"), (3, "frozen")]
+ALL = dict(KINDS) | {
+    "all on the host": {"way": "all on cpu", "moments": "bf16"},
+    "one bit": {"optimizer": one_bit},
+    "factors": {"optimizer": adafactor},
+    "frozen": {"frozen": "mlp"},
+}
 
 
 @in_turn("stage, kind", CELLS)
 def test_the_checkpoint_has_the_bits_of_a_blocking_save(
     stage: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The steps that follow at once wait, and have the bits of a run without a save."""
+    """The steps that follow at once wait, and have the bits of those after a blocking save."""
     setup = Setup(stage=stage, **ALL[kind])
 
     def plain(engine: Any, rank: int) -> Any:
-        return train(engine, rank, range(4)), full_weights(engine)
+        losses = train(engine, rank, range(2))
+        engine.save_checkpoint(tmp_path, tag="blocking")
+        return losses + train(engine, rank, range(2, 4)), full_weights(engine)
 
     def saving(engine: Any, rank: int) -> Any:
         losses = train(engine, rank, range(2))
-        engine.save_checkpoint(tmp_path, tag="blocking")
         engine.save_checkpoint(tmp_path, tag="later", blocking=False)
         losses += train(engine, rank, range(2, 4))
         engine.wait_for_checkpoint()

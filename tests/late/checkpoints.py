@@ -16,7 +16,7 @@ from tests.late import device, training
 
 import torch  # isort: skip
 import hf_zero  # isort: skip
-from hf_zero.checkpoint import save_job  # isort: skip
+from hf_zero.checkpoint import staging  # isort: skip
 from hf_zero.distributed import world_group  # isort: skip
 from hf_zero.errors import CheckpointError  # isort: skip
 from tests.late.ways_out import equal  # isort: skip
@@ -58,6 +58,15 @@ def errors_of(engine: Any) -> dict[str, torch.Tensor]:
     named = engine.module.named_parameters()
     return {
         name: hf_zero.safe_get_full_optimizer_state(p, "compensation").cpu().float()
+        for name, p in named
+    }
+
+
+def moments_of(engine: Any) -> dict[str, torch.Tensor]:
+    """The first moments, in fp32 on the host."""
+    named = engine.module.named_parameters()
+    return {
+        f"{name} exp_avg": hf_zero.safe_get_full_optimizer_state(p, "exp_avg").cpu().float()
         for name, p in named
     }
 
@@ -106,27 +115,60 @@ def a_copy_fails(rank: int, folder: Path) -> list[str]:
     """A save in the background runs out of memory after it has launched copies to the host."""
     engine = engine_of(BF16, {})
     run(engine, rank)
-    copies = save_job.copy_to_memory
+    copies = staging.copy_to_memory
 
-    def failing(memory: Any, plan: Any, tensors: Any, on: Any) -> None:
+    def failing(memory: Any, plan: Any, tensors: Any, on: Any, start: int) -> None:
         last = plan.entries[-1].name
 
         def fail() -> torch.Tensor:
             raise torch.OutOfMemoryError("no room for decoded state")
 
-        copies(memory, plan, {**tensors, last: fail}, on)
+        copies(memory, plan, {**tensors, last: fail}, on, start)
 
-    save_job.copy_to_memory, wrong = failing, list[str]()
+    staging.copy_to_memory, wrong = failing, list[str]()
     try:
         engine.save_checkpoint(folder, blocking=False)
         wrong.append("the save has not failed")
     except CheckpointError:
         pass
     finally:
-        save_job.copy_to_memory = copies
+        staging.copy_to_memory = copies
     gc.collect()
     device.synchronize_all()
     engine.destroy()
+    return wrong
+
+
+def a_save_is_copied_later(rank: int, folder: Path) -> list[str]:
+    """Staging memory of a part of the file is filled again beside forwards and backwards, and the
+    updates wait: the checkpoint is that of a blocking save.
+    """
+    wrong, later, fill = list[str](), list[int](), staging.StagedFile._fill_beside
+
+    def counted(staged: Any) -> None:
+        later.append(staged._stop)
+        fill(staged)
+
+    staging.StagedFile._fill_beside = counted
+    for zero in ({}, {"stage": 3}, HOST, {"offload_optimizer": {**training.HOST, "ratio": 0.5}}):
+        engine = engine_of(KAHAN if "offload_optimizer" not in zero else {"enabled": True}, zero)
+        writer = engine.async_saves.get_writer()
+        run(engine, rank)
+        engine.save_checkpoint(folder, tag="blocking")
+        files = [path.stat().st_size for path in (folder / "blocking").glob("rank-*")]
+        writer._staging_bytes = bound = min(files) * 3 // 4
+        later.clear()
+        engine.save_checkpoint(folder, tag="later", blocking=False)
+        wrong += [] if writer.nbytes <= bound + 4096 else [f"{writer.nbytes} bytes are staged"]
+        run(engine, rank)
+        found = []
+        for tag in ("blocking", "later"):
+            engine.load_checkpoint(folder, tag=tag)
+            found.append(weights_of(engine) | moments_of(engine))
+        wrong += [] if equal(*found) else [f"another checkpoint with {zero}"]
+        wrong += [] if later else [f"all was copied in the call with {zero}"]
+        engine.destroy()
+    staging.StagedFile._fill_beside = fill
     return wrong
 
 
@@ -160,6 +202,7 @@ JOBS: dict[str, Callable[[int, Path], list[str]]] = {
     "resumed": a_resume_takes_steps,
     "a copy fails": a_copy_fails,
     "a default device": a_default_device_is_set,
+    "copied later": a_save_is_copied_later,
 }
 
 

@@ -125,7 +125,7 @@ def test_checkpoints_of_state_in_bf16(mode: str) -> None:
     fills; a default device of torch moves nothing of the host.
     """
     launch.needs_the_device()
-    jobs = ("sums", "resumed", "a copy fails", "a default device")
+    jobs = ("sums", "resumed", "a copy fails", "a default device", "copied later")
     rows = launch.run_ranks("tests.late.checkpoints", mode, *jobs)
     assert sorted(row["job"] for row in rows) == sorted(jobs * 2)
     assert [row for row in rows if row["wrong"] or row["reports"]] == []
