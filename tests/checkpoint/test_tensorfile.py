@@ -344,7 +344,7 @@ def test_it_reads_what_the_library_writes_and_no_range_outside(tmp_path):
 
 def write_random(path, size):
     image = file_writer.aligned_buffer(size).random_(256)
-    write_image(path, tensorfile.bytes_view(image), FilePlan((), bytes(image.numpy())))
+    write_image(path, [tensorfile.bytes_view(image)], FilePlan((), bytes(image.numpy())))
     assert path.read_bytes() == bytes(image.numpy())
 
 

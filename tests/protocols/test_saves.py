@@ -79,8 +79,8 @@ def damage(folder: Path) -> str:
     return "; ".join(f"{name} is of another save" for name in contents if contents[name] != own)
 
 
-def write_image(path: Path, image: memoryview, plan: Any) -> FileHashes:
-    storage.write_file(path, bytes(image))
+def write_image(path: Path, parts: Iterator[memoryview], plan: Any) -> FileHashes:
+    storage.write_file(path, b"".join(parts))
     return FileHashes("hash", BlockHashes(1, ""))
 
 
@@ -156,8 +156,9 @@ class Job:
         shared = SharedFiles(manifest, {}, {finding.LATEST: tag.encode()}) if rank == 0 else None
         job = SaveJob(target, target.path_of(names[rank]), rank, self.size, shared, self.keep)
         content = torch.frombuffer(bytearray(save_id[:8].encode()), dtype=torch.uint8)
-        saver._image = content
-        saver.start(job, SimpleNamespace())  # type: ignore[arg-type]
+        plan: Any = SimpleNamespace(size=content.numel())
+        saver.copy_to_host(plan, {}, content)
+        saver.start(job, plan)
 
     def wrong(self, folder: Path, least: int, newest: list[int]) -> str:
         """Return what a restart would find that is wrong, with the save ``least`` or a later one;

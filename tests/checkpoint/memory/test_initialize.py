@@ -20,7 +20,7 @@ import torch
 
 import hf_zero
 from hf_zero import safe_get_full_optimizer_state, safe_set_full_optimizer_state
-from hf_zero.checkpoint import save_job, verify_checkpoint
+from hf_zero.checkpoint import staging, verify_checkpoint
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.memory import folders, saving
 from hf_zero.checkpoint.memory.resume import newest_in_memory
@@ -212,14 +212,14 @@ COPIES: list[str] = []  # files that saves on disk have copied to staging memory
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves on disk note the copies that they make of the state."""
-    copy = save_job.copy_to_memory
+    copy = staging.copy_to_memory
     COPIES.clear()
 
     def noted(memory: torch.Tensor, plan: Any, *rest: Any) -> None:
         COPIES.append(f"{plan.size} bytes")
         copy(memory, plan, *rest)
 
-    monkeypatch.setattr(save_job, "copy_to_memory", noted)
+    monkeypatch.setattr(staging, "copy_to_memory", noted)
 
 
 def files(engine: Any, rank: int) -> set[int]:
