@@ -91,14 +91,18 @@ def deferred_kinds(flat: FlatBuffer, kinds: Iterable[str]) -> set[str]:
     shard = flat.optimizer_shard
     if shard.storage.nbytes()["disk"] or flat.shard_bytes()["disk"]:
         return set()
-    exposed = () if flat.sharded or shard.has_own_master else (MASTER, SHARD)
-    return set(kinds).difference(exposed)
+    return set(kinds).difference((MASTER, SHARD) if _is_exposed(flat) else ())
+
+
+def _is_exposed(flat: FlatBuffer) -> bool:
+    """Whether the weights that a save stores of ``flat`` are in the memory of whole parameters."""
+    return not (flat.sharded or flat.optimizer_shard.has_own_master)
 
 
 def _writable(engine: TrainingEngine, flat: FlatBuffer) -> list[torch.Tensor]:
     """Return the tensors of ``optimizer.state`` and of its groups in ``flat``."""
     shard = flat.optimizer_shard
-    names = shard.storage.names() if shard.offloaded or shard.has_own_master else []
+    names = [] if _is_exposed(flat) else shard.storage.names()
     tensors = [shard.storage.entry(name) for name in names]
     if flat.trainable and engine.bound is not None and not shard.offloaded:
         tensors += engine.bound.memory(shard)
@@ -158,19 +162,18 @@ class StagedFile:
         device: torch.device,
         deferred: Sequence[DeferredState] = (),
     ) -> None:
-        begun = time.perf_counter()
+        begun, header = time.perf_counter(), 0 if tensors is None else len(plan.header)
         self._plan, self._memory, self._device = plan, memory[: plan.size], device
         self._tensors = {name: self._fetching(name, of) for name, of in (tensors or {}).items()}
         self._fetched: tuple[str, torch.Tensor] | None = None  # the last of those fetched
         self._start, self._stop = 0, plan.size  # of the part in the memory
+        self._ends = {e.name: header + e.end for e in plan.entries if e.nbytes} if tensors else {}
         self._copies: list[_PendingCopy] = []
         self._trains = threading.get_ident()
         if memory.numel() < plan.size:
             self._copy_at_once(deferred)
         if tensors is not None:
             self._fill(0)
-        # what the training thread has launched so far precedes the copies of the other thread
-        self._ready = streams.record_here(device)
         self._copies = [copy for copy in self._copies if copy.end > self._stop]
         for copy in self._copies:
             for waiting in copy.state.waiting:
@@ -181,8 +184,7 @@ class StagedFile:
         """Copy what is not ``deferred`` to the end of the memory, whose beginning is left for parts
         of the file.
         """
-        plan, header = self._plan, len(self._plan.header)
-        ends = {entry.name: header + entry.end for entry in plan.entries if entry.nbytes}
+        plan, ends = self._plan, self._ends
         for state in deferred:
             end = max((ends[name] for name in state.names if name in ends), default=0)
             self._copies.append(_PendingCopy(state, end, _versions(state)))
@@ -223,8 +225,7 @@ class StagedFile:
         plan = self._plan
         copy_to_memory(self._memory, plan, self._tensors, self._device, start)
         self._start, self._stop = start, min(start + self._memory.numel(), plan.size)
-        ends = {entry.name: len(plan.header) + entry.end for entry in plan.entries}
-        if self._fetched is not None and ends[self._fetched[0]] <= self._stop:
+        if self._fetched is not None and self._ends[self._fetched[0]] <= self._stop:
             self._fetched = None
 
     def parts(self) -> Iterator[memoryview]:
@@ -240,12 +241,13 @@ class StagedFile:
             self._fill_beside()
 
     def _fill_beside(self) -> None:
-        """Copy the next part beside the training."""
-        kinds.set_device(self._device)
-        beside = None
-        if self._ready is not None:
-            beside = streams.side_stream(self._device, streams.Use.SAVES)
-            beside.wait_event(self._ready)
+        """Copy the next part beside the training. The host has waited for the updates before the
+        save with the copy of the first part.
+        """
+        device, beside = self._device, None
+        if not kinds.is_host(device):
+            kinds.set_device(device)
+            beside = streams.side_stream(device, streams.Use.SAVES)
         with streams.on_stream(beside), span("stage_save", "", self._memory.numel()):
             self._fill(self._stop)
         for copy in [copy for copy in self._copies if copy.end <= self._stop]:

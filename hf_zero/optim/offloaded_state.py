@@ -225,6 +225,7 @@ class OffloadedState:
                     storage.add(name, self._format(name, value.dtype, segment))
                     self._made.add(key)
                 if key in self._made and bool(value):  # initial values may differ between groups
+                    segment.parts[0].flat.wait_for_copy()
                     storage.store(name, segment.start, value.expand(segment.stop - segment.start))
                 value = self._entry(segment, name)
             self._entries.optimizer.state[segment.tensor][name] = value
@@ -269,6 +270,7 @@ class OffloadedState:
                 first_values[key] = {name: value for name, value in begun if bool(value)}
             if first_values[key]:
                 self.wait()
+                segment.parts[0].flat.wait_for_copy()
             storage, live = segment.parts[0].flat.storage, self._entries.optimizer.state
             for name, value in first_values[key].items():
                 if name in storage.names():

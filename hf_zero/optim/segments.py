@@ -65,6 +65,9 @@ class Flat(Protocol):
     def wait_for_update(self) -> None:
         """Wait until no update of the flat buffer is running."""
 
+    def wait_for_copy(self) -> None:
+        """Wait until no save has yet to copy the flat buffer."""
+
 
 @dataclass(frozen=True)
 class Run(Generic[Group]):

@@ -214,6 +214,7 @@ IN_A_UNIT = "stage 3, branches on two streams in a unit"
 TWO_STREAMS_AWAY = "stage 3, activations on the host, branches on two streams"
 ALONE = "stage 3, read by one rank between steps"
 IN_MEMORY, *_ = training.IN_MEMORY
+SAVED = "stage 3, saved beside steps"
 # The job, what puts the fault, and the kinds of which one must be reported.
 FAULTS: dict[str, Fault] = {
     name: Fault(*each)
@@ -259,6 +260,8 @@ FAULTS: dict[str, Fault] = {
             IN_MEMORY, replaced(saving, "copy_to_memory", _copied_early), COPIES),
         "a generation is hashed under its copy": (
             IN_MEMORY, left_out("synchronize", "file_writer.py copy_to_memory"), COPIES),
+        "a part of a save is written under its copy": (
+            SAVED, left_out("synchronize", "file_writer.py copy_to_memory"), COPIES),
         "weights are copied before they are gathered": (
             "weights are sent", left_out("wait", "rollout_weights.py follow"), COPIES),
         "weights are read before they come from the host": (

@@ -134,6 +134,12 @@ def builds_again(engine: Any) -> None:
     rebuild(engine, "a rebuild", lambda: None)
 
 
+def saves(engine: Any) -> None:
+    """A thread copies most of the state beside the next step."""
+    folder = f"{tempfile.gettempdir()}/hf-zero-late-{os.environ['MASTER_PORT']}"
+    engine.save_checkpoint(folder, tag="later", blocking=False)
+
+
 def evaluates(engine: Any, values: torch.Tensor) -> None:
     """A script looks at the loss between a backward and its step."""
     with torch.no_grad():
@@ -142,6 +148,7 @@ def evaluates(engine: Any, values: torch.Tensor) -> None:
 
 COLLECTIVE, SHARDS = {"between": broadcasts}, {"between": reads_shards}
 ALONE, AGAIN = {"between": reads_alone}, {"between": builds_again}
+SAVED = {"between": saves, "checkpoint": {"staging_bytes": "64KiB"}}
 EVALUATED = {"before": evaluates, **UNCLIPPED}
 # What a job does after each step, or between each backward and its step.
 BETWEEN_STEPS: Jobs = {
@@ -154,6 +161,8 @@ BETWEEN_STEPS: Jobs = {
     "stage 3, built again between steps": (3, {}, AGAIN),
     "stage 2, Adafactor, built again between steps": (2, {}, ADAFACTOR | AGAIN),
     "stage 3, all on the host, built again between steps": (3, BOTH, AGAIN),
+    "stage 3, saved beside steps": (3, {}, SAVED),
+    "stage 2, optimizer on the host, saved beside steps": (2, OPTIMIZER, SAVED),
 }
 # Collectives in few bits: losses are not those of a plain loop to the last places.
 FOUR = {"compressed_communication": {"bits": 4}, **SGD}
