@@ -6,8 +6,9 @@ its all_gather; other backends use their own collectives.
 
 [Note: mismatches]
 gloo aborts the process on a message longer than expected and silently accepts a shorter one. So the
-tag of every point-to-point message encodes the number, name and size of its collective: different
-collectives never match, both ranks wait, and the watchdog proves why. Ranks agree on gloo's own
+tag of every point-to-point message encodes the log, number, name and size of its collective:
+different collectives never match, both ranks wait, and the watchdog proves why. Several dimensions
+may therefore share the connections of one group. Ranks agree on gloo's own
 collectives by such messages first (:func:`tagged_barrier`), except for two kinds. Sums of a few
 numbers all have one size, and carry a code that shows whether they are the same sum. Gradient
 reductions have a fixed order; if a pass broke on some ranks, they compare sequence numbers before
@@ -291,11 +292,12 @@ class MeshDim:
         self.size = len(self.ranks)
         self.rank = self.ranks.index(rank)
         self._group = groups.gather
-        # Reductions use a separate communicator, so that gathers and reductions may interleave
-        # differently on different ranks.
+        # Gathers and reductions may interleave differently on different ranks: each kind has a
+        # communicator of its own, except where tags tell their messages apart.
         self._reduce_group = groups.reduce
         self._point_to_point = backend == "gloo"
         self._copies_input = backend == "threaded"
+        self._device = device
         self._follows = None if backend in BLOCKING or kinds.is_host(device) else device
         self.stats = stats
         self._handle: Callable[..., Handle] = Handle
@@ -310,7 +312,7 @@ class MeshDim:
         self.gathers_in_stages = False
         logs = []
         for kind, group in (("gathers", groups.gather), ("reductions", groups.reduce)):
-            off = partial(abort, group, backend, self.size, self.rank, device)
+            off = partial(abort, group, backend, device)
             title = f"{kind} of {name} over ranks {rank_hosts.numbers(self.ranks)}"
             log = CollectiveLog(title, self.ranks, timeout, off, native=self._follows is None)
             logs.append(
@@ -693,6 +695,13 @@ class MeshDim:
         if marked is not None:
             marked.wait()
 
+    def close_connections(self) -> None:
+        """Release the communicators of a dimension that only gathers from now on, where the default
+        group can carry the messages of these gathers: over gloo, whose messages have tags.
+        """
+        if self._point_to_point and kinds.is_host(self._device):
+            self.close()
+
     def close(self) -> None:
         """Release the communicators and the spare buffers."""
         self.spare.clear()
@@ -748,6 +757,7 @@ def tagged_barrier(
 
 def message_tag(pending: PendingCollective) -> int:
     """Return the tag of the point-to-point messages of a collective: those of different collectives
-    never match, whatever their sizes are.
+    never match, whatever their sizes and the dimensions are that share their connections.
     """
-    return zlib.crc32(f"{pending.number} {pending.what}".encode()) & 0x7FFFFFFF
+    log = "" if pending.log is None else pending.log.name
+    return zlib.crc32(f"{log} {pending.number} {pending.what}".encode()) & 0x7FFFFFFF

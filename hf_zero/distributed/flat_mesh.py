@@ -49,20 +49,24 @@ class DimMaker:
         places: int = 2,
         watchdog: Watchdog | None = None,
         shares: bool = False,
+        over: Any = None,
     ) -> MeshDim:
         """Return the dimension over the one of ``sets`` that contains this rank. Each rank of the
         job is in one of them (collective over all, with the same sets).
 
         ``name`` names the dimension in messages. ``places``: number of communicators; with 1
         nothing is reduced over it unless it ``shares`` one with gathers, for ranks that issue both
-        in one order. ``watchdog``: another one for its waits.
+        in one order, or whose messages have tags. ``watchdog``: another one for its waits.
+        ``over``: the group of a larger set whose connections carry its gathers.
 
         Raises ConfigError if ranks of NVIDIA GPUs launch through one connection: two communicators
         then wait for each other.
         """
         self._check_connections(sets)
         mine, groups = next(ranks for ranks in sets if self.rank in ranks), [None, None]
-        if any(len(ranks) > 1 for ranks in sets):
+        if over is not None and len(mine) > 1:
+            groups[0] = over
+        elif over is None and any(len(ranks) > 1 for ranks in sets):
             for index in range(places):
                 groups[index] = self._group(sets, mine, name, gathers=not index)
         if shares:
@@ -76,6 +80,13 @@ class DimMaker:
             name,
             self.timeout,
         )
+
+    @property
+    def tags_messages(self) -> bool:
+        """Whether gathers and reduce-scatters are messages with tags, which tell dimensions and
+        collectives apart on the same connections (collectives.py, the note).
+        """
+        return self.backend == "gloo" and kinds.is_host(self.device)
 
     def _check_connections(self, sets: Sequence[Sequence[int]]) -> None:
         one = os.environ.get(CONNECTIONS) == "1"
@@ -227,18 +238,22 @@ class FlatMeshMaker:
         rows = [ranks[at : at + shards] for ranks in sets for at in range(0, len(ranks), shards)]
         columns = [ranks[start::shards] for ranks in sets for start in range(shards)]
         name, node = f"{self._name}{kind}", self._options.node
-        shard = self._counted(rows, name, f"{kind}")
+        # Each group of gloo connects every rank with every other. Over replicas two are needed: the
+        # marks of a step and all-reduces are gloo's own collectives, whose orders may differ.
+        tags = self._maker.tags_messages
+        shard = self._counted(rows, name, f"{kind}", 1 if tags else 2, shares=tags)
+        over = shard.group if tags else None
         replicate = self._counted(columns, f"{name} across replicas", f" over replicas{kind}")
         updates = of_node = None
         if self._options.updates and shards > 1:
             name_of_updates, quiet = f"{name} of updates", self._maker.watchdog.beside()
-            updates = self._maker.make(rows, name_of_updates, self._stats, 1, quiet)
+            updates = self._maker.make(rows, name_of_updates, self._stats, 1, quiet, over=over)
         if node > 1:
             nodes = [row[at : at + node] for row in rows for at in range(0, shards, node)]
-            of_node = self._counted(nodes, f"{name} in a node", f" in a node{kind}", 1)
+            of_node = self._counted(nodes, f"{name} in a node", f" in a node{kind}", 1, over=over)
         hops: tuple[MeshDim, ...] = ()
         if 1 < self._options.hop < shards:
-            hops = self._hops(rows, name, kind)
+            hops = self._hops(rows, name, kind, over)
             shard.gather_in_two_hops(*hops)
         # sums over all ranks count each replica; sums over one replica's shards do not
         weight = 1.0 / replicate.size if self._dims.splits_model else 1.0
@@ -248,20 +263,28 @@ class FlatMeshMaker:
         group = self.group(axes)
         return FlatMesh(shard, replicate, updates, of_node, hops, group, axes, weight, gain)
 
-    def _hops(self, rows: Sequence[Sequence[int]], name: str, kind: str) -> tuple[MeshDim, MeshDim]:
+    def _hops(
+        self, rows: Sequence[Sequence[int]], name: str, kind: str, over: Any
+    ) -> tuple[MeshDim, MeshDim]:
         """Return the dimensions across the nodes of each of ``rows``, and within them."""
         size = self._options.hop
         across = [row[index::size] for row in rows for index in range(size)]
         within = [row[at : at + size] for row in rows for at in range(0, len(row), size)]
         return (
-            self._counted(across, f"{name} across nodes", f" across nodes{kind}", 1),
-            self._counted(within, f"{name} in two hops", f" in two hops{kind}", 1),
+            self._counted(across, f"{name} across nodes", f" across nodes{kind}", 1, over=over),
+            self._counted(within, f"{name} in two hops", f" in two hops{kind}", 1, over=over),
         )
 
     def _counted(
-        self, sets: Sequence[Sequence[int]], name: str, role: str, places: int = 2
+        self,
+        sets: Sequence[Sequence[int]],
+        name: str,
+        role: str,
+        places: int = 2,
+        shares: bool = False,
+        over: Any = None,
     ) -> MeshDim:
-        axis = self._maker.make(sets, name, self._stats, places)
+        axis = self._maker.make(sets, name, self._stats, places, shares=shares, over=over)
         if axis.size > 1:
             for log in (axis.gathers, axis.reductions):
                 log.deferred = get_world_group().deferred

@@ -2,7 +2,8 @@
 and the resources of the job that the engine holds on this rank.
 
 [Note: the end of an engine]
-``destroy`` closes the process groups at once. A garbage-collected engine may have left collectives
+``destroy`` closes the process groups at once, except those of a device over which another engine
+may gather the values that it leaves sharded. A garbage-collected engine may have left collectives
 that other ranks still need, or that some of them never join: its groups are aborted and closed when
 all ranks have met to make the next engine. Logs and keys end at a time common to all ranks. Each
 rank that holds the engine counts in the store; the last one to leave deletes the engine's keys.
@@ -102,6 +103,11 @@ class MeshResources:
         for axis in self._dims:
             axis.spare.clear()
         self._unsettled.append(self)
+
+    def close_connections(self) -> None:
+        """Destroy the process groups that gathers of values left sharded do without. Idempotent."""
+        for axis in self._dims:
+            axis.close_connections()
 
     def close_groups(self) -> None:
         """Destroy the process groups. Idempotent."""
@@ -307,7 +313,8 @@ class Mesh:
 
     def close(self, groups: bool = True, why: str = "destroyed its engine") -> None:
         """End threads and, with ``groups``, the process groups; no further collectives of this
-        mesh.
+        mesh. Without, another engine can gather shards: over the default group where messages have
+        tags, else over the mesh's own groups, which stay.
         """
         if self.consensus is not None:
             self.consensus.close(why)
@@ -319,6 +326,8 @@ class Mesh:
         self._resources.leave()
         if groups:
             self._resources.close_groups()
+        else:
+            self._resources.close_connections()
         settle_all([self._resources])
 
     def barrier(self) -> None:

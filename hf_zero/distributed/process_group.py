@@ -182,14 +182,14 @@ def backend_serving(device: torch.device) -> str:
     return ""
 
 
-def abort(group: Any, backend: str, size: int, rank: int, device: torch.device) -> None:
+def abort(group: Any, backend: str, device: torch.device) -> None:
     """Make all waits in ``group`` raise, on this rank and on its other ranks."""
     if backend != "gloo":
         group._get_backend(device).abort()
         return
     gloo = group._get_backend(CPU)
-    for peer in range(size):
-        if peer != rank:
+    for peer in range(gloo.size()):
+        if peer != gloo.rank():
             try:  # gloo closes connections only when a message on them has timed out
                 gloo.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError:

@@ -92,7 +92,7 @@ class StageMessages:
         self._sent: list[tuple[Any, torch.Tensor]] = []  # headers in flight
         self._waiting = ExitStack()
         self._logs: dict[tuple[int, int], CollectiveLog] = {}
-        off = partial(abort, group, group_backend(device), self.size, self.rank, device)
+        off = partial(abort, group, group_backend(device), device)
         for peer in range(self.size):
             for pair in ((self.rank, peer), (peer, self.rank)):
                 if peer != self.rank:

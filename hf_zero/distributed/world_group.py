@@ -366,9 +366,7 @@ class WorldGroup(RankGroup):
         device = default_device()
         backends = dict.fromkeys((group_backend(CPU), group_backend(device)))
         group = dist.group.WORLD
-        off = partial(
-            call_each, [partial(abort, group, b, self.world, rank, device) for b in backends]
-        )
+        off = partial(call_each, [partial(abort, group, backend, device) for backend in backends])
         native = group_backend(CPU) in BLOCKING  # other backends do not report a peer that dies
         log = CollectiveLog("calls of all ranks", range(self.world), DEFAULT_TIMEOUT, off, native)
         agrees = rank_status is not None and group_backend(CPU) == "gloo"
@@ -389,14 +387,7 @@ class WorldGroup(RankGroup):
         """
         if len(ranks) == self.world:
             return self
-        off = partial(
-            abort,
-            group,
-            group_backend(CPU),
-            len(ranks),
-            list(ranks).index(self.rank),
-            default_device(),
-        )
+        off = partial(abort, group, group_backend(CPU), default_device())
         name = f"calls of {owner} on ranks {', '.join(map(str, ranks))}"
         log = CollectiveLog(name, ranks, timeout, off, self.log.native)
         if self.watchdog.rank_status is not None:

@@ -1,0 +1,87 @@
+"""Connections of gloo that an engine makes, counted by kind of engine and number of ranks; what
+remains of them, of descriptors and of threads after its end; values that it leaves sharded.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import stat
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.distributed.world_group import get_world_group
+from tests.helpers.engines import config_of, start
+from tests.helpers.leftovers import await_threads, held_of_the_job, working
+from tests.helpers.models import Stack, features, seeded
+from tests.helpers.processes import run_processes
+from tests.helpers.training import adamw
+
+# Meshes of connections between all ranks: over replicas, gloo's own collectives of gathers and of
+# reductions have no common order, and need a group each. The other messages have tags.
+CASES: dict[str, tuple[int, dict[str, Any], int]] = {
+    "stage 0": (0, {}, 2),
+    "stage 1": (1, {}, 1),
+    "stage 3": (3, {}, 1),
+    "updates of offloaded state": (2, {"offload_optimizer": {"device": "cpu"}}, 1),
+    "gathers in two hops": (3, {"mics_hierarchical_params_gather": True}, 1),
+    "secondary shards": (3, {"zero_hpz_partition_size": 2}, 1),
+}
+
+
+def connections() -> int:
+    """Return the number of connections of this process to other ranks."""
+    count, store = 0, int(os.environ["MASTER_PORT"])
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed by now, or connected to nothing
+            if not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(descriptor))) as connection:
+                peer = connection.getpeername()
+                count += isinstance(peer, tuple) and peer[1] != store
+    return count
+
+
+def counts(rank: int) -> dict[str, tuple[int, int, dict[str, int], dict[str, int], bool]]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # nodes of two ranks
+    get_world_group()
+    everything, others = {}, working()
+    for name, (stage, section, _) in CASES.items():
+        dist.barrier()
+        held, before = held_of_the_job(), connections()
+        model = seeded(lambda: Stack(3))
+        config = config_of(stage, zero_optimization={"stage": stage, **section})
+        engine = start(model, adamw(model), config)
+        for step in range(2):
+            engine.backward(engine(features(0, step, rank)).square().mean())
+            engine.step()
+        during, weights = connections(), engine.state_dict()
+        engine.destroy()
+        del engine
+        await_threads(others)
+        dist.barrier()
+        remains = connections() - before
+        left = held_of_the_job()
+        # Another engine takes the values over.
+        engine = start(model, adamw(model), config_of(3))
+        same = all(torch.equal(weights[key], value) for key, value in engine.state_dict().items())
+        engine.destroy()
+        del engine, model
+        gc.collect()
+        everything[name] = (during - before, remains, held, left, same)
+    return everything
+
+
+def test_an_engine_connects_ranks_once_and_closes_its_connections():
+    for world in (2, 4):
+        for rank, answers in enumerate(run_processes(world, counts, timeout=580)):
+            for name, (made, remain, before, after, same) in answers.items():
+                who = f"{name}, rank {rank} of {world}"
+                assert made == CASES[name][2] * (world - 1), who
+                assert remain == 0 and same, who
+                for what in ("file descriptors", "threads", "process groups"):
+                    assert after[what] <= before[what], f"{who}: {what}"
