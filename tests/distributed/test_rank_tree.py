@@ -1,0 +1,102 @@
+"""Objects of all ranks along a tree: what arrives, and the messages that each rank sends; the
+exchanges of a blocking save.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter, defaultdict
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.distributed import world_group
+from hf_zero.distributed.collective_log import CollectiveLog
+from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.world_group import FRAME, RankGroup, get_world_group
+from tests.helpers.engines import config_of, start
+from tests.helpers.stacks import on_each_rank
+from tests.helpers.training import adamw
+
+SECONDS = 120.0
+EXCHANGES = 4  # of a blocking save among all ranks, and one broadcast of the verdict
+
+
+class Post:
+    """Messages between ranks that are threads, counted by their sender; it cannot run the
+    collectives that the tree replaces.
+    """
+
+    all_gather_object = broadcast_object_list = NotImplementedError
+
+    def __init__(self) -> None:
+        self.sent = Counter[int]()
+        self.here = threading.local()
+        self._boxes: Any = defaultdict(queue.Queue)
+
+    def isend(self, tensor: torch.Tensor, target: int, group: object, tag: int) -> Any:
+        self.sent[self.here.rank] += 1
+        self._boxes[self.here.rank, target, tag].put(tensor.clone())
+        return SimpleNamespace(wait=lambda: None)
+
+    def recv(self, into: torch.Tensor, source: int, group: object, tag: int) -> None:
+        into.copy_(self._boxes[source, self.here.rank, tag].get(timeout=SECONDS))
+
+    def irecv(self, *message: Any) -> Any:
+        return SimpleNamespace(wait=partial(self.recv, *message))
+
+
+def run_on(ranks: int, act: Any, patch: pytest.MonkeyPatch) -> tuple[list[Any], Counter[int]]:
+    """Return the results of ``act(group)`` on each rank, and the messages that each has sent."""
+    post, results = Post(), dict[int, Any]()
+    patch.setattr(world_group, "dist", post)
+    numbers = range(10, 10 + ranks)  # ranks of a part of the job
+
+    def run(rank: int) -> None:
+        post.here.rank = rank
+        log = CollectiveLog("calls", numbers, SECONDS)
+        results[rank] = act(RankGroup(numbers, rank, None, log, Watchdog(enabled=False), True))
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in numbers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    return [results[rank] for rank in numbers], post.sent
+
+
+@pytest.mark.parametrize("size", [10, 4 * FRAME])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 37])
+def test_messages_of_a_rank_grow_with_the_logarithm_of_the_ranks(
+    ranks: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(group: RankGroup) -> Any:
+        exchanged = [
+            group.all_gather_object((number, group.rank, "x" * size)) for number in range(EXCHANGES)
+        ]
+        return exchanged, group.broadcast_object(f"verdict of {group.rank}")
+
+    results, sent = run_on(ranks, save, monkeypatch)
+    for exchanged, verdict in results:
+        assert exchanged == [
+            [(number, 10 + rank, "x" * size) for rank in range(ranks)]
+            for number in range(EXCHANGES)
+        ]
+        assert verdict == "verdict of 10"
+    others = (ranks - 1).bit_length()  # a rank exchanges messages with at most so many
+    assert max(sent.values()) <= (2 * EXCHANGES + 1) * others
+    # twice per edge and exchange, once per edge and broadcast; a long content takes two messages
+    assert sum(sent.values()) <= (2 * 2 * EXCHANGES + 1) * (ranks - 1)
+
+
+@on_each_rank(2)
+def test_a_blocking_save_takes_five_exchanges(rank: int, model: Any, tmp_path: Any) -> None:
+    engine = start(model, adamw(model), config_of(3))
+    log = get_world_group().log
+    before = log.sequence_number
+    engine.save_checkpoint(str(tmp_path))
+    assert log.sequence_number - before == EXCHANGES + 1
