@@ -13,8 +13,8 @@ and all ranks of the job end.
 If the processes have exited, the host refuses packets to their ports: such a host is not
 unreachable, and its ranks count as ended, which ends only the waits that need them.
 
-Ranks publish where they listen together with their hosts, so a start costs the store no further
-request. A host is judged once its heartbeats have arrived regularly, for ten intervals: in a
+Ranks exchange where they listen together with their hosts, so a start has no further message. A
+host is judged once its heartbeats have arrived regularly, for ten intervals: in a
 network that drops them, or lets only the first ones pass, a warning says that only ``timeout``
 limits waits. A rank whose engines have ended says so, and its thread ends; the next engine of the
 process starts it again.
@@ -50,7 +50,7 @@ OFF = "!"  # begins an entry of a rank that has no socket, before the reason
 class HostHeartbeats:
     """The heartbeats of this rank's host, and the hosts that are unreachable.
 
-    ``native``: the socket, opened before the ranks published where they listen; ``contacts``: of
+    ``native``: the socket, opened before the ranks exchanged where they listen; ``contacts``: of
     each rank, its address and port; ``wait_timeout``: seconds after which a wait is an error in
     any case.
     """
@@ -165,9 +165,9 @@ def _leave() -> None:
 
 
 def learn_hosts(
-    store: object, rank: int, world: int, host_timeout: float, timeout: float
+    exchange: rank_hosts.Exchange, rank: int, world: int, host_timeout: float, timeout: float
 ) -> HostHeartbeats | None:
-    """Learn the hosts of all ranks (collective over the store, until one engine of all ranks has
+    """Learn the hosts of all ranks by ``exchange`` (collective, until one engine of all ranks has
     asked for heartbeats), and return the heartbeats between them; None on one host, if
     ``host_timeout`` is 0, or without the native core.
 
@@ -177,7 +177,7 @@ def learn_hosts(
         address, native, reason = _open(world, host_timeout)
         token = secrets.token_hex(TOKEN_BYTES) if rank == 0 else ""
         contact = f"{OFF}{reason}" if native is None else f"{address} {native.port} {token}"
-        entries = rank_hosts.learn(store, rank, world, contact)
+        entries = rank_hosts.learn(exchange, contact)
         reasons = [entry.removeprefix(OFF) if entry.startswith(OFF) else "" for entry in entries]
         if host_timeout:
             _warn(reasons, world, timeout)

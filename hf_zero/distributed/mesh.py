@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -78,10 +79,13 @@ class MeshResources:
         self._abandoned = self._left = False
         self.heartbeats: HostHeartbeats | None = None  # of which this engine is a holder
 
-    def join(self, store: Any) -> None:
-        """Count this rank among the holders of the keys in ``store``, the engine's own."""
+    def join(self, store: Any, holders: int) -> None:
+        """Hold the keys in ``store``, the engine's own. The first of its ranks counts all
+        ``holders`` before any of them can leave.
+        """
         self._store = store
-        store.add(HOLDERS, 1)
+        if holders:
+            store.add(HOLDERS, holders)
 
     def hold(
         self,
@@ -257,34 +261,41 @@ class Mesh:
         return replace(mesh, weight=mesh.weight / stages) if stages > 1 else mesh
 
     def _meet(self, host_timeout: float) -> CollectiveLog:
-        """Agree with the peers on the making of an engine, and start the heartbeats of this host;
+        """Meet all ranks of the job at the making of an engine, and start heartbeats of this host;
         return the log of the engine's agreements.
         """
-        store = default_store()
-        rank_status = self.watchdog.rank_status
+        world, rank_status = get_world_group(), self.watchdog.rank_status
+        world.engines += 1
+        number = f"engine {world.engines}"
         stage = f" of stage {self.dims.coordinate(self.rank, 'pipeline')}"
-        self.name = f"engine {store.add(f'hf_zero/engines/{self.rank}', 1)}"
-        self.name += stage if self.dims.pipeline > 1 else ""
+        self.name = number + (stage if self.dims.pipeline > 1 else "")
         log = CollectiveLog(f"agreements of {self.name}", self.ranks, self.timeout, native=False)
         if rank_status is not None:
             rank_status.register(log)
-        shared = dist.PrefixStore(f"hf_zero/{self.name}", store)
         if self.world > 1:
-            self._resources.join(shared)
+            shared = self._store()
+            self._resources.join(shared, self.world if self.rank == self.ranks[0] else 0)
             self.consensus = Consensus(
                 shared, self.rank, self.ranks, self.timeout, self.watchdog, log
             )
-            # Making groups blocks in native code, which cannot name a missing rank.
-            self.consensus.gathers.agree("initialize", (0, 0), lambda _: "making of the engine")
+        # Making groups blocks in native code, which cannot name a missing rank.
+        identity = "" if rank_status is None else rank_status.identity
+        identities = world.all_gather_object(identity, f"ranks at the making of {number}")
         if rank_status is not None:
-            heartbeats = learn_hosts(store, self.rank, self.dims.world, host_timeout, self.timeout)
+            rank_status.know(identities)
+            exchange = partial(world.all_gather_object, what="hosts")
+            heartbeats = learn_hosts(
+                exchange, self.rank, self.dims.world, host_timeout, self.timeout
+            )
             if heartbeats is not None:
                 heartbeats.hold(host_timeout)
                 rank_status.watch_hosts(heartbeats)
                 self._resources.heartbeats = heartbeats
-            if rank_status.store_host is not None:
-                rank_status.learn_identity(rank_status.store_host)  # while it can still be asked
         return log
+
+    def _store(self) -> Any:
+        """Return the job's store under the prefix of this engine."""
+        return dist.PrefixStore(f"{get_world_group().prefix}/{self.name}", default_store())
 
     def issue_before_others(self, issue: Callable[[], None]) -> None:
         """Have ``issue``, a method whose object is held weakly, called before each collective of
@@ -372,9 +383,8 @@ class Mesh:
         if self.consensus is None:
             return None
         rank_status = self.watchdog.rank_status
-        store = dist.PrefixStore(f"hf_zero/{self.name}/{topic}", default_store())
         return StoreMessages(
-            store,
+            dist.PrefixStore(topic, self._store()),
             self.rank,
             self.timeout,
             rank_status.exit_reasons if rank_status is not None else lambda ranks: {},

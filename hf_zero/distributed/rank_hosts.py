@@ -4,7 +4,7 @@ and address in messages.
 [Note: the interface]
 By default gloo uses the address that the host's own name resolves to, which on many machines is
 127.0.1.1: peers on other hosts would then connect to themselves. The hosts of all ranks are
-published through the store while all ranks run, for messages about one that has exited.
+exchanged while all ranks run, for messages about one that has exited.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from hf_zero.distributed.rendezvous import ELASTIC, is_loopback
 from hf_zero.errors import LaunchError
@@ -28,8 +27,8 @@ SIOCGIFADDR = 0x8915
 
 
 NAMES = ("HF_ZERO_HOST", "SLURMD_NODENAME")  # names that the user knows: of the hostfile, of SLURM
-KEY = "hf_zero/launch"
 
+Exchange = Callable[[tuple[str, str]], Sequence[tuple[str, str]]]  # returns those of all ranks
 _hosts: list[str] = []
 
 
@@ -151,20 +150,13 @@ def _check(names: str, where: str) -> None:
         )
 
 
-def learn(store: Any, rank: int, world: int, entry: str = "") -> list[str]:
-    """Publish this rank's host and its ``entry``, a line; read the hosts of all ranks and return
-    their entries (collective over the store).
-
-    Rank 0 collects, by one request, so that n ranks read n keys.
+def learn(exchange: Exchange, entry: str = "") -> list[str]:
+    """Tell all ranks this rank's host and its ``entry``; learn the hosts of all ranks and return
+    their entries (collective).
     """
-    key = f"{KEY}/{store.add(f'{KEY}/{rank}/n', 1)}"
-    store.set(f"{key}/{rank}", f"{own_host()}\t{entry}")
-    if rank == 0:
-        hosts = store.multi_get([f"{key}/{r}" for r in range(world)])
-        store.set(key, "\n".join(host.decode() for host in hosts))
-    lines = [line.split("\t") for line in store.get(key).decode().split("\n")]
-    _hosts[:] = [host for host, _ in lines]
-    return [entry for _, entry in lines]
+    told = exchange((own_host(), entry))
+    _hosts[:] = [host for host, _ in told]
+    return [entry for _, entry in told]
 
 
 def host_of(rank: int) -> str:

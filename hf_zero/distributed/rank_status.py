@@ -104,10 +104,10 @@ class RankStatus:
         self._gone = False  # the store is gone: torch prints a stack for every failing call
         self._lock, self._posting = threading.RLock(), threading.RLock()
         self._process = os.getpid()
-        self._identity = _identity(self._process)
+        self.identity = _identity(self._process)
         self._newest = json.dumps(self.post(None))
-        self._set(str(rank), self._newest)
-        self._ask("append", "who", json.dumps([rank, self._identity]) + "\n")
+        self._ask("set", str(rank), self._newest)
+        self._ask("append", "who", json.dumps([rank, self.identity]) + "\n")
 
     def register(self, log: CollectiveLog) -> CollectiveLog:
         """Register the log of a communicator under its name."""
@@ -211,7 +211,7 @@ class RankStatus:
         if not self._opened:
             for key in ("leader", "ends"):
                 store.append(key, "")
-            for key in ("digested", "resumes"):
+            for key in ("version", "digested", "resumes"):
                 store.add(key, 0)
             self._opened = True
         answers = [answer.decode() for answer in store.multi_get(LOOKED_AT)]
@@ -263,13 +263,21 @@ class RankStatus:
     def _learn_identities(self, ranks: Iterable[int]) -> None:
         if any(rank not in self._identities for rank in ranks) and self._store.check(["who"]):
             lines = self._store.get("who").decode().splitlines()
-            self._identities = dict(map(json.loads, lines))
-            host = self._identity.split()[0]
-            self._neighbours = [
-                rank
-                for rank, identity in self._identities.items()
-                if rank != self.rank and identity.split()[0] == host != "?"
-            ]
+            self._set_identities(dict(map(json.loads, lines)))
+
+    def _set_identities(self, identities: dict[int, str]) -> None:
+        host = self.identity.split()[0]
+        self._identities = identities
+        self._neighbours = [
+            rank
+            for rank, identity in identities.items()
+            if rank != self.rank and identity.split()[0] == host != "?"
+        ]
+
+    def know(self, identities: Sequence[str]) -> None:
+        """Take the hosts and processes of all ranks from an exchange, not from the store."""
+        with self._lock:
+            self._set_identities(dict(enumerate(identities)))
 
     def learn_identity(self, rank: int) -> bool:
         """Read the host and process of ``rank``; return False if it has not published them."""

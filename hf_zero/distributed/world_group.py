@@ -343,11 +343,13 @@ class WorldGroup(RankGroup):
         rank, self.world = dist.get_rank(), dist.get_world_size()
         backend = str(dist.get_backend())
         rank_status: RankStatus | None = None
+        self.prefix, self.engines = "hf_zero", 0  # of keys in the store; engines made so far
         self.recovery_board: RecoveryBoard | None = None
         if self.world > 1 and backend not in ("threaded", "fake"):
             allow_connections(self.world)  # the script may have made the group
             shared = dist.PrefixStore("hf_zero/ranks", store)
             number = shared.add(f"made/{rank}", 1)
+            self.prefix += f"/{number}"
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             # a separate client: calls on a shared one block each other
             attempt_store = TimeoutStore(dist.PrefixStore(str(number), shared))

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from hf_zero.distributed import host_heartbeats, rank_hosts
 from hf_zero.distributed.host_heartbeats import HostHeartbeats, learn_hosts
@@ -233,23 +232,22 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def publish(store: Any, names: Sequence[str], number: int, entry: str = "") -> None:
-    """Publish the hosts ``names`` of ranks from 1 on for the ``number``-th engine; ``entry`` in
+def told_by(names: Sequence[str], entry: str = "") -> rank_hosts.Exchange:
+    """Return the exchange of rank 0 with ranks from 1 on, on the hosts ``names``; ``entry`` in
     place of their sockets.
     """
-    for rank, name in enumerate(names[1:], 1):
-        own = entry or f"127.0.0.1 {core.Heartbeats('127.0.0.1').port} "
-        store.set(f"{rank_hosts.KEY}/{number}/{rank}", f"{name}\t{own}")
+    others = [
+        (name, entry or f"127.0.0.1 {core.Heartbeats('127.0.0.1').port} ") for name in names[1:]
+    ]
+    return lambda own: [own, *others]
 
 
 def learnt(
     monkeypatch: pytest.MonkeyPatch, names: Sequence[str], host_timeout: float = TIMEOUT
 ) -> HostHeartbeats | None:
     """What rank 0 of a rank on each host of ``names`` gets."""
-    store = dist.HashStore()
-    publish(store, names, 1)
     monkeypatch.setenv("HF_ZERO_HOST", names[0])
-    return learn_hosts(store, 0, len(names), host_timeout, 1800.0)
+    return learn_hosts(told_by(names), 0, len(names), host_timeout, 1800.0)
 
 
 @pytest.mark.usefixtures("hosts")
@@ -290,16 +288,16 @@ def test_an_engine_without_heartbeats_leaves_them_to_the_next_one(
     rank: int, monkeypatch: pytest.MonkeyPatch, heard: list[str]
 ) -> None:
     """``rank`` has asked for none in the first engine."""
-    store, off = dist.HashStore(), f"{host_heartbeats.OFF}{host_heartbeats.NOT_ASKED}"
+    off = f"{host_heartbeats.OFF}{host_heartbeats.NOT_ASKED}"
     monkeypatch.setenv("HF_ZERO_HOST", "a")
-    publish(store, ["a", "b"], 1, off if rank == 1 else "")
-    assert learn_hosts(store, 0, 2, TIMEOUT * (rank == 1), 1800.0) is None
+    told = told_by(["a", "b"], off if rank == 1 else "")
+    assert learn_hosts(told, 0, 2, TIMEOUT * (rank == 1), 1800.0) is None
     assert [f"{host_heartbeats.NOT_ASKED} (rank 1 on b)" in text for text in heard] == [True] * rank
-    publish(store, ["a", "b"], 2)
-    heartbeats = learn_hosts(store, 0, 2, TIMEOUT, 1800.0)
+    told = told_by(["a", "b"])
+    heartbeats = learn_hosts(told, 0, 2, TIMEOUT, 1800.0)
     assert heartbeats is not None
-    assert learn_hosts(store, 0, 2, TIMEOUT, 1800.0) is heartbeats
-    assert learn_hosts(store, 0, 2, 0.0, 1800.0) is None
+    assert learn_hosts(told, 0, 2, TIMEOUT, 1800.0) is heartbeats
+    assert learn_hosts(told, 0, 2, 0.0, 1800.0) is None
 
 
 def test_connections_to_an_unreachable_host_are_shut_down_and_no_others(
@@ -331,18 +329,13 @@ def test_connections_to_an_unreachable_host_are_shut_down_and_no_others(
 
 
 @pytest.mark.usefixtures("hosts")
-def test_a_start_costs_the_store_what_hosts_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_a_start_costs_the_exchange_of_hosts_alone() -> None:
+    told, calls = told_by(["a", "b", "c"]), list[tuple[str, str]]()
 
-    class Counted:
-        def __init__(self, store: Any) -> None:
-            self._store = store
+    def exchange(own: tuple[str, str]) -> Sequence[tuple[str, str]]:
+        calls.append(own)
+        return told(own)
 
-        def __getattr__(self, name: str) -> Any:
-            asked.append(name)
-            return getattr(self._store, name)
-
-    monkeypatch.setattr(dist, "HashStore", lambda make=dist.HashStore: Counted(make()))
-    assert learnt(monkeypatch, ["a", "b", "c"]) is not None
-    of_the_test, own = asked[:2], asked[2:]
-    assert of_the_test == ["set", "set"] and own == ["add", "set", "multi_get", "set", "get"]
+    for _ in range(2):  # engines
+        assert learn_hosts(exchange, 0, 3, TIMEOUT, 1800.0) is not None
+    assert len(calls) == 1
