@@ -21,28 +21,13 @@ from packaging.version import Version
 
 from hf_zero.errors import VerificationError
 from hf_zero.integrations import finder, seams
-from hf_zero.integrations.seams.accelerate import ACCELERATE
-from hf_zero.integrations.seams.lightning import LIGHTNING
-from hf_zero.integrations.seams.peft import PEFT
-from hf_zero.integrations.seams.transformers import TRANSFORMERS
-from hf_zero.integrations.seams.trl import TRL
+from hf_zero.integrations.seams.seam import TESTED
 from hf_zero.loading import LazyTensor, make_pending
 from hf_zero.loading.expressions import InMemory
 from hf_zero.loading.lazy import read_pending
 from hf_zero.logging import logger
 from hf_zero.techniques.blocks import first_of, hidden_state, layers_of
 from hf_zero.techniques.token_cut import TokenCut
-
-TESTED = {
-    "torch": ">=2.11,<2.16",
-    "transformers": TRANSFORMERS,
-    "accelerate": ACCELERATE,
-    "trl": TRL,
-    "peft": PEFT,
-    "lightning": LIGHTNING,
-    "pytorch_lightning": LIGHTNING,
-}
-"""Releases that the tests have run with, by library."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 ``ranks/test_weights_of_parts.py``.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +38,7 @@ def test_other_quantized_models_are_loaded_whole_and_said_to_be(monkeypatch):
     monkeypatch.setattr(loading, "log_rank0", lambda text, level: said.append(text))
     quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="torchao"))
     given = SimpleNamespace(hf_quantizer=quantizer, is_quantized=True)
-    load = loading.open_lazily(lambda *args: args)
+    load = partial(loading.open_lazily, lambda *args: args)
     token = current_loading.set(Loading(shards=True))
     try:
         found = load(nn.Linear(2, 2), None, ["model.safetensors"], given)

@@ -22,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder, seams
 from hf_zero.integrations.seams import Seam
+from hf_zero.integrations.seams.seam import TESTED
 from tests.helpers.cells import in_one_item
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,28 +95,25 @@ def plain(a, b=2):
 INSTALLER = "from hf_zero.integrations import finder\nfinder.install_hooks()\n"
 
 
-def louder(original: Callable[..., Any]) -> Callable[..., Any]:
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) * 100
-
-    return replacement
+def louder(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs) * 100
 
 
-def only_of_width(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda width: original(width)
+def only_of_width(original: Callable[..., Any], width: Any) -> Any:
+    return original(width)
 
 
-def positional(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda a, b=3: original(a, b)
+def positional(original: Callable[..., Any], a: Any, b: Any = 3) -> Any:
+    return original(a, b)
 
 
 def choosy(original: Callable[..., Any]) -> Callable[..., Any]:
     raise ConfigError("answers 3 for 1")
 
 
-def seam(target: str, wrapper: Any = louder, uses: tuple[str, ...] = ()) -> Seam:
+def seam(target: str, wrapper: Any = louder, uses: tuple[str, ...] = (), prepare: str = "") -> Seam:
     wrapper = f"{__name__}:{wrapper.__name__}"
-    return Seam(f"seamed.parts:{target}", wrapper, ">=1", "is not loud", uses)
+    return Seam(f"seamed.parts:{target}", wrapper, "is not loud", uses, prepare)
 
 
 @pytest.fixture
@@ -133,6 +131,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(finder, "WATCHED", ("seamed",))
     monkeypatch.setattr(seams, "SEAMS", (seam("Box.open"), seam("plain")))
     monkeypatch.setattr(seams, "left_out", {})
+    monkeypatch.setitem(TESTED, "seamed", ">=1")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: f"7.1 of {name}")
     seams.modules.cache_clear()
     yield tmp_path / "seamed"
@@ -202,7 +201,7 @@ def test_a_row_that_does_not_hold_leaves_its_symbol_alone_and_says_so_once(
             seam("plain", positional),  # another default
             "takes (a, b=2), and hf-zero calls it as (a, b=3)",
         ),
-        "late": (seam("late", choosy), "answers 3 for 1"),
+        "late": (seam("late", prepare=f"{__name__}:choosy"), "answers 3 for 1"),
     }
     monkeypatch.setattr(seams, "SEAMS", tuple(row for row, _ in rows.values()))
     (package / "parts.py").write_text(BODY.format(during="math") + "def late(a):\n    return a\n")

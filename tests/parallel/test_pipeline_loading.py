@@ -199,7 +199,7 @@ def test_stages_that_are_refused():
     stages = hf_zero.pipeline_stages(model_of("llama"), 1)
     finder.choose()
     with pytest.raises(ConfigError, match="got the stages of a pipeline, and its loops"):
-        prepare_engines(lambda *args: args)(Namespace(parallelism_config=None), stages)
+        prepare_engines(lambda *args: args, Namespace(parallelism_config=None), stages)
     ids = torch.ones(1, 4, dtype=torch.long)
     for batch in ({"inputs_embeds": ids}, {"input_ids": ids, "token_type_ids": ids}):
         with pytest.raises(ConfigError, match="for a pipeline of a causal model"):

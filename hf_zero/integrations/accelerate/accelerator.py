@@ -33,51 +33,43 @@ CLIPPING = "gradient_clipping"
 TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 
-def keep_the_optimizer(original: Callable[..., object]) -> Callable[..., object]:
+def keep_the_optimizer(original: Callable[..., object], optimizer: object) -> Any:
     """Wraps ``map_pytorch_optim_to_deepspeed``: the script's own optimizer object is kept, since
     the engine updates with any element-wise optimizer.
     """
-
-    def map_pytorch_optim_to_deepspeed(optimizer: object) -> Any:
-        return optimizer if finder.chosen() else original(optimizer)
-
-    return map_pytorch_optim_to_deepspeed
+    return optimizer if finder.chosen() else original(optimizer)
 
 
-def prepare_engines(original: Callable[..., Any]) -> Callable[..., object]:
+def prepare_engines(original: Callable[..., Any], self: Any, *args: Any) -> Any:
     """Wraps ``Accelerator._prepare_deepspeed``: gives new engines the attributes that TRL uses, and
     registers them so that several models of one script can train.
     """
+    if not finder.chosen():
+        return original(self, *args)
+    _refuse_optimizer_alone(args)
+    _refuse_second_optimizer(args)
+    _refuse_pipelines(args)
+    if sequence_ranks(self.state) > 1:
+        _split_layers_first(tensor_ranks(self.state), args)
+    config = self.deepspeed_plugin.deepspeed_config
+    limit_left_open = config.get(CLIPPING, AUTO) == AUTO
+    if self.deepspeed_plugin.gradient_clipping == 0:
+        config.setdefault(CLIPPING, 0.0)  # Accelerate drops a zero
+    with _batch_size_left_open(config, args), _counting_data_parallel_ranks(self, args):
+        result = original(self, *args)
+    from hf_zero.engine import Engine
+    from hf_zero.integrations.accelerate.multiple_models import register_engines
 
-    def _prepare_deepspeed(self: Any, *args: object) -> object:
-        if not finder.chosen():
-            return original(self, *args)
-        _refuse_optimizer_alone(args)
-        _refuse_second_optimizer(args)
-        _refuse_pipelines(args)
-        if sequence_ranks(self.state) > 1:
-            _split_layers_first(tensor_ranks(self.state), args)
-        config = self.deepspeed_plugin.deepspeed_config
-        limit_left_open = config.get(CLIPPING, AUTO) == AUTO
-        if self.deepspeed_plugin.gradient_clipping == 0:
-            config.setdefault(CLIPPING, 0.0)  # Accelerate drops a zero
-        with _batch_size_left_open(config, args), _counting_data_parallel_ranks(self, args):
-            result = original(self, *args)
-        from hf_zero.engine import Engine
-        from hf_zero.integrations.accelerate.multiple_models import register_engines
-
-        for engine in result:
-            if isinstance(engine, Engine) and engine.optimizer is not None:
-                offer_offload_names(engine)
-                _refuse_other_micro_batches(engine)
-        engines = [m for m in result if isinstance(m, Engine) and m.bound is not None]
-        register_engines(self, engines if limit_left_open else ())
-        follow_engines(self)
-        if engines:
-            save_by_loop(self)
-        return result
-
-    return _prepare_deepspeed
+    for engine in result:
+        if isinstance(engine, Engine) and engine.optimizer is not None:
+            offer_offload_names(engine)
+            _refuse_other_micro_batches(engine)
+    engines = [m for m in result if isinstance(m, Engine) and m.bound is not None]
+    register_engines(self, engines if limit_left_open else ())
+    follow_engines(self)
+    if engines:
+        save_by_loop(self)
+    return result
 
 
 def _split_layers_first(size: int, args: Sequence[object]) -> None:
@@ -104,19 +96,19 @@ def _refuse_pipelines(args: Sequence[object]) -> None:
         )
 
 
-def add_figures(original: Callable[..., None]) -> Callable[..., None]:
+def add_figures(
+    original: Callable[..., None],
+    self: Any,
+    values: dict[str, object],
+    step: int | None = None,
+    log_kwargs: object = None,
+) -> None:
     """Wraps ``Accelerator.log``: trackers get the figures of the first engine beside the script's
     values, which keep their names.
     """
-
-    def log(
-        self: Any, values: dict[str, object], step: int | None = None, log_kwargs: object = None
-    ) -> None:
-        figures = (engine.figures for engine in engines_of(self) if engine.figures)
-        figures_now = tracked(next(figures, {}))
-        original(self, {**figures_now, **values}, step, {} if log_kwargs is None else log_kwargs)
-
-    return log
+    figures = (engine.figures for engine in engines_of(self) if engine.figures)
+    figures_now = tracked(next(figures, {}))
+    original(self, {**figures_now, **values}, step, {} if log_kwargs is None else log_kwargs)
 
 
 def keep_measures_in(accelerator: object, folder: Path) -> None:
@@ -127,20 +119,16 @@ def keep_measures_in(accelerator: object, folder: Path) -> None:
         engine.measures.keep_in(str(folder / f"model_{number}" if number else folder))
 
 
-def follow_the_phases(original: Callable[..., None]) -> Callable[..., None]:
+def follow_the_phases(original: Callable[..., None], self: Any) -> None:
     """Wraps ``Accelerator._do_sync``: windows of ``accumulate`` have the number of micro-batches of
     the engine's current training phase.
     """
-
-    def _do_sync(self: Any) -> None:
-        phases = _phases_of(self)
-        if phases is not None and phases.changes_batches:
-            steps = self.deepspeed_engine_wrapped.engine.gradient_accumulation_steps()
-            if steps != self.gradient_accumulation_steps:
-                self.gradient_accumulation_steps, self.step = steps, 0
-        original(self)
-
-    return _do_sync
+    phases = _phases_of(self)
+    if phases is not None and phases.changes_batches:
+        steps = self.deepspeed_engine_wrapped.engine.gradient_accumulation_steps()
+        if steps != self.gradient_accumulation_steps:
+            self.gradient_accumulation_steps, self.step = steps, 0
+    original(self)
 
 
 def _phases_of(accelerator: object) -> Any:
@@ -161,34 +149,30 @@ def _refuse_other_micro_batches(engine: Any) -> None:
         )
 
 
-def refuse_optimizer_apart(original: Callable[..., object]) -> Callable[..., object]:
+def refuse_optimizer_apart(
+    original: Callable[..., object], self: Any, optimizer: object, device_placement: object = None
+) -> Any:
     """Wraps ``Accelerator.prepare_optimizer``: raises PartitionError on several ranks under ZeRO,
     where each rank would train an unsharded model with unaveraged gradients.
     """
-
-    def prepare_optimizer(self: Any, optimizer: object, device_placement: object = None) -> Any:
-        if finder.chosen() and self.distributed_type == "DEEPSPEED" and self.num_processes > 1:
-            raise PartitionError(
-                f"accelerator.prepare_optimizer({type(optimizer).__name__}) under ZeRO: the model "
-                "stays whole and its gradients are not averaged "
-                "over the ranks; prepare both in one call, model, optimizer = "
-                "accelerator.prepare(model, optimizer)"
-            )
-        return original(self, optimizer, device_placement)
-
-    return prepare_optimizer
+    if finder.chosen() and self.distributed_type == "DEEPSPEED" and self.num_processes > 1:
+        raise PartitionError(
+            f"accelerator.prepare_optimizer({type(optimizer).__name__}) under ZeRO: the model "
+            "stays whole and its gradients are not averaged "
+            "over the ranks; prepare both in one call, model, optimizer = "
+            "accelerator.prepare(model, optimizer)"
+        )
+    return original(self, optimizer, device_placement)
 
 
-def empty_elsewhere(original: Callable[..., object]) -> Callable[..., object]:
+def empty_elsewhere(
+    original: Callable[..., object], self: Any, model: object, unwrap: bool = True
+) -> Any:
     """Wraps ``Accelerator.get_state_dict``: ranks other than 0 get an empty state dict instead of
     None, as under FSDP.
     """
-
-    def get_state_dict(self: Any, model: object, unwrap: bool = True) -> Any:
-        state = original(self, model, unwrap)
-        return {} if state is None and finder.chosen() else state
-
-    return get_state_dict
+    state = original(self, model, unwrap)
+    return {} if state is None and finder.chosen() else state
 
 
 @contextmanager

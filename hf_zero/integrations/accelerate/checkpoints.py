@@ -49,40 +49,37 @@ def _states(accelerator: Accelerator) -> Path:
     return Path(accelerator.project_dir) / "checkpoints"
 
 
-def keep_until_saved(original: Callable[..., Any]) -> Callable[..., object]:
+def keep_until_saved(
+    original: Callable[..., Any],
+    self: Any,
+    output_dir: str | None = None,
+    safe_serialization: bool = True,
+    **save_model_func_kwargs: Any,
+) -> Any:
     """Wraps ``Accelerator.save_state``: ``total_limit`` removes old states once the new one is
     complete, and the number of an incomplete state is not reused.
     """
-
-    def save_state(
-        self: Any,
-        output_dir: str | None = None,
-        safe_serialization: bool = True,
-        **save_model_func_kwargs: object,
-    ) -> object:
-        if not _names_itself(self):
-            if _under_zero(self) and output_dir is not None and not hasattr(self, INTO_MEMORY):
-                keep_measures_in(self, Path(output_dir).parent)
-            return original(self, output_dir, safe_serialization, **save_model_func_kwargs)
-        keep_measures_in(self, Path(self.project_dir))
-        settings, parts = self.project_configuration, StateContents.of(self)
-        settings.iteration = decide_on_rank_0(
-            lambda: _first_free_number(_states(self), settings.iteration, parts)
-        )
-        limit, settings.total_limit = settings.total_limit, None
-        try:
-            location = original(self, output_dir, safe_serialization, **save_model_func_kwargs)
-        finally:
-            settings.total_limit = limit
-        if limit is not None:
-            self.wait_for_everyone()
-            if self.is_main_process:
-                newest = Path(location)
-                after_commit(newest, lambda: _keep(newest, max(limit, 1), parts))
-            self.wait_for_everyone()
-        return location
-
-    return save_state
+    if not _names_itself(self):
+        if _under_zero(self) and output_dir is not None and not hasattr(self, INTO_MEMORY):
+            keep_measures_in(self, Path(output_dir).parent)
+        return original(self, output_dir, safe_serialization, **save_model_func_kwargs)
+    keep_measures_in(self, Path(self.project_dir))
+    settings, parts = self.project_configuration, StateContents.of(self)
+    settings.iteration = decide_on_rank_0(
+        lambda: _first_free_number(_states(self), settings.iteration, parts)
+    )
+    limit, settings.total_limit = settings.total_limit, None
+    try:
+        location = original(self, output_dir, safe_serialization, **save_model_func_kwargs)
+    finally:
+        settings.total_limit = limit
+    if limit is not None:
+        self.wait_for_everyone()
+        if self.is_main_process:
+            newest = Path(location)
+            after_commit(newest, lambda: _keep(newest, max(limit, 1), parts))
+        self.wait_for_everyone()
+    return location
 
 
 def _first_free_number(states: Path, number: int, parts: StateContents) -> int:
@@ -127,52 +124,49 @@ def _keep(newest: Path, limit: int, parts: StateContents) -> None:
     remove(chosen, os.path.join(os.pardir, DROPPED))  # outside: folders in here count as states
 
 
-def resume_from_whole(original: Callable[..., object]) -> Callable[..., object]:
+def resume_from_whole(
+    original: Callable[..., object],
+    self: Any,
+    input_dir: str | None = None,
+    load_kwargs: object = None,
+    **load_model_func_kwargs: object,
+) -> Any:
     """Wraps ``Accelerator.load_state``: without a folder, loads the newest of the last complete
     state and of those in the memory of the hosts, and has the next save use a number of its own.
     Warns of skipped states and of random states that do not carry over. Refuses a checkpoint of
     the Trainer.
     """
-
-    def load_state(
-        self: Any,
-        input_dir: str | None = None,
-        load_kwargs: object = None,
-        **load_model_func_kwargs: object,
-    ) -> Any:
-        last, named = input_dir is None, _names_itself(self)
-        if last and named:
-            checkpoint = decide_on_rank_0(
-                lambda: last_complete(
-                    numbered_folders(_states(self), PREFIX), StateContents.of(self).error
-                )
+    last, named = input_dir is None, _names_itself(self)
+    if last and named:
+        checkpoint = decide_on_rank_0(
+            lambda: last_complete(
+                numbered_folders(_states(self), PREFIX), StateContents.of(self).error
             )
-            input_dir = None if checkpoint is None else str(checkpoint)
-        if last and _under_zero(self):
-            input_dir = newer_in_memory(self, input_dir)
-        if input_dir is not None and _under_zero(self):
-            decide_on_rank_0(lambda: _refuse_trainer_folder(Path(input_dir).expanduser()))
-            if named:
-                keep_measures_in(self, Path(self.project_dir))
-            elif not last:
-                keep_measures_in(self, Path(input_dir).parent)
-        result = original(self, input_dir, load_kwargs, **load_model_func_kwargs)
-        if last and named:
-            self.project_configuration.iteration = decide_on_rank_0(
-                lambda: _next_number(_states(self), self.project_configuration.iteration)
-            )
-        if input_dir is not None and _under_zero(self):
-            # Accelerate's count of micro-batches in a window: unknown for new ranks, and the window
-            # may have another length now.
-            self.step = 0
-            folder, rank = Path(input_dir).expanduser(), self.process_index
-            warn_lost_random_states(
-                folder,
-                folder / MODEL_TAG,
-                f"random_states_{rank}.pkl",
-                rank,
-                self.num_processes,
-            )
-        return result
-
-    return load_state
+        )
+        input_dir = None if checkpoint is None else str(checkpoint)
+    if last and _under_zero(self):
+        input_dir = newer_in_memory(self, input_dir)
+    if input_dir is not None and _under_zero(self):
+        decide_on_rank_0(lambda: _refuse_trainer_folder(Path(input_dir).expanduser()))
+        if named:
+            keep_measures_in(self, Path(self.project_dir))
+        elif not last:
+            keep_measures_in(self, Path(input_dir).parent)
+    result = original(self, input_dir, load_kwargs, **load_model_func_kwargs)
+    if last and named:
+        self.project_configuration.iteration = decide_on_rank_0(
+            lambda: _next_number(_states(self), self.project_configuration.iteration)
+        )
+    if input_dir is not None and _under_zero(self):
+        # Accelerate's count of micro-batches in a window: unknown for new ranks, and the window
+        # may have another length now.
+        self.step = 0
+        folder, rank = Path(input_dir).expanduser(), self.process_index
+        warn_lost_random_states(
+            folder,
+            folder / MODEL_TAG,
+            f"random_states_{rank}.pkl",
+            rank,
+            self.num_processes,
+        )
+    return result

@@ -21,31 +21,25 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 
 
-def alias_config(original: Callable[..., object]) -> Callable[..., object]:
+def alias_config(
+    original: Callable[..., object], self: Any, *args: object, **kwargs: object
+) -> Any:
     """Wraps ``accelerate.commands.utils.CustomArgumentParser.add_argument``: ``--config`` becomes
     an alias of ``--config_file``.
     """
-
-    def add_argument(self: Any, *args: object, **kwargs: object) -> Any:
-        if "--config_file" in args and "--config" not in args:
-            args = (*args, "--config")
-        return original(self, *args, **kwargs)
-
-    return add_argument
+    if "--config_file" in args and "--config" not in args:
+        args = (*args, "--config")
+    return original(self, *args, **kwargs)
 
 
-def check_zero_launch(original: Callable[..., Any]) -> Callable[..., object]:
+def check_zero_launch(original: Callable[..., Any], args: Any) -> Any:
     """Wraps ``accelerate.commands.launch._validate_launch_command``: ``--cpu`` with ZeRO means CPU
     ranks, instead of disabling ZeRO.
     """
-
-    def _validate_launch_command(args: Any) -> Any:
-        args, defaults, precision_from_file = original(args)
-        if args.use_deepspeed and args.cpu and finder.chosen():
-            args.cpu, args.use_cpu = False, True
-        return args, defaults, precision_from_file
-
-    return _validate_launch_command
+    args, defaults, precision_from_file = original(args)
+    if args.use_deepspeed and args.cpu and finder.chosen():
+        args.cpu, args.use_cpu = False, True
+    return args, defaults, precision_from_file
 
 
 def _read_strictly(path: str | None) -> str:
@@ -65,84 +59,74 @@ def _read_strictly(path: str | None) -> str:
     return ""
 
 
-def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
+def prepare_ranks(original: Callable[..., Any], args: Any) -> tuple[list[str], dict[str, str]]:
     """Wraps ``accelerate.utils.launch.prepare_deepspeed_cmd_env``: returns the launcher's command
     and the environment of ZeRO ranks.
     """
-
-    def prepare_deepspeed_cmd_env(args: Any) -> tuple[list[str], dict[str, str]]:
-        if not finder.chosen():
-            return original(args)
-        # The file is checked here, not in _validate_launch_command: `python -m
-        # accelerate.commands.launch` has that function in a module called __main__.
-        file = _read_strictly(args.config_file)
-        refusal = launcher_refusal(args.deepspeed_multinode_launcher, args.num_machines)
-        if refusal:
-            raise ConfigError(f"deepspeed_multinode_launcher: {refusal}")
-        args.deepspeed_multinode_launcher = STANDARD
-        command, environment = original(args)
-        if (
-            _flag(environment.pop("ACCELERATE_USE_CPU", "false"))
-            or getattr(args, "use_cpu", False)
-            or getattr(args, "cpu", False)
-        ):
-            # Accelerate disables DEEPSPEED if ACCELERATE_USE_CPU is set. Ranks that see no GPU
-            # select the CPU by themselves.
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        for path in (
-            "offload_optimizer_nvme_path",
-            "offload_param_nvme_path",
-        ):  # DeepSpeedPlugin reads these variables, but Accelerate sets neither
-            if getattr(args, path, None) is not None:
-                environment[f"ACCELERATE_DEEPSPEED_{path.upper()}"] = str(getattr(args, path))
-        # Accelerate has turned all keys below deepspeed_config into attributes.
-        written = {
-            name: value for name in PASSED_ON if (value := getattr(args, name, None)) is not None
-        }
-        if file:
-            environment[LAUNCH_FILE] = file
-        if written:
-            if (config_file := args.deepspeed_config_file) not in (None, "none"):
-                raise ConfigError(
-                    f"deepspeed_config.{min(written)} is given besides --deepspeed_config_file "
-                    f"{config_file}, but Accelerate reads only the file; move it "
-                    f"into {config_file}"
-                )
-            environment[WRITTEN] = json.dumps(written)
-        return command, environment
-
-    return prepare_deepspeed_cmd_env
+    if not finder.chosen():
+        return original(args)
+    # The file is checked here, not in _validate_launch_command: `python -m
+    # accelerate.commands.launch` has that function in a module called __main__.
+    file = _read_strictly(args.config_file)
+    refusal = launcher_refusal(args.deepspeed_multinode_launcher, args.num_machines)
+    if refusal:
+        raise ConfigError(f"deepspeed_multinode_launcher: {refusal}")
+    args.deepspeed_multinode_launcher = STANDARD
+    command, environment = original(args)
+    if (
+        _flag(environment.pop("ACCELERATE_USE_CPU", "false"))
+        or getattr(args, "use_cpu", False)
+        or getattr(args, "cpu", False)
+    ):
+        # Accelerate disables DEEPSPEED if ACCELERATE_USE_CPU is set. Ranks that see no GPU
+        # select the CPU by themselves.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    for path in (
+        "offload_optimizer_nvme_path",
+        "offload_param_nvme_path",
+    ):  # DeepSpeedPlugin reads these variables, but Accelerate sets neither
+        if getattr(args, path, None) is not None:
+            environment[f"ACCELERATE_DEEPSPEED_{path.upper()}"] = str(getattr(args, path))
+    # Accelerate has turned all keys below deepspeed_config into attributes.
+    written = {
+        name: value for name in PASSED_ON if (value := getattr(args, name, None)) is not None
+    }
+    if file:
+        environment[LAUNCH_FILE] = file
+    if written:
+        if (config_file := args.deepspeed_config_file) not in (None, "none"):
+            raise ConfigError(
+                f"deepspeed_config.{min(written)} is given besides --deepspeed_config_file "
+                f"{config_file}, but Accelerate reads only the file; move it "
+                f"into {config_file}"
+            )
+        environment[WRITTEN] = json.dumps(written)
+    return command, environment
 
 
-def refuse_plain_launch(original: Callable[..., Any]) -> Callable[..., object]:
+def refuse_plain_launch(
+    original: Callable[..., Any], args: Any
+) -> tuple[list[str], dict[str, str]]:
     """Wraps ``accelerate.utils.launch.prepare_simple_launcher_cmd_env``: raises ConfigError if a
     ZeRO configuration would start one unsharded process.
     """
-
-    def prepare_simple_launcher_cmd_env(args: object) -> tuple[list[str], dict[str, str]]:
-        if getattr(args, "use_deepspeed", False) and finder.chosen():
-            raise ConfigError(
-                "--cpu beside a DEEPSPEED configuration would start one process without ZeRO; "
-                "remove --cpu and write `use_cpu: true` in the file"
-            )
-        return original(args)
-
-    return prepare_simple_launcher_cmd_env
+    if getattr(args, "use_deepspeed", False) and finder.chosen():
+        raise ConfigError(
+            "--cpu beside a DEEPSPEED configuration would start one process without ZeRO; "
+            "remove --cpu and write `use_cpu: true` in the file"
+        )
+    return original(args)
 
 
-def see_ranks(original: Callable[..., None]) -> Callable[..., None]:
+def see_ranks(original: Callable[..., None], self: Any) -> None:
     """Wraps ``TrainingArguments.__post_init__``: sets torchrun's variables for ranks of srun and
     mpirun before the arguments read them, and makes the group of CPU ranks, which Accelerate would
     make on a store that torchrun keeps from attempts before.
     """
-
-    def __post_init__(self: Any) -> None:
-        uses_engine = (self.deepspeed or zero_asked_for()) and finder.chosen()
-        if uses_engine and launched() and (self.use_cpu or cpu_forced()):
-            init_distributed("gloo", timeout=timedelta(seconds=self.ddp_timeout))
-        original(self)
-
-    return __post_init__
+    uses_engine = (self.deepspeed or zero_asked_for()) and finder.chosen()
+    if uses_engine and launched() and (self.use_cpu or cpu_forced()):
+        init_distributed("gloo", timeout=timedelta(seconds=self.ddp_timeout))
+    original(self)
 
 
 def launched() -> bool:

@@ -74,41 +74,37 @@ def sequence_ranks(state: object) -> int:
     return 1 if parallelism is None else parallelism.sp_size
 
 
-def share_out(original: Callable[..., Any]) -> Callable[..., object]:
+def share_out(original: Callable[..., Any], dataloader: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps ``prepare_data_loader``: a rank reads the batches of its data-parallel rank, see [Note:
     one data-parallel rank].
     """
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+    from accelerate.state import AcceleratorState
 
-    def prepare_data_loader(dataloader: object, *args: object, **kwargs: object) -> object:
-        from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
-        from accelerate.state import AcceleratorState
+    from hf_zero.parallel.sequence.batches import SHARE
 
-        from hf_zero.parallel.sequence.batches import SHARE
+    state = AcceleratorState()
+    layers, sequences = tensor_ranks(state), sequence_ranks(state)
 
-        state = AcceleratorState()
-        layers, sequences = tensor_ranks(state), sequence_ranks(state)
-
-        def share(size: int) -> object:
-            if size == 1:
-                return original(dataloader, *args, **kwargs)
-            ranks, rank = state.num_processes // size, state.process_index // size
-            counts = {"num_processes": ranks, "process_index": rank, "torch_device_mesh": None}
-            prepared = original(dataloader, *args, **kwargs | counts)
-            if type(prepared) is DataLoaderDispatcher:
-                prepared.state = _DataParallelState(prepared.state, ranks)
-                prepared.slice_fn = functools.partial(_own_part, prepared.slice_fn, rank)
-            elif ranks == 1 and not kwargs.get("use_seedable_sampler"):
-                _shuffle_alike(prepared, dataloader)
-            if size > layers and type(prepared) is DataLoaderShard:
-                prepared.device = None  # the parts are moved to the device, not the whole batches
-            return prepared
-
-        prepared = share(layers)
-        if sequences > 1:
-            vars(prepared)[SHARE] = functools.partial(share, layers * sequences)
+    def share(size: int) -> Any:
+        if size == 1:
+            return original(dataloader, *args, **kwargs)
+        ranks, rank = state.num_processes // size, state.process_index // size
+        counts = {"num_processes": ranks, "process_index": rank, "torch_device_mesh": None}
+        prepared = original(dataloader, *args, **kwargs | counts)
+        if type(prepared) is DataLoaderDispatcher:
+            prepared.state = _DataParallelState(prepared.state, ranks)
+            prepared.slice_fn = functools.partial(_own_part, prepared.slice_fn, rank)
+        elif ranks == 1 and not kwargs.get("use_seedable_sampler"):
+            _shuffle_alike(prepared, dataloader)
+        if size > layers and type(prepared) is DataLoaderShard:
+            prepared.device = None  # the parts are moved to the device, not the whole batches
         return prepared
 
-    return prepare_data_loader
+    prepared = share(layers)
+    if sequences > 1:
+        vars(prepared)[SHARE] = functools.partial(share, layers * sequences)
+    return prepared
 
 
 def _shuffle_alike(prepared: Any, loader: object) -> None:
@@ -153,68 +149,60 @@ def _own_part(
     return cut(data, part, process_index=rank, num_processes=num_processes)
 
 
-def rewind_what_was_fetched(original: Callable[..., None]) -> Callable[..., None]:
+def rewind_what_was_fetched(original: Callable[..., None], self: Any) -> None:
     """Wraps ``DataLoaderAdapter.adjust_state_dict_for_prefetch``: a dispatching loader has
     prefetched one batch for each data-parallel rank, not one for each process.
     """
-
-    def adjust_state_dict_for_prefetch(self: Any) -> None:
-        state = self.__dict__.get("state")
-        if not isinstance(state, _DataParallelState):
-            original(self)
-            return
-        saved, ahead = self.dl_state_dict, state.num_processes - 1
-        for counters, name, size in (
-            (saved, "_sampler_iter_yielded", 1),
-            (saved, "_num_yielded", 1),
-            (saved.get("_index_sampler_state") or {}, "samples_yielded", self.batch_size),
-        ):
-            if counters.get(name, 0) > 0:
-                counters[name] -= size * ahead
-
-    return adjust_state_dict_for_prefetch
+    state = self.__dict__.get("state")
+    if not isinstance(state, _DataParallelState):
+        original(self)
+        return
+    saved, ahead = self.dl_state_dict, state.num_processes - 1
+    for counters, name, size in (
+        (saved, "_sampler_iter_yielded", 1),
+        (saved, "_num_yielded", 1),
+        (saved.get("_index_sampler_state") or {}, "samples_yielded", self.batch_size),
+    ):
+        if counters.get(name, 0) > 0:
+            counters[name] -= size * ahead
 
 
-def count_samples_once(original: Callable[..., object]) -> Callable[..., object]:
+def count_samples_once(
+    original: Callable[..., object], self: Any, input_data: object, use_gather_object: bool = False
+) -> Any:
     """Wraps ``Accelerator.gather_for_metrics``: of ranks with the same batches only the first one's
     results are returned.
     """
-
-    def gather_for_metrics(self: Any, input_data: object, use_gather_object: bool = False) -> Any:
-        size = tensor_ranks(self.state)
-        if size == 1:
-            return original(self, input_data, use_gather_object)
-        if use_gather_object or not _all_tensors(input_data):
-            return original(self, [] if self.process_index % size else input_data, True)
-        with _gathering_one_of(self, size):
-            return original(self, input_data)
-
-    return gather_for_metrics
+    size = tensor_ranks(self.state)
+    if size == 1:
+        return original(self, input_data, use_gather_object)
+    if use_gather_object or not _all_tensors(input_data):
+        return original(self, [] if self.process_index % size else input_data, True)
+    with _gathering_one_of(self, size):
+        return original(self, input_data)
 
 
-def count_batches_once(original: Callable[..., None]) -> Callable[..., None]:
+def count_batches_once(
+    original: Callable[..., None], self: Any, *args: object, **kwargs: object
+) -> None:
     """Wraps ``AcceleratedScheduler.step``, which steps once for each process: of the processes that
     train on the same batch, or on parts of its sequences, one counts.
     """
+    from accelerate.state import AcceleratorState
 
-    def step(self: Any, *args: object, **kwargs: object) -> None:
-        from accelerate.state import AcceleratorState
-
-        state, inner = AcceleratorState(), self.scheduler
-        size = tensor_ranks(state) * sequence_ranks(state)
-        if size == 1 or self.split_batches or not self.step_with_optimizer:
-            original(self, *args, **kwargs)
-            return
-        inner_step, attributes, calls = inner.step, {**vars(inner)}, itertools.count()
-        inner.step = lambda *a, **k: None if next(calls) % size else inner_step(*a, **k)
-        try:
-            original(self, *args, **kwargs)
-        finally:
-            del inner.step  # a scheduler's state dict would include it
-            if "step" in attributes:
-                inner.step = inner_step
-
-    return step
+    state, inner = AcceleratorState(), self.scheduler
+    size = tensor_ranks(state) * sequence_ranks(state)
+    if size == 1 or self.split_batches or not self.step_with_optimizer:
+        original(self, *args, **kwargs)
+        return
+    inner_step, attributes, calls = inner.step, {**vars(inner)}, itertools.count()
+    inner.step = lambda *a, **k: None if next(calls) % size else inner_step(*a, **k)
+    try:
+        original(self, *args, **kwargs)
+    finally:
+        del inner.step  # a scheduler's state dict would include it
+        if "step" in attributes:
+            inner.step = inner_step
 
 
 def _all_tensors(data: object) -> bool:
@@ -244,42 +232,42 @@ def _gathering_one_of(accelerator: Accelerator, size: int) -> Iterator[None]:
         del accelerator.gather
 
 
-def draw_by_difficulty(original: Callable[..., object]) -> Callable[..., object]:
+def draw_by_difficulty(
+    original: Callable[..., object],
+    self: Any,
+    data_loader: Any,
+    device_placement: Any = None,
+    slice_fn_for_dispatch: Any = None,
+) -> Any:
     """Wraps ``Accelerator.prepare_data_loader``: a loader that shuffles a map-style dataset draws
     by difficulty if so configured.
     """
+    chosen = finder.chosen() and _chooses_samples(self) and _shuffles(data_loader)
+    prepared = original(self, data_loader, device_placement, slice_fn_for_dispatch)
 
-    def prepare_data_loader(
-        self: Any, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
-    ) -> Any:
-        chosen = finder.chosen() and _chooses_samples(self) and _shuffles(data_loader)
-        prepared = original(self, data_loader, device_placement, slice_fn_for_dispatch)
+    def choose(shared: Any, size: int) -> Any:
+        from hf_zero.techniques.data_sampling import CurriculumSampler
 
-        def choose(shared: Any, size: int) -> object:
-            from hf_zero.techniques.data_sampling import CurriculumSampler
+        batches = data_loader.batch_sampler
+        ranks = 1 if self.split_batches else self.num_processes // size
+        written = self.deepspeed_plugin.deepspeed_config.get(STEPS)
+        steps = written if isinstance(written, int) else self.gradient_accumulation_steps
+        samples = batches.batch_size * ranks * steps
+        sampler = CurriculumSampler(data_loader.dataset, samples, batches.drop_last)
+        shared.set_sampler(sampler)
+        return shared
 
-            batches = data_loader.batch_sampler
-            ranks = 1 if self.split_batches else self.num_processes // size
-            written = self.deepspeed_plugin.deepspeed_config.get(STEPS)
-            steps = written if isinstance(written, int) else self.gradient_accumulation_steps
-            samples = batches.batch_size * ranks * steps
-            sampler = CurriculumSampler(data_loader.dataset, samples, batches.drop_last)
-            shared.set_sampler(sampler)
-            return shared
+    if chosen:
+        from hf_zero.parallel.sequence.batches import SHARE
 
-        if chosen:
-            from hf_zero.parallel.sequence.batches import SHARE
-
-            size = tensor_ranks(self.state)
-            choose(prepared, size)
-            if share := vars(prepared).get(SHARE):
-                size *= sequence_ranks(self.state)
-                vars(prepared)[SHARE] = lambda: choose(share(), size)
-        if finder.chosen():
-            follow_engines(self)
-        return prepared
-
-    return prepare_data_loader
+        size = tensor_ranks(self.state)
+        choose(prepared, size)
+        if share := vars(prepared).get(SHARE):
+            size *= sequence_ranks(self.state)
+            vars(prepared)[SHARE] = lambda: choose(share(), size)
+    if finder.chosen():
+        follow_engines(self)
+    return prepared
 
 
 def follow_engines(accelerator: Accelerator) -> None:
@@ -294,33 +282,31 @@ def follow_engines(accelerator: Accelerator) -> None:
             follow(engine.techniques, _sampler_of(loader))
 
 
-def skip_what_was_trained(original: Callable[..., Any]) -> Callable[..., object]:
+def skip_what_was_trained(
+    original: Callable[..., Any], dataloader: Any, num_batches: int = 0
+) -> Any:
     """Wraps ``skip_first_batches``: the skipped batches are those before the training's next step,
     at which a loader that draws by difficulty starts by itself.
     """
+    from hf_zero.parallel.sequence.batches import SequenceBatches
 
-    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-        from hf_zero.parallel.sequence.batches import SequenceBatches
+    if isinstance(dataloader, SequenceBatches):
+        whole, remainder = divmod(num_batches, dataloader.turns)
+        return dataloader.over(skip_what_was_trained(original, dataloader.loader, whole), remainder)
+    skipping = original(dataloader, num_batches)
+    from accelerate.data_loader import DataLoaderDispatcher
 
-        if isinstance(dataloader, SequenceBatches):
-            whole, remainder = divmod(num_batches, dataloader.turns)
-            return dataloader.over(skip_first_batches(dataloader.loader, whole), remainder)
-        skipping = original(dataloader, num_batches)
-        from accelerate.data_loader import DataLoaderDispatcher
+    if finder.chosen() and type(skipping) is DataLoaderDispatcher:
+        # Accelerate constructs it anew without these two
+        skipping.state, skipping.slice_fn = dataloader.state, dataloader.slice_fn
+    from hf_zero.techniques.data_sampling import CurriculumSampler
 
-        if finder.chosen() and type(skipping) is DataLoaderDispatcher:
-            # Accelerate constructs it anew without these two
-            skipping.state, skipping.slice_fn = dataloader.state, dataloader.slice_fn
-        from hf_zero.techniques.data_sampling import CurriculumSampler
-
-        sampler = _sampler_of(dataloader)
-        if isinstance(sampler, CurriculumSampler):
-            batches = dataloader.batch_sampler
-            sampler = sampler.before_skipping(num_batches * _samples_of_a_batch(batches))
-            skipping.batch_sampler.batch_sampler = _with_sampler(batches, sampler)
-        return skipping
-
-    return skip_first_batches
+    sampler = _sampler_of(dataloader)
+    if isinstance(sampler, CurriculumSampler):
+        batches = dataloader.batch_sampler
+        sampler = sampler.before_skipping(num_batches * _samples_of_a_batch(batches))
+        skipping.batch_sampler.batch_sampler = _with_sampler(batches, sampler)
+    return skipping
 
 
 def _chooses_samples(accelerator: Accelerator) -> bool:

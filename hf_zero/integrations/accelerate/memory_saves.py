@@ -52,17 +52,13 @@ def leave_to_trainer(accelerator: object) -> None:
     _saving.discard(accelerator)
 
 
-def save_between_batches(original: Callable[..., None]) -> Callable[..., None]:
+def save_between_batches(original: Callable[[object], None], self: Any) -> None:
     """Wraps two calls of Accelerate's loaders after the body of a script's loop: saves into the
     memory of the hosts if it is due. Loaders in the body, of an evaluation, do not.
     """
-
-    def between_batches(self: Any) -> None:
-        if _saving and _loops(self.gradient_state)[:1] in ([], [self]):
-            _save_what_is_due()
-        original(self)
-
-    return between_batches
+    if _saving and _loops(self.gradient_state)[:1] in ([], [self]):
+        _save_what_is_due()
+    original(self)
 
 
 def _before_forward(engine: TrainingEngine, inputs: object) -> None:

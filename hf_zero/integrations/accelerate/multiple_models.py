@@ -210,22 +210,17 @@ def set_limit(engine: Engine, limit: float) -> None:
     engine.max_norm = 0.0 if math.isinf(limit) else max(limit, SMALLEST_LIMIT)
 
 
-def add_up_in_no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
+@contextmanager
+def add_up_in_no_sync(original: Callable[..., Any], self: Any, model: Any) -> Iterator[None]:
     """Wraps ``Accelerator.no_sync``: backwards inside accumulate at every stage; Accelerate's
     version ignores engines of stages 2 and 3.
     """
-
-    @contextmanager
-    def no_sync(self: Any, model: Module) -> Iterator[None]:
-        # accumulate() calls this too, with sync_gradients False, which has the same effect.
-        with (
-            model.no_sync()
-            if isinstance(model, Engine) and self.sync_gradients
-            else original(self, model)
-        ):
-            yield
-
-    return no_sync
+    with (
+        model.no_sync()
+        if isinstance(model, Engine) and self.sync_gradients
+        else original(self, model)
+    ):
+        yield
 
 
 def _at_window_end(wrapped: Any, name: str) -> Callable[..., None]:
@@ -241,44 +236,46 @@ def _at_window_end(wrapped: Any, name: str) -> Callable[..., None]:
     return method
 
 
-def clip_by_the_engine(original: Callable[..., object]) -> Callable[..., object]:
+def clip_by_the_engine(
+    original: Callable[..., object],
+    self: Any,
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2,
+) -> Any:
     """Wraps ``Accelerator.clip_grad_norm_``: returns the gradient norm, a tensor on the device, of
     the engine that owns ``parameters``. Its step clips to ``max_norm`` if the configuration leaves
     the norm open; warns once if it has a different one.
     """
-
-    def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        tensors = [parameters] if hasattr(parameters, "numel") else list(parameters)
-        owner = (
-            next((flat for flat in map(owner_of, tensors) if flat is not None), None)
-            if finder.chosen()
-            else None
+    tensors = [parameters] if hasattr(parameters, "numel") else list(parameters)
+    owner = (
+        next((flat for flat in map(owner_of, tensors) if flat is not None), None)
+        if finder.chosen()
+        else None
+    )
+    engine = owner.engine() if owner is not None else None
+    if engine is None:
+        return original(self, tensors, max_norm, norm_type)
+    if float(norm_type) != 2.0:
+        raise PartitionError(
+            f"clip_grad_norm_(norm_type={norm_type}): the engine clips in its step, by the L2 "
+            "norm of the whole gradient, and keeps no "
+            "other; leave norm_type at 2"
         )
-        engine = owner.engine() if owner is not None else None
-        if engine is None:
-            return original(self, tensors, max_norm, norm_type)
-        if float(norm_type) != 2.0:
-            raise PartitionError(
-                f"clip_grad_norm_(norm_type={norm_type}): the engine clips in its step, by the L2 "
-                "norm of the whole gradient, and keeps no "
-                "other; leave norm_type at 2"
-            )
+    if engine in _limited_by_script:
+        _refuse_part(engine, tensors)
+    else:
+        _warn_limit(engine, float(max_norm))
+    wrapped = self.deepspeed_engine_wrapped
+    if isinstance(wrapped, MultipleEngines):
         if engine in _limited_by_script:
-            _refuse_part(engine, tensors)
-        else:
-            _warn_limit(engine, float(max_norm))
-        wrapped = self.deepspeed_engine_wrapped
-        if isinstance(wrapped, MultipleEngines):
-            if engine in _limited_by_script:
-                set_limit(engine, float(max_norm))
-            return engine.gradient_norm() if self.sync_gradients else None
-        if wrapped is None:
-            return None
-        if wrapped.engine is engine:
-            wrapped.single.make_step(float(max_norm))
-        return wrapped.engine.grad_norm_tensor()
-
-    return clip_grad_norm_
+            set_limit(engine, float(max_norm))
+        return engine.gradient_norm() if self.sync_gradients else None
+    if wrapped is None:
+        return None
+    if wrapped.engine is engine:
+        wrapped.single.make_step(float(max_norm))
+    return wrapped.engine.grad_norm_tensor()
 
 
 def _refuse_part(engine: Engine, parameters: Iterable[object]) -> None:

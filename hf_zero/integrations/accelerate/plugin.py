@@ -26,81 +26,68 @@ from hf_zero.integrations.accelerate.loaders import name_the_size
 PRINTS = "steps_per_print"
 
 
-def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
+def read_strictly(original: Callable[..., None], self: Any, config_file_or_dict: object) -> None:
     """Wraps ``HfDeepSpeedConfig.__init__``: reads paths, presets and JSON with hf-zero's reader,
     and keeps the sources of the values.
     """
-
-    def __init__(self: Any, config_file_or_dict: object) -> None:
-        if not finder.chosen():
-            original(self, config_file_or_dict)
-            return
-        original(self, mapping_of(config_file_or_dict))
-        name_the_size(self.config)
-
-    return __init__
+    if not finder.chosen():
+        original(self, config_file_or_dict)
+        return
+    original(self, mapping_of(config_file_or_dict))
+    name_the_size(self.config)
 
 
-def add_written_keys(original: Callable[..., None]) -> Callable[..., None]:
+def add_written_keys(original: Callable[[object], None], self: Any) -> None:
     """Wraps ``DeepSpeedPlugin.__post_init__``: adds the launcher file's keys that Accelerate does
     not pass on to the ranks, records the source of each, and keeps a written ``steps_per_print``,
     which Accelerate replaces by infinity.
     """
-
-    def __post_init__(self: Any) -> None:
-        from_launcher = (
-            self.hf_ds_config is None
-            and os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") == "none"
-        )
-        value = self.hf_ds_config
-        original(self)
-        if not (finder.chosen() and isinstance(self.deepspeed_config, SourcedDict)):
-            return
-        if PRINTS in self.deepspeed_config.written:
-            self.deepspeed_config[PRINTS] = self.deepspeed_config.written[PRINTS][0]
-        if from_launcher:
-            merge(self.deepspeed_config, written_keys())
-            name_the_size(self.deepspeed_config)
-            remember_launch(self.deepspeed_config)
-        elif not hasattr(value, "config"):
-            # with a ``config`` it is the Trainer's, which sets its own filler
-            self.deepspeed_config.filler = "Accelerate"
-
-    return __post_init__
+    from_launcher = (
+        self.hf_ds_config is None
+        and os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") == "none"
+    )
+    value = self.hf_ds_config
+    original(self)
+    if not (finder.chosen() and isinstance(self.deepspeed_config, SourcedDict)):
+        return
+    if PRINTS in self.deepspeed_config.written:
+        self.deepspeed_config[PRINTS] = self.deepspeed_config.written[PRINTS][0]
+    if from_launcher:
+        merge(self.deepspeed_config, written_keys())
+        name_the_size(self.deepspeed_config)
+        remember_launch(self.deepspeed_config)
+    elif not hasattr(value, "config"):
+        # with a ``config`` it is the Trainer's, which sets its own filler
+        self.deepspeed_config.filler = "Accelerate"
 
 
-def leave_own_autos(original: Callable[..., object]) -> Callable[..., object]:
+def leave_own_autos(
+    original: Callable[..., object],
+    self: Any,
+    ds_key_long: str,
+    mismatches: Any = None,
+    must_match: bool = True,
+    **kwargs: Any,
+) -> None:
     """Wraps ``DeepSpeedPlugin.fill_match``: keeps "auto" where it is a value of hf-zero."""
-
-    def fill_match(
-        self: Any,
-        ds_key_long: str,
-        mismatches: Any = None,
-        must_match: bool = True,
-        **kwargs: object,
-    ) -> None:
-        if not (finder.chosen() and ds_key_long in OWN_AUTOS and ds_key_long not in kwargs):
-            original(self, ds_key_long, mismatches, must_match, **kwargs)
-
-    return fill_match
+    if not (finder.chosen() and ds_key_long in OWN_AUTOS and ds_key_long not in kwargs):
+        original(self, ds_key_long, mismatches, must_match, **kwargs)
 
 
-def leave_models_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+@contextmanager
+def leave_models_whole(
+    original: Callable[..., Any], self: Any, enable: bool = False
+) -> Iterator[None]:
     """Wraps ``DeepSpeedPlugin.zero3_init_context_manager``: models of transformers constructed
     under ``enable=False`` stay whole.
     """
-
-    @contextmanager
-    def zero3_init_context_manager(self: Any, enable: bool = False) -> Iterator[None]:
-        with original(self, enable):
-            whole = ZeroConfig(stage=0) if finder.chosen() and not enable else forced_config.get()
-            token = forced_config.set(whole)
-            try:
-                yield
-            finally:
-                forced_config.reset(token)
-
-    return zero3_init_context_manager
+    with original(self, enable):
+        whole = ZeroConfig(stage=0) if finder.chosen() and not enable else forced_config.get()
+        token = forced_config.set(whole)
+        try:
+            yield
+        finally:
+            forced_config.reset(token)
 
 
 def written_keys() -> dict[str, object]:

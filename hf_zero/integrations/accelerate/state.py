@@ -30,89 +30,82 @@ from hf_zero.parallel.sequence.division import CONTEXT, KEY, Division
 _DIVISION = "_hf_zero_division"  # attribute of a ParallelismConfig
 
 
-def answer_gloo(original: Callable[..., Any]) -> Callable[..., object]:
+def answer_gloo(
+    original: Callable[..., Any],
+    self: Any,
+    cpu: bool = False,
+    sagemaker_dp: bool = False,
+    backend: str | None = None,
+) -> Any:
     """Wraps ``PartialState._prepare_backend``: ZeRO ranks without an accelerator use gloo."""
+    from accelerate.utils import DistributedType
 
-    def _prepare_backend(
-        self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
-    ) -> Any:
-        from accelerate.utils import DistributedType
-
-        ranks = zero_asked_for() and finder.chosen() and launched()
-        answer, distributed_type = original(self, cpu, sagemaker_dp, backend)
-        if distributed_type == DistributedType.NO and ranks:
-            return "gloo", DistributedType.MULTI_CPU
-        return answer, distributed_type
-
-    return _prepare_backend
+    ranks = zero_asked_for() and finder.chosen() and launched()
+    answer, distributed_type = original(self, cpu, sagemaker_dp, backend)
+    if distributed_type == DistributedType.NO and ranks:
+        return "gloo", DistributedType.MULTI_CPU
+    return answer, distributed_type
 
 
-def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
+def shard_on_cpu(
+    original: Callable[..., None],
+    self: Any,
+    mixed_precision: str | None = None,
+    cpu: bool = False,
+    dynamo_plugin: object = None,
+    deepspeed_plugin: object = None,
+    fsdp_plugin: object = None,
+    torch_tp_plugin: object = None,
+    megatron_lm_plugin: object = None,
+    parallelism_config: object = None,
+    _from_accelerator: bool = False,
+    **kwargs: object,
+) -> None:
     """Wraps ``AcceleratorState.__init__``: ``cpu=True`` keeps ZeRO, and every ZeRO process gets a
     process group.
     """
+    from accelerate.state import PartialState
 
-    def __init__(
-        self: Any,
-        mixed_precision: str | None = None,
-        cpu: bool = False,
-        dynamo_plugin: object = None,
-        deepspeed_plugin: object = None,
-        fsdp_plugin: object = None,
-        torch_tp_plugin: object = None,
-        megatron_lm_plugin: object = None,
-        parallelism_config: object = None,
-        _from_accelerator: bool = False,
-        **kwargs: object,
-    ) -> None:
-        from accelerate.state import PartialState
-
-        first = _from_accelerator and type(self)._shared_state == {}
-        starts = first and zero_asked_for() and finder.chosen()
-        if starts:
-            parallelism_config = _with_shared_sequences(parallelism_config, deepspeed_plugin)
-        plugins = (
-            dynamo_plugin,
-            deepspeed_plugin,
-            fsdp_plugin,
-            torch_tp_plugin,
-            megatron_lm_plugin,
-            parallelism_config,
-        )
-        if not starts:
-            original(self, mixed_precision, cpu, *plugins, _from_accelerator, **kwargs)
-            return
-        _refuse_other_parallelism(parallelism_config)
-        finder.apply_late()
-        if PartialState._shared_state != {} and PartialState().backend is None and launched():
-            PartialState._reset_state()  # made before ZeRO was enabled: it assumes a single process
-        on_cpu = cpu or cpu_forced()
-        if on_cpu and PartialState._shared_state == {}:
-            _start_on_cpu(**kwargs)
-        forced = os.environ.pop("ACCELERATE_USE_CPU", None)
-        try:
-            original(self, mixed_precision, False, *plugins, _from_accelerator, **kwargs)
-        finally:
-            if forced is not None:
-                os.environ["ACCELERATE_USE_CPU"] = forced
-        _join_group(self, kwargs.get("timeout"))
-
-    return __init__
+    first = _from_accelerator and type(self)._shared_state == {}
+    starts = first and zero_asked_for() and finder.chosen()
+    if starts:
+        parallelism_config = _with_shared_sequences(parallelism_config, deepspeed_plugin)
+    plugins = (
+        dynamo_plugin,
+        deepspeed_plugin,
+        fsdp_plugin,
+        torch_tp_plugin,
+        megatron_lm_plugin,
+        parallelism_config,
+    )
+    if not starts:
+        original(self, mixed_precision, cpu, *plugins, _from_accelerator, **kwargs)
+        return
+    _refuse_other_parallelism(parallelism_config)
+    finder.apply_late()
+    if PartialState._shared_state != {} and PartialState().backend is None and launched():
+        PartialState._reset_state()  # made before ZeRO was enabled: it assumes a single process
+    on_cpu = cpu or cpu_forced()
+    if on_cpu and PartialState._shared_state == {}:
+        _start_on_cpu(**kwargs)
+    forced = os.environ.pop("ACCELERATE_USE_CPU", None)
+    try:
+        original(self, mixed_precision, False, *plugins, _from_accelerator, **kwargs)
+    finally:
+        if forced is not None:
+            os.environ["ACCELERATE_USE_CPU"] = forced
+    _join_group(self, kwargs.get("timeout"))
 
 
-def gather_without_deprecation(original: Callable[..., object]) -> Callable[..., object]:
+def gather_without_deprecation(original: Callable[..., object], tensor: object) -> Any:
     """Wraps ``_gpu_gather``: suppresses torch's deprecation warning of the collective that it
     calls.
     """
-
-    def _gpu_gather(tensor: object) -> Any:
-        with warnings.catch_warnings():
-            if finder.chosen():
-                message = "`torch.distributed.all_gather_into_tensor` is deprecated"
-                warnings.filterwarnings("ignore", message, FutureWarning)
-            return original(tensor)
-
-    return _gpu_gather
+    with warnings.catch_warnings():
+        if finder.chosen():
+            message = "`torch.distributed.all_gather_into_tensor` is deprecated"
+            warnings.filterwarnings("ignore", message, FutureWarning)
+        return original(tensor)
 
 
 def _start_on_cpu(**kwargs: Any) -> None:

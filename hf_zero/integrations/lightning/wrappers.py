@@ -46,18 +46,13 @@ LAST = "_hf_zero_last"  # whether a connector was asked for the last checkpoint,
 HPC = "hpc_ckpt_"
 
 
-def register_stages(original: Callable[..., object]) -> Callable[..., Any]:
+def register_stages(original: Callable[..., object], cls: Any, strategy_registry: object) -> None:
     """Wraps ``DeepSpeedStrategy.register_strategies``: adds ``zero_stage_0`` …
     ``zero_stage_3_offload`` to the registry.
     """
-
     package = original.__module__.partition(".strategies.")[0]
-
-    def register_strategies(cls: Any, strategy_registry: object) -> None:
-        original(cls, strategy_registry)
-        register(strategy_registry, functools.partial(_make, package))
-
-    return register_strategies
+    original(cls, strategy_registry)
+    register(strategy_registry, functools.partial(_make, package))
 
 
 def _make(package: str, **arguments: object) -> object:
@@ -66,99 +61,86 @@ def _make(package: str, **arguments: object) -> object:
     return importlib.import_module(f"hf_zero.integrations.{home}").ZeroStrategy(**arguments)
 
 
-def choose_precision(original: Callable[..., object]) -> Callable[..., object]:
+def choose_precision(original: Callable[..., object], self: Any) -> Any:
     """Wraps ``_AcceleratorConnector._check_and_init_precision``: a ZeroStrategy gets its own
     precision, fp16 on CPUs too.
     """
-
-    def _check_and_init_precision(self: Any) -> Any:
-        if not isinstance(self.strategy, StrategyMethods):
-            return original(self)
-        plugin = self._precision_plugin_flag
-        if plugin is not None and not isinstance(plugin, PrecisionMethods):
-            raise ConfigError(
-                f"{type(plugin).__name__} cannot drive a ZeRO engine, which has precision of its "
-                "own; write Trainer(precision=...)"
-            )
-        return plugin or self.strategy.precision_class(self._precision_flag)
-
-    return _check_and_init_precision
+    if not isinstance(self.strategy, StrategyMethods):
+        return original(self)
+    plugin = self._precision_plugin_flag
+    if plugin is not None and not isinstance(plugin, PrecisionMethods):
+        raise ConfigError(
+            f"{type(plugin).__name__} cannot drive a ZeRO engine, which has precision of its "
+            "own; write Trainer(precision=...)"
+        )
+    return plugin or self.strategy.precision_class(self._precision_flag)
 
 
-def leave_out_by_identity(original: Callable[..., object]) -> Callable[..., object]:
+def leave_out_by_identity(original: Callable[..., object], optimizer: Any, params: Any) -> Any:
     """Wraps ``BaseFinetuning.filter_on_optimizer``: returns those parameters that the optimizer of
     an engine does not have.
     """
-
-    def filter_on_optimizer(optimizer: Optimizer, params: Any) -> Any:
-        params = list(params)
-        flats = [flat for flat in map(owner_of, params) if flat is not None]
-        engine = flats[0].engine() if flats else None
-        if engine is None or engine.optimizer is not optimizer:
-            return original(optimizer, params)
-        given_ids = {id(parameter) for group in engine.given for parameter in group}
-        return [parameter for parameter in params if id(parameter) not in given_ids]
-
-    return filter_on_optimizer
+    params = list(params)
+    flats = [flat for flat in map(owner_of, params) if flat is not None]
+    engine = flats[0].engine() if flats else None
+    if engine is None or engine.optimizer is not optimizer:
+        return original(optimizer, params)
+    given_ids = {id(parameter) for group in engine.given for parameter in group}
+    return [parameter for parameter in params if id(parameter) not in given_ids]
 
 
-def store_names_of_groups(original: Callable[..., object]) -> Callable[..., object]:
+def store_names_of_groups(
+    original: Callable[..., object],
+    self: Any,
+    pl_module: Any,
+    opt_idx: int,
+    num_param_groups: int,
+    current_param_groups: Any,
+) -> None:
     """Wraps ``BaseFinetuning._store``: stores the groups of an engine's optimizer with the model's
     parameters, not with shards.
     """
-
-    def _store(
-        self: Any, pl_module: Any, opt_idx: int, num_param_groups: int, current_param_groups: Any
-    ) -> None:
-        engine = engine_of(pl_module)
-        if engine is not None:
-            current_param_groups = [
-                {**group, "params": parameters}
-                for group, parameters in zip(current_param_groups, engine.given)
-            ]
-        original(self, pl_module, opt_idx, num_param_groups, current_param_groups)
-
-    return _store
+    engine = engine_of(pl_module)
+    if engine is not None:
+        current_param_groups = [
+            {**group, "params": parameters}
+            for group, parameters in zip(current_param_groups, engine.given)
+        ]
+    original(self, pl_module, opt_idx, num_param_groups, current_param_groups)
 
 
-def add_groups_again(original: Callable[..., object]) -> Callable[..., Any]:
+def add_groups_again(
+    original: Callable[..., object], self: Any, trainer: Any, pl_module: Any
+) -> None:
     """Wraps ``BaseFinetuning.on_fit_start``: gives the optimizer of an engine the groups that the
     run had when it was saved.
     """
-
-    def on_fit_start(self: Any, trainer: Trainer, pl_module: Any) -> None:
-        engine = engine_of(pl_module)
-        if engine is None or engine.optimizer is None or not self._restarting:
-            original(self, trainer, pl_module)
-            return
-        self._restarting = False
-        names, groups = dict(pl_module.named_parameters()), engine.optimizer.param_groups
-        saved = self._internal_optimizer_metadata.get(0, [])
-        for group, values in zip(groups, saved):
-            group.update({name: value for name, value in values.items() if name != "params"})
-        for values in saved[len(groups) :]:
-            params = [names[name] for name in values["params"]]
-            engine.add_param_group({**values, "params": params})
-
-    return on_fit_start
+    engine = engine_of(pl_module)
+    if engine is None or engine.optimizer is None or not self._restarting:
+        original(self, trainer, pl_module)
+        return
+    self._restarting = False
+    names, groups = dict(pl_module.named_parameters()), engine.optimizer.param_groups
+    saved = self._internal_optimizer_metadata.get(0, [])
+    for group, values in zip(groups, saved):
+        group.update({name: value for name, value in values.items() if name != "params"})
+    for values in saved[len(groups) :]:
+        params = [names[name] for name in values["params"]]
+        engine.add_param_group({**values, "params": params})
 
 
-def keep_engines_in_place(original: Callable[..., object]) -> Callable[..., Any]:
+def keep_engines_in_place(original: Callable[..., object], self: Any) -> None:
     """Wraps ``DDPStrategy.teardown``: keeps the memory of an engine on its device at the end of a
     fit.
     """
-
-    def teardown(self: Any) -> None:
-        if isinstance(self.model, Engine) and self._lightning_module is not None:
-            with left_in_place(self):
-                original(self)
-        else:
+    if isinstance(self.model, Engine) and self._lightning_module is not None:
+        with left_in_place(self):
             original(self)
+    else:
+        original(self)
 
-    return teardown
 
-
-def go_on_with_an_engine(original: Callable[..., object]) -> Callable[..., Any]:
+def go_on_with_an_engine(original: Callable[..., object], self: Any) -> None:
     """Wraps ``DeepSpeedStrategy.init_deepspeed``: evaluates with the engine that has trained, and
     trains a model that was evaluated.
 
@@ -166,23 +148,19 @@ def go_on_with_an_engine(original: Callable[..., object]) -> Callable[..., Any]:
     zeroes gradients first; so ``zero_grad`` does nothing here, and the engine clears gradients
     after its steps.
     """
-
-    def init_deepspeed(self: Any) -> None:
-        engine = engine_of(self.lightning_module)
-        if engine is not None and not self.lightning_module.trainer.training:
-            self.model = engine
-            return
-        if engine is not None:
-            destroy_and_restore(engine)
-        original(self)
-        if isinstance(self.model, Engine):  # rather than an engine of the real DeepSpeed
-            for optimizer in self.optimizers:
-                optimizer.zero_grad = _nothing
-
-    return init_deepspeed
+    engine = engine_of(self.lightning_module)
+    if engine is not None and not self.lightning_module.trainer.training:
+        self.model = engine
+        return
+    if engine is not None:
+        destroy_and_restore(engine)
+    original(self)
+    if isinstance(self.model, Engine):  # rather than an engine of the real DeepSpeed
+        for optimizer in self.optimizers:
+            optimizer.zero_grad = _nothing
 
 
-def find_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
+def find_whole_ones(original: Callable[..., Any], self: Any, trainer: Any) -> set[str]:
     """Wraps ``ModelCheckpoint._find_last_checkpoints``: ``ckpt_path="last"`` finds a complete
     folder; incomplete ones are skipped with a warning.
 
@@ -190,34 +168,37 @@ def find_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
     CheckpointError if there is none: the run would otherwise start from scratch, and overwrite what
     is left.
     """
-
-    def _find_last_checkpoints(self: Any, trainer: Any) -> set[str]:
-        paths: set[str] = original(self, trainer)
-        if not _under_zero(trainer.strategy):
-            return paths
-        root = Path(trainer.default_root_dir)
-        paths |= {str(path) for path in numbered_folders(root, HPC, self.FILE_EXTENSION)}
-        whole = {path for path in paths if not (Path(path).is_dir() and _skipped(Path(path)))}
-        if whole or not paths:
-            return whole
-        parent = Path(next(iter(paths))).parent
-        whole = {
-            str(item)
-            for item in _beside(parent, self.FILE_EXTENSION)
-            if str(item) not in paths and not _skipped(item)
-        }
-        if not whole:
-            raise CheckpointError(
-                f"none of the checkpoints in {parent} is whole "
-                f"({', '.join(sorted(Path(path).name for path in paths))} neither); "
-                "restore one, or start from scratch without ckpt_path"
-            )
+    paths: set[str] = original(self, trainer)
+    if not _under_zero(trainer.strategy):
+        return paths
+    root = Path(trainer.default_root_dir)
+    paths |= {str(path) for path in numbered_folders(root, HPC, self.FILE_EXTENSION)}
+    whole = {path for path in paths if not (Path(path).is_dir() and _skipped(Path(path)))}
+    if whole or not paths:
         return whole
+    parent = Path(next(iter(paths))).parent
+    whole = {
+        str(item)
+        for item in _beside(parent, self.FILE_EXTENSION)
+        if str(item) not in paths and not _skipped(item)
+    }
+    if not whole:
+        raise CheckpointError(
+            f"none of the checkpoints in {parent} is whole "
+            f"({', '.join(sorted(Path(path).name for path in paths))} neither); "
+            "restore one, or start from scratch without ckpt_path"
+        )
+    return whole
 
-    return _find_last_checkpoints
 
-
-def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., object]:
+def refuse_torn_ones(
+    original: Callable[..., Any],
+    self: Any,
+    state_fn: Any,
+    ckpt_path: Any,
+    model_provided: bool,
+    model_connected: bool,
+) -> Any:
     """Wraps ``_CheckpointConnector._parse_ckpt_path``: a folder loaded by name, or as the best,
     must be complete.
 
@@ -225,108 +206,96 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., object]:
     not be loaded silently. Of the folders saved when SLURM asked a job to end, the last complete
     one is loaded.
     """
-
-    def _parse_ckpt_path(
-        self: Any, state_fn: object, ckpt_path: object, model_provided: bool, model_connected: bool
-    ) -> Any:
-        path = original(self, state_fn, ckpt_path, model_provided, model_connected)
-        hpc = path is not None and Path(path).name.startswith(HPC)
-        setattr(self, LAST, ckpt_path == "last" or (ckpt_path in (None, "hpc") and hpc))
-        if path is None or not _under_zero(self.trainer.strategy) or not Path(path).is_dir():
-            return path
-        folder = Path(path)
-        if ckpt_path in (None, "hpc") and folder.name.startswith(HPC):
-            return str(
-                last_complete(
-                    numbered_folders(folder.parent, HPC, folder.suffix), engine_checkpoint_error
-                )
-            )
-        # for any other folder the engine's own error is more specific
-        problem = engine_checkpoint_error(folder) if has_engine_checkpoint(folder) else ""
-        if problem:
-            others = [
-                str(item)
-                for item in _beside(folder.parent, folder.suffix)
-                if item != folder and not engine_checkpoint_error(item)
-            ]
-            remedy = (
-                f"whole, the newest first: {', '.join(others)}; pass one of them as ckpt_path"
-                if others
-                else "no other one there is whole"
-            )
-            raise CheckpointError(
-                f"{folder}{' (the best)' if ckpt_path == 'best' else ''} is not whole: {problem}. "
-                f"In {folder.parent}, {remedy}"
-            )
+    path = original(self, state_fn, ckpt_path, model_provided, model_connected)
+    hpc = path is not None and Path(path).name.startswith(HPC)
+    setattr(self, LAST, ckpt_path == "last" or (ckpt_path in (None, "hpc") and hpc))
+    if path is None or not _under_zero(self.trainer.strategy) or not Path(path).is_dir():
         return path
+    folder = Path(path)
+    if ckpt_path in (None, "hpc") and folder.name.startswith(HPC):
+        return str(
+            last_complete(
+                numbered_folders(folder.parent, HPC, folder.suffix), engine_checkpoint_error
+            )
+        )
+    # for any other folder the engine's own error is more specific
+    problem = engine_checkpoint_error(folder) if has_engine_checkpoint(folder) else ""
+    if problem:
+        others = [
+            str(item)
+            for item in _beside(folder.parent, folder.suffix)
+            if item != folder and not engine_checkpoint_error(item)
+        ]
+        remedy = (
+            f"whole, the newest first: {', '.join(others)}; pass one of them as ckpt_path"
+            if others
+            else "no other one there is whole"
+        )
+        raise CheckpointError(
+            f"{folder}{' (the best)' if ckpt_path == 'best' else ''} is not whole: {problem}. "
+            f"In {folder.parent}, {remedy}"
+        )
+    return path
 
-    return _parse_ckpt_path
 
-
-def resume_from_memory(original: Callable[..., None]) -> Callable[..., None]:
+def resume_from_memory(
+    original: Callable[..., None], self: Any, checkpoint_path: Any = None, weights_only: Any = None
+) -> None:
     """Wraps ``_CheckpointConnector.resume_start``: ``ckpt_path="last"``, and a SLURM job that goes
     on by itself, resume from the newest of memory and disk.
     """
-
-    def resume_start(self: Any, checkpoint_path: Any = None, weights_only: Any = None) -> None:
-        trainer = self.trainer
-        engine = getattr(trainer.strategy, "engine", None)
-        if (
-            isinstance(engine, Engine)
-            and engine.memory is not None
-            and trainer.state.fn.value == "fit"
-            and getattr(self, LAST, False)
-        ):
-            checkpoint = newest(engine, checkpoint_path)
-            if checkpoint is not None and checkpoint.in_memory:
-                log_rank0(f"resume from step {checkpoint.step} in the memory of the hosts")
-                checkpoint_path = str(checkpoint.directory)
-        original(self, checkpoint_path, weights_only)
-
-    return resume_start
+    trainer = self.trainer
+    engine = getattr(trainer.strategy, "engine", None)
+    if (
+        isinstance(engine, Engine)
+        and engine.memory is not None
+        and trainer.state.fn.value == "fit"
+        and getattr(self, LAST, False)
+    ):
+        checkpoint = newest(engine, checkpoint_path)
+        if checkpoint is not None and checkpoint.in_memory:
+            log_rank0(f"resume from step {checkpoint.step} in the memory of the hosts")
+            checkpoint_path = str(checkpoint.directory)
+    original(self, checkpoint_path, weights_only)
 
 
-def save_after_a_step(original: Callable[..., None]) -> Callable[..., None]:
+def save_after_a_step(original: Callable[[object], None], self: Any) -> None:
     """Wraps ``_SignalConnector.register_signal_handlers``: a fit of an engine saves and ends after
     the same step on all ranks.
 
     In its handlers Lightning broadcasts, saves and asks SLURM for a requeue, while any collective
     may be under way.
     """
+    trainer = self.trainer
+    engine = trainer.strategy.model
+    if not (
+        isinstance(engine, Engine)
+        and trainer.state.fn.value == "fit"
+        and engine.config.checkpoint.save_on_signal
+    ):
+        original(self)
+        return
+    package = type(self).__module__.partition(".trainer.")[0]
+    callback = importlib.import_module(f"{package}.callbacks").Callback
+    exceptions = importlib.import_module(f"{package}.utilities.exceptions")
+    slurm = trainer._accelerator_connector.cluster_environment
+    # the signal on which Lightning queues a job of SLURM again
+    requeue = slurm.requeue_signal if getattr(slurm, "auto_requeue", False) else None
+    listen(engine, *filter(None, [requeue]))
 
-    def register_signal_handlers(self: Any) -> None:
-        trainer = self.trainer
-        engine = trainer.strategy.model
-        if not (
-            isinstance(engine, Engine)
-            and trainer.state.fn.value == "fit"
-            and engine.config.checkpoint.save_on_signal
-        ):
-            original(self)
+    def save_if_requested() -> None:
+        if not engine.stop_requested:
             return
-        package = type(self).__module__.partition(".trainer.")[0]
-        callback = importlib.import_module(f"{package}.callbacks").Callback
-        exceptions = importlib.import_module(f"{package}.utilities.exceptions")
-        slurm = trainer._accelerator_connector.cluster_environment
-        # the signal on which Lightning queues a job of SLURM again
-        requeue = slurm.requeue_signal if getattr(slurm, "auto_requeue", False) else None
-        listen(engine, *filter(None, [requeue]))
+        if decide_on_rank_0(lambda: requeue in engine.stop_requests.received):
+            self._slurm_sigusr_handler_fn(requeue, None)
+        else:
+            path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+            trainer.save_checkpoint(path)
+        # The launcher's observer kills all processes once it finds that one has failed.
+        getattr(trainer.strategy.launcher, "procs", []).clear()
+        end(engine, exceptions.SIGTERMException)
 
-        def save_if_requested() -> None:
-            if not engine.stop_requested:
-                return
-            if decide_on_rank_0(lambda: requeue in engine.stop_requests.received):
-                self._slurm_sigusr_handler_fn(requeue, None)
-            else:
-                path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
-                trainer.save_checkpoint(path)
-            # The launcher's observer kills all processes once it finds that one has failed.
-            getattr(trainer.strategy.launcher, "procs", []).clear()
-            end(engine, exceptions.SIGTERMException)
-
-        call_after_batches(trainer, callback, save_if_requested, lambda: stop_listening(engine))
-
-    return register_signal_handlers
+    call_after_batches(trainer, callback, save_if_requested, lambda: stop_listening(engine))
 
 
 def _under_zero(strategy: object) -> bool:
@@ -363,38 +332,26 @@ def _nothing(set_to_none: bool = True) -> None:
     """
 
 
-def remove_once_replaced(original: Callable[..., object]) -> Callable[..., Any]:
+def remove_once_replaced(original: Callable[..., object], self: Any, filepath: Any) -> None:
     """Wraps ``Strategy.remove_checkpoint``: removes an old folder once the new one is complete,
     after a rename.
     """
-
-    def remove_checkpoint(self: Any, filepath: Any) -> None:
-        folder = Path(filepath)
-        if not isinstance(self.model, Engine) or not folder.is_dir() or folder.is_symlink():
-            original(self, filepath)
-        elif self.is_global_zero:
-            after_commit(folder.parent, lambda: remove([folder]))
-
-    return remove_checkpoint
+    folder = Path(filepath)
+    if not isinstance(self.model, Engine) or not folder.is_dir() or folder.is_symlink():
+        original(self, filepath)
+    elif self.is_global_zero:
+        after_commit(folder.parent, lambda: remove([folder]))
 
 
-def end_with_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
+def end_with_whole_ones(original: Callable[[object], None], self: Any) -> None:
     """Wraps ``Strategy.on_train_end``: waits until the last checkpoint is complete."""
-
-    def on_train_end(self: Any) -> None:
-        if isinstance(self.model, Engine):
-            self.model.wait_for_checkpoint()
-        original(self)
-
-    return on_train_end
+    if isinstance(self.model, Engine):
+        self.model.wait_for_checkpoint()
+    original(self)
 
 
-def leave_weights_in_shards(original: Callable[..., Any]) -> Callable[..., object]:
+def leave_weights_in_shards(original: Callable[..., Any], self: Any) -> dict[str, Any]:
     """Wraps ``Strategy.lightning_module_state_dict``: returns an empty dict under
     DeepSpeedStrategy, which drops the weights from its checkpoints anyway.
     """
-
-    def lightning_module_state_dict(self: Any) -> dict[str, object]:
-        return {} if isinstance(self.model, Engine) else original(self)
-
-    return lightning_module_state_dict
+    return {} if isinstance(self.model, Engine) else original(self)

@@ -33,79 +33,71 @@ if TYPE_CHECKING:
 ASKED = ("modules_to_save", "prompt_encoder")
 
 
-def read_token_rows(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def read_token_rows(
+    original: Callable[..., torch.Tensor],
+    self: Any,
+    weight: torch.Tensor,
+    rows: torch.Tensor,
+    embed_dim: int,
+) -> torch.Tensor:
     """Wraps ``TrainableTokensLayer._collect_token_weights``: returns the trained rows of an
     embedding on any device.
 
     Inside GatheredParameters every rank has them, so nothing is sent.
     """
+    if not finder.chosen():
+        return original(self, weight, rows, embed_dim)
+    from hf_zero.zero.access.full import GatheredParameters
 
-    def _collect_token_weights(
-        self: Any, weight: torch.Tensor, rows: torch.Tensor, embed_dim: int
-    ) -> torch.Tensor:
-        if not finder.chosen():
-            return original(self, weight, rows, embed_dim)
-        from hf_zero.zero.access.full import GatheredParameters
-
-        with GatheredParameters([weight]):
-            return weight[rows].detach().clone()
-
-    return _collect_token_weights
+    with GatheredParameters([weight]):
+        return weight[rows].detach().clone()
 
 
-def read_state_dict(original: Callable[..., object]) -> Callable[..., object]:
+def read_state_dict(
+    original: Callable[..., object],
+    model: Any,
+    state_dict: Any = None,
+    adapter_name: str = "default",
+    unwrap_compiled: bool = False,
+    save_embedding_layers: Any = "auto",
+) -> Any:
     """Wraps ``get_peft_model_state_dict``: extracts the adapter from the given state dict without a
     gather, and returns {} for the empty one of other ranks.
     """
-
-    def get_peft_model_state_dict(
-        model: torch.nn.Module,
-        state_dict: Any = None,
-        adapter_name: str = "default",
-        unwrap_compiled: bool = False,
-        save_embedding_layers: Any = "auto",
-    ) -> Any:
-        options = (adapter_name, unwrap_compiled, save_embedding_layers)
-        if state_dict is None or not finder.chosen():
-            return original(model, state_dict, *options)
-        if not state_dict:
-            return {}
-        with whole_copies(
-            getattr(model, "_orig_mod", model) if unwrap_compiled else model, state_dict
-        ):
-            return original(model, state_dict, *options)
-
-    return get_peft_model_state_dict
+    options = (adapter_name, unwrap_compiled, save_embedding_layers)
+    if state_dict is None or not finder.chosen():
+        return original(model, state_dict, *options)
+    if not state_dict:
+        return {}
+    with whole_copies(getattr(model, "_orig_mod", model) if unwrap_compiled else model, state_dict):
+        return original(model, state_dict, *options)
 
 
-def leave_files_to_rank_0(original: Callable[..., None]) -> Callable[..., None]:
+def leave_files_to_rank_0(
+    original: Callable[..., None],
+    self: Any,
+    save_directory: str,
+    safe_serialization: bool = True,
+    selected_adapters: object = None,
+    save_embedding_layers: object = "auto",
+    is_main_process: bool = True,
+    path_initial_model_for_weight_conversion: object = None,
+    **kwargs: object,
+) -> None:
     """Wraps ``PeftModel.save_pretrained``: ranks with an empty state dict write nothing."""
-
-    def save_pretrained(
-        self: Any,
-        save_directory: str,
-        safe_serialization: bool = True,
-        selected_adapters: object = None,
-        save_embedding_layers: object = "auto",
-        is_main_process: bool = True,
-        path_initial_model_for_weight_conversion: object = None,
-        **kwargs: object,
-    ) -> None:
-        state = kwargs.get("state_dict")
-        writes = is_main_process and not (state is not None and not state and finder.chosen())
-        more = (path_initial_model_for_weight_conversion,)
-        original(
-            self,
-            save_directory,
-            safe_serialization,
-            selected_adapters,
-            save_embedding_layers,
-            writes,
-            *more,
-            **kwargs,
-        )
-
-    return save_pretrained
+    state = kwargs.get("state_dict")
+    writes = is_main_process and not (state is not None and not state and finder.chosen())
+    more = (path_initial_model_for_weight_conversion,)
+    original(
+        self,
+        save_directory,
+        safe_serialization,
+        selected_adapters,
+        save_embedding_layers,
+        writes,
+        *more,
+        **kwargs,
+    )
 
 
 @contextmanager

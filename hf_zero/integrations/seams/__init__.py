@@ -2,11 +2,11 @@
 the reasons. The rows are in the files of this folder, by library.
 
 A seam names its target as ``module:attribute`` and its wrapper the same way. The wrapper is called
-once with the original and returns the replacement; its module is imported while the target's
-package is still being imported, so it may import nothing of Hugging Face at its top. ``finder.py``
-calls ``apply`` when a target module has run.
+in place of the target, with the original before the arguments; its module is imported while the
+target's package is still being imported, so it may import nothing of Hugging Face at its top.
+``finder.py`` calls ``apply`` when a target module has run.
 
-A row holds where the installed symbol takes the calls that the replacement takes. Where it does
+A row holds where the installed symbol takes the calls that the wrapper takes. Where it does
 not, the symbol stays as it is, and one warning names the release, the part of hf-zero that is off,
 and the remedy. No release is asked for its number.
 """
@@ -17,8 +17,9 @@ import functools
 import importlib
 import importlib.metadata
 from types import ModuleType
+from typing import Any
 
-from hf_zero.integrations.seams import accelerate, lightning, peft, transformers, trl
+from hf_zero.integrations.seams import accelerate, lightning, transformers
 from hf_zero.integrations.seams.seam import Seam as Seam
 from hf_zero.integrations.seams.seam import describe
 
@@ -28,9 +29,7 @@ left_out: dict[str, str] = {}  # why a symbol was left as it is, by the target o
 SEAMS: tuple[Seam, ...] = (
     *accelerate.SEAMS,
     *transformers.SEAMS,
-    *peft.SEAMS,
     *lightning.SEAMS,
-    *trl.SEAMS,
 )
 
 
@@ -58,21 +57,30 @@ def _apply(seam: Seam, module: ModuleType) -> None:
     function = getattr(original, "__func__", original)  # of a staticmethod or classmethod
     if getattr(function, MARK, None) == seam.target:
         return
-    home, _, wrapper = seam.wrapper.partition(":")
     try:
-        replacement = getattr(importlib.import_module(home), wrapper)(function)
+        prepared = _named(seam.prepare)(function) if seam.prepare else function
     except ConfigError as error:
         _leave(seam, str(error))
         return
-    if not seam.fits(replacement, function):
+    call = functools.partial(_named(seam.wrapper), prepared)
+    if not seam.fits(call, function):
         uses = f" with {', '.join(seam.uses)}" if seam.uses else ""
-        expected = f"{describe(replacement)}{uses}"
+        expected = f"{describe(call)}{uses}"
         _leave(seam, f"takes {describe(function)}, and hf-zero calls it as {expected}")
         return
+
+    @functools.wraps(function)
+    def replacement(*args: object, **kwargs: object) -> Any:
+        return call(*args, **kwargs)
+
     left_out.pop(seam.target, None)
-    functools.update_wrapper(replacement, function)
     setattr(replacement, MARK, seam.target)
     setattr(holder, name, type(original)(replacement) if function is not original else replacement)
+
+
+def _named(path: str) -> Any:
+    home, _, name = path.partition(":")
+    return getattr(importlib.import_module(home), name)
 
 
 def _leave(seam: Seam, reason: str) -> None:

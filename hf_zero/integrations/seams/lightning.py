@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hf_zero.integrations.seams.seam import Seam
 
-LIGHTNING = ">=2.6,<2.7"
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # one library under two names
 
 SEAMS: tuple[Seam, ...] = (
@@ -12,7 +11,6 @@ SEAMS: tuple[Seam, ...] = (
         Seam(
             f"{package}.{target}",
             f"hf_zero.integrations.lightning.wrappers:{wrapper}",
-            LIGHTNING,
             why,
         )
         for package in PACKAGES

@@ -8,6 +8,16 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+TESTED = {
+    "torch": ">=2.11,<2.16",
+    "transformers": ">=5.17,<=5.24.0",
+    "accelerate": ">=1.12,<1.16",
+    "trl": ">=1.16,<1.17",
+    "peft": ">=0.21,<0.22",
+    "lightning": ">=2.6,<2.7",
+    "pytorch_lightning": ">=2.6,<2.7",
+}
+"""Releases that the tests have run with, by library, as requirement specifiers."""
 OPEN = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
@@ -20,14 +30,17 @@ class Seam:
     ``accelerate.state:PartialState._prepare_backend``.
     """
     wrapper: str
-    """``module:function`` that takes the original and returns the replacement. Raises ConfigError
-    if the original does not behave as the replacement needs.
+    """``module:function`` that is called in place of the target, with the original before the
+    arguments of the call.
     """
-    versions: str
-    """Releases of the target's package that the tests have run with, as a requirement specifier."""
     why: str
     uses: tuple[str, ...] = ()
-    """Parameters that the replacement looks up by name in ``*args, **kwargs``."""
+    """Parameters that the wrapper looks up by name in ``*args, **kwargs``."""
+    prepare: str = ""
+    """``module:function`` that takes the original when the row is applied, and returns what the
+    wrapper gets in its place. Raises ConfigError if the original does not behave as the wrapper
+    needs.
+    """
 
     @property
     def module(self) -> str:
@@ -36,6 +49,11 @@ class Seam:
     @property
     def package(self) -> str:
         return self.module.partition(".")[0]
+
+    @property
+    def versions(self) -> str:
+        """Releases of the target's package that the tests have run with."""
+        return TESTED[self.package]
 
     def locate(self, module: ModuleType) -> tuple[Any, str, Any]:
         """Return ``(holder, name, original)`` in the executed module. Raises AttributeError if the
@@ -47,11 +65,12 @@ class Seam:
             holder = getattr(holder, part)
         return holder, name, inspect.getattr_static(holder, name)
 
-    def fits(self, replacement: object, original: object) -> bool:
-        """Return whether ``replacement`` takes each call that ``original`` takes, with the same
-        defaults. A side with ``*args, **kwargs`` takes whatever it does not name.
+    def fits(self, call: object, original: object) -> bool:
+        """Return whether ``call``, the wrapper with its first argument, takes each call that
+        ``original`` takes, with the same defaults. A side with ``*args, **kwargs`` takes whatever
+        it does not name.
         """
-        ours, theirs = (_parameters(function) for function in (replacement, original))
+        ours, theirs = (_parameters(function) for function in (call, original))
         if {kind for _, kind, _ in theirs} >= OPEN:
             return True
         if {kind for _, kind, _ in ours} >= OPEN:

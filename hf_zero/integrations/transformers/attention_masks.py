@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,65 +26,50 @@ from hf_zero.parallel.sequence.documents import note_positions
 KNOWN = "_hf_zero_pads"  # attribute of a mask: (whether it masks anything, its _version then)
 
 
-def note_padding(original: Callable[..., Any]) -> Callable[..., object]:
+def note_padding(
+    original: Callable[..., Any],
+    tensor: Any,
+    device: Any,
+    non_blocking: bool = False,
+    skip_keys: Any = None,
+) -> Any:
     """Wraps ``accelerate.data_loader.send_to_device``: records on the copy of each attention mask
     whether it masks anything.
     """
-
-    def send_to_device(
-        tensor: object, device: object, non_blocking: bool = False, skip_keys: Any = None
-    ) -> object:
-        pads_of = (
-            {name: not bool(mask.all()) for name, mask in _masks(tensor)} if _under_zero() else {}
-        )
-        sent = original(tensor, device, non_blocking=non_blocking, skip_keys=skip_keys)
-        for name, pads in pads_of.items():
-            note_mask(sent[name], pads)
-        return sent
-
-    return send_to_device
+    pads_of = {name: not bool(mask.all()) for name, mask in _masks(tensor)} if _under_zero() else {}
+    sent = original(tensor, device, non_blocking=non_blocking, skip_keys=skip_keys)
+    for name, pads in pads_of.items():
+        note_mask(sent[name], pads)
+    return sent
 
 
-def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., object]:
-    """Wraps ``transformers.masking_utils._preprocess_mask_arguments``: a mask known to mask nothing
-    becomes None. Records whether positions were given.
+@dataclass(frozen=True)
+class Preprocessing:
+    """``_preprocess_mask_arguments`` of the installed release: its parameters, and the places in
+    its result of the flag that the mask is final, of the mask, and of the number of keys.
     """
-    names = list(inspect.signature(original).parameters)
-    early, mask_at, length_at = _places_in_result(original)
 
-    def _preprocess_mask_arguments(*args: object, **kwargs: object) -> Any:
-        arguments = {**dict(zip(names, args)), **kwargs}
-        pads = known_padding(arguments["attention_mask"])
-        note_positions(arguments.get("position_ids") is not None)
-        result = original(*args, **kwargs)
-        if pads is None or result[early] or result[mask_at] is None:
-            return result
-        mask = result[mask_at]
-        if pads:
-            note_mask(mask, pads)  # the original has made a copy in another dtype
-        elif mask.shape[-1] == result[length_at]:
-            # otherwise it also marks the filled part of a static cache
-            return tuple(None if at == mask_at else value for at, value in enumerate(result))
-        return result
-
-    return _preprocess_mask_arguments
+    call: Callable[..., Any]
+    names: tuple[str, ...]
+    early: int
+    mask: int
+    length: int
 
 
-def _places_in_result(original: Callable[..., Any]) -> tuple[int, int, int]:
-    """Return the places, in the result of ``_preprocess_mask_arguments``, of the flag that the mask
-    is final, of the mask, and of the number of keys, found by a call with two queries and three
-    keys. Raises ConfigError if it does not have one of each.
+def examine_preprocessing(original: Callable[..., Any]) -> Preprocessing:
+    """Find the places in the result by a call with two queries and three keys. Raises ConfigError
+    if it does not have one of each.
     """
     shown = {
         "config": SimpleNamespace(_attn_implementation="sdpa"),
         "inputs_embeds": torch.zeros(1, 2, 1, device="cpu"),
         "attention_mask": torch.ones(1, 3, dtype=torch.long, device="cpu"),
     }
-    parameters = inspect.signature(original).parameters.values()
+    parameters = inspect.signature(original).parameters
     try:
         result = original(**{
             parameter.name: shown.get(parameter.name)
-            for parameter in parameters
+            for parameter in parameters.values()
             if parameter.name in shown or parameter.default is parameter.empty
         })  # fmt: skip
         flags = [at for at, value in enumerate(result) if value is False]
@@ -92,34 +78,50 @@ def _places_in_result(original: Callable[..., Any]) -> tuple[int, int, int]:
         (early,), (mask,), (length,) = flags, masks, lengths
     except Exception as error:
         raise ConfigError(f"returns something else for a mask of three keys ({error})") from error
-    return early, mask, length
+    return Preprocessing(original, tuple(parameters), early, mask, length)
 
 
-def keep_causal_mask(original: Callable[..., bool]) -> Callable[..., bool]:
+def drop_whole_masks(original: Preprocessing, *args: Any, **kwargs: Any) -> Any:
+    """Wraps ``transformers.masking_utils._preprocess_mask_arguments``: a mask known to mask nothing
+    becomes None. Records whether positions were given.
+    """
+    arguments = {**dict(zip(original.names, args)), **kwargs}
+    pads = known_padding(arguments["attention_mask"])
+    note_positions(arguments.get("position_ids") is not None)
+    result = original.call(*args, **kwargs)
+    if pads is None or result[original.early] or result[original.mask] is None:
+        return result
+    mask = result[original.mask]
+    if pads:
+        note_mask(mask, pads)  # the original has made a copy in another dtype
+    elif mask.shape[-1] == result[original.length]:
+        # otherwise it also marks the filled part of a static cache
+        return tuple(None if at == original.mask else value for at, value in enumerate(result))
+    return result
+
+
+def keep_causal_mask(
+    original: Callable[..., bool],
+    padding_mask: Any,
+    q_length: int,
+    kv_length: int,
+    q_offset: int,
+    kv_offset: int,
+    local_attention_size: int | None = None,
+) -> bool:
     """Wraps ``transformers.masking_utils._ignore_causal_mask_sdpa``: does not read a mask whose
     padding is known.
     """
-
-    def _ignore_causal_mask_sdpa(
-        padding_mask: Any,
-        q_length: int,
-        kv_length: int,
-        q_offset: int,
-        kv_offset: int,
-        local_attention_size: int | None = None,
-    ) -> bool:
-        if (
-            q_length == kv_length
-            and known_padding(padding_mask)
-            and padding_mask.shape[-1] == kv_length
-        ):
-            return False
-        with _way_without_reads(padding_mask):
-            return original(
-                padding_mask, q_length, kv_length, q_offset, kv_offset, local_attention_size
-            )
-
-    return _ignore_causal_mask_sdpa
+    if (
+        q_length == kv_length
+        and known_padding(padding_mask)
+        and padding_mask.shape[-1] == kv_length
+    ):
+        return False
+    with _way_without_reads(padding_mask):
+        return original(
+            padding_mask, q_length, kv_length, q_offset, kv_offset, local_attention_size
+        )
 
 
 def _way_without_reads(mask: object) -> AbstractContextManager[None]:
@@ -130,35 +132,32 @@ def _way_without_reads(mask: object) -> AbstractContextManager[None]:
     return graphs.reading_nothing() if nothing else nullcontext()
 
 
-def keep_bidirectional_mask(original: Callable[..., bool]) -> Callable[..., bool]:
+def keep_bidirectional_mask(
+    original: Callable[..., bool],
+    padding_mask: object,
+    kv_length: int,
+    local_attention_size: int | None = None,
+) -> bool:
     """Wraps ``transformers.masking_utils._ignore_bidirectional_mask_sdpa``, as
     :func:`keep_causal_mask`.
     """
-
-    def _ignore_bidirectional_mask_sdpa(
-        padding_mask: object, kv_length: int, local_attention_size: int | None = None
-    ) -> bool:
-        if known_padding(padding_mask):
-            return False
-        with _way_without_reads(padding_mask):
-            return original(padding_mask, kv_length, local_attention_size)
-
-    return _ignore_bidirectional_mask_sdpa
+    if known_padding(padding_mask):
+        return False
+    with _way_without_reads(padding_mask):
+        return original(padding_mask, kv_length, local_attention_size)
 
 
-def know_own_positions(original: Callable[..., Any]) -> Callable[..., Any]:
+def know_own_positions(
+    original: Callable[..., Any], position_ids: torch.Tensor
+) -> torch.Tensor | None:
     """Wraps ``transformers.masking_utils.find_packed_sequence_indices``: where a step is captured,
     which reads nothing back, positions that the model has made itself are of one sequence a row.
     """
-
-    def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
-        given = graphs.arguments()
-        if given is not None and not given & {"position_ids", "cache_position"}:
-            return None
-        found: torch.Tensor | None = original(position_ids)
-        return found
-
-    return find_packed_sequence_indices
+    given = graphs.arguments()
+    if given is not None and not given & {"position_ids", "cache_position"}:
+        return None
+    found: torch.Tensor | None = original(position_ids)
+    return found
 
 
 def known_padding(mask: Any) -> bool | None:

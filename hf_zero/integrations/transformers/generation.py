@@ -31,35 +31,32 @@ from hf_zero.zero.layout.sharding import dims_of_parts
 FREE_SHARE = 0.5
 
 
-def gather_for_generate(original: Callable[..., object]) -> Callable[..., object]:
+def gather_for_generate(
+    original: Callable[..., object], self: Any, *args: object, **kwargs: object
+) -> Any:
     """Wraps ``GenerationMixin.generate``: gathers the model once if memory allows, else keeps the
     ranks in step until the last has ended; also keeps ranks in step that take part in each other's
     forwards. Tensor-parallel ranks draw the same tokens.
     """
-    signature = inspect.signature(original)
-
-    def generate(self: Any, *args: object, **kwargs: object) -> Any:
-        split = model_record(self)
-        if split is not None:
-            split.agreement.begin_generation()
-        engine, dims = _sharding_engine(self), dims_of_parts(self.parameters())
-        if engine is None and not dims:
-            return original(self, *args, **kwargs)
-        bound = signature.bind(self, *args, **kwargs)
-        assistant = bound.arguments.get("assistant_model")
-        models = nn.ModuleList([self, assistant] if isinstance(assistant, nn.Module) else [self])
-        whole = engine is not None and _fits(models, engine)
-        if engine is not None and bound.arguments.get("synced_gpus") is None:
-            bound.arguments["synced_gpus"] = not whole and engine.world_size > 1
-        with ExitStack() as stack:
-            if whole:
-                stack.enter_context(summon_full_params(models))
-            if dims and not bound.arguments.get("synced_gpus"):
-                bound.arguments["synced_gpus"] = True
-                stack.enter_context(_kept_together(self, dims))
-            return original(*bound.args, **bound.kwargs)
-
-    return generate
+    split = model_record(self)
+    if split is not None:
+        split.agreement.begin_generation()
+    engine, dims = _sharding_engine(self), dims_of_parts(self.parameters())
+    if engine is None and not dims:
+        return original(self, *args, **kwargs)
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    assistant = bound.arguments.get("assistant_model")
+    models = nn.ModuleList([self, assistant] if isinstance(assistant, nn.Module) else [self])
+    whole = engine is not None and _fits(models, engine)
+    if engine is not None and bound.arguments.get("synced_gpus") is None:
+        bound.arguments["synced_gpus"] = not whole and engine.world_size > 1
+    with ExitStack() as stack:
+        if whole:
+            stack.enter_context(summon_full_params(models))
+        if dims and not bound.arguments.get("synced_gpus"):
+            bound.arguments["synced_gpus"] = True
+            stack.enter_context(_kept_together(self, dims))
+        return original(*bound.args, **bound.kwargs)
 
 
 @contextmanager

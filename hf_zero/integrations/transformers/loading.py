@@ -55,61 +55,59 @@ M = TypeVar("M", bound="PreTrainedModel")
 _gathers: ContextVar[bool] = ContextVar("embeddings of an engine are resized", default=False)
 
 
-def load_in_shards(original: Callable[..., Any]) -> Callable[..., object]:
+def load_in_shards(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps ``PreTrainedModel.from_pretrained``: under ZeRO-3 returns a sharded model, or on one
     rank a model with whole parameters that have the attributes of sharded ones.
     """
-
-    def from_pretrained(cls: Any, *args: object, **kwargs: Any) -> object:
-        refuse_sharded(args, kwargs)
-        later = postponed.get()
-        config = active_config() if later is None else None
-        if current_loading.get() is not None or (config is None and later is None):
-            return original(cls, *args, **kwargs)
-        if later is not None:
-            token = current_loading.set(later)
-            try:
-                return original(cls, *args, **kwargs)
-            finally:
-                current_loading.reset(token)
-        assert config is not None
-        init.init_from_config(config)
-        loading = Loading(shards=process_group.get_world_size() > 1)
-        token = current_loading.set(loading)
+    refuse_sharded(args, kwargs)
+    later = postponed.get()
+    config = active_config() if later is None else None
+    if current_loading.get() is not None or (config is None and later is None):
+        return original(cls, *args, **kwargs)
+    if later is not None:
+        token = current_loading.set(later)
         try:
-            with world_group.raise_on_all_ranks(f"load {cls.__name__}"):
-                answer = original(cls, *args, **kwargs)
-                model = answer[0] if isinstance(answer, tuple) else answer
-                pending = make_pending(model)
-            if pending:
-                keep_packing(model)
-                hold(model, config)
-            if not loading.shards:
-                give_facts(model.parameters())
-            return answer
+            return original(cls, *args, **kwargs)
         finally:
             current_loading.reset(token)
-            loading.opened.close()
+    assert config is not None
+    init.init_from_config(config)
+    loading = Loading(shards=process_group.get_world_size() > 1)
+    token = current_loading.set(loading)
+    try:
+        with world_group.raise_on_all_ranks(f"load {cls.__name__}"):
+            answer = original(cls, *args, **kwargs)
+            model = answer[0] if isinstance(answer, tuple) else answer
+            pending = make_pending(model)
+        if pending:
+            keep_packing(model)
+            hold(model, config)
+        if not loading.shards:
+            give_facts(model.parameters())
+        return answer
+    finally:
+        current_loading.reset(token)
+        loading.opened.close()
 
-    return from_pretrained
 
-
-def name_sharded(original: Callable[..., object]) -> Callable[..., object]:
+def name_sharded(original: Callable[..., object], cls: Any, *args: object, **kwargs: object) -> Any:
     """Wraps ``AutoConfig.from_pretrained``: raises NoModelFolderError for one of our checkpoints,
     which has no config.json where an ``Auto`` class looks for it.
     """
-
-    def from_pretrained(cls: Any, *args: object, **kwargs: object) -> Any:
-        try:
-            return original(cls, *args, **kwargs)
-        except (ValueError, OSError):
-            refuse_sharded(args, kwargs)
-            raise
-
-    return from_pretrained
+    try:
+        return original(cls, *args, **kwargs)
+    except (ValueError, OSError):
+        refuse_sharded(args, kwargs)
+        raise
 
 
-def resize_in_shards(original: Callable[..., object]) -> Callable[..., object]:
+def resize_in_shards(
+    original: Callable[..., object],
+    self: Any,
+    new_num_tokens: Any = None,
+    pad_to_multiple_of: Any = None,
+    mean_resizing: bool = True,
+) -> Any:
     """Wraps ``PreTrainedModel.resize_token_embeddings``: gathers embeddings that an engine has in
     shards, and has an engine that trains them continue with the new ones. Collective under an
     engine.
@@ -117,43 +115,34 @@ def resize_in_shards(original: Callable[..., object]) -> Callable[..., object]:
     Raises PartitionError for embeddings that tensor parallelism has cut, and those of
     :meth:`hf_zero.Engine.replace`.
     """
-
-    def resize_token_embeddings(
-        self: Any,
-        new_num_tokens: Any = None,
-        pad_to_multiple_of: Any = None,
-        mean_resizing: bool = True,
-    ) -> Any:
-        embeddings: object = self.get_input_embeddings()
-        ends = (embeddings, self.get_output_embeddings())
-        weights = [p for end in ends if isinstance(end, nn.Module) for p in end.parameters()]
-        owners = [flat.engine() for flat in map(owner_of, weights) if flat is not None]
-        size = getattr(embeddings, "num_embeddings", None)
-        rows = size if new_num_tokens is None else new_num_tokens
-        if pad_to_multiple_of is not None and rows is not None:
-            rows = -(-rows // pad_to_multiple_of) * pad_to_multiple_of
-        cut = any("tensor" in sharding_of(p).axes for p in weights)
-        if (owners or cut) and rows == size:
-            return embeddings
-        if cut:
-            raise PartitionError(
-                f"resize_token_embeddings({rows}) of a model whose vocabulary is cut among "
-                "tensor-parallel ranks: this one has a part; resize the whole model before it is "
-                "cut, or save it so and load that"
-            )
-        trains = next((engine for engine in owners if not engine.shard_only), None)
-        if trains is not None:
-            refuse_now(trains, f"resize_token_embeddings({rows})")
-        token = _gathers.set(bool(owners))
-        try:
-            answer = original(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
-        finally:
-            _gathers.reset(token)
-        if trains is not None:
-            trains.replace(self)
-        return answer
-
-    return resize_token_embeddings
+    embeddings: Any = self.get_input_embeddings()
+    ends = (embeddings, self.get_output_embeddings())
+    weights = [p for end in ends if isinstance(end, nn.Module) for p in end.parameters()]
+    owners = [flat.engine() for flat in map(owner_of, weights) if flat is not None]
+    size = getattr(embeddings, "num_embeddings", None)
+    rows = size if new_num_tokens is None else new_num_tokens
+    if pad_to_multiple_of is not None and rows is not None:
+        rows = -(-rows // pad_to_multiple_of) * pad_to_multiple_of
+    cut = any("tensor" in sharding_of(p).axes for p in weights)
+    if (owners or cut) and rows == size:
+        return embeddings
+    if cut:
+        raise PartitionError(
+            f"resize_token_embeddings({rows}) of a model whose vocabulary is cut among "
+            "tensor-parallel ranks: this one has a part; resize the whole model before it is "
+            "cut, or save it so and load that"
+        )
+    trains = next((engine for engine in owners if not engine.shard_only), None)
+    if trains is not None:
+        refuse_now(trains, f"resize_token_embeddings({rows})")
+    token = _gathers.set(bool(owners))
+    try:
+        answer = original(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
+    finally:
+        _gathers.reset(token)
+    if trains is not None:
+        trains.replace(self)
+    return answer
 
 
 def refuse_sharded(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -188,129 +177,113 @@ def refuse_sharded(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         )
 
 
-def open_lazily(original: Callable[..., Any]) -> Callable[..., object]:
+def open_lazily(
+    original: Callable[..., Any],
+    model: Any,
+    state_dict: Any,
+    checkpoint_files: Any,
+    load_config: Any,
+    expected_keys: Any = None,
+) -> Any:
     """Wraps ``PreTrainedModel._load_pretrained_model``: runs transformers' own loader on lazy
     tensors.
     """
-
-    def _load_pretrained_model(
-        model: torch.nn.Module,
-        state_dict: object,
-        checkpoint_files: Any,
-        load_config: Any,
-        expected_keys: Any = None,
-    ) -> object:
-        loading = current_loading.get()
-        quantizer = load_config.hf_quantizer
-        loads_in_shards = quantizer is None or quantizes_in_shards(quantizer)
-        if loading is not None and expected_keys is None and loads_in_shards:
-            log_zero3()
-        # Not lazily: a given state dict is in memory already; other quantizers pack whole weights;
-        # adapters, recognised by their expected keys, are small and not finalized.
-        lazily = (
-            loading is not None
-            and loading.shards
-            and state_dict is None
-            and checkpoint_files
-            and expected_keys is None
+    loading = current_loading.get()
+    quantizer = load_config.hf_quantizer
+    loads_in_shards = quantizer is None or quantizes_in_shards(quantizer)
+    if loading is not None and expected_keys is None and loads_in_shards:
+        log_zero3()
+    # Not lazily: a given state dict is in memory already; other quantizers pack whole weights;
+    # adapters, recognised by their expected keys, are small and not finalized.
+    lazily = (
+        loading is not None
+        and loading.shards
+        and state_dict is None
+        and checkpoint_files
+        and expected_keys is None
+    )
+    if lazily and not loads_in_shards and postponed.get() is None:
+        method = quantizer.quantization_config.quant_method
+        log_rank0(
+            f"{type(model).__name__} is quantized by {getattr(method, 'value', method)}: each "
+            "rank loads the whole model; BitsAndBytesConfig(load_in_4bit=True) and torchao's "
+            "Int8WeightOnlyConfig are read into shards",
+            logging.WARNING,
         )
-        if lazily and not loads_in_shards and postponed.get() is None:
-            method = quantizer.quantization_config.quant_method
-            log_rank0(
-                f"{type(model).__name__} is quantized by {getattr(method, 'value', method)}: each "
-                "rank loads the whole model; BitsAndBytesConfig(load_in_4bit=True) and torchao's "
-                "Int8WeightOnlyConfig are read into shards",
-                logging.WARNING,
-            )
-        if not lazily or not loads_in_shards:
-            return original(model, state_dict, checkpoint_files, load_config, expected_keys)
-        assert loading is not None
-        loading.opened.add(checkpoint_files)
-        result = original(
-            model, loading.opened.tensors, checkpoint_files, load_config, expected_keys
+    if not lazily or not loads_in_shards:
+        return original(model, state_dict, checkpoint_files, load_config, expected_keys)
+    assert loading is not None
+    loading.opened.add(checkpoint_files)
+    result = original(model, loading.opened.tensors, checkpoint_files, load_config, expected_keys)
+    errors = result[0].conversion_errors
+    if errors:
+        name, message = next(iter(errors.items()))
+        raise ConfigError(
+            f"the checkpoint's weights for {name} cannot be converted in shards: "
+            f"{' '.join(message.splitlines()[-2:])}"
         )
-        errors = result[0].conversion_errors
-        if errors:
-            name, message = next(iter(errors.items()))
-            raise ConfigError(
-                f"the checkpoint's weights for {name} cannot be converted in shards: "
-                f"{' '.join(message.splitlines()[-2:])}"
-            )
-        return result
-
-    return _load_pretrained_model
+    return result
 
 
-def finish_lazily(original: Callable[..., object]) -> Callable[..., object]:
+def finish_lazily(
+    original: Callable[..., object], model: Any, load_config: Any, loading_info: Any
+) -> Any:
     """Wraps ``PreTrainedModel._finalize_model_loading``: reads buffers before weights are
     initialized from them. Raises ConfigError for weights left without values.
     """
-
-    def _finalize_model_loading(
-        model: torch.nn.Module, load_config: object, loading_info: Any
-    ) -> Any:
-        loading = current_loading.get()
-        if loading is None or not loading.shards:
-            return original(model, load_config, loading_info)
-        make_real(model)
-        missing = set(loading_info.missing_and_mismatched())
-        info = original(model, load_config, loading_info)
-        empty = [
-            name
-            for name, parameter in model.named_parameters()
-            if name in missing
-            and not isinstance(parameter, LazyTensor)
-            and parameter.is_floating_point()
-            and parameter.isnan().any()
-        ]
-        if empty:
-            raise ConfigError(
-                "the checkpoint has no values for "
-                f"{', '.join(empty[:4])}{' and others' if len(empty) > 4 else ''}, and the "
-                "model's _init_weights "
-                f"gives {'it' if len(empty) == 1 else 'them'} none; load a checkpoint that "
-                "has the missing weights"
-            )
-        return info
-
-    return _finalize_model_loading
+    loading = current_loading.get()
+    if loading is None or not loading.shards:
+        return original(model, load_config, loading_info)
+    make_real(model)
+    missing = set(loading_info.missing_and_mismatched())
+    info = original(model, load_config, loading_info)
+    empty = [
+        name
+        for name, parameter in model.named_parameters()
+        if name in missing
+        and not isinstance(parameter, LazyTensor)
+        and parameter.is_floating_point()
+        and parameter.isnan().any()
+    ]
+    if empty:
+        raise ConfigError(
+            "the checkpoint has no values for "
+            f"{', '.join(empty[:4])}{' and others' if len(empty) > 4 else ''}, and the "
+            "model's _init_weights "
+            f"gives {'it' if len(empty) == 1 else 'them'} none; load a checkpoint that "
+            "has the missing weights"
+        )
+    return info
 
 
-def mark_missing(original: Callable[..., object]) -> Callable[..., object]:
+def mark_missing(
+    original: Callable[..., object],
+    self: Any,
+    missing_keys: Any,
+    device_map: Any,
+    device_mesh: Any,
+    hf_quantizer: Any,
+) -> None:
     """Wraps ``PreTrainedModel._move_missing_keys_from_meta_to_device``: fills missing weights with
     NaN until the model's ``_init_weights`` initializes them.
     """
-
-    def _move_missing_keys_from_meta_to_device(
-        self: Any,
-        missing_keys: object,
-        device_map: object,
-        device_mesh: object,
-        hf_quantizer: object,
-    ) -> None:
-        original(self, missing_keys, device_map, device_mesh, hf_quantizer)
-        loading = current_loading.get()
-        if loading is None or not loading.shards:
-            return
-        for key in missing_keys - self.all_tied_weights_keys.keys():
-            value = self.get_parameter_or_buffer(key)
-            if isinstance(value, nn.Parameter) and value.is_floating_point():
-                value.data.fill_(math.nan)
-
-    return _move_missing_keys_from_meta_to_device
+    original(self, missing_keys, device_map, device_mesh, hf_quantizer)
+    loading = current_loading.get()
+    if loading is None or not loading.shards:
+        return
+    for key in missing_keys - self.all_tied_weights_keys.keys():
+        value = self.get_parameter_or_buffer(key)
+        if isinstance(value, nn.Parameter) and value.is_floating_point():
+            value.data.fill_(math.nan)
 
 
-def take_the_ordinary_path(original: Callable[[], bool]) -> Callable[[], bool]:
+def take_the_ordinary_path(original: Callable[[], bool]) -> bool:
     """Wraps ``transformers.modeling_utils.is_deepspeed_zero3_enabled``: False while a model is
     made, True while the embeddings of an engine are resized.
     """
-
-    def is_deepspeed_zero3_enabled() -> bool:
-        if _gathers.get():
-            return True
-        return current_loading.get() is None and forced_config.get() is None and original()
-
-    return is_deepspeed_zero3_enabled
+    if _gathers.get():
+        return True
+    return current_loading.get() is None and forced_config.get() is None and original()
 
 
 @overload
@@ -392,35 +365,37 @@ def read_later() -> Iterator[Building]:
         loading.opened.close()
 
 
-def build_in_shards(original: Callable[..., Any]) -> Callable[..., object]:
-    """Wraps ``PreTrainedModel._from_config``: a large model is constructed sharded."""
-    # it holds references to torch's init functions, which a model's _init_weights calls
+def record_initializers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a model's ``_init_weights`` recorded: Transformers has references to torch's functions
+    that it calls. Return ``original``.
+    """
     if "transformers.initialization" in sys.modules:
         record_in(sys.modules["transformers.initialization"].TORCH_INIT_FUNCTIONS)
+    return original
 
-    def _from_config(cls: Any, *args: object, **kwargs: object) -> object:
-        config = active_config()
-        if (
-            config is None
-            or postponed.get() is not None
-            or current_loading.get() is not None
-            or torch.get_default_device().type == "meta"
-        ):
-            return original(cls, *args, **kwargs)
-        init.init_from_config(config)
-        log_zero3()
-        token = current_loading.set(Loading(shards=False))
-        try:
-            if process_group.get_world_size() == 1:
-                model = original(cls, *args, **kwargs)
-                zero_init.give_facts(model.parameters())
-                return model
-            building = Building(zero_init.WHOLE_BYTES)
-            with building:
-                model = original(cls, *args, **kwargs)
-            zero_init.hold_roots(building.roots, config)
+
+def build_in_shards(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wraps ``PreTrainedModel._from_config``: a large model is constructed sharded."""
+    config = active_config()
+    if (
+        config is None
+        or postponed.get() is not None
+        or current_loading.get() is not None
+        or torch.get_default_device().type == "meta"
+    ):
+        return original(cls, *args, **kwargs)
+    init.init_from_config(config)
+    log_zero3()
+    token = current_loading.set(Loading(shards=False))
+    try:
+        if process_group.get_world_size() == 1:
+            model = original(cls, *args, **kwargs)
+            zero_init.give_facts(model.parameters())
             return model
-        finally:
-            current_loading.reset(token)
-
-    return _from_config
+        building = Building(zero_init.WHOLE_BYTES)
+        with building:
+            model = original(cls, *args, **kwargs)
+        zero_init.hold_roots(building.roots, config)
+        return model
+    finally:
+        current_loading.reset(token)

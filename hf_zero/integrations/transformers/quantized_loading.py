@@ -33,25 +33,21 @@ def quantizes_in_shards(quantizer: object) -> bool:
     return type(quantizer).__name__ in IN_SHARDS and postponed.get() is None
 
 
-def keep_on_host(original: Callable[..., object]) -> Callable[..., object]:
+def keep_on_host(original: Callable[..., Any], self: Any, device_map: Any) -> Any:
     """Wraps ``update_device_map`` of a quantizer: a model that is read into shards has no device
     map. Raises ConfigError for one over several devices.
     """
-
-    def update_device_map(self: Any, device_map: object) -> Any:
-        loading = current_loading.get()
-        if loading is None or not loading.shards or not quantizes_in_shards(self):
-            return original(self, device_map)
-        if isinstance(device_map, str) or (
-            isinstance(device_map, dict) and len(set(device_map.values())) > 1
-        ):
-            raise ConfigError(
-                f"device_map={device_map!r} with zero stage 3: each rank keeps its shard of the "
-                "quantized model on its own device; drop device_map"
-            )
-        return None
-
-    return update_device_map
+    loading = current_loading.get()
+    if loading is None or not loading.shards or not quantizes_in_shards(self):
+        return original(self, device_map)
+    if isinstance(device_map, str) or (
+        isinstance(device_map, dict) and len(set(device_map.values())) > 1
+    ):
+        raise ConfigError(
+            f"device_map={device_map!r} with zero stage 3: each rank keeps its shard of the "
+            "quantized model on its own device; drop device_map"
+        )
+    return None
 
 
 def _only(value: object) -> object:
@@ -59,60 +55,54 @@ def _only(value: object) -> object:
     return value[0] if isinstance(value, list) else value
 
 
-def quantize_in_shards(original: Callable[..., Any]) -> Callable[..., object]:
+def quantize_in_shards(
+    original: Callable[..., Any],
+    self: Any,
+    input_dict: dict[str, Any],
+    full_layer_name: str | None = None,
+    model: Any = None,
+    **kwargs: Any,
+) -> Any:
     """Wraps ``Bnb4bitQuantize.convert``: a lazy weight is quantised while it is read."""
-
-    def convert(
-        self: Any,
-        input_dict: dict[str, object],
-        full_layer_name: str | None = None,
-        model: Any = None,
-        **kwargs: object,
-    ) -> Any:
-        converted: dict[str, Any] = {}
-        for name, value in input_dict.items():
-            weight = _only(value)
-            if not isinstance(weight, LazyTensor):
-                converted |= original(self, {name: value}, full_layer_name, model, **kwargs)
-                continue
-            block = model.get_parameter_or_buffer(name).blocksize
-            sample = torch.zeros(1, block, dtype=weight.dtype)
-            result = original(self, {name: sample}, full_layer_name, model, **kwargs)
-            # GPT-2's Conv1D has its weight transposed
-            turned = result[name].quant_state.shape[0] == block
-            converted[name] = _quantised(result[name], weight.T if turned else weight)  # type: ignore[arg-type]
-        return converted
-
-    return convert
+    converted: dict[str, Any] = {}
+    for name, value in input_dict.items():
+        weight = _only(value)
+        if not isinstance(weight, LazyTensor):
+            converted |= original(self, {name: value}, full_layer_name, model, **kwargs)
+            continue
+        block = model.get_parameter_or_buffer(name).blocksize
+        sample = torch.zeros(1, block, dtype=weight.dtype)
+        result = original(self, {name: sample}, full_layer_name, model, **kwargs)
+        # GPT-2's Conv1D has its weight transposed
+        turned = result[name].quant_state.shape[0] == block
+        converted[name] = _quantised(result[name], weight.T if turned else weight)  # type: ignore[arg-type]
+    return converted
 
 
-def quantize_rows_in_shards(original: Callable[..., Any]) -> Callable[..., object]:
+def quantize_rows_in_shards(
+    original: Callable[..., Any],
+    self: Any,
+    input_dict: dict[str, Any],
+    model: Any = None,
+    full_layer_name: str | None = None,
+    **kwargs: Any,
+) -> Any:
     """Wraps ``Bnb8bitQuantize.convert``: a lazy weight is quantised while it is read."""
-
-    def convert(
-        self: Any,
-        input_dict: dict[str, object],
-        model: object = None,
-        full_layer_name: str | None = None,
-        **kwargs: object,
-    ) -> object:
-        converted: dict[str, Any] = {}
-        for name, value in input_dict.items():
-            weight = _only(value)
-            if not isinstance(weight, LazyTensor):
-                converted |= original(self, {name: value}, model, full_layer_name, **kwargs)
-                continue
-            sample = torch.zeros(1, 2, dtype=weight.dtype)
-            result = original(self, {name: sample}, model, full_layer_name, **kwargs)[name]
-            # GPT-2's Conv1D has its weight transposed
-            rows: Any = weight if result.shape == sample.shape else weight.T
-            parts = _in_rows(rows, _in_8_bits, _in_8_bits(torch.zeros(2, rows.shape[1])))
-            result.CB, result.SCB = result, LazyTensor(parts["scales"])
-            _set_source(result, parts["codes"])
-            converted[name] = result
-        return converted
-
-    return convert
+    converted: dict[str, Any] = {}
+    for name, value in input_dict.items():
+        weight = _only(value)
+        if not isinstance(weight, LazyTensor):
+            converted |= original(self, {name: value}, model, full_layer_name, **kwargs)
+            continue
+        sample = torch.zeros(1, 2, dtype=weight.dtype)
+        result = original(self, {name: sample}, model, full_layer_name, **kwargs)[name]
+        # GPT-2's Conv1D has its weight transposed
+        rows: Any = weight if result.shape == sample.shape else weight.T
+        parts = _in_rows(rows, _in_8_bits, _in_8_bits(torch.zeros(2, rows.shape[1])))
+        result.CB, result.SCB = result, LazyTensor(parts["scales"])
+        _set_source(result, parts["codes"])
+        converted[name] = result
+    return converted
 
 
 def _in_8_bits(part: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -123,67 +113,62 @@ def _in_8_bits(part: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"codes": codes, "scales": scales}
 
 
-def quantize_parts_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+def quantize_parts_in_shards(
+    original: Callable[..., Any],
+    self: Any,
+    input_dict: dict[str, Any],
+    model: Any = None,
+    full_layer_name: str | None = None,
+    missing_keys: Any = None,
+    **kwargs: Any,
+) -> Any:
     """Wraps ``TorchAoQuantize.convert``: a lazy weight is quantised while it is read.
 
     Raises ConfigError for a configuration that does not quantise each row alone.
     """
+    ((name, value),) = input_dict.items()
+    weight = _only(value)
+    if not isinstance(weight, LazyTensor):
+        return original(self, input_dict, model, full_layer_name, missing_keys, **kwargs)
+    path, _, key = str(full_layer_name).rpartition(".")
+    module, chosen = model.get_submodule(path), []
 
-    def convert(
-        self: Any,
-        input_dict: Mapping[str, object],
-        model: Any = None,
-        full_layer_name: str | None = None,
-        missing_keys: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        ((name, value),) = input_dict.items()
-        weight = _only(value)
-        if not isinstance(weight, LazyTensor):
-            return original(self, input_dict, model, full_layer_name, missing_keys, **kwargs)
-        path, _, key = str(full_layer_name).rpartition(".")
-        module, chosen = model.get_submodule(path), []
+    class Listening(type(self)):  # type: ignore[misc]
+        """The operation, which keeps the configuration that it chooses for the layer."""
 
-        class Listening(type(self)):  # type: ignore[misc]
-            """The operation, which keeps the configuration that it chooses for the layer."""
+        def _quantize(self, module: Any, *args: Any, **more: Any) -> None:
+            chosen.append((args, more))
+            super()._quantize(module, *args, **more)
 
-            def _quantize(self, module: torch.nn.Module, *args: object, **more: object) -> None:
-                chosen.append((args, more))
-                super()._quantize(module, *args, **more)
-
-        width = weight.shape[-1]
-        rows = torch.linspace(-1, 3, 2 * width).view(2, width).to(weight.dtype)
-        listening = Listening(self.hf_quantizer)
-        converted = original(
-            listening, {name: rows}, model, full_layer_name, missing_keys, **kwargs
-        )
-        if not chosen:
-            return dict.fromkeys(converted, weight)
-        ((args, more),) = chosen
-        sample, empty = module._parameters[key], copy.copy(module)  # an engine changes the module
-
-        def quantised(part: torch.Tensor) -> dict[str, torch.Tensor]:
-            shell = copy.copy(empty)
-            shell._parameters = {key: nn.Parameter(part, requires_grad=False), "bias": None}
-            importlib.import_module("torchao.quantization").quantize_(shell, *args, **more)
-            built = shell._parameters[key]
-            return {part: getattr(built, part) for part in parts_of(built)}
-
-        both, alone = quantised(rows), [quantised(row[None]) for row in rows]
-        if not _is_by_rows(both, alone):
-            raise ConfigError(
-                f"{type(args[0]).__name__} of torchao does not quantize each row of "
-                f"{full_layer_name} alone, so that zero stage 3 cannot read it into shards; use "
-                "Int8WeightOnlyConfig or Float8WeightOnlyConfig, or "
-                "BitsAndBytesConfig(load_in_4bit=True)"
-            )
-        parts = {part: LazyTensor(of) for part, of in _in_rows(weight, quantised, both).items()}
-        quantized = of_parts(sample, parts, weight.shape)
-        quantized.__dict__["_is_hf_initialized"] = True
-        module._parameters[key] = quantized
+    width = weight.shape[-1]
+    rows = torch.linspace(-1, 3, 2 * width).view(2, width).to(weight.dtype)
+    listening = Listening(self.hf_quantizer)
+    converted = original(listening, {name: rows}, model, full_layer_name, missing_keys, **kwargs)
+    if not chosen:
         return dict.fromkeys(converted, weight)
+    ((args, more),) = chosen
+    sample, empty = module._parameters[key], copy.copy(module)  # an engine changes the module
 
-    return convert
+    def quantised(part: torch.Tensor) -> dict[str, torch.Tensor]:
+        shell = copy.copy(empty)
+        shell._parameters = {key: nn.Parameter(part, requires_grad=False), "bias": None}
+        importlib.import_module("torchao.quantization").quantize_(shell, *args, **more)
+        built = shell._parameters[key]
+        return {part: getattr(built, part) for part in parts_of(built)}
+
+    both, alone = quantised(rows), [quantised(row[None]) for row in rows]
+    if not _is_by_rows(both, alone):
+        raise ConfigError(
+            f"{type(args[0]).__name__} of torchao does not quantize each row of "
+            f"{full_layer_name} alone, so that zero stage 3 cannot read it into shards; use "
+            "Int8WeightOnlyConfig or Float8WeightOnlyConfig, or "
+            "BitsAndBytesConfig(load_in_4bit=True)"
+        )
+    parts = {part: LazyTensor(of) for part, of in _in_rows(weight, quantised, both).items()}
+    quantized = of_parts(sample, parts, weight.shape)
+    quantized.__dict__["_is_hf_initialized"] = True
+    module._parameters[key] = quantized
+    return dict.fromkeys(converted, weight)
 
 
 def _is_by_rows(both: dict[str, torch.Tensor], alone: list[dict[str, torch.Tensor]]) -> bool:
@@ -218,30 +203,27 @@ def _in_rows(
     return {name: of(name, part) for name, part in sample.items()}
 
 
-def take_packed_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+def take_packed_in_shards(
+    original: Callable[..., Any],
+    self: Any,
+    input_dict: dict[str, Any],
+    model: Any = None,
+    full_layer_name: str | None = None,
+    **kwargs: Any,
+) -> Any:
     """Wraps ``Bnb4bitDeserialize.convert`` and that of 8 bits: lazy bytes and scales stay in their
     files.
     """
-
-    def convert(
-        self: Any,
-        input_dict: Mapping[str, object],
-        model: object = None,
-        full_layer_name: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        values = {name: _only(value) for name, value in input_dict.items()}
-        bytes_of = values.get("weight")
-        if len(values) == 1 or not isinstance(bytes_of, LazyTensor):
-            return original(self, input_dict, model, full_layer_name, **kwargs)
-        values["weight"] = torch.empty(0, dtype=bytes_of.dtype)
-        result = original(self, values, model, full_layer_name, **kwargs)
-        if getattr(result["weight"], "CB", None) is not None:
-            result["weight"].CB = result["weight"]
-        _set_source(result["weight"], bytes_of.expression)
-        return result
-
-    return convert
+    values = {name: _only(value) for name, value in input_dict.items()}
+    bytes_of = values.get("weight")
+    if len(values) == 1 or not isinstance(bytes_of, LazyTensor):
+        return original(self, input_dict, model, full_layer_name, **kwargs)
+    values["weight"] = torch.empty(0, dtype=bytes_of.dtype)
+    result = original(self, values, model, full_layer_name, **kwargs)
+    if getattr(result["weight"], "CB", None) is not None:
+        result["weight"].CB = result["weight"]
+    _set_source(result["weight"], bytes_of.expression)
+    return result
 
 
 def _quantised(weight: Any, source: LazyTensor) -> Any:

@@ -13,20 +13,16 @@ from typing import Any
 from hf_zero.integrations.transformers.trainer_route import under_zero
 
 
-def add_run(original: Callable[..., None]) -> Callable[..., None]:
+def add_run(original: Callable[..., None], self: Any, *args: object, **kwargs: object) -> None:
     """Wraps ``create_model_card``: adds the table of the run and its evaluations to the card that
     rank 0 has written.
     """
-
-    def create_model_card(self: Any, *args: object, **kwargs: object) -> None:
-        original(self, *args, **kwargs)
-        path = Path(self.args.output_dir, "README.md")
-        engine = self.deepspeed if under_zero(self) else None
-        if engine is not None and self.is_world_process_zero() and path.is_file():
-            text = path.read_text(encoding="utf-8")
-            path.write_text(_described(text, self, engine), encoding="utf-8")
-
-    return create_model_card
+    original(self, *args, **kwargs)
+    path = Path(self.args.output_dir, "README.md")
+    engine = self.deepspeed if under_zero(self) else None
+    if engine is not None and self.is_world_process_zero() and path.is_file():
+        text = path.read_text(encoding="utf-8")
+        path.write_text(_described(text, self, engine), encoding="utf-8")
 
 
 def _described(text: str, trainer: Any, engine: Any) -> str:

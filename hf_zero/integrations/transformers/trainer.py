@@ -47,37 +47,31 @@ GIVEN = "_hf_zero_given"
 _told: weakref.WeakSet[Any] = weakref.WeakSet()  # engines whose checkpoints have been described
 
 
-def find_zero_callback(original: Callable[..., None]) -> Callable[..., None]:
+def find_zero_callback(
+    original: Callable[..., None], self: Any, *args: object, **kwargs: object
+) -> None:
     """Wraps ``Trainer.__init__``: a ZeroCallback among the callbacks routes this Trainer."""
-
-    def __init__(self: Any, *args: object, **kwargs: object) -> None:
-        callback = find_callback(original, self, args, kwargs)
-        if callback is None:
-            original(self, *args, **kwargs)
-            return
-        setattr(self, CALLBACK, callback)
+    callback = find_callback(original, self, args, kwargs)
+    if callback is None:
         original(self, *args, **kwargs)
-        # First, before the reporters, so that its additions to the logs reach them.
-        callbacks = self.callback_handler.callbacks
-        callbacks.remove(callback)
-        callbacks.insert(0, callback)
+        return
+    setattr(self, CALLBACK, callback)
+    original(self, *args, **kwargs)
+    # First, before the reporters, so that its additions to the logs reach them.
+    callbacks = self.callback_handler.callbacks
+    callbacks.remove(callback)
+    callbacks.insert(0, callback)
 
-    return __init__
 
-
-def route_accelerator(original: Callable[..., None]) -> Callable[..., None]:
+def route_accelerator(original: Callable[[object], None], self: Any) -> None:
     """Wraps ``Trainer.create_accelerator_and_postprocess``: makes the Accelerator with ZeRO if
     requested, and checks that it is on.
     """
-
-    def create_accelerator_and_postprocess(self: Any) -> None:
-        with environment(), route(self) as expected:
-            original(self)
-        if expected or under_zero(self):
-            verify(self)
-            _refuse_shared_completions(self)
-
-    return create_accelerator_and_postprocess
+    with environment(), route(self) as expected:
+        original(self)
+    if expected or under_zero(self):
+        verify(self)
+        _refuse_shared_completions(self)
 
 
 def _refuse_shared_completions(trainer: Trainer) -> None:
@@ -94,78 +88,75 @@ def _refuse_shared_completions(trainer: Trainer) -> None:
         )
 
 
-def train_anew(original: Callable[..., object]) -> Callable[..., object]:
+def train_anew(
+    original: Callable[..., object],
+    self: Any,
+    resume_from_checkpoint: object = None,
+    trial: object = None,
+    ignore_keys_for_eval: object = None,
+) -> Any:
     """Wraps ``Trainer.train``: a second ``train()`` continues with the model of the first, and
     resuming uses the last complete checkpoint. Signals that save are handled until it ends.
     """
+    if finder.chosen():
+        verify_state(self)
+    if under_zero(self):
+        from hf_zero.engine import Engine
 
-    def train(
-        self: Any,
-        resume_from_checkpoint: object = None,
-        trial: object = None,
-        ignore_keys_for_eval: object = None,
-    ) -> Any:
-        if finder.chosen():
-            verify_state(self)
+        if isinstance(self.deepspeed, Engine):
+            from hf_zero.integrations.engine_teardown import destroy_and_restore
+
+            destroy_and_restore(self.deepspeed)
+            self.model_wrapped, self.deepspeed = self.model, None
+            if resume_from_checkpoint in (None, False):
+                log_rank0(
+                    "another train() goes on with the weights and with a new optimizer, as the "
+                    "Trainer has it under ZeRO"
+                )
+        resume_from_checkpoint = whole_to_resume(self, resume_from_checkpoint)
+    try:
+        return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
+    finally:
         if under_zero(self):
-            from hf_zero.engine import Engine
-
-            if isinstance(self.deepspeed, Engine):
-                from hf_zero.integrations.engine_teardown import destroy_and_restore
-
-                destroy_and_restore(self.deepspeed)
-                self.model_wrapped, self.deepspeed = self.model, None
-                if resume_from_checkpoint in (None, False):
-                    log_rank0(
-                        "another train() goes on with the weights and with a new optimizer, as the "
-                        "Trainer has it under ZeRO"
-                    )
-            resume_from_checkpoint = whole_to_resume(self, resume_from_checkpoint)
-        try:
-            return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
-        finally:
-            if under_zero(self):
-                _stop_listening(self)
-
-    return train
+            _stop_listening(self)
 
 
-def prepare_engine(original: Callable[..., object]) -> Callable[..., object]:
+def prepare_engine(
+    original: Callable[..., object],
+    self: Any,
+    max_steps: int,
+    train_dataloader: object,
+    resume_from_checkpoint: object,
+) -> Any:
     """Wraps ``Trainer._prepare_for_training``: raises ConfigError if the trained model is wrapped
     in anything but the engine.
     """
+    if not under_zero(self):
+        return original(self, max_steps, train_dataloader, resume_from_checkpoint)
+    _keep_given_optimizer(self)
+    with environment(**engine_environment(self.args)):
+        result = original(self, max_steps, train_dataloader, resume_from_checkpoint)
+    from hf_zero.engine import Engine
 
-    def _prepare_for_training(
-        self: Any, max_steps: int, train_dataloader: object, resume_from_checkpoint: object
-    ) -> Any:
-        if not under_zero(self):
-            return original(self, max_steps, train_dataloader, resume_from_checkpoint)
-        _keep_given_optimizer(self)
-        with environment(**engine_environment(self.args)):
-            result = original(self, max_steps, train_dataloader, resume_from_checkpoint)
-        from hf_zero.engine import Engine
+    if not isinstance(self.deepspeed, Engine):
+        raise ConfigError(
+            f"ZeRO is on, but the Trainer prepared {type(self.deepspeed).__name__} instead of "
+            "hf-zero's engine and would train unsharded; "
+            "pass the plain model to Trainer, without DataParallel or another wrapper around it"
+        )
+    from hf_zero.integrations.peft.adapters import keep_what_is_written
 
-        if not isinstance(self.deepspeed, Engine):
-            raise ConfigError(
-                f"ZeRO is on, but the Trainer prepared {type(self.deepspeed).__name__} instead of "
-                "hf-zero's engine and would train unsharded; "
-                "pass the plain model to Trainer, without DataParallel or another wrapper around it"
-            )
-        from hf_zero.integrations.peft.adapters import keep_what_is_written
+    keep_what_is_written(self.deepspeed)
+    self.deepspeed.measures.keep_in(self.args.output_dir)
+    self.deepspeed.measures.plan_steps(max_steps)
+    self.deepspeed.measures.shown_elsewhere()
+    leave_to_trainer(self.accelerator)
+    if self.deepspeed.config.checkpoint.save_on_signal or self.args.enable_jit_checkpoint:
+        from hf_zero.integrations.transformers.stop_callback import StopCallback
 
-        keep_what_is_written(self.deepspeed)
-        self.deepspeed.measures.keep_in(self.args.output_dir)
-        self.deepspeed.measures.plan_steps(max_steps)
-        self.deepspeed.measures.shown_elsewhere()
-        leave_to_trainer(self.accelerator)
-        if self.deepspeed.config.checkpoint.save_on_signal or self.args.enable_jit_checkpoint:
-            from hf_zero.integrations.transformers.stop_callback import StopCallback
-
-            self.pop_callback(StopCallback)  # of an attempt with a larger batch
-            self.add_callback(StopCallback(self))  # the last one, whose choice to save is final
-        return result
-
-    return _prepare_for_training
+        self.pop_callback(StopCallback)  # of an attempt with a larger batch
+        self.add_callback(StopCallback(self))  # the last one, whose choice to save is final
+    return result
 
 
 def _stop_listening(trainer: Any) -> None:
@@ -177,21 +168,19 @@ def _stop_listening(trainer: Any) -> None:
         stop_listening(trainer.deepspeed, callback.returns)
 
 
-def leave_norm_on_device(original: Callable[..., object]) -> Callable[..., object]:
+def leave_norm_on_device(
+    original: Callable[..., object], self: Any, model: Any, grad_norm: Any = None
+) -> Any:
     """Wraps ``Trainer._get_grad_norm``: returns the norm as a tensor, which the Trainer reads when
     it logs.
     """
-
-    def _get_grad_norm(self: Any, model: Module, grad_norm: Any = None) -> Any:
-        if not under_zero(self):
-            return original(self, model, grad_norm)
-        return (
-            self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
-            if grad_norm is None
-            else grad_norm
-        )
-
-    return _get_grad_norm
+    if not under_zero(self):
+        return original(self, model, grad_norm)
+    return (
+        self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+        if grad_norm is None
+        else grad_norm
+    )
 
 
 class _Logs(dict[str, Any]):
@@ -200,64 +189,59 @@ class _Logs(dict[str, Any]):
     figures: Collection[str] = ()
 
 
-def add_figures(original: Callable[..., None]) -> Callable[..., None]:
+def add_figures(
+    original: Callable[..., None],
+    self: Any,
+    logs: dict[str, object],
+    start_time: float | None = None,
+) -> None:
     """Wraps ``Trainer.log``: the logs of training have the engine's figures, too, so that every
     reporter gets them. A name that the Trainer has itself keeps the Trainer's value.
     """
+    if under_zero(self) and "loss" in logs:
+        from hf_zero.measures.figures import tracked
 
-    def log(self: Any, logs: dict[str, object], start_time: float | None = None) -> None:
-        if under_zero(self) and "loss" in logs:
-            from hf_zero.measures.figures import tracked
-
-            figures = tracked(getattr(self.deepspeed, "figures", {}))
-            script_logs, logs = logs, _Logs({**figures, **logs})
-            logs.figures = figures.keys() - script_logs.keys()
-        original(self, logs, start_time)
-
-    return log
+        figures = tracked(getattr(self.deepspeed, "figures", {}))
+        script_logs, logs = logs, _Logs({**figures, **logs})
+        logs.figures = figures.keys() - script_logs.keys()
+    original(self, logs, start_time)
 
 
-def print_without_figures(original: Callable[..., None]) -> Callable[..., None]:
+def print_without_figures(
+    original: Callable[..., None],
+    self: Any,
+    args: Any,
+    state: Any,
+    control: Any,
+    logs: Any = None,
+    **kwargs: Any,
+) -> None:
     """Wraps ``on_log`` of the callbacks that print to the terminal: the line is the Trainer's."""
-
-    def on_log(
-        self: Any, args: object, state: object, control: object, logs: Any = None, **kwargs: object
-    ) -> None:
-        if isinstance(logs, _Logs):
-            logs = {name: value for name, value in logs.items() if name not in logs.figures}
-        original(self, args, state, control, logs=logs, **kwargs)
-
-    return on_log
+    if isinstance(logs, _Logs):
+        logs = {name: value for name, value in logs.items() if name not in logs.figures}
+    original(self, args, state, control, logs=logs, **kwargs)
 
 
-def know_the_tensor_ranks(original: Callable[..., int]) -> Callable[..., int]:
+def know_the_tensor_ranks(original: Callable[[object], int], self: Any) -> int:
     """Wraps ``Trainer.get_tp_size``: returns the tensor parallel size of the configuration, from
     any route; at least 1.
     """
-
-    def get_tp_size(self: Any) -> int:
-        if not under_zero(self):
-            return original(self)
-        return max(original(self), tensor_ranks(self.accelerator.state))
-
-    return get_tp_size
+    if not under_zero(self):
+        return original(self)
+    return max(original(self), tensor_ranks(self.accelerator.state))
 
 
 def count_tokens_once(
-    original: Callable[..., None],
-) -> Callable[..., None]:
+    original: Callable[[object, object], None], self: Any, inputs: object
+) -> None:
     """Wraps ``Trainer._track_num_input_tokens``: counts the tokens of one of the tensor-parallel
     ranks.
     """
-
-    def _track_num_input_tokens(self: Any, inputs: object) -> None:
-        before = self.state.num_input_tokens_seen
-        original(self, inputs)
-        if under_zero(self):
-            added = self.state.num_input_tokens_seen - before
-            self.state.num_input_tokens_seen = before + added // self.get_tp_size()
-
-    return _track_num_input_tokens
+    before = self.state.num_input_tokens_seen
+    original(self, inputs)
+    if under_zero(self):
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // self.get_tp_size()
 
 
 def _keep_given_optimizer(trainer: Trainer) -> None:
@@ -271,23 +255,21 @@ def _keep_given_optimizer(trainer: Trainer) -> None:
         setattr(trainer, GIVEN, (trainer.optimizer, trainer.lr_scheduler))
 
 
-def keep_what_was_given(original: Callable[..., Any]) -> Callable[..., object]:
+def keep_what_was_given(
+    original: Callable[..., Any], trainer: Any, num_training_steps: int, inference: bool = False
+) -> Any:
     """Wraps ``deepspeed_init``: keeps ``Trainer(optimizers=…)`` and the level of hf-zero's logger
     as set by the user.
     """
-
-    def deepspeed_init(trainer: Trainer, num_training_steps: int, inference: bool = False) -> Any:
-        if not under_zero(trainer):
-            return original(trainer, num_training_steps, inference=inference)
-        level = logger.level
-        try:
-            with _given_optimizer(trainer) as scheduler:
-                prepared, wrapped = original(trainer, num_training_steps, inference=inference)
-        finally:
-            logger.setLevel(level)
-        return prepared, scheduler if wrapped is None else wrapped
-
-    return deepspeed_init
+    if not under_zero(trainer):
+        return original(trainer, num_training_steps, inference=inference)
+    level = logger.level
+    try:
+        with _given_optimizer(trainer) as scheduler:
+            prepared, wrapped = original(trainer, num_training_steps, inference=inference)
+    finally:
+        logger.setLevel(level)
+    return prepared, scheduler if wrapped is None else wrapped
 
 
 @contextmanager
@@ -317,49 +299,48 @@ def _given_optimizer(trainer: Any) -> Iterator[Any]:
         del trainer.create_optimizer
 
 
-def evaluate_raw(original: Callable[..., object]) -> Callable[..., object]:
+def evaluate_raw(
+    original: Callable[..., object], self: Any, *args: object, **kwargs: object
+) -> Any:
     """Wraps ``Trainer.evaluation_loop``: evaluates and predicts before training, at every stage."""
-
-    def evaluation_loop(self: Any, *args: object, **kwargs: object) -> Any:
-        if not under_zero(self):
+    if not under_zero(self):
+        return original(self, *args, **kwargs)
+    verify_state(self)
+    with _answering_zero3(self):
+        if self.deepspeed is not None:
             return original(self, *args, **kwargs)
-        verify_state(self)
-        with _answering_zero3(self):
-            if self.deepspeed is not None:
-                return original(self, *args, **kwargs)
-            with _as_if_plain(self):
-                return original(self, *args, **kwargs)
-
-    return evaluation_loop
+        with _as_if_plain(self):
+            return original(self, *args, **kwargs)
 
 
-def save_untrained(original: Callable[..., None]) -> Callable[..., None]:
+def save_untrained(
+    original: Callable[..., None],
+    self: Any,
+    output_dir: str | None = None,
+    _internal_call: bool = False,
+) -> None:
     """Wraps ``Trainer.save_model``: saves a model that was never trained, and returns when the
     files of a running save are complete. Checkpoints of the Trainer include whole weights according
     to stage3_gather_16bit_weights_on_model_save.
     """
-
-    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not under_zero(self):
-            original(self, output_dir, _internal_call)
-            return
-        engine = self.deepspeed
-        if engine is not None:
-            # push_to_hub, the other internal caller, passes no folder
-            engine.saving_in_checkpoint = _internal_call and output_dir is not None
-            try:
-                if engine.zero_gather_16bit_weights_on_model_save() or _is_adapted(self.model):
-                    original(self, output_dir, _internal_call)
-                else:
-                    _save_without_weights(self, output_dir)
-            finally:
-                engine.saving_in_checkpoint = False
-            engine.wait_for_checkpoint(below=output_dir or self.args.output_dir)
-            return
-        with _as_if_plain(self):
-            original(self, output_dir, _internal_call)
-
-    return save_model
+    if not under_zero(self):
+        original(self, output_dir, _internal_call)
+        return
+    engine = self.deepspeed
+    if engine is not None:
+        # push_to_hub, the other internal caller, passes no folder
+        engine.saving_in_checkpoint = _internal_call and output_dir is not None
+        try:
+            if engine.zero_gather_16bit_weights_on_model_save() or _is_adapted(self.model):
+                original(self, output_dir, _internal_call)
+            else:
+                _save_without_weights(self, output_dir)
+        finally:
+            engine.saving_in_checkpoint = False
+        engine.wait_for_checkpoint(below=output_dir or self.args.output_dir)
+        return
+    with _as_if_plain(self):
+        original(self, output_dir, _internal_call)
 
 
 def _is_adapted(model: object) -> bool:

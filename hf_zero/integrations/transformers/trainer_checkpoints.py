@@ -98,43 +98,40 @@ def _newer_in_memory(trainer: Trainer, folder: Path | None) -> Path | None:
     return Path(str(checkpoint.directory))
 
 
-def save_into_memory(original: Callable[..., None]) -> Callable[..., None]:
+def save_into_memory(
+    original: Callable[..., None],
+    self: Any,
+    tr_loss: object,
+    grad_norm: object,
+    model: object,
+    trial: object,
+    epoch: float,
+    ignore_keys_for_eval: object,
+    start_time: float,
+    learning_rate: float | None = None,
+) -> None:
     """Wraps ``Trainer._maybe_log_save_evaluate``: saves into the memory of the hosts what
     ``_save_checkpoint`` saves into a folder, at the end of a step at which it is due.
     """
+    original(
+        self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time,
+        learning_rate,
+    )  # fmt: skip
 
-    def _maybe_log_save_evaluate(
-        self: Any,
-        tr_loss: object,
-        grad_norm: object,
-        model: object,
-        trial: object,
-        epoch: float,
-        ignore_keys_for_eval: object,
-        start_time: float,
-        learning_rate: float | None = None,
-    ) -> None:
-        original(
-            self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time,
-            learning_rate,
-        )  # fmt: skip
+    def write(folder: Path) -> Path:
+        checkpoint = folder / f"{PREFIX}{self.state.global_step}"
+        checkpoint.mkdir()
+        with replaced(
+            self,
+            _get_output_dir=lambda trial: str(folder),
+            save_model=lambda *args, **kwargs: None,
+            _push_from_checkpoint=lambda folder: None,
+        ):
+            self._save_checkpoint(model, trial)
+        return checkpoint
 
-        def write(folder: Path) -> Path:
-            checkpoint = folder / f"{PREFIX}{self.state.global_step}"
-            checkpoint.mkdir()
-            with replaced(
-                self,
-                _get_output_dir=lambda trial: str(folder),
-                save_model=lambda *args, **kwargs: None,
-                _push_from_checkpoint=lambda folder: None,
-            ):
-                self._save_checkpoint(model, trial)
-            return checkpoint
-
-        if under_zero(self):
-            save_if_due(self.deepspeed, write)
-
-    return _maybe_log_save_evaluate
+    if under_zero(self):
+        save_if_due(self.deepspeed, write)
 
 
 def _keep_samples_of_a_step(trainer: Trainer, folder: Path) -> None:
@@ -200,45 +197,37 @@ def _refuse_torn(folder: Path, output: Path) -> bool:
     return folder.resolve() in [c.resolve() for c in numbered_folders(output, PREFIX)[:1]]
 
 
-def end_with_whole_ones(original: Callable[..., object]) -> Callable[..., object]:
+def end_with_whole_ones(
+    original: Callable[..., object],
+    self: Any,
+    trial: Any,
+    num_train_samples: int,
+    start_time: float,
+) -> Any:
     """Wraps ``Trainer._finalize_training``: waits until the last checkpoint is complete, and
     selects the best among the complete ones.
 
     A damaged best checkpoint then neither fails a finished training nor makes the limit delete all
     others.
     """
-
-    def _finalize_training(
-        self: Any, trial: object, num_train_samples: int, start_time: float
-    ) -> Any:
-        if under_zero(self):
-            self.deepspeed.wait_for_checkpoint()
-            used = self.args.load_best_model_at_end or self.args.save_total_limit == 1
-            if (
-                self.state.best_model_checkpoint is not None
-                and used
-                and not self.args.save_only_model
-            ):
-                self.state.best_model_checkpoint, self.state.best_metric = decide_on_rank_0(
-                    lambda: _best_whole(self)
-                )
-        return original(self, trial, num_train_samples, start_time)
-
-    return _finalize_training
+    if under_zero(self):
+        self.deepspeed.wait_for_checkpoint()
+        used = self.args.load_best_model_at_end or self.args.save_total_limit == 1
+        if self.state.best_model_checkpoint is not None and used and not self.args.save_only_model:
+            self.state.best_model_checkpoint, self.state.best_metric = decide_on_rank_0(
+                lambda: _best_whole(self)
+            )
+    return original(self, trial, num_train_samples, start_time)
 
 
-def push_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
+def push_whole_ones(original: Callable[..., None], self: Any, checkpoint_folder: str) -> None:
     """Wraps ``Trainer._push_from_checkpoint``: uploads a checkpoint once all ranks have written it,
     also with asynchronous saves.
     """
-
-    def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
-        if under_zero(self) and self.args.hub_strategy in ("checkpoint", "all_checkpoints"):
-            self.deepspeed.wait_for_checkpoint()
-            world_group.barrier()
-        original(self, checkpoint_folder)
-
-    return _push_from_checkpoint
+    if under_zero(self) and self.args.hub_strategy in ("checkpoint", "all_checkpoints"):
+        self.deepspeed.wait_for_checkpoint()
+        world_group.barrier()
+    original(self, checkpoint_folder)
 
 
 def _best_whole(trainer: Any) -> tuple[str | None, float | None]:
@@ -276,39 +265,34 @@ def _step(folder: Path) -> int:
     return int(folder.name.removeprefix(PREFIX))
 
 
-def keep_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
+def keep_whole_ones(
+    original: Callable[..., None],
+    output_dir: str,
+    save_total_limit: int | None = None,
+    best_model_checkpoint: str | None = None,
+    use_mtime: bool = False,
+    checkpoint_prefix: str = "checkpoint",
+) -> None:
     """Wraps ``rotate_checkpoints``: ``save_total_limit`` counts complete checkpoints, and a folder
     is renamed before it is removed.
     """
+    from transformers.trainer_utils import sort_checkpoints
 
-    def rotate_checkpoints(
-        output_dir: str,
-        save_total_limit: int | None = None,
-        best_model_checkpoint: str | None = None,
-        use_mtime: bool = False,
-        checkpoint_prefix: str = "checkpoint",
-    ) -> None:
-        from transformers.trainer_utils import sort_checkpoints
-
-        ordered = [
-            Path(p) for p in reversed(sort_checkpoints(output_dir, checkpoint_prefix, use_mtime))
-        ]
-        limited = save_total_limit is not None and save_total_limit > 0
-        if not (limited and finder.chosen() and ordered and has_engine_checkpoint(ordered[0])):
-            original(
-                output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix
-            )
-            return
-        newest = ordered[0]
-        protected = (
-            {newest, Path(best_model_checkpoint)} if best_model_checkpoint is not None else {newest}
-        )
-        first = [folder for folder in ordered if folder in protected]
-        keep = max(int(save_total_limit or 1), len(first))
-        candidates = [*first, *(folder for folder in ordered if folder not in protected)]
-        after_commit(newest, lambda: _keep(candidates, keep, protected))
-
-    return rotate_checkpoints
+    ordered = [
+        Path(p) for p in reversed(sort_checkpoints(output_dir, checkpoint_prefix, use_mtime))
+    ]
+    limited = save_total_limit is not None and save_total_limit > 0
+    if not (limited and finder.chosen() and ordered and has_engine_checkpoint(ordered[0])):
+        original(output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix)
+        return
+    newest = ordered[0]
+    protected = (
+        {newest, Path(best_model_checkpoint)} if best_model_checkpoint is not None else {newest}
+    )
+    first = [folder for folder in ordered if folder in protected]
+    keep = max(int(save_total_limit or 1), len(first))
+    candidates = [*first, *(folder for folder in ordered if folder not in protected)]
+    after_commit(newest, lambda: _keep(candidates, keep, protected))
 
 
 def _keep(newest_first: list[Path], keep: int, protected: set[Path]) -> None:
@@ -332,16 +316,12 @@ def _keep(newest_first: list[Path], keep: int, protected: set[Path]) -> None:
 
 
 def leave_signals_to_engine(
-    original: Callable[[Any, Any], None],
-) -> Callable[..., None]:
+    original: Callable[[Any, Any], None], self: Any, trainer: object
+) -> None:
     """Wraps ``JITCheckpointCallback.set_trainer``: under ZeRO the stock callback does nothing, and
     ``stop_callback.py`` saves in its place.
     """
-
-    def set_trainer(self: Any, trainer: object) -> None:
-        if under_zero(trainer):
-            self.trainer = trainer  # without a manager the stock events do nothing
-        else:
-            original(self, trainer)
-
-    return set_trainer
+    if under_zero(trainer):
+        self.trainer = trainer  # without a manager the stock events do nothing
+    else:
+        original(self, trainer)

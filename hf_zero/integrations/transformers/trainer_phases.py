@@ -78,45 +78,43 @@ def _after(steps: int, windows: Callable[[int], int], length: int) -> tuple[int,
     return next(islice(epochs(windows, length), steps - 1, None))
 
 
-def take_prepared_batches(original: Callable[..., Any]) -> Callable[..., object]:
+def take_prepared_batches(
+    original: Callable[..., Any], self: Any, epoch_iterator: Any, num_batches: int, device: Any
+) -> Any:
     """Wraps ``Trainer.get_batch_samples``: training techniques change the batches of an
     accumulation window before their labels are counted.
     """
-
-    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: object) -> Any:
-        if not under_zero(self) or self.deepspeed is None:
-            return original(self, epoch_iterator, num_batches, device)
-        engine = self.deepspeed
-        prepared = map(engine.prepare_batch, epoch_iterator)
-        phases = engine.techniques.by_key.get(PHASES)
-        if phases is None or not phases.changes_batches:
-            return original(self, prepared, num_batches, device)
-        batches, items = original(self, prepared, engine.gradient_accumulation_steps(), device)
-        return [Window(batches)] if batches else [], items
-
-    return get_batch_samples
+    if not under_zero(self) or self.deepspeed is None:
+        return original(self, epoch_iterator, num_batches, device)
+    engine = self.deepspeed
+    prepared = map(engine.prepare_batch, epoch_iterator)
+    phases = engine.techniques.by_key.get(PHASES)
+    if phases is None or not phases.changes_batches:
+        return original(self, prepared, num_batches, device)
+    batches, items = original(self, prepared, engine.gradient_accumulation_steps(), device)
+    return [Window(batches)] if batches else [], items
 
 
-def train_on_windows(original: Callable[..., object]) -> Callable[..., object]:
+def train_on_windows(
+    original: Callable[..., object],
+    self: Any,
+    model: Any,
+    inputs: Any,
+    num_items_in_batch: Any = None,
+) -> Any:
     """Wraps ``Trainer.training_step``: trains on each batch of a window, and ends the window with
     the last one.
     """
-
-    def training_step(
-        self: Any, model: torch.nn.Module, inputs: object, num_items_in_batch: Any = None
-    ) -> Any:
-        if not isinstance(inputs, Window):
-            with counting_whole_batches(self, inputs):
-                return original(self, model, inputs, num_items_in_batch)
-        self.current_gradient_accumulation_steps = len(inputs.batches)
-        state, losses = self.accelerator.gradient_state, []
-        for remaining, batch in reversed(list(enumerate(reversed(inputs.batches)))):
-            state._set_sync_gradients(remaining == 0)
-            with counting_whole_batches(self, batch):
-                losses.append(original(self, model, batch, num_items_in_batch))
-        return sum(losses)
-
-    return training_step
+    if not isinstance(inputs, Window):
+        with counting_whole_batches(self, inputs):
+            return original(self, model, inputs, num_items_in_batch)
+    self.current_gradient_accumulation_steps = len(inputs.batches)
+    state, losses = self.accelerator.gradient_state, []
+    for remaining, batch in reversed(list(enumerate(reversed(inputs.batches)))):
+        state._set_sync_gradients(remaining == 0)
+        with counting_whole_batches(self, batch):
+            losses.append(original(self, model, batch, num_items_in_batch))
+    return sum(losses)
 
 
 @contextmanager
@@ -137,26 +135,22 @@ def counting_whole_batches(trainer: Any, inputs: object) -> Iterator[None]:
         trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
 
 
-def count_windows(original: Callable[..., Any]) -> Callable[..., object]:
+def count_windows(original: Callable[..., Any], self: Any, args: Any, dataloader: Any) -> Any:
     """Wraps ``Trainer.set_initial_training_values``: computes epochs and steps for growing
     windows.
     """
-
-    def set_initial_training_values(self: Any, args: Any, dataloader: object) -> Any:
-        with _lengths_as_they_are(self, args, dataloader):
-            values = original(self, args, dataloader)
-        windows = windows_of(self)
-        if windows is None:
-            return values
-        length, last = values[5], values[6]
-        if args.max_steps <= 0:
-            needed = math.ceil(args.num_train_epochs * length)
-            passed = (ended * length + used for ended, used in epochs(windows, length))
-            last = next(step for step, batches in enumerate(passed, 1) if batches >= needed)
-        ended, used = _after(last, windows, length)
-        return ended + (used > 0), *values[1:6], last
-
-    return set_initial_training_values
+    with _lengths_as_they_are(self, args, dataloader):
+        values = original(self, args, dataloader)
+    windows = windows_of(self)
+    if windows is None:
+        return values
+    length, last = values[5], values[6]
+    if args.max_steps <= 0:
+        needed = math.ceil(args.num_train_epochs * length)
+        passed = (ended * length + used for ended, used in epochs(windows, length))
+        last = next(step for step, batches in enumerate(passed, 1) if batches >= needed)
+    ended, used = _after(last, windows, length)
+    return ended + (used > 0), *values[1:6], last
 
 
 @contextmanager
@@ -177,32 +171,29 @@ def _lengths_as_they_are(trainer: Any, args: Any, dataloader: Any) -> Iterator[N
         del trainer.get_sp_size, trainer.get_total_train_batch_size
 
 
-def resume_windows(original: Callable[..., Any]) -> Callable[..., object]:
+def resume_windows(
+    original: Callable[..., Any],
+    self: Any,
+    max_steps: int,
+    num_update_steps_per_epoch: int,
+    num_train_epochs: int,
+    resume_from_checkpoint: Any,
+    trial: Any,
+) -> tuple[int, int]:
     """Wraps ``Trainer._init_training_state``: computes the epochs and batches that a resumed run
     has trained on.
     """
-
-    def _init_training_state(
-        self: Any,
-        max_steps: int,
-        num_update_steps_per_epoch: int,
-        num_train_epochs: int,
-        resume_from_checkpoint: object,
-        trial: object,
-    ) -> tuple[int, int]:
-        trained: tuple[int, int] = original(
-            self,
-            max_steps,
-            num_update_steps_per_epoch,
-            num_train_epochs,
-            resume_from_checkpoint,
-            trial,
-        )
-        windows, steps = windows_of(self), self.state.global_step
-        if windows is None or not steps:
-            return trained
-        # here the Trainer's steps are batches: its windows have one batch
-        ended, used = _after(steps, windows, num_update_steps_per_epoch)
-        return ended, 0 if self.args.ignore_data_skip else used
-
-    return _init_training_state
+    trained: tuple[int, int] = original(
+        self,
+        max_steps,
+        num_update_steps_per_epoch,
+        num_train_epochs,
+        resume_from_checkpoint,
+        trial,
+    )
+    windows, steps = windows_of(self), self.state.global_step
+    if windows is None or not steps:
+        return trained
+    # here the Trainer's steps are batches: its windows have one batch
+    ended, used = _after(steps, windows, num_update_steps_per_epoch)
+    return ended, 0 if self.args.ignore_data_skip else used

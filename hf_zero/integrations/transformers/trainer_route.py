@@ -285,30 +285,28 @@ def _schedule_params(kind: object) -> tuple[str, ...]:
     return SCHEDULE_PARAMS.get(str(kind), ())
 
 
-def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
+def fill_from_arguments(
+    original: Callable[..., None], self: Any, args: Any, auto_find_batch_size: bool = False
+) -> None:
     """Wraps ``HfTrainerDeepSpeedConfig.trainer_config_process``: fills missing keys from the
     training arguments.
     """
-
-    def trainer_config_process(self: Any, args: Any, auto_find_batch_size: bool = False) -> None:
-        if not finder.chosen():
-            original(self, args, auto_find_batch_size)
-            return
-        refuse_full_eval(self.config, args)
-        self.config = SourcedDict.wrap(self.config, DICT)
-        self.config.filler = "the training arguments"
-        open_left_out(self.config)
+    if not finder.chosen():
         original(self, args, auto_find_batch_size)
-        if not any((args.fp16, args.bf16, args.fp16_full_eval, args.bf16_full_eval)):
-            # The flags are off unless given, and --bf16 is refused on a CPU: a precision in the
-            # config alone is not a contradiction.
-            self.mismatches = [
-                line
-                for line in self.mismatches
-                if not line.startswith(("- ds bf16.enabled=True", "- ds fp16.enabled=True"))
-            ]
-
-    return trainer_config_process
+        return
+    refuse_full_eval(self.config, args)
+    self.config = SourcedDict.wrap(self.config, DICT)
+    self.config.filler = "the training arguments"
+    open_left_out(self.config)
+    original(self, args, auto_find_batch_size)
+    if not any((args.fp16, args.bf16, args.fp16_full_eval, args.bf16_full_eval)):
+        # The flags are off unless given, and --bf16 is refused on a CPU: a precision in the
+        # config alone is not a contradiction.
+        self.mismatches = [
+            line
+            for line in self.mismatches
+            if not line.startswith(("- ds bf16.enabled=True", "- ds fp16.enabled=True"))
+        ]
 
 
 def refuse_full_eval(config: Mapping[str, object], args: object) -> None:

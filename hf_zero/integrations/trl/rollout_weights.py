@@ -70,45 +70,36 @@ def copies(stream: Any, device: torch.device) -> Iterator[Iterator[Named]]:
     return buckets()
 
 
-def iter_in_buckets(original: Callable[..., Iterator[Named]]) -> Callable[..., Iterator[Named]]:
+def iter_in_buckets(original: Callable[..., Iterator[Named]], self: Any) -> Iterator[Named]:
     """Wraps ``VLLMGeneration._iter_named_params``, by which GRPO, RLOO and others send weights. The
     first loop of a server's client, for names and shapes only, gathers nothing.
     """
-
-    def _iter_named_params(self: Any) -> Iterator[Named]:
-        # not a generator: the stream that is current now is that of the training
-        engine = engine_of(self.model) if finder.chosen() else None
-        if engine is None:
-            return original(self)
-        stream = stream_of(engine, self.mode == "server")
-        if self.mode == "server" and self._weight_metadata is None:
-            return (
-                (name, torch.empty(shape, dtype=dtype, device="meta"))
-                for name, dtype, shape in stream.tensors
-            )
-        return chain.from_iterable(copies(stream, engine.device))
-
-    return _iter_named_params
+    engine = engine_of(self.model) if finder.chosen() else None
+    if engine is None:
+        return original(self)
+    stream = stream_of(engine, self.mode == "server")
+    if self.mode == "server" and self._weight_metadata is None:
+        return (
+            (name, torch.empty(shape, dtype=dtype, device="meta"))
+            for name, dtype, shape in stream.tensors
+        )
+    return chain.from_iterable(copies(stream, engine.device))
 
 
-def move_in_buckets(original: Callable[..., None]) -> Callable[..., None]:
+def move_in_buckets(original: Callable[..., None], self: Any) -> None:
     """Wraps ``OnlineDPOTrainer._move_model_to_vllm_inner``: one message to the server a bucket."""
-
-    def _move_model_to_vllm_inner(self: Any) -> None:
-        engine = engine_of(self.model) if finder.chosen() else None
-        if engine is None:
-            original(self)
-            return
-        server = self.vllm_mode == "server"
-        for bucket in map(list, copies(stream_of(engine, server), engine.device)):
-            if server:
-                infos = [
-                    (name, str(value.dtype).removeprefix("torch."), list(value.shape))
-                    for name, value in bucket
-                ]
-                self.vllm_client.update_named_params(infos, iter(bucket))
-            else:
-                runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
-                runner.model.load_weights(bucket)
-
-    return _move_model_to_vllm_inner
+    engine = engine_of(self.model) if finder.chosen() else None
+    if engine is None:
+        original(self)
+        return
+    server = self.vllm_mode == "server"
+    for bucket in map(list, copies(stream_of(engine, server), engine.device)):
+        if server:
+            infos = [
+                (name, str(value.dtype).removeprefix("torch."), list(value.shape))
+                for name, value in bucket
+            ]
+            self.vllm_client.update_named_params(infos, iter(bucket))
+        else:
+            runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
+            runner.model.load_weights(bucket)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -221,7 +222,7 @@ def test_what_is_counted_by_data_parallel_ranks(
     monkeypatch.setattr("accelerate.state.AcceleratorState", lambda: state)
     schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(stack().parameters()), 1)
     wrapped = SimpleNamespace(scheduler=schedule, split_batches=False, step_with_optimizer=True)
-    count_batches_once(lambda self: [self.scheduler.step() for _ in range(4)])(wrapped)
+    count_batches_once(lambda self: [self.scheduler.step() for _ in range(4)], wrapped)
     assert schedule.last_epoch == 2
 
 
@@ -232,7 +233,7 @@ def test_an_optimizer_apart_from_its_model_is_refused() -> None:
     ours.prepare(model)
     with pytest.raises(PartitionError, match=r"given SGD after its model"):
         ours.prepare(optimizer)
-    prepare = refuse_optimizer_apart(lambda self, optimizer, device_placement: optimizer)
+    prepare = partial(refuse_optimizer_apart, lambda self, optimizer, device_placement: optimizer)
     for kind, ranks in (("DEEPSPEED", 1), ("MULTI_CPU", 2)):
         of = SimpleNamespace(distributed_type=DistributedType(kind), num_processes=ranks)
         assert prepare(of, optimizer) is optimizer
