@@ -29,7 +29,6 @@ from hf_zero.zero.layout.parameter import owner_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch.nn import Module
 
 _training: weakref.WeakSet[Engine] = weakref.WeakSet()
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # Accelerate's optimizer wrappers

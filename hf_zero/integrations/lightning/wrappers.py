@@ -38,8 +38,7 @@ from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.parameter import owner_of
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-    from transformers import Trainer
+    pass
 
 LAST = "_hf_zero_last"  # whether a connector was asked for the last checkpoint, not for a named one
 # saved by a job that is asked to end; a SLURM job resumes from it automatically

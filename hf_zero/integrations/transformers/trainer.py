@@ -40,7 +40,6 @@ from hf_zero.integrations.transformers.trainer_route import (
 from hf_zero.logging import log_rank0, logger
 
 if TYPE_CHECKING:
-    from torch.nn import Module
     from transformers import Trainer
 
 GIVEN = "_hf_zero_given"
