@@ -93,7 +93,6 @@ def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
             return
         alive.changes.refuse_half_done("optimizer.load_state_dict()")
         alive.updater.finish()
-        alive.sharded_model.wait_for_copy()
         alive.train_unfrozen(loads=True)
         state_dict = alive.bound.with_positions(state_dict)
         source = SavedSegments(state_dict, alive)
