@@ -7,10 +7,12 @@ reports.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import gc
 import math
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -137,6 +139,7 @@ def builds_again(engine: Any) -> None:
 def saves(engine: Any) -> None:
     """A thread copies most of the state beside the next step."""
     folder = f"{tempfile.gettempdir()}/hf-zero-late-{os.environ['MASTER_PORT']}"
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     engine.save_checkpoint(folder, tag="later", blocking=False)
 
 
