@@ -9,14 +9,12 @@ from typing import Annotated
 import typer
 
 from hf_zero.cli.analyze import analyze
-from hf_zero.cli.clean import clean
-from hf_zero.cli.convert import convert_checkpoint
+from hf_zero.cli.checkpoints import clean, convert_checkpoint, verify
+from hf_zero.cli.configurations import explain, migrate, schema
 from hf_zero.cli.docs import docs
 from hf_zero.cli.doctor import doctor, smoke
 from hf_zero.cli.estimate import estimate
-from hf_zero.cli.explain import explain, schema
 from hf_zero.cli.launch import launch
-from hf_zero.cli.migrate import migrate
 from hf_zero.cli.printing import print_json, printable, replace_unencodable
 from hf_zero.cli.recipes import init, recipe
 from hf_zero.cli.report import report
@@ -24,7 +22,6 @@ from hf_zero.cli.simulate import simulate
 from hf_zero.cli.top import top
 from hf_zero.cli.train import train
 from hf_zero.cli.usage import BAD_INPUT, Command, dashed, usage_error
-from hf_zero.cli.verify import verify
 from hf_zero.errors import HfZeroError
 
 app = typer.Typer(

@@ -225,7 +225,7 @@ def _model(job: Job) -> Any:
         )
     if job.params is None:
         return job.model
-    from hf_zero.integrations.transformers.sized_model import sized_model
+    from hf_zero.integrations.transformers.meta_model import sized_model
 
     return sized_model(job.params)
 

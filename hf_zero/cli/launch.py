@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_zero.cli import completion
+from hf_zero.cli.options import one_of, preset
 from hf_zero.cli.printing import AsJson, print_json
 from hf_zero.config.launched import LAUNCHED_BY, WRITTEN
 from hf_zero.config.variables import warn_once
@@ -29,7 +29,7 @@ Preset = Annotated[
     str | None,
     typer.Option(
         help="Stage of ZeRO: zero0, zero1, zero2 or zero3; starts with accelerate launch.",
-        autocompletion=completion.preset,
+        autocompletion=preset,
     ),
 ]
 Stage = Annotated[int | None, typer.Option(min=0, max=3, help="As --preset zero0 to zero3.")]
@@ -50,7 +50,7 @@ Precision = Annotated[
     str | None,
     typer.Option(
         help="fp32, bf16 or fp16, with --preset.",
-        autocompletion=completion.one_of(*MIXED_PRECISION),
+        autocompletion=one_of(*MIXED_PRECISION),
     ),
 ]
 Ranks = Annotated[int | None, typer.Option(help="Ranks in total, on this machine.")]

@@ -5,18 +5,48 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from hf_zero.cli import completion
 from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_zero.planning.estimate import JobOptions
+
+
+def one_of(*names: str) -> Callable[[str], list[str]]:
+    """Return a function that offers those of ``names`` that begin with a word."""
+
+    def complete(incomplete: str) -> list[str]:
+        return beginning(names, incomplete)
+
+    return complete
+
+
+def preset(incomplete: str) -> list[str]:
+    from hf_zero.config import PRESETS
+
+    return beginning(PRESETS, incomplete)
+
+
+def preset_or_file(incomplete: str) -> list[str]:
+    """Offer the presets; nothing for an empty word, so that the shell offers its files."""
+    return preset(incomplete) if incomplete else []
+
+
+def quantized(incomplete: str) -> list[str]:
+    from hf_zero.config.techniques import AWARE
+
+    return beginning(AWARE, incomplete)
+
+
+def beginning(names: Iterable[str], word: str) -> list[str]:
+    """Return those of ``names`` that begin with ``word``."""
+    return [name for name in names if name.startswith(word)]
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
@@ -64,7 +94,7 @@ def _count(text: str) -> float:
 
 
 Ranks = Annotated[int, typer.Option(help="Number of ranks, one per GPU.")]
-OFFLOAD = completion.one_of("none", "cpu", "nvme")
+OFFLOAD = one_of("none", "cpu", "nvme")
 
 
 @dataclass(frozen=True)
@@ -88,9 +118,7 @@ class Job:
     ] = None
     precision: Annotated[
         str,
-        typer.Option(
-            help="fp32, bf16 or fp16.", autocompletion=completion.one_of("fp32", "bf16", "fp16")
-        ),
+        typer.Option(help="fp32, bf16 or fp16.", autocompletion=one_of("fp32", "bf16", "fp16")),
     ] = "bf16"
     optimizer: Annotated[
         str, typer.Option(help="AdamW, SGD, Lion, ... or any optimizer a configuration may name.")

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import KernelError, PartitionError
-from hf_zero.integrations.fused.positions import extend_position_embedding
-from hf_zero.integrations.fused.sparse_attention import sparsify
+from hf_zero.integrations.fused.sparse_attention import extend_position_embedding, sparsify
 from hf_zero.ops.sparse_attention import SparsityConfig, sparse_attention
 from hf_zero.parallel.pipeline.module import partition_uniform
 

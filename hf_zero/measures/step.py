@@ -19,14 +19,13 @@ from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.logging import logger
 from hf_zero.measures.collectives import EngineCollectives
 from hf_zero.measures.comms_log import comms_logger, engine_lines
-from hf_zero.measures.figures import Figures, StepFigures, tracked
+from hf_zero.measures.figures import Figures, StepFigures, StepLine, tracked
 from hf_zero.measures.flops_profiler import StepProfile
 from hf_zero.measures.memory import breakdown, layout
 from hf_zero.measures.metrics_file import MetricsFile
 from hf_zero.measures.monitors import DeepSpeedMonitorConfig, MonitorMaster
 from hf_zero.measures.run_record import WarningRecords, note_end, run_header
-from hf_zero.measures.step_line import StepLine
-from hf_zero.measures.times import StepTimes
+from hf_zero.measures.stopwatch import StepTimes
 from hf_zero.measures.trace import StepTrace
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.step.step_reports import StepMeasures

@@ -26,8 +26,7 @@ import yaml
 from hf_zero.checkpoint.convert.export import convert_checkpoint
 from hf_zero.checkpoint.tensorfile import hash_of
 from hf_zero.checkpoint.verify import verify_checkpoint
-from hf_zero.cli.explain import explain
-from hf_zero.cli.migrate import migrate
+from hf_zero.cli.configurations import explain, migrate
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import HfZeroError
 from hf_zero.launch.hosts import read_hostfile, select

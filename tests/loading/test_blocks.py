@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_zero.loading import blocks
-from hf_zero.loading.blocks import InBlocks, OneOf, Together
-from hf_zero.loading.expressions import InMemory, Strided
+from hf_zero.loading import expressions
+from hf_zero.loading.expressions import InBlocks, InMemory, OneOf, Strided, Together
 
 BLOCK = 8
 
@@ -31,7 +30,7 @@ def packed(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("numel", [64, 61, 7])
 def test_each_range_is_that_of_the_whole(monkeypatch, numel):
-    monkeypatch.setattr(blocks, "ELEMENTS", 3 * BLOCK)
+    monkeypatch.setattr(expressions, "ELEMENTS", 3 * BLOCK)
     source = torch.randn(numel)
     want, made = packed(source), -(-numel // 2)
     base = Counted(source)
@@ -46,7 +45,7 @@ def test_each_range_is_that_of_the_whole(monkeypatch, numel):
 
 
 def test_a_source_that_is_not_sliceable_is_read_once_for_a_range(monkeypatch):
-    monkeypatch.setattr(blocks, "ELEMENTS", BLOCK)
+    monkeypatch.setattr(expressions, "ELEMENTS", BLOCK)
     base = Counted(torch.randn(8, 8))
     turned = Strided(base, (8, 8), (1, 8), 0)
     found = InBlocks(turned, packed, BLOCK, BLOCK // 2, (32,), torch.float32)

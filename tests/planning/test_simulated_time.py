@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.transformers.sized_model import sized_model
+from hf_zero.integrations.transformers.meta_model import sized_model
 from hf_zero.planning.simulation import Machine, Measured, measure
 from hf_zero.planning.simulation.machine import RATES, OffloadTimes, offload_times, seconds
 from hf_zero.planning.simulation.recording import (

@@ -18,7 +18,7 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.engine_state import RankReport
 from hf_zero.checkpoint.manifest import FileEntry
 from hf_zero.checkpoint.memory import folders, saving
-from hf_zero.checkpoint.memory.hosts import Hosts
+from hf_zero.checkpoint.memory.job_folders import Hosts
 from hf_zero.checkpoint.memory.record import RankRecord
 from hf_zero.checkpoint.tensorfile import FilePlan
 from tests.protocols.files import PerProcess, numbers, scheduled

@@ -21,7 +21,7 @@ from hf_zero.config.files import SourcedDict
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.device import spans
 from hf_zero.logging import asked_in, logger
-from hf_zero.measures import step_line, stopwatch
+from hf_zero.measures import figures, stopwatch
 from hf_zero.zero.step.step_reports import StepMeasures
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
@@ -120,7 +120,7 @@ CASES = [
 def test_lines_by_time(make, seconds, bar, elsewhere, steps, told, monkeypatch):
     """Of rank 0, unless a bar, a trainer or the script shows figures."""
     told.clear()
-    monkeypatch.setattr(step_line, "SECONDS", seconds)
+    monkeypatch.setattr(figures, "SECONDS", seconds)
     config = make()
     measured = "metrics" in config or config.get("steps_per_print", math.inf) != math.inf
 

@@ -18,9 +18,8 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.load_sharded import files_needed
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_zero.checkpoint.memory import folders, saving
-from hf_zero.checkpoint.memory.hosts import Hosts
 from hf_zero.checkpoint.memory.inventory import Generation, Held
-from hf_zero.checkpoint.memory.job_folders import JobFolders
+from hf_zero.checkpoint.memory.job_folders import Hosts, JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, join_records, record_path
 from hf_zero.checkpoint.save_job import decide_on_rank_0
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, remove_tree

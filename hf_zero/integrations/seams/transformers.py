@@ -165,7 +165,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="transformers.trainer:Trainer.create_optimizer",
-        wrapper="hf_zero.integrations.transformers.low_bit_optimizers:build_without_bitsandbytes",
+        wrapper="hf_zero.integrations.transformers.trainer:build_without_bitsandbytes",
         why="names of bitsandbytes' optimizers raise without it; shards do not need its kernels",
     ),
     Seam(
@@ -285,7 +285,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="transformers.trainer:Trainer.create_model_card",
-        wrapper="hf_zero.integrations.transformers.run_card:add_run",
+        wrapper="hf_zero.integrations.transformers.trainer:add_run",
         why="the card that is pushed says nothing of stage, ranks, tokens, losses and resumptions",
     ),
     Seam(
@@ -313,7 +313,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="trl.trainer.base_trainer:_BaseTrainer.create_model_card",
-        wrapper="hf_zero.integrations.transformers.run_card:add_run",
+        wrapper="hf_zero.integrations.transformers.trainer:add_run",
         why="writes a card of its own, without calling that of the Trainer",
     ),
     Seam(

@@ -19,8 +19,7 @@ from hf_zero.deepspeed.zero_init import current_loading, postponed
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
 from hf_zero.loading import LazyTensor
-from hf_zero.loading.blocks import InBlocks, OneOf, Together
-from hf_zero.loading.expressions import Expression
+from hf_zero.loading.expressions import Expression, InBlocks, OneOf, Together
 from hf_zero.zero.layout.attributes import attached_later, of_parts, parts_of, tensors_of
 
 IN_SHARDS = {"Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer", "TorchAoHfQuantizer"}

@@ -1,5 +1,5 @@
 """Wrappers of ``transformers.trainer``: routing, the guard against unsharded training, evaluation
-before training.
+before training, 8-bit optimizers without bitsandbytes, the run in the model card.
 
 Every wrapper is inert for a Trainer without ZeRO, and if ``import deepspeed`` is a library other
 than hf-zero. Imported while ``import transformers`` runs: everything of Transformers is imported
@@ -18,7 +18,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.errors import ConfigError
@@ -38,6 +41,7 @@ from hf_zero.integrations.transformers.trainer_route import (
     verify_state,
 )
 from hf_zero.logging import log_rank0, logger
+from hf_zero.optim import AdamW8bit, Lion8bit
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -390,3 +394,67 @@ def _answering_zero3(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         theirs._hf_deepspeed_config_weak_ref = before
+
+
+# the names whose optimizers of bitsandbytes have a counterpart, and the bits of their moments
+NAMES: dict[str, tuple[type, int]] = {
+    "adamw_bnb_8bit": (AdamW8bit, 8),
+    "adamw_8bit": (AdamW8bit, 8),
+    "paged_adamw_8bit": (AdamW8bit, 8),
+    "paged_adamw_32bit": (AdamW8bit, 32),
+    "lion_8bit": (Lion8bit, 8),
+    "paged_lion_8bit": (Lion8bit, 8),
+    "lion_32bit": (Lion8bit, 32),
+    "paged_lion_32bit": (Lion8bit, 32),
+}
+
+
+def build_without_bitsandbytes(original: Callable[..., Any], self: Any, model: Any = None) -> Any:
+    """Wraps ``Trainer.create_optimizer``: names of bitsandbytes' optimizers give those of hf-zero
+    where bitsandbytes is not installed. As with it, embeddings keep moments in fp32.
+    """
+    from transformers.utils import is_bitsandbytes_available
+
+    args = self.args
+    name = str(getattr(args.optim, "value", args.optim))
+    chosen = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+    if name not in NAMES or chosen or is_bitsandbytes_available() or not under_zero(self):
+        return original(self, model)
+    cls, bits = NAMES[name]
+    settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+    if cls is AdamW8bit:
+        settings["eps"] = args.adam_epsilon
+    for module in (self.model if model is None else model).modules():
+        if isinstance(module, nn.Embedding):
+            weight: Any = module.weight
+            weight.optim_bits = 32
+    self.optimizer_cls_and_kwargs = cls, {**settings, "optim_bits": bits}
+    try:
+        return original(self, model)
+    finally:
+        self.optimizer_cls_and_kwargs = None
+
+
+def add_run(original: Callable[..., None], self: Any, *args: object, **kwargs: object) -> None:
+    """Wraps ``create_model_card``: adds the table of the run and its evaluations to the card that
+    rank 0 has written.
+    """
+    original(self, *args, **kwargs)
+    path = Path(self.args.output_dir, "README.md")
+    engine = self.deepspeed if under_zero(self) else None
+    if engine is not None and self.is_world_process_zero() and path.is_file():
+        text = path.read_text(encoding="utf-8")
+        path.write_text(_described(text, self, engine), encoding="utf-8")
+
+
+def _described(text: str, trainer: Any, engine: Any) -> str:
+    from hf_zero.checkpoint.convert.card import carded, datasets_of, front_of
+    from hf_zero.checkpoint.convert.run_facts import facts, last_numbers, recorded
+    from hf_zero.checkpoint.save_sharded import manifest_of_run
+
+    engine.measures.finish(engine)
+    manifest = manifest_of_run(engine)
+    folders = [engine.measures.folder, Path(trainer.args.output_dir)]
+    record = recorded([folder for folder in folders if folder is not None], manifest.counters)
+    figures = last_numbers(trainer.state.log_history)
+    return carded(text, facts(manifest, record, figures, datasets_of(front_of(text))), figures)

@@ -26,7 +26,7 @@ from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.fused.attention_on_meta import without_memory
 from hf_zero.integrations.fused.deferred_heads import defer_head
-from hf_zero.integrations.transformers.sized_model import sized_model
+from hf_zero.integrations.transformers.meta_model import sized_model
 from hf_zero.measures.collectives import wire_bytes
 from hf_zero.optim.one_bit import one_bit_of
 from hf_zero.parallel.expert.model import on_model, spread_experts

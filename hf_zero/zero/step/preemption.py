@@ -2,7 +2,8 @@
 step.
 
 The ranks agree through the store (consensus.py), only in the step in which a rank was asked; other
-steps cost nothing.
+steps cost nothing. torchrun and Accelerate send signals to the process group of a rank, so the
+workers of its DataLoaders get them, too, and a worker that ends fails its rank before it can save.
 """
 
 from __future__ import annotations
@@ -11,14 +12,34 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from torch.utils.data._utils import signal_handling
 
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.logging import log_rank0
+from hf_zero.ops import native
 from hf_zero.zero.layout.unit import SharedShards
-from hf_zero.zero.step import loader_workers
+
+_signals: set[int] = set()  # what the ranks of this process listen for
+_begin = signal_handling._set_worker_signal_handlers
+
+
+def _begin_worker() -> None:
+    _begin()
+    if _signals:
+        native.end_by_parent_only(_signals)
+
+
+def keep_workers(signals: Iterable[int]) -> None:
+    """Let workers that are forked from now on pass over ``signals``, unless their rank sends them:
+    it ends its workers by SIGTERM. No signals: let the next ones act as torch has it.
+    """
+    _signals.clear()
+    _signals.update(signals)
+    signal_handling._set_worker_signal_handlers = _begin_worker
 
 
 class StopRequests:
@@ -43,7 +64,7 @@ class StopRequests:
         self._listens = True
         self._shards.serve()
         self._handlers = [_Handler(number, self.request) for number in signals]
-        loader_workers.keep(signals)
+        keep_workers(signals)
 
     def move(self, mesh: Mesh, shards: SharedShards) -> None:
         """Continue with the parts of an engine that was built again, and repeat a request that the
@@ -85,7 +106,7 @@ class StopRequests:
         for handler in self._handlers:
             handler.remove()
         if self._handlers:
-            loader_workers.keep(())
+            keep_workers(())
         self._handlers = []
 
 

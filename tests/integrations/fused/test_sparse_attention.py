@@ -12,8 +12,13 @@ import torch
 import transformers as hf
 
 from hf_zero.errors import KernelError
-from hf_zero.integrations.fused.positions import extend_position_embedding
-from hf_zero.integrations.fused.sparse_attention import ATTRIBUTE, NAME, attend, sparsify
+from hf_zero.integrations.fused.sparse_attention import (
+    ATTRIBUTE,
+    NAME,
+    attend,
+    extend_position_embedding,
+    sparsify,
+)
 from hf_zero.ops.sparse_attention import (
     DenseSparsityConfig,
     FixedSparsityConfig,

@@ -150,11 +150,12 @@ def test_an_original_that_answers_otherwise_is_refused() -> None:
     attention_masks.note_mask(mask, False)
     config = SimpleNamespace(_attn_implementation="sdpa")
     embeds = torch.zeros(2, 5, 4)
-    result = attention_masks.drop_whole_masks(turned)(None, config, embeds, attention_mask=mask)
+    examined = attention_masks.examine_preprocessing(turned)
+    result = attention_masks.drop_whole_masks(examined, None, config, embeds, attention_mask=mask)
     assert result == (0, 0, 5, 5, None, None, False)
     for other in (lambda *given, **named: turned(*given, **named)[:3], lambda config: None):
         with pytest.raises(ConfigError, match="something else for a mask of three keys"):
-            attention_masks.drop_whole_masks(other)
+            attention_masks.examine_preprocessing(other)
 
 
 # -- the Trainer -----------------------------------------------------------------------------------

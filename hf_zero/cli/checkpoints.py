@@ -1,18 +1,22 @@
-"""``hf-zero convert-checkpoint``: conversion of a sharded checkpoint to a folder that
-``from_pretrained``, torch.distributed.checkpoint or DeepSpeed loads.
+"""``hf-zero convert-checkpoint``, ``verify`` and ``clean``: conversion of a sharded checkpoint to a
+folder that ``from_pretrained``, torch.distributed.checkpoint or DeepSpeed loads; verification of
+checkpoints, file by file and hash by hash; checkpoints in memory that jobs have left on this host.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
+import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from rich.text import Text
 
-from hf_zero.cli import completion
+from hf_zero.cli.options import one_of, quantized
 from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
 
@@ -34,7 +38,7 @@ Dtype = Annotated[
     str | None,
     typer.Option(
         help="float32, bfloat16 or float16; default: what each parameter had before training.",
-        autocompletion=completion.one_of("float32", "bfloat16", "float16"),
+        autocompletion=one_of("float32", "bfloat16", "float16"),
     ),
 ]
 MaxShardSize = Annotated[str, typer.Option(help="Largest size of one file, such as 5GB or 500MB.")]
@@ -65,7 +69,7 @@ Quantize = Annotated[
     typer.Option(
         help="Quantize the linear layers of blocks, with torchao: what "
         "quantization_aware_training.config trained for.",
-        autocompletion=completion.quantized,
+        autocompletion=quantized,
     ),
 ]
 GroupSize = Annotated[
@@ -78,7 +82,7 @@ To = Annotated[
         help="safetensors, which from_pretrained loads; dcp, which torch.distributed.checkpoint "
         "loads into an FSDP2 or torchtitan model, with optimizer state; or universal, which "
         "DeepSpeed loads, with optimizer state.",
-        autocompletion=completion.one_of(SAFETENSORS, "dcp", UNIVERSAL),
+        autocompletion=one_of(SAFETENSORS, "dcp", UNIVERSAL),
     ),
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Threads that read, cast and write.")]
@@ -198,3 +202,111 @@ def _table(copy: Conversion, to: str) -> PrintableTable:
             "kept", f"{in_units(copy.kept)} had been written by a conversion that was interrupted"
         )
     return table
+
+
+DAMAGED = 1
+
+
+def verify(
+    src: Annotated[
+        str,
+        typer.Argument(
+            help="A checkpoint, a model folder, or a folder or URL with "
+            "checkpoints in it at any depth."
+        ),
+    ],
+    tag: Annotated[
+        str | None,
+        typer.Option(help="Which checkpoint in SRC; default: the latest, or the newest."),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every checkpoint and model folder in SRC.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check sizes, headers, hashes, and that each element of each parameter is stored exactly once.
+    Exit code 1 if something is damaged.
+
+    A model folder has no hashes: the headers, sizes and index of its safetensors are checked.
+
+    Example: hf-zero verify runs/bert-mlm --all
+    """
+    from hf_zero.checkpoint import verify_all, verify_checkpoint
+    from hf_zero.errors import ConfigError
+
+    if every and tag is not None:
+        raise ConfigError(
+            f"--all and --tag {tag}: one asks for every checkpoint, the other for one; "
+            "leave one of them out"
+        )
+    progress = False if as_json else None
+    verdicts = verify_all(src, progress) if every else [verify_checkpoint(src, tag, progress)]
+    if as_json:
+        print_json([asdict(verdict) | {"whole": verdict.whole} for verdict in verdicts])
+    else:
+        table = PrintableTable("checkpoint", "verdict", "files", "read", "parameters", "elements")
+        for checked in verdicts:
+            text = (
+                Text("whole" if checked.kind == "checkpoint" else "whole model", style="green")
+                if checked.whole
+                else Text("damaged", style="red")
+            )
+            table.add_row(
+                str(checked.folder),
+                text,
+                str(checked.files),
+                in_units(checked.nbytes) if checked.kind == "checkpoint" else "headers",
+                f"{checked.parameters:,}",
+                f"{checked.elements:,}",
+            )
+        print_table(table)
+        for problem in (problem for checked in verdicts for problem in checked.problems):
+            typer.echo(problem, err=True)
+    if not all(checked.whole for checked in verdicts):
+        raise typer.Exit(DAMAGED)
+
+
+def clean(
+    folder: Annotated[
+        str | None,
+        typer.Option(
+            help="Where to look: the folder of checkpoint.memory.folder; default: /dev/shm and the "
+            "folder of temporary files."
+        ),
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove what no process uses.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Name the checkpoints in memory (checkpoint.memory) that jobs of this user have on this host,
+    and with --remove remove those that no process uses. A job that is between two attempts uses
+    its own at the next one: look at the time of the last change.
+
+    Example: hf-zero clean --remove
+    """
+    from hf_zero.checkpoint.memory.folders import bases, jobs_in, remove_job
+
+    jobs = [job for base in bases(folder) for job in jobs_in(base)]
+    removed = {job.folder for job in jobs if remove and remove_job(job.folder)}
+    rows = [
+        {
+            "folder": str(job.folder),
+            "bytes": job.nbytes,
+            "changed": job.changed,
+            "state": "removed" if job.folder in removed else "in use" if job.in_use else "left",
+        }
+        for job in jobs
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    if not rows:
+        print(f"no checkpoints in memory in {' or '.join(map(str, bases(folder)))}")
+        return
+    table = PrintableTable("folder", "size", "last change", "state")
+    for job, row in zip(jobs, rows):
+        ago = f"{(time.time() - job.changed) / 60:,.0f} min ago"
+        table.add_row(str(job.folder), in_units(job.nbytes), ago, str(row["state"]))
+    print_table(table)
+    removable = sum(row["state"] == "left" for row in rows)
+    if removable:
+        typer.echo(f"{removable} of them can go: hf-zero clean --remove", err=True)
