@@ -1,5 +1,5 @@
 """Import hooks: the decision whether ``import deepspeed`` imports hf-zero's facade, and the
-application of the seams of a module in ``seams/`` after it has run.
+application of the seams of a module in ``seams.toml`` after it has run.
 
 Accelerate, Transformers, TRL, PEFT and Lightning all reach ZeRO through ``import deepspeed``, and
 first ask whether a distribution of that name is installed. Nothing named deepspeed is put into

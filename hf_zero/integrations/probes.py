@@ -21,7 +21,6 @@ from packaging.version import Version
 
 from hf_zero.errors import VerificationError
 from hf_zero.integrations import finder, seams
-from hf_zero.integrations.seams.seam import TESTED
 from hf_zero.loading import LazyTensor, make_pending
 from hf_zero.loading.expressions import InMemory
 from hf_zero.loading.lazy import read_pending
@@ -50,7 +49,7 @@ class Examination:
     @property
     def standing(self) -> str:
         """The relation of the release to those of the tests."""
-        tested = SpecifierSet(TESTED[self.library])
+        tested = SpecifierSet(seams.RELEASES[self.library])
         release = Version(self.release).base_version
         if tested.contains(release):
             return "tested"
@@ -59,9 +58,9 @@ class Examination:
 
 
 def examine_libraries() -> Iterator[Examination]:
-    """Run the probes of each installed library of ``TESTED``."""
+    """Run the probes of each installed library of ``seams.RELEASES``."""
     finder.install_hooks()
-    for library in TESTED:
+    for library in seams.RELEASES:
         try:
             release = importlib.metadata.version(library)
         except importlib.metadata.PackageNotFoundError:

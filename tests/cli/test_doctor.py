@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from hf_zero.cli import doctor
 from hf_zero.cli.app import app
-from hf_zero.integrations import probes
+from hf_zero.integrations import probes, seams
 from hf_zero.ops import dispatch, native
 from tests.helpers.accelerators import play_accelerator
 
@@ -79,7 +79,7 @@ def test_a_library_is_tested_or_newer_or_a_part_is_off(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(importlib.metadata, "version", release)
     tested = dict.fromkeys(("torch", "transformers", "accelerate", "trl", "peft"), ">=2.11,<2.14")
-    monkeypatch.setattr(probes, "TESTED", tested)
+    monkeypatch.setattr(seams, "RELEASES", tested)
     rows = (("transformers", "slow masks", lambda: None), ("accelerate", "the slot", breaks))
     monkeypatch.setattr(probes, "PROBES", tuple(probes.Probe(*row) for row in rows))
     found = named(doctor._libraries)

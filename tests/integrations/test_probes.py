@@ -24,7 +24,7 @@ def test_a_probe_holds_for_the_installed_release(probe: probes.Probe) -> None:
 def test_each_seam_has_one_and_each_library_a_range() -> None:
     held = [probe for probe in probes.PROBES if getattr(probe.run, "func", None) is probes._hold]
     assert [probe.run.args[0] for probe in held] == [*seams.SEAMS]  # type: ignore[attr-defined]
-    assert {probe.library for probe in probes.PROBES} == {*probes.TESTED}
+    assert {probe.library for probe in probes.PROBES} == {*seams.RELEASES}
 
 
 def uncut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from packaging.specifiers import SpecifierSet
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder, seams
 from hf_zero.integrations.seams import Seam
-from hf_zero.integrations.seams.seam import TESTED
 from tests.helpers.cells import in_one_item
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,7 +130,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(finder, "WATCHED", ("seamed",))
     monkeypatch.setattr(seams, "SEAMS", (seam("Box.open"), seam("plain")))
     monkeypatch.setattr(seams, "left_out", {})
-    monkeypatch.setitem(TESTED, "seamed", ">=1")
+    monkeypatch.setitem(seams.RELEASES, "seamed", ">=1")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: f"7.1 of {name}")
     seams.modules.cache_clear()
     yield tmp_path / "seamed"

@@ -1,0 +1,174 @@
+"""The symbols of Accelerate, Transformers, PEFT, TRL and Lightning that hf-zero wraps, read from
+``seams.toml``, and the comparison of a wrapper with the installed symbol.
+
+A wrapper is called in place of its target, with the original before the arguments; its module is
+imported while the target's package is still being imported, so it may import nothing of Hugging
+Face at its top. ``finder.py`` calls ``apply`` when a target module has run.
+
+A row holds where the installed symbol takes the calls that the wrapper takes. Where it does not,
+the symbol stays as it is, and one warning names the release, the part of hf-zero that is off, and
+the remedy. No release is asked for its number.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+MARK = "__hf_zero_seam__"
+OPEN = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+left_out: dict[str, str] = {}  # why a symbol was left as it is, by the target of its row
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One wrapped symbol, a row of ``seams.toml``, which explains the fields."""
+
+    target: str
+    wrapper: str
+    why: str
+    uses: tuple[str, ...] = ()
+    prepare: str = ""
+
+    @property
+    def module(self) -> str:
+        return self.target.partition(":")[0]
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+    @property
+    def versions(self) -> str:
+        """Releases of the target's package that the tests have run with."""
+        return RELEASES[self.package]
+
+    def locate(self, module: ModuleType) -> tuple[Any, str, Any]:
+        """Return ``(holder, name, original)`` in the executed module. Raises AttributeError if the
+        symbol is missing.
+        """
+        *path, name = self.target.partition(":")[2].split(".")
+        holder: Any = module
+        for part in path:
+            holder = getattr(holder, part)
+        return holder, name, inspect.getattr_static(holder, name)
+
+    def fits(self, call: object, original: object) -> bool:
+        """Return whether ``call``, the wrapper with its first argument, takes each call that
+        ``original`` takes, with the same defaults. A side with ``*args, **kwargs`` takes whatever
+        it does not name.
+        """
+        ours, theirs = (_parameters(function) for function in (call, original))
+        if {kind for _, kind, _ in theirs} >= OPEN:
+            return True
+        if {kind for _, kind, _ in ours} >= OPEN:
+            ours = [parameter for parameter in ours if parameter[1] not in OPEN]
+            theirs, optional = theirs[: len(ours)], theirs[len(ours) :]
+            return theirs == ours and {*self.uses} <= {name for name, _, _ in optional}
+        return theirs == ours
+
+
+def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    """Return the name, kind and default of each parameter; ``*`` and ``**`` have no name."""
+    return [
+        ("" if parameter.kind in OPEN else parameter.name, parameter.kind, parameter.default)
+        for parameter in inspect.signature(function).parameters.values()
+    ]
+
+
+def describe(function: Any) -> str:
+    """Return the signature of ``function`` without annotations."""
+    signature = inspect.signature(getattr(function, "__func__", function))
+    bare = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+RELEASES: dict[str, str] = TABLE["releases"]
+SEAMS: tuple[Seam, ...] = tuple(
+    Seam(target, row["wrapper"], row["why"], tuple(row.get("uses", ())), row.get("prepare", ""))
+    for row in TABLE["seam"]
+    for target in row["targets"]
+)
+
+
+@functools.cache
+def modules() -> frozenset[str]:
+    """Return the names of the modules that have a seam."""
+    return frozenset(seam.module for seam in SEAMS)
+
+
+def apply(module: ModuleType) -> None:
+    """Apply every seam of ``module`` that is not applied yet and holds for its release."""
+    for seam in SEAMS:
+        if seam.module == module.__name__:
+            _apply(seam, module)
+
+
+def _apply(seam: Seam, module: ModuleType) -> None:
+    from hf_zero.errors import ConfigError
+
+    try:
+        holder, name, original = seam.locate(module)
+    except AttributeError:
+        _leave(seam, "is gone")
+        return
+    function = getattr(original, "__func__", original)  # of a staticmethod or classmethod
+    if getattr(function, MARK, None) == seam.target:
+        return
+    try:
+        prepared = _named(seam.prepare)(function) if seam.prepare else function
+    except ConfigError as error:
+        _leave(seam, str(error))
+        return
+    call = functools.partial(_named(seam.wrapper), prepared)
+    if not seam.fits(call, function):
+        uses = f" with {', '.join(seam.uses)}" if seam.uses else ""
+        expected = f"{describe(call)}{uses}"
+        _leave(seam, f"takes {describe(function)}, and hf-zero calls it as {expected}")
+        return
+
+    @functools.wraps(function)
+    def replacement(*args: object, **kwargs: object) -> Any:
+        return call(*args, **kwargs)
+
+    left_out.pop(seam.target, None)
+    setattr(replacement, MARK, seam.target)
+    setattr(holder, name, type(original)(replacement) if function is not original else replacement)
+
+
+def _named(path: str) -> Any:
+    home, _, name = path.partition(":")
+    return getattr(importlib.import_module(home), name)
+
+
+def _leave(seam: Seam, reason: str) -> None:
+    """Record and warn, once, that the symbol of ``seam`` stays as it is."""
+    from hf_zero.logging import logger
+
+    if seam.target in left_out:
+        return
+    left_out[seam.target] = reason
+    release = importlib.metadata.version(seam.package)
+    logger.warning(
+        "%s %s: %s %s. It stays as it is, and this part of hf-zero is off: %s (%s). Install %s%s, "
+        "or a release of hf-zero that knows it",
+        seam.package,
+        release,
+        seam.target,
+        reason,
+        seam.wrapper,
+        seam.why,
+        seam.package,
+        seam.versions,
+    )
