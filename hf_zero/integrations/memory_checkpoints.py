@@ -13,6 +13,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint import memory
+from hf_zero.integrations.seams import replaced
 
 if TYPE_CHECKING:
     from hf_zero.engine import Engine
@@ -56,16 +57,3 @@ def _saving_nothing(engine: Engine) -> Iterator[dict[str, Any]]:
 
     with replaced(engine, save_checkpoint=save_checkpoint):
         yield arguments
-
-
-@contextmanager
-def replaced(holder: object, **attributes: object) -> Iterator[None]:
-    """Give the instance ``holder`` these ``attributes`` in place of its own or its class's."""
-    before = {name: vars(holder)[name] for name in attributes if name in vars(holder)}
-    vars(holder).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del vars(holder)[name]
-        vars(holder).update(before)

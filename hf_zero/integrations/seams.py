@@ -17,6 +17,8 @@ import importlib
 import importlib.metadata
 import inspect
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -172,3 +174,16 @@ def _leave(seam: Seam, reason: str) -> None:
         seam.package,
         seam.versions,
     )
+
+
+@contextmanager
+def replaced(holder: object, **attributes: object) -> Iterator[None]:
+    """Give the instance ``holder`` these ``attributes`` in place of its own or its class's."""
+    before = {name: vars(holder)[name] for name in attributes if name in vars(holder)}
+    vars(holder).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(holder)[name]
+        vars(holder).update(before)

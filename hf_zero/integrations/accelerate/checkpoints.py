@@ -27,6 +27,7 @@ from hf_zero.integrations.checkpoint_folders import (
     numbered_folders,
     warn_lost_random_states,
 )
+from hf_zero.integrations.seams import replaced
 from hf_zero.logging import logger
 
 if TYPE_CHECKING:
@@ -68,11 +69,9 @@ def keep_until_saved(
     settings.iteration = decide_on_rank_0(
         lambda: _first_free_number(_states(self), settings.iteration, parts)
     )
-    limit, settings.total_limit = settings.total_limit, None
-    try:
+    limit = settings.total_limit
+    with replaced(settings, total_limit=None):
         location = original(self, output_dir, safe_serialization, **save_model_func_kwargs)
-    finally:
-        settings.total_limit = limit
     if limit is not None:
         self.wait_for_everyone()
         if self.is_main_process:

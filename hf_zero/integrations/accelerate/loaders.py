@@ -26,9 +26,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
@@ -38,9 +37,7 @@ from hf_zero.config.files import value_at
 from hf_zero.config.sections import TENSOR, TENSOR_ALIASES, TENSOR_SIZE
 from hf_zero.config.techniques import EFFICIENCY
 from hf_zero.integrations import finder
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
+from hf_zero.integrations.seams import replaced
 
 STEPS = "gradient_accumulation_steps"
 
@@ -107,7 +104,7 @@ def share_out(original: Callable[..., Any], dataloader: Any, *args: Any, **kwarg
     return prepared
 
 
-def _shuffle_alike(prepared: Any, loader: object) -> None:
+def _shuffle_alike(prepared: Any, loader: Any) -> None:
     """Make all ranks shuffle ``loader`` alike: for one data-parallel rank Accelerate omits the
     synchronization that it sets up for several.
     """
@@ -178,7 +175,14 @@ def count_samples_once(
         return original(self, input_data, use_gather_object)
     if use_gather_object or not _all_tensors(input_data):
         return original(self, [] if self.process_index % size else input_data, True)
-    with _gathering_one_of(self, size):
+    from accelerate.utils import recursively_apply
+
+    whole, ranks = self.gather, self.num_processes
+
+    def gather(data: Any) -> Any:
+        return recursively_apply(lambda tensor: torch.cat(tensor.chunk(ranks)[::size]), whole(data))
+
+    with replaced(self, gather=gather):
         return original(self, input_data)
 
 
@@ -195,14 +199,10 @@ def count_batches_once(
     if size == 1 or self.split_batches or not self.step_with_optimizer:
         original(self, *args, **kwargs)
         return
-    inner_step, attributes, calls = inner.step, {**vars(inner)}, itertools.count()
-    inner.step = lambda *a, **k: None if next(calls) % size else inner_step(*a, **k)
-    try:
+    inner_step, calls = inner.step, itertools.count()
+    # for the call alone: a scheduler's state dict would include it
+    with replaced(inner, step=lambda *a, **k: None if next(calls) % size else inner_step(*a, **k)):
         original(self, *args, **kwargs)
-    finally:
-        del inner.step  # a scheduler's state dict would include it
-        if "step" in attributes:
-            inner.step = inner_step
 
 
 def _all_tensors(data: object) -> bool:
@@ -213,23 +213,6 @@ def _all_tensors(data: object) -> bool:
     except TypeError:
         return False
     return True
-
-
-@contextmanager
-def _gathering_one_of(accelerator: Accelerator, size: int) -> Iterator[None]:
-    """Restrict ``accelerator.gather`` to the results of every ``size``-th rank."""
-    from accelerate.utils import recursively_apply
-
-    whole, ranks = accelerator.gather, accelerator.num_processes
-
-    def gather(data: object) -> object:
-        return recursively_apply(lambda tensor: torch.cat(tensor.chunk(ranks)[::size]), whole(data))
-
-    accelerator.gather = gather
-    try:
-        yield
-    finally:
-        del accelerator.gather
 
 
 def draw_by_difficulty(
@@ -270,7 +253,7 @@ def draw_by_difficulty(
     return prepared
 
 
-def follow_engines(accelerator: Accelerator) -> None:
+def follow_engines(accelerator: Any) -> None:
     """Let the loaders of ``accelerator`` that draw by difficulty follow the training of its
     engine.
     """
@@ -309,7 +292,7 @@ def skip_what_was_trained(
     return skipping
 
 
-def _chooses_samples(accelerator: Accelerator) -> bool:
+def _chooses_samples(accelerator: Any) -> bool:
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     config = getattr(plugin, "deepspeed_config", None) or {}
     if EFFICIENCY not in config:
@@ -330,7 +313,7 @@ def _sampler_of(loader: object) -> Any:
     """Return the sampler of ``loader``, inside the batch samplers that distribute and skip
     batches.
     """
-    batches: object = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
     return getattr(batches, "sampler", None)
@@ -344,7 +327,7 @@ def _samples_of_a_batch(batches: Any) -> int:
     return int(batches.batch_size * ranks)
 
 
-def _with_sampler(batches: Any, sampler: Any) -> object:
+def _with_sampler(batches: Any, sampler: Any) -> Any:
     """Return a copy of ``batches`` over ``sampler``."""
     other = copy.copy(batches)
     if hasattr(batches, "batch_sampler"):

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint.memory import newest
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.memory_checkpoints import replaced, save_if_due
+from hf_zero.integrations.memory_checkpoints import save_if_due
+from hf_zero.integrations.seams import replaced
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

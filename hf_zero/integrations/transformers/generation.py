@@ -12,8 +12,8 @@ one random stream.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 from hf_zero.device.free_memory import free_bytes
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.engine import Engine
+from hf_zero.integrations.seams import replaced
 from hf_zero.parallel.tensor.model import model_record
 from hf_zero.zero.access.full import summon_full_params
 from hf_zero.zero.layout.parameter import owner_of
@@ -59,8 +60,7 @@ def gather_for_generate(
         return original(*bound.args, **bound.kwargs)
 
 
-@contextmanager
-def _kept_together(model: object, dims: Sequence[MeshDim]) -> Iterator[None]:
+def _kept_together(model: object, dims: Sequence[MeshDim]) -> AbstractContextManager[None]:
     """Restrict ``synced_gpus`` in ``model.generate`` to the ranks along ``dims``."""
 
     def has_unfinished_sequences(
@@ -71,15 +71,7 @@ def _kept_together(model: object, dims: Sequence[MeshDim]) -> Iterator[None]:
             dim.all_reduce(unfinished, "ranks that still generate").wait()
         return bool(unfinished.item())
 
-    name = "_has_unfinished_sequences"
-    before = model.__dict__.get(name)
-    model.__dict__[name] = has_unfinished_sequences
-    try:
-        yield
-    finally:
-        model.__dict__.pop(name)
-        if before is not None:
-            model.__dict__[name] = before
+    return replaced(model, _has_unfinished_sequences=has_unfinished_sequences)
 
 
 def _sharding_engine(model: nn.Module) -> Engine | None:

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -28,6 +28,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import tensor_ranks
 from hf_zero.integrations.accelerate.memory_saves import leave_to_trainer
+from hf_zero.integrations.seams import replaced
 from hf_zero.integrations.transformers.trainer_checkpoints import whole_to_resume
 from hf_zero.integrations.transformers.trainer_route import (
     CALLBACK,
@@ -42,9 +43,6 @@ from hf_zero.integrations.transformers.trainer_route import (
 )
 from hf_zero.logging import log_rank0, logger
 from hf_zero.optim import AdamW8bit, Lion8bit
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 GIVEN = "_hf_zero_given"
 _told: weakref.WeakSet[Any] = weakref.WeakSet()  # engines whose checkpoints have been described
@@ -77,7 +75,7 @@ def route_accelerator(original: Callable[[object], None], self: Any) -> None:
         _refuse_shared_completions(self)
 
 
-def _refuse_shared_completions(trainer: Trainer) -> None:
+def _refuse_shared_completions(trainer: Any) -> None:
     """Raise ConfigError under tensor parallelism for a trainer that compares several completions of
     a prompt, which TRL distributes among all ranks.
     """
@@ -247,7 +245,7 @@ def count_tokens_once(
         self.state.num_input_tokens_seen = before + added // self.get_tp_size()
 
 
-def _keep_given_optimizer(trainer: Trainer) -> None:
+def _keep_given_optimizer(trainer: Any) -> None:
     import torch
     from accelerate.optimizer import AcceleratedOptimizer
 
@@ -291,15 +289,12 @@ def _given_optimizer(trainer: Any) -> Iterator[Any]:
             f"{config['optimizer'].get('type')!r}; remove one of them"
         )
 
-    def create_optimizer(model: object = None) -> Any:
+    def create_optimizer(model: Any = None) -> Any:
         trainer.optimizer = optimizer
         return optimizer
 
-    trainer.create_optimizer = create_optimizer
-    try:
+    with replaced(trainer, create_optimizer=create_optimizer):
         yield scheduler
-    finally:
-        del trainer.create_optimizer
 
 
 def evaluate_raw(
@@ -312,7 +307,7 @@ def evaluate_raw(
     with _answering_zero3(self):
         if self.deepspeed is not None:
             return original(self, *args, **kwargs)
-        with _as_if_plain(self):
+        with replaced(self, is_deepspeed_enabled=False):  # the raw model, as without ZeRO
             return original(self, *args, **kwargs)
 
 
@@ -332,17 +327,15 @@ def save_untrained(
     engine = self.deepspeed
     if engine is not None:
         # push_to_hub, the other internal caller, passes no folder
-        engine.saving_in_checkpoint = _internal_call and output_dir is not None
-        try:
+        in_checkpoint = _internal_call and output_dir is not None
+        with replaced(engine, saving_in_checkpoint=in_checkpoint):
             if engine.zero_gather_16bit_weights_on_model_save() or _is_adapted(self.model):
                 original(self, output_dir, _internal_call)
             else:
                 _save_without_weights(self, output_dir)
-        finally:
-            engine.saving_in_checkpoint = False
         engine.wait_for_checkpoint(below=output_dir or self.args.output_dir)
         return
-    with _as_if_plain(self):
+    with replaced(self, is_deepspeed_enabled=False):
         original(self, output_dir, _internal_call)
 
 
@@ -353,7 +346,7 @@ def _is_adapted(model: object) -> bool:
     return bool(_is_peft_model(model))
 
 
-def _save_without_weights(trainer: Trainer, folder: Any) -> None:
+def _save_without_weights(trainer: Any, folder: Any) -> None:
     """Write what the Trainer keeps in a checkpoint beside the shards, without whole weights. The
     stock method would save the shards as well, a first time, and warn of a full checkpoint.
     """
@@ -372,17 +365,7 @@ def _save_without_weights(trainer: Trainer, folder: Any) -> None:
 
 
 @contextmanager
-def _as_if_plain(trainer: Trainer) -> Iterator[None]:
-    """Make the stock code treat the raw model like a model without ZeRO."""
-    trainer.is_deepspeed_enabled = False
-    try:
-        yield
-    finally:
-        trainer.is_deepspeed_enabled = True
-
-
-@contextmanager
-def _answering_zero3(trainer: Trainer) -> Iterator[None]:
+def _answering_zero3(trainer: Any) -> Iterator[None]:
     """Make ``is_deepspeed_zero3_enabled()`` answer for this Trainer: ``generate`` uses it to decide
     whether ranks must stay in step.
     """
@@ -428,11 +411,8 @@ def build_without_bitsandbytes(original: Callable[..., Any], self: Any, model: A
         if isinstance(module, nn.Embedding):
             weight: Any = module.weight
             weight.optim_bits = 32
-    self.optimizer_cls_and_kwargs = cls, {**settings, "optim_bits": bits}
-    try:
+    with replaced(self, optimizer_cls_and_kwargs=(cls, {**settings, "optim_bits": bits})):
         return original(self, model)
-    finally:
-        self.optimizer_cls_and_kwargs = None
 
 
 def add_run(original: Callable[..., None], self: Any, *args: object, **kwargs: object) -> None:

@@ -32,7 +32,8 @@ from hf_zero.integrations.checkpoint_folders import (
     warn_lost_random_states,
     written_otherwise,
 )
-from hf_zero.integrations.memory_checkpoints import replaced, save_if_due
+from hf_zero.integrations.memory_checkpoints import save_if_due
+from hf_zero.integrations.seams import replaced
 from hf_zero.integrations.transformers.trainer_phases import windows_of
 from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.logging import listed, log_rank0, logger

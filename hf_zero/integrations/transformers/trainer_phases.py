@@ -24,6 +24,7 @@ import torch
 from hf_zero.config import ZeroConfig
 from hf_zero.config.techniques import PHASES
 from hf_zero.errors import ConfigError
+from hf_zero.integrations.seams import replaced
 from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.techniques import training_phases
 
@@ -164,11 +165,8 @@ def _lengths_as_they_are(trainer: Any, args: Any, dataloader: Any) -> Iterator[N
         yield
         return
     total = trainer.get_total_train_batch_size(args)
-    trainer.get_sp_size, trainer.get_total_train_batch_size = lambda: 1, lambda args: total
-    try:
+    with replaced(trainer, get_sp_size=lambda: 1, get_total_train_batch_size=lambda args: total):
         yield
-    finally:
-        del trainer.get_sp_size, trainer.get_total_train_batch_size
 
 
 def resume_windows(
