@@ -17,9 +17,8 @@ from hf_zero.cli.estimate import estimate
 from hf_zero.cli.launch import launch
 from hf_zero.cli.printing import print_json, printable, replace_unencodable
 from hf_zero.cli.recipes import init, recipe
-from hf_zero.cli.report import report
+from hf_zero.cli.runs import report, top
 from hf_zero.cli.simulate import simulate
-from hf_zero.cli.top import top
 from hf_zero.cli.train import train
 from hf_zero.cli.usage import BAD_INPUT, Command, dashed, usage_error
 from hf_zero.errors import HfZeroError

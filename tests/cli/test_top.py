@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hf_zero.cli import top as command
+from hf_zero.cli import runs as command
 from hf_zero.errors import ConfigError
 from hf_zero.logging import BARS, curve, parse_json
 from hf_zero.measures import metrics_file

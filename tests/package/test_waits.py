@@ -18,7 +18,7 @@ LIMITS = {"waited", "limit", "deadline"}  # names of values that come from a clo
 # what ends the loops that look at none
 ENDS = {
     "checkpoint/memory/folders.py:lock_in": "in each round another process has removed the folder",
-    "cli/top.py:top": "Ctrl-C: it waits for nobody, and shows a file until its reader leaves",
+    "cli/runs.py:top": "Ctrl-C: it waits for nobody, and shows a file until its reader leaves",
     "distributed/rank_requests.py:_serve_until_closed": "its engine is closed or gone",
     "distributed/rank_requests.py:end_step": "StoreWait: each request is answered, or an error",
     "distributed/recovery.py:answer_statements": "the statements that were counted before",
