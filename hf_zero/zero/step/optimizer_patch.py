@@ -42,10 +42,33 @@ def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
 
     Its state dict holds this rank's segments, in any tier.
     """
-    engine, offloads = weakref.ref(owner), bool(owner.updater.units)
+    methods = _EngineMethods(optimizer, owner)
+    installed.callback(give_back, optimizer)
+    installed.callback(_return_parameters, optimizer, owner.given)
+    methods.watch_state()
+    attributes = {
+        "step": methods.step,
+        "zero_grad": methods.zero_grad,
+        "add_param_group": methods.add_param_group,
+        "state_dict": methods.state_dict,
+        "load_state_dict": methods.load_state_dict,
+        "overflow": False,
+        _SUPPORTS_AMP: True,
+    }
+    for name, value in attributes.items():
+        installed.callback(_set_attribute, optimizer, name, vars(optimizer).get(name, _MISSING))
+        setattr(optimizer, name, value)
 
-    def step(closure: Callable[[], float] | None = None, grad_scaler: Any = None) -> None:
-        optimizer._opt_called = True  # torch's schedulers check this
+
+class _EngineMethods:
+    """The methods of ``optimizer`` under the engine ``owner``."""
+
+    def __init__(self, optimizer: Any, owner: Any):
+        self._optimizer, self._engine = optimizer, weakref.ref(owner)
+        self._offloads = bool(owner.updater.units)
+
+    def step(self, closure: Callable[[], float] | None = None, grad_scaler: Any = None) -> None:
+        self._optimizer._opt_called = True  # torch's schedulers check this
         if grad_scaler is not None:
             raise PartitionError(
                 "torch.amp.GradScaler cannot step under ZeRO: it looks for gradients on "
@@ -59,79 +82,64 @@ def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
                 "optimizer.step(closure) cannot run under ZeRO: the closure would need a second "
                 "backward; call step() without it"
             )
-        alive = engine()
+        alive = self._engine()
         if alive is not None:
             alive.step()
 
-    def zero_grad(set_to_none: bool = True) -> None:
-        alive = engine()
+    # keeps schedulers from wrapping it as a method
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        alive = self._engine()
         # scripts with accumulation call it after every micro-batch, like step, which has counted it
         if alive is not None and not (alive.window_is_open and alive.accumulation.micro_batches):
             alive.zero_grad()
 
-    def add_param_group(group: Any) -> None:
-        alive = engine()
+    def add_param_group(self, group: Any) -> None:
+        alive = self._engine()
         if alive is None:
-            type(optimizer).add_param_group(optimizer, group)
+            type(self._optimizer).add_param_group(self._optimizer, group)
         else:
             alive.add_param_group(group)
 
-    def state_dict() -> dict[str, object]:
-        alive = engine()
+    def state_dict(self) -> dict[str, object]:
+        alive = self._engine()
         if alive is None:
-            return type(optimizer).state_dict(optimizer)
+            return type(self._optimizer).state_dict(self._optimizer)
         alive.changes.refuse("optimizer.state_dict()")
         with alive.optimizer_step.counted_state() as changed:
-            packed = alive.bound.packed(type(optimizer).state_dict(optimizer))
+            packed = alive.bound.packed(type(self._optimizer).state_dict(self._optimizer))
             return deepcopy(packed) if changed else packed
 
-    def load_state_dict(state_dict: Mapping[str, object]) -> None:
-        alive = engine()
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        alive = self._engine()
         if alive is None:
-            type(optimizer).load_state_dict(optimizer, state_dict)
-            watch_state()
+            type(self._optimizer).load_state_dict(self._optimizer, state_dict)
+            self.watch_state()
             return
         alive.changes.refuse_half_done("optimizer.load_state_dict()")
         alive.updater.finish()
         alive.train_unfrozen(loads=True)
         state_dict = alive.bound.with_positions(state_dict)
         source = SavedSegments(state_dict, alive)
-        type(optimizer).load_state_dict(optimizer, alive.bound.settings_of(state_dict))
-        watch_state()
+        type(self._optimizer).load_state_dict(self._optimizer, alive.bound.settings_of(state_dict))
+        self.watch_state()
         transfer(source, alive, weights=False)
 
-    def wait() -> None:
-        alive = engine()
+    def _wait(self) -> None:
+        alive = self._engine()
         if alive is not None and not alive.updates_state:
             alive.updater.finish()
 
-    def restart() -> None:
-        alive = engine()
+    def _restart(self) -> None:
+        alive = self._engine()
         if alive is not None:
             alive.optimizer_step.forget_state()
 
-    def watch_state() -> None:
-        optimizer.state = SegmentStates(dict, optimizer.state)
-        optimizer.state.refuse, optimizer.state.restart = _refuse_parameter, restart
-        optimizer.state.wait = wait if offloads else None
-
-    installed.callback(give_back, optimizer)
-    installed.callback(_return_parameters, optimizer, owner.given)
-    watch_state()
-    # keeps schedulers from wrapping it as a method
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    attributes = {
-        "step": step,
-        "zero_grad": zero_grad,
-        "add_param_group": add_param_group,
-        "state_dict": state_dict,
-        "load_state_dict": load_state_dict,
-        "overflow": False,
-        _SUPPORTS_AMP: True,
-    }
-    for name, value in attributes.items():
-        installed.callback(_set_attribute, optimizer, name, vars(optimizer).get(name, _MISSING))
-        setattr(optimizer, name, value)
+    def watch_state(self) -> None:
+        state = self._optimizer.state = SegmentStates(dict, self._optimizer.state)
+        state.refuse, state.restart = _refuse_parameter, self._restart
+        state.wait = self._wait if self._offloads else None
 
 
 def _set_attribute(optimizer: torch.optim.Optimizer, name: str, value: object) -> None:
