@@ -173,7 +173,7 @@ def parse_json(text: str | bytes) -> Any:
         raise NestingError("values are too deep in each other") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -113,7 +113,7 @@ def _checkpoint(
     function: Callable[..., object],
     timing: Timing | None,
     selective: bool,
-    args: Any,
+    args: tuple[object, ...],
     kwargs: dict[str, Any],
 ) -> object:
     values = (*args, *kwargs.values())
@@ -138,14 +138,14 @@ def checkpoint(
     timing: Timing | None,
     args: tuple[object, ...],
     kwargs: dict[str, object],
-) -> Any:
+) -> object:
     """Run a script's own checkpoint: return ``function(*args, **kwargs)``, recomputed in the
     backward.
 
     Blocks inside it are not checkpointed again.
     """
 
-    def alone(*args: object, **kwargs: object) -> Any:
+    def alone(*args: object, **kwargs: object) -> object:
         _inside.depth = getattr(_inside, "depth", 0) + 1
         try:
             return function(*args, **kwargs)

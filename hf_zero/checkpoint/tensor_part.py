@@ -11,7 +11,7 @@ from it are those of any other program to torch, and parts read any checkpoint t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,8 +54,8 @@ class TensorPart(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Any, types: object, args: Any = (), kwargs: Mapping[str, object] | None = None
+    ) -> TensorPart:
         part = args[0]
         if func.overloadpacket is torch.ops.aten.new_empty and list(args[1]) == list(part.shape):
             return TensorPart(part.local.new_empty(part.local.shape, **(kwargs or {})), part.place)

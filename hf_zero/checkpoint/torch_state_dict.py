@@ -40,6 +40,8 @@ from hf_zero.zero.layout.sharding import (
 from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, names_by_kind, transfer
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
     from hf_zero.zero.training_engine import TrainingEngine
 
 TARGET = "torch.distributed.checkpoint.state_dict"
@@ -354,7 +356,7 @@ def _place(entry: StateEntry) -> Place:
     return entry.shape, entry.range[0], sharding_of(entry.parameter).box
 
 
-def _own_elements(entry: StateEntry, whole: Any) -> torch.Tensor:
+def _own_elements(entry: StateEntry, whole: torch.Tensor) -> torch.Tensor:
     """Return this rank's elements of the ``whole`` tensor of ``entry``, which may be a DTensor."""
     value = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
     return own_part(sharding_of(entry.parameter), value).reshape(-1)[slice(*entry.range)]
@@ -481,7 +483,7 @@ def _one_box_a_file(write: Callable[..., object]) -> Callable[..., object]:
     """
 
     @wraps(write)
-    def write_data(self: Any, plan: Any, planner: object) -> Any:
+    def write_data(self: Any, plan: Any, planner: object) -> object:
         boxes = Counter(item.index.fqn for item in plan.items)
         if several := [name for name, count in boxes.items() if count > 1]:
             raise CheckpointError(
@@ -520,7 +522,9 @@ def _patch(torch_module: Any) -> None:
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Replaces the functions when torch's module is imported: it takes long, and few need it."""
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> Any:
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
         if fullname != TARGET:
             return None
         sys.meta_path.remove(self)

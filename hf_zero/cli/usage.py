@@ -51,7 +51,7 @@ def dashed(token: str) -> str:
     return token.replace("_", "-")
 
 
-def usage_error(error: Any, words: list[str]) -> str:
+def usage_error(error: Exception, words: list[str]) -> str:
     """Return the message for an exception of the parser, which read ``words``."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else " ".join(["hf-zero", *words[:1]])

@@ -220,7 +220,7 @@ def _dtype(value: object) -> str:
     raise ValueError(value)
 
 
-def _anything(value: object) -> Any:
+def _anything(value: object) -> object:
     return value
 
 

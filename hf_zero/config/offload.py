@@ -137,7 +137,7 @@ class AioSection:
     threads: int = key(integer(1), 8, name="thread_count", idle=_idle_aio)
 
 
-def _paths(value: Any) -> tuple[str, ...]:
+def _paths(value: tuple[str, ...]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 

@@ -11,7 +11,7 @@ import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import torch
@@ -23,6 +23,11 @@ from hf_zero.deepspeed import op_builders
 from hf_zero.deepspeed.modules import LEFT_OUT
 from hf_zero.device import kinds
 from hf_zero.distributed.process_group import backend_for, default_device
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from hf_zero.deepspeed.op_builders import OpBuilder
 
 TENSORS = {
     "BFloat16Tensor": torch.bfloat16,
@@ -61,7 +66,7 @@ class DeepSpeedAccelerator:
     def current_device(self) -> int:
         return kinds.current_index(self._name)
 
-    def device(self, device_index: int | None = None) -> Any:
+    def device(self, device_index: int | None = None) -> torch.device:
         return torch.device(self.device_name(device_index))
 
     def set_device(self, device_index: int) -> None:
@@ -84,7 +89,7 @@ class DeepSpeedAccelerator:
     def is_triton_supported(self) -> bool:
         return kinds.runs_triton(self._name)
 
-    def random(self) -> Any:
+    def random(self) -> ModuleType:
         return torch.random
 
     # ---- dtypes and tensors ----
@@ -149,7 +154,7 @@ class DeepSpeedAccelerator:
         """Call ``callback`` at once: torch initialises the device itself."""
         return callback()
 
-    def get_op_builder(self, class_name: str) -> Any:
+    def get_op_builder(self, class_name: str) -> type[OpBuilder]:
         builders = op_builders.BUILDERS
         return builders.get(class_name, builders["NotImplementedBuilder"])
 

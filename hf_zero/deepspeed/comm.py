@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from hf_zero.distributed.rendezvous import announce
 from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.logging import log_rank0
 from hf_zero.measures.comms_log import comms_logger
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 dist = process_group.dist
 DEFAULT_PORT = 29500
@@ -160,7 +163,7 @@ def get_world_group() -> Any:
     return dist.group.WORLD
 
 
-def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
     """Make a torch DeviceMesh over all ranks (collective)."""
     kind = process_group.default_device().type
     return dist.init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))

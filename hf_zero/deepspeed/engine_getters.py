@@ -256,10 +256,10 @@ class ReportingEngine(Engine):
             raise AttributeError(f"the engine has no attribute {name!r}: {reason}") from None
 
 
-def getter(path: str, default: Any) -> Callable[[object], object]:
+def getter(path: str, default: object) -> Callable[[object], object]:
     """Return a method that returns the configuration's value under ``path``."""
 
-    def get(self: Any) -> Any:
+    def get(self: Any) -> object:
         value: object = self.config.to_dict("default")
         for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None

@@ -93,7 +93,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
 
     @field_validator("dtype", mode="before")
     @classmethod
-    def _named(cls, value: object) -> Any:
+    def _named(cls, value: object) -> torch.dtype:
         """Return the dtype for a dtype or one of its names."""
         name = str(value).removeprefix("torch.")
         matching = [dtype for dtype, names in DTYPES.items() if name in names]

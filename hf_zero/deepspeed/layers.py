@@ -164,7 +164,7 @@ class TiledLinear(nn.Module):
         """Return the sum of a row's tiles so far; the first is cloned."""
         return new.clone() if total is None else total + new
 
-    def _combine_output_splits(self, rows: Sequence[Any]) -> Any:
+    def _combine_output_splits(self, rows: Sequence[Any]) -> torch.Tensor:
         return torch.cat(list(rows), dim=-1)
 
     @torch.no_grad()

@@ -46,7 +46,9 @@ class MultiNodeRunner(ABC):
         """Whether the launcher's program is installed."""
 
     @abstractmethod
-    def get_cmd(self, environment: MutableMapping[str, str], active_resources: Any) -> Any:
+    def get_cmd(
+        self, environment: MutableMapping[str, str], active_resources: Mapping[str, Sequence[int]]
+    ) -> Any:
         """Return the command for the hosts ``active_resources`` and their slots."""
 
     @property
@@ -126,7 +128,7 @@ class PDSHRunner(MultiNodeRunner):
     label = "pdsh"
     takes_filters = takes_numbers = True
 
-    def backend_exists(self) -> Any:
+    def backend_exists(self) -> str | None:
         return shutil.which("pdsh")
 
     def parse_user_args(self) -> list[str]:
@@ -158,7 +160,7 @@ class PDSHRunner(MultiNodeRunner):
 class _MPIRunner(MultiNodeRunner):
     program = "mpirun"
 
-    def backend_exists(self) -> Any:
+    def backend_exists(self) -> str | None:
         return shutil.which(self.program)
 
 
@@ -225,7 +227,7 @@ class SlurmRunner(MultiNodeRunner):
     label = "slurm"
     takes_filters = takes_numbers = True
 
-    def backend_exists(self) -> Any:
+    def backend_exists(self) -> str | None:
         return shutil.which("sinfo")
 
     @classmethod

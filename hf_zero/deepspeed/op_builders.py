@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import mmap
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from hf_zero.deepspeed.modules import refuse
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.errors import HostMemoryError
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 
 def _has_triton() -> bool:
@@ -42,7 +45,7 @@ class OpBuilder:
         """Whether the operator exists here and runs on this machine."""
         return bool(self.module) and (self.NAME != "sparse_attn" or _has_triton())
 
-    def load(self, verbose: bool = False) -> Any:
+    def load(self, verbose: bool = False) -> ModuleType:
         """Return the module of hf-zero that has the operator; scripts call this to compile ahead.
         Raises NotBuiltError if there is none.
         """

@@ -137,7 +137,7 @@ class SubGroupSteps(CPUAdam):
         yield from with_gradient
 
 
-def _loss_of(closure: Callable[[], float] | None) -> Any:
+def _loss_of(closure: Callable[[], float] | None) -> float | None:
     if closure is None:
         return None
     with torch.enable_grad():

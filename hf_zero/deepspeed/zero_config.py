@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from enum import Enum, IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.files import FILES, shown
@@ -18,6 +18,9 @@ from hf_zero.config.kinds import Status
 from hf_zero.distributed import process_group
 from hf_zero.logging import log_rank0
 from hf_zero.measures.monitors import DeepSpeedMonitorConfig
+
+if TYPE_CHECKING:
+    from hf_zero.config.sections import OptimizerConfig, SchedulerConfig
 
 ZERO = "zero_optimization"
 WITHOUT_DEFAULT = (
@@ -237,11 +240,11 @@ class DeepSpeedConfig:
         print(f"{name}:\n{self.zero_config_native.describe()}")
 
 
-def _type(section: Any) -> str | None:
+def _type(section: OptimizerConfig | None) -> str | None:
     return None if section is None else str(section.type).lower()
 
 
-def _params(section: Any) -> dict[str, object] | None:
+def _params(section: OptimizerConfig | SchedulerConfig | None) -> dict[str, object] | None:
     return None if section is None else dict(section.params)
 
 

@@ -9,7 +9,7 @@ transformers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from itertools import count
@@ -225,7 +225,11 @@ class _InDtype(TorchFunctionMode):
         self._dtype = dtype
 
     def __torch_function__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+        self,
+        func: Any,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         result = func(*args, **(kwargs or {}))
         if func in CONSTRUCTORS and result.is_floating_point():

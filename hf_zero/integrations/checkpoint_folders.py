@@ -13,13 +13,16 @@ import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.find import integrity_error
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger, parse_json
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 STATE = "trainer_state.json"
 MODEL_TAG = "pytorch_model"  # Accelerate's tag of the first model
@@ -109,7 +112,7 @@ class StateContents:
     files: tuple[str, ...]
 
     @classmethod
-    def of(cls, accelerator: Any) -> StateContents:
+    def of(cls, accelerator: Accelerator) -> StateContents:
         """Return the contents that ``accelerator`` would save for the objects prepared so far."""
         stepped = [
             s for s in accelerator._schedulers if type(s).__name__ != "DeepSpeedSchedulerWrapper"

@@ -57,7 +57,7 @@ class _WithoutMemory(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         if func in _FACTORIES and not self._pauses():
             dtype = kwargs.get("dtype") or _default_dtype(func, args)
@@ -267,7 +267,7 @@ def recorded(function: Callable[..., object]) -> Callable[..., object]:
     tensors under initialisation.
     """
 
-    def record(tensor: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def record(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
         if not is_filled(tensor):
             return function(tensor, *args, **kwargs)
         return fill(tensor, lambda view: function(view, *args, **kwargs))  # type: ignore[arg-type]

@@ -78,7 +78,7 @@ class CommsLogger:
         self,
         operation: str,
         name: str,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> object:

@@ -11,13 +11,16 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.sections import CometSection, CsvSection, TensorBoardSection, WandbSection
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 Event = tuple[str, Any, int]
 
@@ -49,7 +52,7 @@ def get_monitor_config(param_dict: Mapping[str, object]) -> DeepSpeedMonitorConf
     return DeepSpeedMonitorConfig.from_config(ZeroConfig.from_dict(sections, foreign=True))
 
 
-def _library(name: str, monitor: str) -> Any:
+def _library(name: str, monitor: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:

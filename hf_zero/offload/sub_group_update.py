@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hf_zero.optim.bf16_state import Bf16State
     from hf_zero.optim.segments import Flat, Segment
     from hf_zero.optim.sharded_tensors import ShardedTensors
+    from hf_zero.optim.whole_tensor import TensorPlace
 
 AHEAD = 8  # announced sub-groups to prefetch; there may be fewer buffers
 # returns memory for the new values of elements [start, stop), in the dtype of the parameters
@@ -33,7 +34,7 @@ class WholeTensorCall:
     :class:`hf_zero.optim.whole_tensor.Parts`.
     """
 
-    place: Any
+    place: TensorPlace
     factors: dict[str, Tensor]
     results: tuple[Tensor, ...]
 

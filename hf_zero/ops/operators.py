@@ -107,7 +107,7 @@ def _node_of(
     function: Callable[..., object],
     gradient: Callable[..., Any],
     keep: Callable[..., None],
-) -> Any:
+) -> type:
     """Return the autograd.Function that profilers and anomaly detection show as ``name``."""
 
     class Node:
@@ -120,7 +120,7 @@ def _node_of(
             return output
 
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> object:
+        def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
             ctx.needs_input_grad = ctx.needed
             return None, *_flat(gradient(ctx, *grads), ctx.lengths)
 

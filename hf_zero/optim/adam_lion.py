@@ -106,7 +106,7 @@ class Lion(torch.optim.Optimizer):
             group.setdefault("foreach", None)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; return the closure's loss, if there is a
         closure.
         """

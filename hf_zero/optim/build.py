@@ -361,7 +361,7 @@ def twin_of(optimizer: torch.optim.Optimizer) -> object:
     """Return a throw-away twin of ``optimizer``, over one parameter a group: a scheduler sets
     values in its groups, some of them in place.
     """
-    twin: Any = object.__new__(type(optimizer))
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(vars(optimizer))
     twin.__dict__.pop("step", None)
     probe = torch.nn.Parameter(torch.zeros(1))

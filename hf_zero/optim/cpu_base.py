@@ -147,7 +147,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         }
         return {MASTER: master, **moments}
 
-    def new_moment(self, group: dict[str, object], name: str, param: Tensor) -> Any:
+    def new_moment(self, group: dict[str, object], name: str, param: Tensor) -> Blocks | Tensor:
         """Return a moment of zeros for ``param``."""
         form = self.format_of(group, param)
         if form in ("int8", "dynamic8"):
@@ -249,7 +249,7 @@ def write_master(param: Tensor, state: dict[str, Any], flat: Tensor) -> None:
         param.copy_(flat.view(param.shape))
 
 
-def packed_moment(moments: str, values: Tensor, signed: bool) -> Any:
+def packed_moment(moments: str, values: Tensor, signed: bool) -> Blocks | Tensor:
     """Return ``values`` (fp32) in the format ``moments``: a tensor of their shape, or Blocks."""
     if moments in ("int8", "dynamic8"):
         blocks = Blocks.zeros(values.numel(), signed, moments == "dynamic8", values.device)

@@ -258,7 +258,7 @@ def adopt(optimizer: torch.optim.Optimizer) -> None:
     if getattr(live.get("step"), "_wrapped_by_lr_sched", False):
         del live["step"]  # a scheduler's wrapper around the step of the former class
     optimizer.__class__ = adopted
-    patch: Any = optimizer
+    patch: torch.optim.Optimizer = optimizer
     patch._patch_step_function()
     for state in optimizer.state.values():
         adopted.adopt_state(state)

@@ -61,7 +61,12 @@ class _OneBitAdamW(SendsMomentum, Adam):
     ) -> None:
         arguments = locals()
         check_momentum(type(self).__name__, betas)
-        settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        settings: dict[str, tuple[float, float] | float | Tensor] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
         super().__init__(
             params, bias_correction=bias_correction, decoupled_weight_decay=True, **settings
         )

@@ -78,7 +78,10 @@ class OwnStep:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, base: Any, bf16: Bf16State | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        base: type[torch.optim.Optimizer] | None,
+        bf16: Bf16State | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._base = base

@@ -136,7 +136,7 @@ def _is_number(value: object) -> bool:
 class _Warmup(LRSchedule):
     """Base class of the three schedules: the rise from 0 to 1 over ``warmup_num_steps`` steps."""
 
-    def _rise(self, steps: Any, kind: Any) -> None:
+    def _rise(self, steps: int, kind: str) -> None:
         # At least 2: log(1) is 0, and 0 is what the Trainer fills in for no warm-up.
         self.warmup_num_steps = max(2, self._count("warmup_num_steps", steps))
         if kind not in ("log", "linear"):

@@ -40,7 +40,13 @@ from hf_zero.optim.whole_tensor import FACTORS, WholeTensorOptimizer
 class SegmentTable:
     """The segments of one optimizer, with their state on the device and offloaded."""
 
-    def __init__(self, entries: StateEntries, base: Any, fused: FusedStep, moments: str) -> None:
+    def __init__(
+        self,
+        entries: StateEntries,
+        base: type[torch.optim.Optimizer] | None,
+        fused: FusedStep,
+        moments: str,
+    ) -> None:
         self._optimizer = entries.optimizer
         self._base = base
         self._fused = fused

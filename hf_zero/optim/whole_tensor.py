@@ -207,7 +207,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 self.apply(group, parts)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; return the closure's loss, if there is a
         closure. Collective if parameters are parts of tensors on several ranks.
         """

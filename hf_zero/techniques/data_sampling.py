@@ -232,7 +232,7 @@ class CurriculumSampler(Sampler[int]):
         training = self._training
         training.order, training.steps_done, training.finish = order, steps_done, finish
 
-    def finish(self, batch: object) -> Any:
+    def finish(self, batch: object) -> object:
         """Return the batch that a loader yields for ``batch``: post-processed by ``finish`` if one
         is set.
         """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from hf_zero.errors import ConfigError
 from hf_zero.techniques.blocks import linears_of_blocks
 from hf_zero.zero.layout.float8_weights import mark_float8
 from hf_zero.zero.layout.stage_policy import POLICIES
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 
 def check_linears(model: nn.Module, config: ZeroConfig) -> set[str]:
@@ -162,7 +165,7 @@ def _float8(model: nn.Module, chosen: set[str], recipe: str, emulate: bool) -> N
     )
 
 
-def _torchao(name: str, key: str) -> Any:
+def _torchao(name: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -59,7 +59,7 @@ class SequenceLength:
         self._length = length
         self._section = section
         self._reshape = reshape
-        self._hook: Any = None
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._names: list[str] = []
 
@@ -226,7 +226,7 @@ class SequenceLength:
     def _share(self, before: Batch, after: Batch) -> torch.Tensor | float:
         """Return the share of a micro-batch's labels that remains, as counted by the loss."""
         labelled = (name for name in LABELS if isinstance(before.get(name), torch.Tensor))
-        name: Any = next(labelled, None)
+        name: str | None = next(labelled, None)
         if name is None:
             return 1.0
         model: object = self._model() if self._model is not None else None

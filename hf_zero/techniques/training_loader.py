@@ -51,7 +51,9 @@ class TrainingLoader(DataLoader[Any]):
     begun.
     """
 
-    def __init__(self, data: Any, ranks: int, data_sampler: Any, **options: Any):
+    def __init__(
+        self, data: Any, ranks: int, data_sampler: CurriculumSampler | EpochSampler, **options: Any
+    ):
         super().__init__(data, **options)
         self.data_sampler, self.ranks = data_sampler, ranks  # DeepSpeed's name for the sampler
         self.epoch = self.samples = self.iterations = 0

@@ -271,7 +271,7 @@ class TrainingPhases:
             self._tell_of_nothing(engine)
             self._begin(engine)
 
-    def prepare_batch(self, batch: object) -> Any:
+    def prepare_batch(self, batch: object) -> object:
         return batch if self.sequences is None else self.sequences.cut(batch)
 
     def state_dict(self) -> dict[str, object]:

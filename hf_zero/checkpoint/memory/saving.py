@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -62,6 +62,7 @@ from hf_zero.ops.host_memory import HostArena
 from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
+    from hf_zero.distributed.world_group import WorldGroup
     from hf_zero.zero.layout.engine_plan import EnginePlan
     from hf_zero.zero.training_engine import TrainingEngine
 
@@ -154,7 +155,7 @@ def changes_of(engine: TrainingEngine) -> tuple[Hashable, ...]:
     return engine.counters.global_steps, sum(flat.changes for flat in engine.flats), state
 
 
-def next_folders(settings: MemorySection, ranks: Any, rank: int) -> JobFolders:
+def next_folders(settings: MemorySection, ranks: WorldGroup, rank: int) -> JobFolders:
     """Return the folders that the next engine of this process has. Collective."""
     made = JobFolders(settings, ranks, rank, host_name())
     while made.place in _claimed:

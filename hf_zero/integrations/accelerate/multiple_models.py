@@ -168,7 +168,7 @@ class SingleEngine:
         ``loss.backward()``, with which no step is made.
         """
 
-        def step(_: object, *args: object, **kwargs: object) -> Any:
+        def step(_: object, *args: object, **kwargs: object) -> object:
             self.make_step()
             steps, self._applied = self._applied, 0
             backwards, self._backwards = self._backwards, 0

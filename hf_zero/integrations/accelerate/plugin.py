@@ -97,7 +97,7 @@ def written_keys() -> dict[str, object]:
     return dict(json.loads(os.environ.get(WRITTEN, "{}")))
 
 
-def mapping_of(value: object) -> Any:
+def mapping_of(value: object) -> object:
     """Convert the argument of ``HfDeepSpeedConfig``, which copies it, to a mapping with sources;
     other types are returned unchanged. Raises ConfigError for an invalid configuration.
     """
@@ -127,7 +127,7 @@ def _sourced(mapping: Mapping[str, object], label: str) -> SourcedDict:
     return SourcedDict.wrap(mapping, label)
 
 
-def remember_launch(config: Any) -> None:
+def remember_launch(config: SourcedDict) -> None:
     """Record in ``config``, which Accelerate built from the launcher's variables, the sources of
     its values.
     """

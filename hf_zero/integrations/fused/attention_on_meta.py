@@ -58,7 +58,7 @@ class _Shapes(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, _, _ = ctx.saved_tensors
         _count_products(5, query, value)
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

@@ -99,7 +99,7 @@ def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
     return Replacement(PREFIX + core, "", undo)
 
 
-def _counts(model: nn.Module) -> Any:
+def _counts(model: nn.Module) -> torch.nn.Module | None:
     """Return the embeddings of ``model`` that compute positions starting after ``padding_idx``
     (RoBERTa and similar); None if positions start at 0.
     """
@@ -190,7 +190,9 @@ class _Forward:
         self._key = sequence.division.key
         self._depth = threading.local()
 
-    def begin(self, module: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def begin(
+        self, module: Any, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         depth = self._depth.__dict__.setdefault("value", 0)
         self._depth.value = depth + 1
         if depth:

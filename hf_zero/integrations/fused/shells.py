@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +99,7 @@ def is_constant(value: object) -> bool:
     return value is None or isinstance(value, CONSTANT)
 
 
-def _attribute(value: object, old: nn.Module, new: nn.Module) -> Any:
+def _attribute(value: object, old: nn.Module, new: nn.Module) -> object:
     """Return an attribute of ``old`` for its copy ``new``, whose forward may write into it."""
     if isinstance(value, types.MethodType) and value.__self__ is old:
         return types.MethodType(value.__func__, new)
@@ -194,8 +194,12 @@ class _Zeros(TorchDispatchMode):
     """Answer 0 or False where code asks for the value of a tensor that has none."""
 
     def __torch_dispatch__(
-        self, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Any = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.zeros((), dtype=args[0].dtype).item()
         return func(*args, **(kwargs or {}))

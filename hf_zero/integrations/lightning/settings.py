@@ -204,7 +204,7 @@ class PrecisionMethods:
         model: torch.nn.Module,
         closure: Callable[[], object],
         **kwargs: object,
-    ) -> Any:
+    ) -> object:
         engine = self.engine
         loss = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
@@ -43,6 +43,9 @@ from hf_zero.techniques.data_sampling import (
 from hf_zero.techniques.registry import follow
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.parameter import owner_of
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 TAG = "checkpoint"  # the name that Lightning expects in the folder of a sharded checkpoint
 STAGES = (0, 1, 2, 3)
@@ -140,7 +143,7 @@ class StrategyMethods:
             arguments["timeout"] = self.zero_config.timeout
         super().__init__(**arguments)
 
-    def _library(self, module: str) -> Any:
+    def _library(self, module: str) -> ModuleType:
         return importlib.import_module(f"{self.package}.{module}")
 
     def setup_distributed(self) -> None:
@@ -200,7 +203,7 @@ class StrategyMethods:
         module.to(this.root_device)
         this.barrier()
 
-    def _refuse(self, trainer: Any, module: Any) -> None:
+    def _refuse(self, trainer: Any, module: torch.nn.Module) -> None:
         callbacks = self._library("callbacks")
         for callback in trainer.callbacks:
             if isinstance(

@@ -245,7 +245,9 @@ def _quantised(weight: Any, source: LazyTensor) -> Any:
             quant_storage=storage,
         )
 
-    def in_blocks(part: Callable[[torch.Tensor], Any], numel: int, shape: Any, dtype: Any) -> Any:
+    def in_blocks(
+        part: Callable[[torch.Tensor], Any], numel: int, shape: Any, dtype: Any
+    ) -> InBlocks:
         return InBlocks(base, part, state.blocksize, numel, shape, dtype)
 
     state.shape = torch.Size(source.shape)

@@ -30,7 +30,9 @@ def by_rows(
 
 class _ByRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Function, number: int, size: int, *tensors: Any) -> Any:
+    def forward(
+        ctx: Any, function: Function, number: int, size: int, *tensors: Any
+    ) -> torch.Tensor:
         ctx.function, ctx.number, ctx.size = function, number, size
         ctx.save_for_backward(*tensors)
         rows, shared = tensors[:number], tensors[number:]
@@ -43,7 +45,7 @@ class _ByRows(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         function, number, size = ctx.function, ctx.number, ctx.size
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
         if is_out_of_place(grad):
@@ -138,7 +140,7 @@ class SummedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs = ctx.needs_input_grad[3:]
         tensors = ctx.saved_tensors
         if is_out_of_place(grad):

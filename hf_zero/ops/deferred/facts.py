@@ -11,7 +11,7 @@ import torch
 
 from hf_zero.errors import KernelError
 
-_T: Any = torch.Tensor
+_T: type[torch.Tensor] = torch.Tensor
 
 
 def named(names: str, *homes: Any) -> list[object]:
@@ -40,7 +40,7 @@ def shows(function: Callable[..., object]) -> bool:
     return function in _SHOWS
 
 
-def shown(function: Callable[..., object], one: Any, name: str) -> Any:
+def shown(function: Callable[..., object], one: Any, name: str) -> str:
     """Return what ``function`` shows of logits whose weight is sharded: a print must not wait for
     other ranks.
 

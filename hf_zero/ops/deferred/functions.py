@@ -23,7 +23,7 @@ from hf_zero.ops.deferred.facts import named
 from hf_zero.ops.deferred.programs import Operand, Vector
 from hf_zero.ops.deferred.tensor import HANDLERS, DeferredOutput
 
-_T: Any = torch.Tensor
+_T: type[torch.Tensor] = torch.Tensor
 
 
 def _is_deferred(value: Any) -> TypeGuard[DeferredOutput]:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from hf_zero.errors import KernelError
 from hf_zero.ops.deferred.tensor import OF_GRADIENTS, DeferredOutput, tell
 
-_T: Any = torch.Tensor
+_T: type[torch.Tensor] = torch.Tensor
 
 
 def _kept(function: Any, args: Any, kwargs: Any) -> Any:

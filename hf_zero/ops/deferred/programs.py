@@ -225,7 +225,7 @@ def renewed(node: Node) -> Node:
     """
 
     def renew(node_of: RowsNode) -> RowsNode:
-        rows: Any = node_of.rows
+        rows: torch.Tensor = node_of.rows
         rows = rows.renewed() if hasattr(rows, "renewed") else rows
         if isinstance(node_of, CallNode):
             return replace(node_of, rows=rows, call=node_of.call.renewed())

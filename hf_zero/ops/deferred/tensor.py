@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -142,7 +142,11 @@ class DeferredOutput(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: Any = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
         if function in facts.METADATA:
@@ -188,7 +192,11 @@ class DeferredOutput(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: object, args: Any = (), kwargs: Any = None
+        cls,
+        function: Any,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Return ``function`` of plain values, for code below torch functions; autograd has
         recorded it already.
@@ -446,7 +454,7 @@ class _DeferredNode(torch.autograd.Function):
         return new()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values = [
             item.materialize() if isinstance(item, DeferredOutput) else item for item in ctx.inputs
         ]

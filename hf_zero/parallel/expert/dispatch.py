@@ -198,7 +198,7 @@ class _Kept:
     def __init__(self, hooks: Any = None):
         self._hooks = hooks
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
         return _Kept, ()
 
     def __call__(self, find: Callable[[], Routes]) -> Routes:

@@ -30,12 +30,12 @@ class _Received(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return grads
 
 

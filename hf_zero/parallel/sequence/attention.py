@@ -185,29 +185,31 @@ def all_gather(dim: MeshDim, key: str, tensor: torch.Tensor) -> torch.Tensor:
 
 class _ScatterHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dim: MeshDim, key: str, *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, dim: MeshDim, key: str, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.dim, ctx.key = dim, key
         return tuple(_to_heads(dim, key, tensors))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, None, *_to_tokens(ctx.dim, f"gradients of {ctx.key}", grads)
 
 
 class _GatherHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dim: MeshDim, key: str, tensor: torch.Tensor) -> Any:
+    def forward(ctx: Any, dim: MeshDim, key: str, tensor: torch.Tensor) -> torch.Tensor:
         ctx.dim, ctx.key = dim, key
         return _to_tokens(dim, key, [tensor])[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, None, *_to_heads(ctx.dim, f"gradients of {ctx.key}", [grad])
 
 
 class _GatherTensors(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dim: MeshDim, key: str, tensor: torch.Tensor) -> Any:
+    def forward(ctx: Any, dim: MeshDim, key: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.dim, ctx.key = dim, key
         parts = all_gather(dim, key, tensor).unbind()
         if not tensor.is_floating_point():
@@ -215,7 +217,7 @@ class _GatherTensors(torch.autograd.Function):
         return parts
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         total = torch.stack(grads)
         ctx.dim.all_reduce(total, f"gradients of {ctx.key}").wait()
         return None, None, total[ctx.dim.rank]

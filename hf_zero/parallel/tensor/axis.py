@@ -164,7 +164,7 @@ class _CopyLast(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         complete, parts = grad.split([grad.shape[-1] - ctx.width, ctx.width], -1)
         return torch.cat([complete, _sum(parts, ctx.axis, ctx.name)], -1), None, None, None
 
@@ -176,7 +176,7 @@ class _SumOver(torch.autograd.Function):
         return _sum(x, axis, name)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         return grad, None, None
 
 
@@ -189,7 +189,7 @@ class _Gather(torch.autograd.Function):
         return _join(x, axis, name)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         return grad.narrow(-1, ctx.start, ctx.width), None, None, None, None
 
 
@@ -202,7 +202,7 @@ class _Split(torch.autograd.Function):
         return x.narrow(-1, start, width)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         return _join(grad, ctx.axis, ctx.name), None, None, None, None
 
 
@@ -213,7 +213,7 @@ class _OwnPart(torch.autograd.Function):
         return x.narrow(-1, start, width)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         after = ctx.whole - ctx.start - ctx.width
         return torch.nn.functional.pad(grad, (ctx.start, after)), None, None, None
 

@@ -181,7 +181,7 @@ def gradients(outputs: Iterable[torch.Tensor]) -> dict[nn.Parameter, set[str]]:
     its style takes whole tensors, and vice versa.
     """
     order = _from_leaves(output.grad_fn for output in outputs)
-    parts: dict[Any, bool] = {}
+    parts: dict[object, bool] = {}
     for node in order:
         parts[node] = _makes_parts(node, any(parts[child] for child in _children(node)))
     by_node: dict[object, set[str]] = {node: set() for node in order}

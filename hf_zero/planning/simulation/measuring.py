@@ -310,7 +310,7 @@ def _real(block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Modu
 def _inputs(
     args: tuple[object, ...], kwargs: dict[str, object], device: torch.device, dtype: torch.dtype
 ) -> tuple[object, object]:
-    def real(value: object) -> Any:
+    def real(value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         if not value.is_floating_point():
@@ -337,7 +337,11 @@ class _Operations(TorchDispatchMode):
     number = 0
 
     def __torch_dispatch__(
-        self, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         self.number += 1
         return func(*args, **(kwargs or {}))

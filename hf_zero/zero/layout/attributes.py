@@ -315,7 +315,7 @@ def share(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
                 mesh.broadcast(tensor, within)
 
 
-def _combines(kind: Any) -> bool:
+def _combines(kind: type[torch.Tensor]) -> bool:
     try:
         torch.Tensor._make_subclass(kind, torch.empty(0)).__class__ = owned_class(
             OwnedParameter, kind

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import repeat
 from operator import is_
@@ -222,7 +222,11 @@ class UpdatingParameter(OwnedParameter):
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
-        cls, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if not (_called(func) in METADATA and func.__name__ != "__set__"):
             for parameter in tensors_in((args, kwargs)):
@@ -394,7 +398,7 @@ class ReleasedTensor(torch.Tensor):
         raise _refuse(getattr(tensor, "_hf_zero_name", "a released parameter"), name)
 
 
-def _without_values(bare: torch.Tensor, flat: Any, name: str) -> ReleasedTensor:
+def _without_values(bare: torch.Tensor, flat: object, name: str) -> ReleasedTensor:
     released = bare.as_subclass(ReleasedTensor)
     released._hf_zero_flat, released._hf_zero_name = flat, name
     return released
@@ -407,7 +411,11 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
-        cls, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = _called(func)

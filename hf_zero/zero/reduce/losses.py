@@ -163,7 +163,9 @@ class _ScaleGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, factor: Callable[[], float], *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, factor: Callable[[], float], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.factor = factor
         ctx.set_materialize_grads(False)
         # not views: they may be changed in place (``loss *= n``)
