@@ -4,8 +4,7 @@ scale of the update of each tensor (hf_zero/optim/one_bit_lamb.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from hf_zero.device.pinned import upload
 from hf_zero.ops.sign_blocks_reference import powers
 from hf_zero.optim.one_bit_lamb import FACTOR, FACTOR_SETTINGS, FRESH, RATIO, next_factor
 from hf_zero.optim.segment_table import FROZEN_AT
+from hf_zero.optim.segments import ParamGroup
 from hf_zero.optim.trust_ratio import step_size
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
@@ -47,13 +47,13 @@ class FlatLamb(FlatMomentum):
         for factors in self._bound.factors.held().values():
             factors.pop(FACTOR, None)
 
-    def _denominators_of(self, group: Mapping[str, Any], variance: Tensor, step: int) -> Tensor:
+    def _denominators_of(self, group: ParamGroup, variance: Tensor, step: int) -> Tensor:
         """Return sqrt(v) + eps, or sqrt(v + eps), uncorrected: LAMB corrects its step size."""
         if group["eps_inside_sqrt"]:
             return (variance + float(group["eps"])).sqrt_()
         return variance.sqrt().add_(float(group["eps"]))
 
-    def _variance_of(self, group: Mapping[str, Any], denominators: Tensor, step: int) -> Tensor:
+    def _variance_of(self, group: ParamGroup, denominators: Tensor, step: int) -> Tensor:
         eps = float(group["eps"])
         if group["eps_inside_sqrt"]:
             return denominators.square().sub_(eps).clamp_(min=0.0)

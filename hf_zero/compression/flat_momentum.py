@@ -33,7 +33,7 @@ from torch import Tensor
 from hf_zero.device.pinned import upload
 from hf_zero.ops.sign_blocks import BlockTable, SignBlocks
 from hf_zero.ops.sign_blocks_reference import exponents_of
-from hf_zero.optim.segments import group_runs
+from hf_zero.optim.segments import ParamGroup, group_runs
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.reduce.norm import sums_of_squares
 
@@ -154,14 +154,14 @@ class FlatMomentum:
             raised = self._variance_of(group, least, step - lags.get(name, 0))
             stored.copy_(torch.where(least > local, raised, stored))
 
-    def _correction(self, group: Mapping[str, object], step: int) -> float:
+    def _correction(self, group: ParamGroup, step: int) -> float:
         """Return the bias correction (a divisor) of a variance of ``step`` steps."""
         return grown(group, 1, max(1, step)) if corrects(group) else 1.0
 
-    def _denominators_of(self, group: Mapping[str, Any], variance: Tensor, step: int) -> Tensor:
+    def _denominators_of(self, group: ParamGroup, variance: Tensor, step: int) -> Tensor:
         return variance.div(self._correction(group, step)).sqrt_().add_(float(group["eps"]))
 
-    def _variance_of(self, group: Mapping[str, Any], denominators: Tensor, step: int) -> Tensor:
+    def _variance_of(self, group: ParamGroup, denominators: Tensor, step: int) -> Tensor:
         roots = (denominators - float(group["eps"])).clamp_(min=0.0)
         return roots.square_().mul_(self._correction(group, step))
 
@@ -336,7 +336,7 @@ class FlatMomentum:
         return [(name, *self._own(name)) for name in self.flat.layout.by_name]
 
     def _group_of(self, name: str) -> Mapping[str, Any]:
-        group: Mapping[str, object] = self._bound.groups[self._bound.group_of[name]]
+        group: ParamGroup = self._bound.groups[self._bound.group_of[name]]
         return group
 
     def _own(self, name: str) -> tuple[int, int]:
@@ -344,12 +344,12 @@ class FlatMomentum:
         return start, stop
 
 
-def corrects(group: Mapping[str, object]) -> bool:
+def corrects(group: ParamGroup) -> bool:
     """Return whether the optimizer corrects the moments of ``group`` for their start at zero."""
     return bool(group.get("bias_correction", True))
 
 
-def grown(group: Mapping[str, Any], moment: int, steps: int) -> float:
+def grown(group: ParamGroup, moment: int, steps: int) -> float:
     """Return the share that a moment (0: the mean, 1: the variance) has of a constant after
     ``steps`` steps: the divisor of its bias correction.
     """

@@ -11,15 +11,16 @@ numbers a matrix, all elements of a vector) are replicated on every rank that ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
+from hf_zero.optim.segments import ParamGroup, ParamState
 from hf_zero.optim.whole_tensor import FACTORS, Parts, TensorPlace, WholeTensorOptimizer
 
 
@@ -91,19 +92,19 @@ class FactoredOptimizer(WholeTensorOptimizer):
     """By rows, by columns, and of a vector."""
 
     @classmethod
-    def added_to_squares(cls, group: Mapping[str, object]) -> float:
+    def added_to_squares(cls, group: ParamGroup) -> float:
         """Return the number added to the square of each element of the gradient."""
         return 0.0
 
     @classmethod
-    def decay(cls, group: Mapping[str, object], step: int) -> float:
+    def decay(cls, group: ParamGroup, step: int) -> float:
         """Return the factor that ``step`` multiplies the previous second moment by."""
         raise NotImplementedError
 
     @classmethod
     def divided(
         cls,
-        group: Mapping[str, object],
+        group: ParamGroup,
         grad: Tensor,
         rows: Tensor,
         columns: Tensor | None,
@@ -118,7 +119,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
     @classmethod
     def move(
         cls,
-        group: Mapping[str, object],
+        group: ParamGroup,
         weight: Tensor,
         update: Tensor,
         averages: Sequence[Tensor],
@@ -130,7 +131,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
         raise NotImplementedError
 
     @classmethod
-    def prepare(cls, group: Mapping[str, object], parts: Parts, at: int) -> Sequence[Tensor]:
+    def prepare(cls, group: ParamGroup, parts: Parts, at: int) -> Sequence[Tensor]:
         grads = parts.gradients()
         if at == 0:
             return [cls._squares(group, *args) for args in zip(parts.weights, grads, parts.places)]
@@ -141,7 +142,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
     def combine(
         self,
         at: int,
-        groups: Sequence[Mapping[str, object]],
+        groups: Sequence[ParamGroup],
         parts: Sequence[Sequence[Tensor]],
         prepared: Sequence[Sequence[Tensor]],
     ) -> Sequence[Sequence[Tensor]]:
@@ -154,7 +155,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
         return [[next(sums) for _ in of] for of in parts]
 
     @classmethod
-    def apply(cls, group: Mapping[str, object], parts: Parts) -> None:  # type: ignore[override]
+    def apply(cls, group: ParamGroup, parts: Parts) -> None:  # type: ignore[override]
         sums, clipping = parts.results
         updates = cls._updates(group, parts, parts.gradients())
         averages = zip(*parts.moments) if parts.moments else [() for _ in parts.weights]
@@ -169,7 +170,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
 
     @classmethod
     def _squares(
-        cls, group: Mapping[str, object], weight: Tensor, grad: Tensor, bounds: TensorPlace
+        cls, group: ParamGroup, weight: Tensor, grad: Tensor, bounds: TensorPlace
     ) -> Tensor:
         """Return the contribution of a part to the sums of its tensor: rows, columns, and the
         squares of its weights.
@@ -189,7 +190,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
         return sums
 
     @classmethod
-    def _keep(cls, group: Mapping[str, object], parts: Parts) -> None:
+    def _keep(cls, group: ParamGroup, parts: Parts) -> None:
         """Add the sums of this step to the factors of each part."""
         for weight, state, shape, step, sums in zip(
             parts.weights, parts.factors, parts.shapes, parts.steps, parts.results[0]
@@ -210,9 +211,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
                 state[name].mul_(decay).add_(mean.to(weight.dtype), alpha=1 - decay)
 
     @classmethod
-    def _updates(
-        cls, group: Mapping[str, object], parts: Parts, grads: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
+    def _updates(cls, group: ParamGroup, parts: Parts, grads: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield the update of each part before clipping: 1-D, without padding, in memory that the
         next one reuses.
         """
@@ -237,7 +236,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
             yield update
 
     @classmethod
-    def smallest_mean(cls, group: Mapping[str, object]) -> float:
+    def smallest_mean(cls, group: ParamGroup) -> float:
         """Return the lower bound of the mean that rows are divided by."""
         return 0.0
 
@@ -325,26 +324,26 @@ class Adafactor(FactoredOptimizer):
         super().__init__(params, defaults)
 
     @classmethod
-    def moments_of(cls, group: Mapping[str, object]) -> tuple[str, ...]:
+    def moments_of(cls, group: ParamGroup) -> tuple[str, ...]:
         return () if group["beta1"] is None else cls.MOMENTS
 
     @classmethod
-    def adopt_state(cls, state: dict[str, object]) -> None:
+    def adopt_state(cls, state: ParamState) -> None:
         state.pop("RMS", None)
         _adopt_factors(state, cls.FACTOR_NAMES)
 
     @classmethod
-    def added_to_squares(cls, group: Mapping[str, Any]) -> float:
+    def added_to_squares(cls, group: ParamGroup) -> float:
         return float(group["eps"][0])
 
     @classmethod
-    def decay(cls, group: Mapping[str, Any], step: int) -> float:
+    def decay(cls, group: ParamGroup, step: int) -> float:
         return float(1.0 - step ** group["decay_rate"])
 
     @classmethod
     def divided(
         cls,
-        group: Mapping[str, object],
+        group: ParamGroup,
         grad: Tensor,
         rows: Tensor,
         columns: Tensor | None,
@@ -356,7 +355,7 @@ class Adafactor(FactoredOptimizer):
     @classmethod
     def move(
         cls,
-        group: Mapping[str, Any],
+        group: ParamGroup,
         weight: Tensor,
         update: Tensor,
         averages: Sequence[Tensor],
@@ -383,25 +382,25 @@ class TorchAdafactor(FactoredOptimizer):
     FACTOR_NAMES = ("row_var", "col_var", "variance")
 
     @classmethod
-    def adopt_state(cls, state: dict[str, Any]) -> None:
+    def adopt_state(cls, state: ParamState) -> None:
         for name, dim in (("row_var", -1), ("col_var", -2)):
             if name in state:
                 state[name] = state[name].squeeze(dim)
         _adopt_factors(state, cls.FACTOR_NAMES)
 
     @classmethod
-    def decay(cls, group: Mapping[str, Any], step: int) -> float:
+    def decay(cls, group: ParamGroup, step: int) -> float:
         return float(1.0 - step ** group["beta2_decay"])
 
     @classmethod
-    def smallest_mean(cls, group: Mapping[str, Any]) -> float:
+    def smallest_mean(cls, group: ParamGroup) -> float:
         least = group["eps"][0]
         return float(torch.finfo(torch.float32).eps if least is None else least)
 
     @classmethod
     def divided(
         cls,
-        group: Mapping[str, object],
+        group: ParamGroup,
         grad: Tensor,
         rows: Tensor,
         columns: Tensor | None,
@@ -414,7 +413,7 @@ class TorchAdafactor(FactoredOptimizer):
     @classmethod
     def move(
         cls,
-        group: Mapping[str, Any],
+        group: ParamGroup,
         weight: Tensor,
         update: Tensor,
         averages: Sequence[Tensor],
@@ -428,7 +427,7 @@ class TorchAdafactor(FactoredOptimizer):
         weight.sub_(update.mul_(alpha / (rms_of_update / group["d"]).clamp(min=1.0)))
 
 
-def _adopt_factors(state: dict[str, Any], names: tuple[str, ...]) -> None:
+def _adopt_factors(state: ParamState, names: tuple[str, ...]) -> None:
     """Move the entries ``names`` of a parameter's ``state`` into one entry ``FACTORS``."""
     if state:
         state[FACTORS] = {name: state.pop(name) for name in names if name in state}

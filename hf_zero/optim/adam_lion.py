@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+from hf_zero.optim.segments import ParamGroup, ParamState
 
 
 class Adam(torch.optim.Adam):
@@ -38,7 +39,7 @@ class Adam(torch.optim.Adam):
         for group in self.param_groups:
             group.setdefault("bias_correction", bias_correction)
 
-    def _init_group(self, group: dict[str, object], *lists: Any) -> object:
+    def _init_group(self, group: ParamGroup, *lists: Any) -> object:
         """Collect the lists as torch.optim.Adam does. Without bias correction, count the steps here
         and replace them by infinity, where the correction factor is 1.
         """
@@ -99,7 +100,7 @@ class Lion(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    def __setstate__(self, state: dict[str, object]) -> None:
+    def __setstate__(self, state: ParamState) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("maximize", False)
@@ -136,9 +137,7 @@ class Lion(torch.optim.Optimizer):
             )
         return loss
 
-    def _with_gradients(
-        self, group: dict[str, Any]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def _with_gradients(self, group: ParamGroup) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         params, grads, moments = [], [], []
         for param in group["params"]:
             if param.grad is None:

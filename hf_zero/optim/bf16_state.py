@@ -30,7 +30,7 @@ from torch import Tensor
 from hf_zero.config import ZeroConfig
 from hf_zero.offload.storage import MASTER
 from hf_zero.ops.stochastic_rounding import round_stochastically
-from hf_zero.optim.segments import Segment
+from hf_zero.optim.segments import ParamState, Segment, StateArrays
 from hf_zero.optim.state import is_elementwise
 
 WIDENED = 1 << 24  # elements; a multiple of the blocks of 8-bit moments
@@ -66,7 +66,7 @@ class Bf16State:
         moments, seed = section.bf16_optimizer_states, section.stochastic_rounding_seed
         return cls(masters, moments, seed, masters and section.kahan_summation)
 
-    def widen(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    def widen(self, arrays: StateArrays) -> ParamState:
         """Return ``arrays``, master weights and states by name, with copies in fp32 of those in
         bf16.
         """
@@ -80,7 +80,7 @@ class Bf16State:
             wide[MASTER] = torch.where(exact.bfloat16() == arrays[MASTER], exact, wide[MASTER])
         return wide
 
-    def fresh(self, state: Mapping[str, Any], like: Tensor) -> dict[str, object]:
+    def fresh(self, state: ParamState, like: Tensor) -> ParamState:
         """Return ``state``, of a parameter of one element before its first step, in the dtypes in
         which it is kept beside master weights like ``like``.
         """
@@ -102,7 +102,7 @@ class Bf16State:
         return chosen and isinstance(value, Tensor) and value.dtype == torch.bfloat16
 
     def narrow(
-        self, segment: Segment, arrays: Mapping[str, Any], wide: Mapping[str, Any], number: int
+        self, segment: Segment, arrays: StateArrays, wide: Mapping[str, Any], number: int
     ) -> None:
         """Round the arrays of ``segment`` in ``wide`` into those of ``arrays`` that are in bf16.
         ``number``: that of the step.

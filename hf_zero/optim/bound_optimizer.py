@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
@@ -30,7 +31,7 @@ from hf_zero.optim.segment_table import (
     plain_settings,
     scaled_rates,
 )
-from hf_zero.optim.segments import Flat, Segment, masters
+from hf_zero.optim.segments import Flat, ParamGroup, Segment, masters
 from hf_zero.optim.sharded_tensors import OneRank, ShardedTensors, ShardRanks
 from hf_zero.optim.state import StateEntries
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
@@ -514,7 +515,7 @@ class BoundOptimizer:
             group for group, differing in enumerate(apart) if differing and not unstepped[group]
         }
 
-    def hyperparameters(self) -> list[dict[str, object]]:
+    def hyperparameters(self) -> list[ParamGroup]:
         """Return per group the settings that a checkpoint keeps, as JSON-able values (see
         :func:`hf_zero.optim.segment_table.plain_settings`).
         """
@@ -526,7 +527,7 @@ class BoundOptimizer:
         for group, values in zip(self.groups, saved):
             load_settings(group, values)
 
-    def packed(self, packed: dict[str, object]) -> dict[str, object]:
+    def packed(self, packed: StateDict) -> StateDict:
         """Return the optimizer's own state dict ``packed``, over the segments of this rank,
         extended by the position of each segment and by the offloaded state, read into memory.
         """
@@ -534,7 +535,7 @@ class BoundOptimizer:
         table = self._table
         return snapshots.described(packed, table.segments, table.parted, self._flats)
 
-    def with_positions(self, packed: dict[str, Any]) -> dict[str, object]:
+    def with_positions(self, packed: StateDict) -> StateDict:
         """Return ``packed``, a state dict of this model, with positions: those of the present
         segments if it has none. Raises UnsupportedOptimizerError for other groups, or other
         segments.
@@ -553,7 +554,7 @@ class BoundOptimizer:
             )
         return snapshots.described(packed, self._table.segments, self._table.parted, self._flats)
 
-    def settings_of(self, packed: dict[str, Any]) -> dict[str, Any]:
+    def settings_of(self, packed: StateDict) -> StateDict:
         """Return ``packed`` without its entries, for the optimizer's own ``load_state_dict``."""
         sizes = [len(group["params"]) for group in self.groups]
         groups = [

@@ -9,7 +9,6 @@ update runs on any device (``eight_bit.py``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from hf_zero.offload.storage import MASTER
 from hf_zero.offload.sub_group_update import Call
 from hf_zero.ops import host
 from hf_zero.optim.cpu_base import CPUOptimizer, check_moments, check_range
+from hf_zero.optim.segments import ParamGroup, ParamState, StateArrays
 
 
 class CPUAdam(CPUOptimizer):
@@ -74,8 +74,8 @@ class CPUAdam(CPUOptimizer):
 
     def update(
         self,
-        group: dict[str, object],
-        state: dict[str, Any],
+        group: ParamGroup,
+        state: ParamState,
         param: Tensor,
         master: Tensor,
         grad: Tensor,
@@ -138,8 +138,8 @@ class CPULion(CPUOptimizer):
 
     def update(
         self,
-        group: dict[str, object],
-        state: dict[str, Any],
+        group: ParamGroup,
+        state: ParamState,
         param: Tensor,
         master: Tensor,
         grad: Tensor,
@@ -187,13 +187,13 @@ class CPUAdagrad(CPUOptimizer):
             check_range(type(self).__name__, key, float(value))
         super().__init__(params, {**settings, "maximize": maximize})
 
-    def leaves_zeros(self, group: dict[str, object]) -> bool:
+    def leaves_zeros(self, group: ParamGroup) -> bool:
         return not group["weight_decay"]
 
     def update(
         self,
-        group: dict[str, Any],
-        state: dict[str, Any],
+        group: ParamGroup,
+        state: ParamState,
         param: Tensor,
         master: Tensor,
         grad: Tensor,
@@ -251,8 +251,8 @@ class CPUSGD(CPUOptimizer):
 
     def update(
         self,
-        group: dict[str, object],
-        state: dict[str, Any],
+        group: ParamGroup,
+        state: ParamState,
         param: Tensor,
         master: Tensor,
         grad: Tensor,
@@ -287,7 +287,7 @@ def _betas(call: Call) -> dict[str, Any]:
     return {"beta1": float(beta1), "beta2": float(beta2)}
 
 
-def adam(arrays: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
+def adam(arrays: StateArrays, grad: Tensor, out: Tensor | None, call: Call) -> None:
     """Make one step of Adam or AdamW."""
     host.adam(
         arrays[MASTER],
@@ -306,7 +306,7 @@ def adam(arrays: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call
     )
 
 
-def lion(arrays: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
+def lion(arrays: StateArrays, grad: Tensor, out: Tensor | None, call: Call) -> None:
     """Make one step of Lion."""
     host.lion(
         arrays[MASTER],
@@ -319,7 +319,7 @@ def lion(arrays: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call
     )
 
 
-def adagrad(arrays: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
+def adagrad(arrays: StateArrays, grad: Tensor, out: Tensor | None, call: Call) -> None:
     """Make one step of Adagrad."""
     host.adagrad(
         arrays[MASTER],
@@ -332,7 +332,7 @@ def adagrad(arrays: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: C
     )
 
 
-def sgd(arrays: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
+def sgd(arrays: StateArrays, grad: Tensor, out: Tensor | None, call: Call) -> None:
     """Make one step of SGD."""
     host.sgd(
         arrays[MASTER],

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
 from hf_zero.ops.moment_blocks import Blocks
+from hf_zero.optim.segments import ParamGroup, ParamState
 from hf_zero.zero.layout.flat_layout import LARGE, Slot
 
 MOMENTS = ("fp32", "bf16", "int8", "dynamic8")
@@ -40,8 +42,8 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     def update(
         self,
-        group: dict[str, object],
-        state: dict[str, object],
+        group: ParamGroup,
+        state: ParamState,
         param: Tensor,
         master: Tensor,
         grad: Tensor,
@@ -76,7 +78,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         return loss
 
     def update_parameter(
-        self, group: dict[str, object], state: dict[str, object], param: Tensor, seed: int
+        self, group: ParamGroup, state: ParamState, param: Tensor, seed: int
     ) -> None:
         """Update ``param``, which has a gradient, with the settings of ``group``."""
         self._check(group, param)
@@ -87,7 +89,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         self.update(group, state, param, flat, gradient, seed)
         write_master(param, state, flat)
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> StateDict:
         """Return torch.optim's state dict, with moments as tensors of their parameter's shape."""
         packed = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
@@ -100,7 +102,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         }
         return packed
 
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict of this class or of the torch class of the same update; the settings
         :data:`FORMATS` of the groups stay unchanged.
         """
@@ -120,7 +122,7 @@ class CPUOptimizer(torch.optim.Optimizer):
                         form = self.format_of(group, param)
                         state[name] = packed_moment(form, state[name], signed)
 
-    def _load_in_fp32(self, state_dict: dict[str, Any]) -> None:
+    def _load_in_fp32(self, state_dict: StateDict) -> None:
         """Restore the saved fp32 state of 16-bit parameters: torch has cast it to their dtype."""
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
@@ -131,14 +133,14 @@ class CPUOptimizer(torch.optim.Optimizer):
                 if isinstance(value, Tensor) and name != "step":
                     self.state[param][name] = value.float().clone()
 
-    def __setstate__(self, state: dict[str, object]) -> None:
+    def __setstate__(self, state: ParamState) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
     @staticmethod
-    def arrays(state: dict[str, object], master: Tensor) -> dict[str, Any]:
+    def arrays(state: ParamState, master: Tensor) -> ParamState:
         """Return the arrays that the kernels take: those of ``state``, 1-D, and ``master``."""
         moments = {
             name: flat_moment(value)
@@ -147,7 +149,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         }
         return {MASTER: master, **moments}
 
-    def new_moment(self, group: dict[str, object], name: str, param: Tensor) -> Blocks | Tensor:
+    def new_moment(self, group: ParamGroup, name: str, param: Tensor) -> Blocks | Tensor:
         """Return a moment of zeros for ``param``."""
         form = self.format_of(group, param)
         if form in ("int8", "dynamic8"):
@@ -156,7 +158,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         dtype = torch.bfloat16 if form == "bf16" else torch.float32
         return torch.zeros(param.shape, dtype=dtype, device=param.device)
 
-    def format_of(self, group: Mapping[str, object], param: Tensor) -> str:
+    def format_of(self, group: ParamGroup, param: Tensor) -> str:
         """Return the format of the moments of ``param``, of those of ``group``: in 8 bits of
         bitsandbytes only those of large parameters are kept.
         """
@@ -166,13 +168,13 @@ class CPUOptimizer(torch.optim.Optimizer):
             return self.segment_format(param)
         return "dynamic8" if in_8_bits(group, param, param.numel()) else "fp32"
 
-    def leaves_zeros(self, group: dict[str, object]) -> bool:
+    def leaves_zeros(self, group: ParamGroup) -> bool:
         """Whether elements with a zero gradient stay unchanged: a sparse gradient then gives the
         same update as the dense one.
         """
         return False
 
-    def _check(self, group: dict[str, object], param: Tensor) -> None:
+    def _check(self, group: ParamGroup, param: Tensor) -> None:
         kind, where = type(self).__name__, f"a parameter of shape {tuple(param.shape)}"
         if param.device.type != "cpu" and group.get("moments") != "dynamic8":
             raise UnsupportedOptimizerError(
@@ -191,7 +193,7 @@ class CPUOptimizer(torch.optim.Optimizer):
             )
 
 
-def in_8_bits(group: Mapping[str, Any], param: Tensor, numel: int) -> bool:
+def in_8_bits(group: ParamGroup, param: Tensor, numel: int) -> bool:
     """Whether moments of ``param``, of ``numel`` elements as a whole, are kept in 8 bits if its
     group has ``moments`` of ``"dynamic8"``: the rule of bitsandbytes, or torchao's, which leaves
     out parameters that are not whole blocks (``whole_blocks_of``). ``optim_bits`` of 32 excludes
@@ -227,7 +229,7 @@ def names_in_8_bits(
     )
 
 
-def own_master(param: Tensor, state: dict[str, Any]) -> Tensor:
+def own_master(param: Tensor, state: ParamState) -> Tensor:
     """Return the fp32 values that an update of ``param`` writes, 1-D: a view of its memory if that
     is fp32 and contiguous. Elements of a 16-bit parameter that the script has written replace the
     master weights.
@@ -240,7 +242,7 @@ def own_master(param: Tensor, state: dict[str, Any]) -> Tensor:
     return torch.where(param == master.to(param.dtype), master, param.float()).reshape(-1)
 
 
-def write_master(param: Tensor, state: dict[str, Any], flat: Tensor) -> None:
+def write_master(param: Tensor, state: ParamState, flat: Tensor) -> None:
     """Write ``flat``, the updated result of :func:`own_master`, back to ``param``."""
     if param.dtype != torch.float32:
         state[MASTER] = flat.view(param.shape)

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT, StateDict
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops import dynamic_map
 from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim.cpu import CPUSGD, CPUAdam, CPULion
 from hf_zero.optim.cpu_base import CPUOptimizer
+from hf_zero.optim.segments import ParamState
 from hf_zero.zero.layout.flat_layout import LARGE
 
 
@@ -50,7 +51,7 @@ def keep_8_bits(optimizer: torch.optim.Optimizer, optim_bits: int, min_8bit_size
 WRAPPED = "__bnb_optimizer_quant_state__"  # entry of bitsandbytes' state dicts with tensors
 
 
-def own_names(state: dict[str, Any], signed_names: Mapping[str, bool]) -> None:
+def own_names(state: ParamState, signed_names: Mapping[str, bool]) -> None:
     """Replace what bitsandbytes or torchao keeps for a parameter by the states of a class of this
     package, ``signed_names``; state of other classes stays.
 
@@ -81,9 +82,7 @@ def own_names(state: dict[str, Any], signed_names: Mapping[str, bool]) -> None:
         state["step"] = torch.tensor(float(state["step"]))
 
 
-def state_dict_in_own_names(
-    state_dict: dict[str, Any], signed: Mapping[str, bool]
-) -> dict[str, Any]:
+def state_dict_in_own_names(state_dict: StateDict, signed: Mapping[str, bool]) -> dict[str, Any]:
     """Return ``state_dict``, which bitsandbytes or this package has saved, with states in numbers
     under the names of this package.
     """
@@ -99,7 +98,7 @@ def state_dict_in_own_names(
     return {**state_dict, "state": states}
 
 
-def _shape_of(state: Mapping[str, Any]) -> tuple[int, ...]:
+def _shape_of(state: ParamState) -> tuple[int, ...]:
     value: Tensor | None = {**state, **state.get(WRAPPED, {})}.get("state1")
     return (-1,) if value is None else tuple(value.shape)
 
@@ -107,7 +106,7 @@ def _shape_of(state: Mapping[str, Any]) -> tuple[int, ...]:
 class _EightBit(CPUOptimizer):
     """An optimizer that also loads what bitsandbytes has saved."""
 
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict of this class, of the torch class of the same update or of
         bitsandbytes' class.
 

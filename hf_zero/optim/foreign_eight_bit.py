@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.optim.optimizer import StateDict
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops.moment_blocks import BLOCK
@@ -23,6 +24,7 @@ from hf_zero.optim.eight_bit import (
     keep_8_bits,
     own_names,
 )
+from hf_zero.optim.segments import ParamGroup, ParamState
 from hf_zero.zero.layout.flat_layout import LARGE
 
 
@@ -50,21 +52,21 @@ class _Adopted(CPUOptimizer):
         bits, size = cls.format_options(optimizer)
         keep_8_bits(optimizer, bits, size)
 
-    def add_param_group(self, param_group: dict[str, object]) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with the settings of this class."""
         super().add_param_group(param_group)
         self.adopt_groups(self)
 
-    def __setstate__(self, state: dict[str, object]) -> None:
+    def __setstate__(self, state: ParamState) -> None:
         super().__setstate__(state)
         self.adopt_groups(self)  # groups that the library has saved lack settings
 
     @classmethod
-    def check(cls, optimizer: torch.optim.Optimizer, group: Mapping[str, object]) -> None:
+    def check(cls, optimizer: torch.optim.Optimizer, group: ParamGroup) -> None:
         """Raise UnsupportedOptimizerError for an option that has no counterpart."""
 
     @classmethod
-    def settings_of(cls, group: Mapping[str, object]) -> dict[str, Any]:
+    def settings_of(cls, group: ParamGroup) -> StateDict:
         return {}
 
     @classmethod
@@ -73,13 +75,13 @@ class _Adopted(CPUOptimizer):
         return 8, LARGE
 
     @classmethod
-    def adopt_state(cls, state: dict[str, object]) -> None:
+    def adopt_state(cls, state: ParamState) -> None:
         own_names(state, cls.kept)
 
 
 class _FromBitsandbytes(_Adopted):
     @classmethod
-    def check(cls, optimizer: Any, group: Mapping[str, Any]) -> None:
+    def check(cls, optimizer: Any, group: ParamGroup) -> None:
         options = vars(optimizer.args)
         if options.get("max_unorm"):
             refuse(optimizer, f"max_unorm = {options['max_unorm']}", "set it to 0")
@@ -126,20 +128,20 @@ class BitsandbytesSGD(_FromBitsandbytes, SGD8bit):
     SETTINGS = {"dampening": 0.0, "nesterov": False, "maximize": False}
 
     @classmethod
-    def settings_of(cls, group: Mapping[str, Any]) -> dict[str, Any]:
+    def settings_of(cls, group: ParamGroup) -> StateDict:
         return {"momentum": group["betas"][0]}
 
 
 class _FromTorchao(_Adopted):
     @classmethod
-    def check(cls, optimizer: Any, group: Mapping[str, object]) -> None:
+    def check(cls, optimizer: Any, group: ParamGroup) -> None:
         if optimizer.block_size != BLOCK:
             refuse(optimizer, f"block_size = {optimizer.block_size}", f"set it to {BLOCK}")
         if group["amsgrad"]:
             refuse(optimizer, "amsgrad", "use torch.optim.AdamW with amsgrad, in fp32")
 
     @classmethod
-    def settings_of(cls, group: Mapping[str, object]) -> dict[str, Any]:
+    def settings_of(cls, group: ParamGroup) -> StateDict:
         return {"whole_blocks_of": BLOCK}
 
 

@@ -36,7 +36,7 @@ from hf_zero.optim.adam_lion import Adam, Lion
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.own_step import is_own
-from hf_zero.optim.segments import MemoryRegion, Segment, SegmentPart
+from hf_zero.optim.segments import MemoryRegion, ParamGroup, ParamState, Segment, SegmentPart
 
 _MOMENTS = {"flat_adam": ("exp_avg", "exp_avg_sq"), "flat_lion": ("exp_avg",)}
 
@@ -300,7 +300,7 @@ class FusedStep:
                 tables.settings.copy_(table)
         return tables.settings
 
-    def _row(self, group: Mapping[str, Any]) -> RowSettings:
+    def _row(self, group: ParamGroup) -> RowSettings:
         beta1, beta2 = group["betas"]
         shared = {
             "lr": group["lr"],
@@ -412,9 +412,7 @@ class FusedStep:
     def _row_of(self, segment: Segment) -> int:
         return self._rows[segment] if self._apart else segment.group
 
-    def _move(
-        self, state: dict[str, Any], name: str, homes: dict[str, Tensor], home: Tensor
-    ) -> None:
+    def _move(self, state: ParamState, name: str, homes: dict[str, Tensor], home: Tensor) -> None:
         value = state.get(name)
         if value is None:
             home.zero_()
@@ -504,7 +502,7 @@ def reads_16_bits(
     return all(is_plain(group, base) for group in plain)
 
 
-def is_plain(group: Mapping[str, Any], base: type | None) -> bool:
+def is_plain(group: ParamGroup, base: type | None) -> bool:
     """Whether the kernels support all settings of ``group``."""
     numbers = (*group["betas"], group["weight_decay"], group.get("eps", 0.0))
     plain = all(isinstance(number, (int, float)) for number in numbers) and _is_number(group["lr"])

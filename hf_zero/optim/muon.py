@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
+from hf_zero.optim.segments import ParamGroup, ParamState
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
 _ADAMW = ("exp_avg", "exp_avg_sq")
@@ -101,7 +102,7 @@ class Muon(WholeTensorOptimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, object]) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for index, parameter in enumerate(group["params"] if group["use_muon"] else ()):
@@ -115,27 +116,27 @@ class Muon(WholeTensorOptimizer):
                 )
 
     @classmethod
-    def moments_of(cls, group: Mapping[str, object]) -> tuple[str, ...]:
+    def moments_of(cls, group: ParamGroup) -> tuple[str, ...]:
         return cls.MOMENTS if group["use_muon"] else _ADAMW
 
     @classmethod
-    def adopt_state(cls, state: dict[str, Any]) -> None:
+    def adopt_state(cls, state: ParamState) -> None:
         if state:  # torch's Muon keeps no step count: nothing depends on it
             state.setdefault("step", torch.tensor(0.0))
 
     @classmethod
-    def prepares(cls, group: Mapping[str, object]) -> bool:
+    def prepares(cls, group: ParamGroup) -> bool:
         return bool(group["use_muon"])
 
     @classmethod
-    def prepare(cls, group: Mapping[str, object], parts: Parts, at: int) -> Sequence[Tensor]:
+    def prepare(cls, group: ParamGroup, parts: Parts, at: int) -> Sequence[Tensor]:
         (buffers,) = parts.moments
         return [_direction(group, *tensors) for tensors in zip(parts.gradients(), buffers)]
 
     def combine(
         self,
         at: int,
-        groups: Sequence[Mapping[str, object]],
+        groups: Sequence[ParamGroup],
         parts: Sequence[Sequence[Tensor]],
         prepared: Sequence[Sequence[Tensor]],
     ) -> Sequence[Sequence[Tensor]]:
@@ -147,7 +148,7 @@ class Muon(WholeTensorOptimizer):
         ]
 
     @staticmethod
-    def apply(group: Mapping[str, Any], parts: Parts) -> None:
+    def apply(group: ParamGroup, parts: Parts) -> None:
         if not group["use_muon"]:
             _adamw(group, parts)
             return
@@ -159,7 +160,7 @@ class Muon(WholeTensorOptimizer):
                 weight.add_(update, alpha=-adjusted)
 
 
-def _orthogonal(group: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+def _orthogonal(group: ParamGroup) -> Callable[[Tensor], Tensor]:
     return partial(
         _muon._zeropower_via_newtonschulz,
         ns_coefficients=group["ns_coefficients"],
@@ -168,14 +169,14 @@ def _orthogonal(group: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
     )
 
 
-def _direction(group: Mapping[str, Any], grad: Tensor, buffer: Tensor) -> Tensor:
+def _direction(group: ParamGroup, grad: Tensor, buffer: Tensor) -> Tensor:
     """Update the momentum ``buffer``; return the direction in bf16, the dtype of the iteration."""
     momentum = group["momentum"]
     buffer.lerp_(grad, 1 - momentum)
     return (grad.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
 
 
-def _adamw(group: Mapping[str, Any], parts: Parts) -> None:
+def _adamw(group: ParamGroup, parts: Parts) -> None:
     beta1, beta2 = group["betas"]
     averages, variances = parts.moments
     adamw(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER, StorageFormat, moment_format
@@ -25,7 +26,16 @@ from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion, adagrad, adam, lion, sgd
 from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.elementwise import update_base
-from hf_zero.optim.segments import FetchedArrays, Flat, MemoryRegion, Segment, apart
+from hf_zero.optim.segments import (
+    FetchedArrays,
+    Flat,
+    MemoryRegion,
+    ParamGroup,
+    ParamState,
+    Segment,
+    StateArrays,
+    apart,
+)
 from hf_zero.optim.state import StateEntries
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
@@ -53,9 +63,7 @@ def refuse_offload(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def compressible(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, object]
-) -> Mapping[str, bool]:
+def compressible(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Mapping[str, bool]:
     """Return the states of ``group`` that can be offloaded in fewer bits, with whether they have
     signs.
     """
@@ -231,7 +239,7 @@ class OffloadedState:
             self._entries.optimizer.state[segment.tensor][name] = value
         self._fresh.add(segment)
 
-    def _fresh_state(self, segment: Segment) -> dict[str, Any]:
+    def _fresh_state(self, segment: Segment) -> ParamState:
         like = torch.zeros(1, dtype=segment.tensor.dtype)
         return self._entries.fresh(segment.group, like, decoded=True)
 
@@ -324,7 +332,7 @@ class OffloadedState:
         storage.store(name, segment.start + at, values)
         self.mark_stepped(segment)
 
-    def packed(self, packed: Mapping[str, Any], segments: Iterable[Segment]) -> dict[str, object]:
+    def packed(self, packed: StateDict, segments: Iterable[Segment]) -> StateDict:
         """Return the optimizer's own state dict ``packed`` over ``segments``, in the order of its
         groups, with copies of arrays in place of their placeholders: a load overwrites the arrays,
         where torch's leaves those of a state dict unchanged. Segments that were never stepped have
@@ -351,11 +359,11 @@ class OffloadedState:
         return {**packed, "state": entries}
 
 
-def _usual(group: Mapping[str, object]) -> bool:
+def _usual(group: ParamGroup) -> bool:
     return not group.get("differentiable") and not group.get("capturable")
 
 
-def _numbers(group: Mapping[str, Any]) -> bool:
+def _numbers(group: ParamGroup) -> bool:
     return _usual(group) and not any(isinstance(value, torch.Tensor) for value in group["betas"])
 
 
@@ -374,11 +382,11 @@ RULES: dict[type, Rule] = {
 }
 
 
-def of_rounds(cls: type[WholeTensorOptimizer], group: Mapping[str, object]) -> Rule:
+def of_rounds(cls: type[WholeTensorOptimizer], group: ParamGroup) -> Rule:
     """Return the rule of ``cls`` for ``group``: its own rounds and update."""
     names = cls.moments_of(group)
 
-    def parts(arrays: Mapping[str, Any], grad: Tensor, call: Call) -> Parts:
+    def parts(arrays: StateArrays, grad: Tensor, call: Call) -> Parts:
         assert call.whole is not None
         round_parts = Parts(
             [arrays[MASTER]],
@@ -392,10 +400,10 @@ def of_rounds(cls: type[WholeTensorOptimizer], group: Mapping[str, object]) -> R
         round_parts.results = [result.unsqueeze(0) for result in call.whole.results]
         return round_parts
 
-    def prepare(arrays: Mapping[str, Any], grad: Tensor, call: Call, at: int) -> Tensor:
+    def prepare(arrays: StateArrays, grad: Tensor, call: Call, at: int) -> Tensor:
         return cls.prepare(call.group, parts(arrays, grad, call), at)[0]
 
-    def update(arrays: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
+    def update(arrays: StateArrays, grad: Tensor, out: Tensor | None, call: Call) -> None:
         cls.apply(call.group, parts(arrays, grad, call))
         if out is not None:
             out.copy_(arrays[MASTER])
@@ -403,7 +411,7 @@ def of_rounds(cls: type[WholeTensorOptimizer], group: Mapping[str, object]) -> R
     return Rule(update, _usual, {}, prepare if cls.prepares(group) else None)
 
 
-def rule_of(base: type | None, group: Mapping[str, object]) -> Rule | None:
+def rule_of(base: type | None, group: ParamGroup) -> Rule | None:
     """Return the rule for a group of an optimizer with the update of the listed class ``base``, or
     None.
     """

@@ -4,15 +4,13 @@ its updates after the freeze. The engine sends the momentum (hf_zero/compression
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
 from hf_zero.optim.one_bit import SendsMomentum, check_momentum, say_what_is_idle, steps_of
+from hf_zero.optim.segments import ParamGroup
 from hf_zero.optim.trust_ratio import Lamb, ratios
 from hf_zero.optim.whole_tensor import Parts
 
@@ -106,7 +104,7 @@ class OneBitLamb(SendsMomentum, Lamb):
         return step <= self.freeze_step
 
     @staticmethod
-    def apply(group: Mapping[str, Any], parts: Parts) -> None:
+    def apply(group: ParamGroup, parts: Parts) -> None:
         Lamb.apply(group, parts)
         beta = group["coeff_beta"]
         for state, now in zip(parts.factors, ratios(group, parts.norms).float()):

@@ -4,7 +4,7 @@ them, and workarounds for the errors of those.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -16,7 +16,7 @@ from hf_zero.offload.storage import MASTER
 from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.offloaded_state import BEGIN_WITH_GRADIENT
-from hf_zero.optim.segments import Segment
+from hf_zero.optim.segments import Segment, StateArrays
 from hf_zero.optim.state import kept, step_dtype
 
 # Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with its op.
@@ -157,7 +157,7 @@ class OwnStep:
             self._over(segments, zeros, None, None, self._takes_scale(None), self.bare)
 
     def sub_group(
-        self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
+        self, segment: Segment, held: StateArrays, grad: Tensor, divisor: float, fresh: bool
     ) -> None:
         """Make one update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
         entries: Any = self._optimizer.state[segment.tensor]
@@ -266,7 +266,7 @@ class OwnStep:
         return unfused
 
     def _has_state(self, tensor: Tensor) -> bool:
-        entries: Mapping[str, object] = self._optimizer.state.get(tensor, {})
+        entries: StateArrays = self._optimizer.state.get(tensor, {})
         return bool(kept(entries))
 
     def _begin_with_zeros(self, tensors: Sequence[Tensor]) -> None:

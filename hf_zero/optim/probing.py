@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.device import kinds
+from hf_zero.optim.segments import ParamGroup
 
 # torch's own, which the twin gets anew; a scheduler's wrapper of step is bound to the optimizer
 _REPLACED = ("state", "param_groups", "step")
@@ -83,7 +84,7 @@ def _holds_tensors(value: object, depth: int = 2) -> bool:
     return False
 
 
-def _distinct(groups: Iterable[dict[str, Any]]) -> list[dict[str, object]]:
+def _distinct(groups: Iterable[ParamGroup]) -> list[dict[str, object]]:
     """Return the different options of ``groups``, with a learning rate that moves something."""
     distinct: dict[str, dict[str, Any]] = {}
     for group in groups:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import StateDict
 
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
@@ -74,10 +75,10 @@ class LRSchedule(LRScheduler, ABC):
         )
         self._write()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"last_batch_iteration": self.last_batch_iteration}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Set the iteration to the saved one and write its values into the optimizer's groups."""
         self.last_batch_iteration = int(state_dict["last_batch_iteration"])
         self._write()

@@ -31,7 +31,15 @@ from hf_zero.optim.cpu_base import FORMATS, CPUOptimizer
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.offloaded_state import OffloadedState
 from hf_zero.optim.own_step import choose_fused
-from hf_zero.optim.segments import Flat, Segment, SegmentPart, masters, replace_segments
+from hf_zero.optim.segments import (
+    Flat,
+    ParamGroup,
+    Segment,
+    SegmentPart,
+    StateArrays,
+    masters,
+    replace_segments,
+)
 from hf_zero.optim.sharded_tensors import extent_of
 from hf_zero.optim.state import DeviceState, StateEntries
 from hf_zero.optim.whole_tensor import FACTORS, WholeTensorOptimizer
@@ -207,7 +215,7 @@ class SegmentTable:
         """Replace segments by the pieces they were cut into, with their state."""
         changed = {segment: parts for segment, parts in pieces.items() if len(parts) > 1}
         for segment, parts in changed.items():
-            entries: Mapping[str, object] = self._optimizer.state.pop(segment.tensor, {})
+            entries: StateArrays = self._optimizer.state.pop(segment.tensor, {})
             for piece in parts:
                 self.state_of(piece).bind(piece)
                 start = piece.start - segment.start
@@ -448,7 +456,7 @@ _MISSING = object()
 FROZEN_AT, ALL_FROZEN_AT, NORM_RATIO = NOTES = ("frozen_at", "all_frozen_at", "norm_ratio")
 
 
-def current_settings(group: Mapping[str, object]) -> dict[str, object]:
+def current_settings(group: ParamGroup) -> dict[str, object]:
     """Return a snapshot of the settings of ``group`` for an update on another thread: a scheduler
     writes a rate that is a tensor in place.
     """
@@ -475,7 +483,7 @@ def scaled_rates(groups: Sequence[MutableMapping[str, Any]], factor: float) -> I
             _restore(group, {"lr": rate})
 
 
-def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def plain_settings(group: ParamGroup) -> dict[str, Any]:
     """Return the settings of ``group`` as JSON-able values; tuples become lists, one-element
     tensors numbers.
     """

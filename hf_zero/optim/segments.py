@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,15 @@ from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 Group = TypeVar("Group", bound=Hashable)
+
+ParamGroup: TypeAlias = Mapping[str, Any]
+"""The settings of parameters, as ``torch.optim.Optimizer.param_groups`` has them."""
+ParamState: TypeAlias = dict[str, Any]
+"""The state of a parameter or segment, as ``torch.optim.Optimizer.state`` has it: tensors, moments
+in eight bits (``Blocks``), numbers.
+"""
+StateArrays: TypeAlias = Mapping[str, Any]
+"""The same for reading; a :class:`FetchedArrays` fetches what is read."""
 
 
 class Flat(Protocol):

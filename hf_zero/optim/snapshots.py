@@ -4,8 +4,10 @@ whole flat buffers, equally on all ranks. ``hf_zero/zero/step/saved_segments.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from torch.optim.optimizer import StateDict
 
 from hf_zero.optim.segments import Flat, Segment
 
@@ -27,7 +29,7 @@ def in_order(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def described(
-    packed: Mapping[str, object],
+    packed: StateDict,
     segments: Sequence[Segment],
     parted: Iterable[int],
     flats: Iterable[Flat],

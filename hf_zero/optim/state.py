@@ -24,8 +24,11 @@ from hf_zero.optim.segments import (
     FetchedArrays,
     Flat,
     MemoryRegion,
+    ParamGroup,
+    ParamState,
     Segment,
     SegmentPart,
+    StateArrays,
     cut,
     masters,
 )
@@ -55,7 +58,7 @@ def is_elementwise(name: str, value: object, shape: Sequence[int]) -> bool:
     )
 
 
-def kept(state: Mapping[str, object]) -> dict[str, Any]:
+def kept(state: StateArrays) -> ParamState:
     """Return the entries of one parameter's state that hold a value (SGD may keep
     ``momentum_buffer: None``).
     """
@@ -76,7 +79,7 @@ def refuse_unknown(optimizer: torch.optim.Optimizer, name: str, value: object, w
 
 
 def fresh_state(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: Tensor
+    optimizer: torch.optim.Optimizer, group: ParamGroup, like: Tensor
 ) -> dict[str, object]:
     """Return the state of a new one-element parameter of ``group`` before its first step.
 
@@ -97,7 +100,7 @@ def fresh_state(
     return state
 
 
-def counted_elsewhere(optimizer: torch.optim.Optimizer, group: Mapping[str, object]) -> list[str]:
+def counted_elsewhere(optimizer: torch.optim.Optimizer, group: ParamGroup) -> list[str]:
     """Return the names of the numbers that a step changes in ``group`` or on the optimizer itself,
     rather than in the state of a parameter.
     """
@@ -116,7 +119,7 @@ def _is_other(now: object, before: Any) -> bool:
 
 
 def _stepped_twin(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: Tensor
+    optimizer: torch.optim.Optimizer, group: ParamGroup, like: Tensor
 ) -> tuple[torch.optim.Optimizer, Tensor]:
     """Return a throw-away twin of ``optimizer`` after one step over a throw-away parameter of one
     element, with a gradient of zero.
@@ -147,14 +150,14 @@ def _stepped_twin(
     return twin, probe
 
 
-def kept_states(optimizer: torch.optim.Optimizer, group: Mapping[str, object]) -> set[str]:
+def kept_states(optimizer: torch.optim.Optimizer, group: ParamGroup) -> set[str]:
     """Return the names of the per-element states that ``group`` keeps, or would with a momentum."""
     settings = {**in_numbers(group), "momentum": group.get("momentum") or 0.5}
     state = fresh_state(optimizer, settings, torch.zeros(1))
     return {name for name, value in state.items() if is_elementwise(name, value, (1,))}
 
 
-def in_numbers(group: Mapping[str, object]) -> Mapping[str, Any]:
+def in_numbers(group: ParamGroup) -> Mapping[str, Any]:
     """Return ``group`` with moments of plain numbers, whatever their storage format."""
     return {**group, "moments": "fp32"} if "moments" in group else group
 
@@ -174,7 +177,7 @@ def scalar_like(value: Any, number: float) -> Any:
 
 
 def narrowed(
-    entries: Mapping[str, object], shape: Sequence[int], start: int, stop: int
+    entries: StateArrays, shape: Sequence[int], start: int, stop: int
 ) -> dict[str, object]:
     """Return the state of elements ``[start, stop)`` of a parameter of ``shape`` with ``entries``:
     views of tensors, copies of numbers.
@@ -335,7 +338,7 @@ class NarrowStates(Protocol):
 
     @property
     def moments(self) -> bool: ...
-    def fresh(self, state: Mapping[str, object], like: Tensor) -> dict[str, object]:
+    def fresh(self, state: ParamState, like: Tensor) -> ParamState:
         """Return ``state``, from before the first step, in the dtypes in which it is kept."""
 
 
@@ -350,7 +353,7 @@ class StateEntries:
         """The optimizer's live ``param_groups``."""
         return self.optimizer.param_groups
 
-    def of(self, segment: Segment) -> dict[str, Any]:
+    def of(self, segment: Segment) -> ParamState:
         """Return the state of ``segment`` by name; empty if it has none."""
         tensor, states = segment.tensor, self.optimizer.state
         # an engine's states wait for the update under way at each look: one look is enough
@@ -374,7 +377,7 @@ class StateEntries:
             if is_scalar(name, value, shape)
         }
 
-    def fresh(self, group: int, like: Tensor, decoded: bool = False) -> dict[str, Any]:
+    def fresh(self, group: int, like: Tensor, decoded: bool = False) -> ParamState:
         """Return the state before the first step of a parameter like ``like`` in ``group``;
         ``decoded``: in plain numbers whatever its storage format.
         """

@@ -7,9 +7,6 @@ scales SGD with momentum by the norms of the tensor and of its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -18,6 +15,7 @@ from hf_zero.device.pinned import upload
 from hf_zero.errors import ConfigError
 from hf_zero.ops.flat_reference import sums_of_squares
 from hf_zero.ops.lamb import LambSettings, apply_, measure_
+from hf_zero.optim.segments import ParamGroup
 from hf_zero.optim.whole_tensor import Parts, TensorSumOptimizer
 
 
@@ -103,7 +101,7 @@ class Lamb(TensorSumOptimizer):
         ]
 
     @staticmethod
-    def measure(group: Mapping[str, object], parts: Parts) -> Tensor:
+    def measure(group: ParamGroup, parts: Parts) -> Tensor:
         averages, variances, *_ = parts.moments
         return measure_(
             parts.weights,
@@ -116,7 +114,7 @@ class Lamb(TensorSumOptimizer):
         )
 
     @staticmethod
-    def apply(group: Mapping[str, object], parts: Parts) -> None:
+    def apply(group: ParamGroup, parts: Parts) -> None:
         sizes = [step_size(group, step) for step in parts.steps]
         numbers = upload(torch.tensor(sizes, dtype=torch.float64), parts.norms.device)
         factors = ratios(group, parts.norms) * numbers
@@ -124,7 +122,7 @@ class Lamb(TensorSumOptimizer):
         apply_(parts.weights, averages, variances, factors, _settings(group), kernels=parts.kernels)
 
 
-def step_size(group: Mapping[str, Any], step: int, variance: int | None = None) -> float:
+def step_size(group: ParamGroup, step: int, variance: int | None = None) -> float:
     """Return the factor of an update and its trust ratio in step ``step``: the learning rate with
     bias correction. ``variance``: the step that the variance dates from, if another.
     """
@@ -133,13 +131,13 @@ def step_size(group: Mapping[str, Any], step: int, variance: int | None = None) 
     return float(group["lr"]) * corrected
 
 
-def _settings(group: Mapping[str, Any]) -> LambSettings:
+def _settings(group: ParamGroup) -> LambSettings:
     beta1, beta2 = map(float, group["betas"])
     eps, decay = float(group["eps"]), float(group["weight_decay"])
     return LambSettings(beta1, beta2, eps, decay, bool(group["eps_inside_sqrt"]))
 
 
-def ratios(group: Mapping[str, Any], norms: Tensor) -> Tensor:
+def ratios(group: ParamGroup, norms: Tensor) -> Tensor:
     """Return the trust ratio of each tensor, [tensors], from the norms of its weights and of its
     update, ``norms`` [tensors, 2].
     """
@@ -206,11 +204,11 @@ class LARS(TensorSumOptimizer):
         super().__init__(params, defaults)
 
     @staticmethod
-    def measure(group: Mapping[str, object], parts: Parts) -> Tensor:
+    def measure(group: ParamGroup, parts: Parts) -> Tensor:
         return sums_of_squares([parts.weights, parts.gradients()])
 
     @staticmethod
-    def apply(group: Mapping[str, Any], parts: Parts) -> None:
+    def apply(group: ParamGroup, parts: Parts) -> None:
         (buffers,) = parts.moments
         decay, momentum = group["weight_decay"], group["momentum"]
         weights, gradients = parts.norms.unbind(1)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops.flat_reference import divided
+from hf_zero.optim.segments import ParamGroup, ParamState
 
 FACTORS = "factors"
 """The state of a parameter that is of the whole tensor, and neither a number for each element nor
@@ -144,7 +145,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     """Of the last step, where there are sums: their roots, [tensors, SUMS] for each group."""
 
     @classmethod
-    def moments_of(cls, group: Mapping[str, object]) -> tuple[str, ...]:
+    def moments_of(cls, group: ParamGroup) -> tuple[str, ...]:
         """Return those of :attr:`MOMENTS` that ``group`` has."""
         return cls.MOMENTS
 
@@ -156,26 +157,26 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
     @classmethod
-    def adopt_state(cls, state: dict[str, object]) -> None:
+    def adopt_state(cls, state: ParamState) -> None:
         """Convert the ``state`` of a parameter in place from the format of the original class
         (torch's, transformers') to the format of this class.
         """
 
     @classmethod
-    def prepares(cls, group: Mapping[str, object]) -> bool:
+    def prepares(cls, group: ParamGroup) -> bool:
         """Whether parts of ``group`` take part in rounds."""
         return True
 
     @classmethod
     @abstractmethod
-    def prepare(cls, group: Mapping[str, object], parts: Parts, at: int) -> Sequence[Tensor]:
+    def prepare(cls, group: ParamGroup, parts: Parts, at: int) -> Sequence[Tensor]:
         """Return the input of round ``at`` for each part, given the results of earlier rounds."""
 
     @abstractmethod
     def combine(
         self,
         at: int,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[ParamGroup],
         parts: Sequence[Sequence[Tensor]],
         prepared: Sequence[Sequence[Tensor]],
     ) -> Sequence[Sequence[Tensor]]:
@@ -186,7 +187,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     @abstractmethod
-    def apply(group: Mapping[str, object], parts: Parts) -> None:
+    def apply(group: ParamGroup, parts: Parts) -> None:
         """Update the parts, given the results of all rounds."""
 
     def update(self, groups: Sequence[Parts]) -> None:
@@ -218,7 +219,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self.update([self._with_gradients(group) for group in self.param_groups])
         return loss
 
-    def _with_gradients(self, group: dict[str, Any]) -> Parts:
+    def _with_gradients(self, group: ParamGroup) -> Parts:
         names = self.moments_of(group)
         parts = Parts([], [], [[] for _ in names], [], kernels=self.tensors.kernels)
         factors = list[dict[str, Tensor]]()
@@ -261,19 +262,19 @@ class TensorSumOptimizer(WholeTensorOptimizer):
 
     @staticmethod
     @abstractmethod
-    def measure(group: Mapping[str, object], parts: Parts) -> Tensor:
+    def measure(group: ParamGroup, parts: Parts) -> Tensor:
         """Run the first half of a step of ``group``: update its moments and return the sums [parts,
         SUMS], in 64 bits, that are added up over whole tensors.
         """
 
     @classmethod
-    def prepare(cls, group: Mapping[str, object], parts: Parts, at: int) -> Sequence[Tensor]:
+    def prepare(cls, group: ParamGroup, parts: Parts, at: int) -> Sequence[Tensor]:
         return list(cls.measure(group, parts))
 
     def combine(
         self,
         at: int,
-        groups: Sequence[Mapping[str, object]],
+        groups: Sequence[ParamGroup],
         parts: Sequence[Sequence[Tensor]],
         prepared: Sequence[Sequence[Tensor]],
     ) -> Sequence[Any]:
