@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 from hf_zero.errors import ConfigError
 
@@ -149,6 +149,10 @@ def parse_size(text: str) -> int:
             "instance"
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+JsonObject: TypeAlias = dict[str, Any]
+"""An object of JSON text; its reader checks the values."""
 
 
 class DuplicateKeyError(ValueError):

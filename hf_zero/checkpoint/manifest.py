@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from hf_zero.checkpoint.storage import AnyPath, store_errors
 from hf_zero.checkpoint.tensorfile import DEFAULT_HASH, BlockHashes, algorithm_of, hash_of
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import parse_json
+from hf_zero.logging import JsonObject, parse_json
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 
 MASTER, SHARD = "master", "shard"  # the two names under which the weights of a flat are stored
@@ -60,7 +60,7 @@ class FileEntry:
     hash: str
     blocks: BlockHashes | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         blocks = {} if self.blocks is None else {"blocks": self.blocks.to_json()}
         entry = {"name": self.name, "rank": self.rank, "size": self.size, "hash": self.hash}
         return entry | blocks
@@ -113,7 +113,7 @@ class FlatEntry:
             sorted({name for chunk in self.chunks for name in chunk.tensors} - {MASTER, SHARD})
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         chunks = [
             {"file": c.file, "start": c.start, "stop": c.stop, "tensors": list(c.tensors)}
             for c in self.chunks
@@ -139,11 +139,11 @@ class GroupEntry:
     """
 
     hyperparameters: dict[str, object]
-    scalars: dict[str, Any]
+    scalars: JsonObject
     parameters: tuple[str, ...]
-    apart: dict[str, dict[str, Any]] = field(default_factory=dict)
+    apart: dict[str, JsonObject] = field(default_factory=dict)
 
-    def numbers_of(self, name: str) -> dict[str, Any]:
+    def numbers_of(self, name: str) -> JsonObject:
         """Return the scalars of parameter ``name`` of the group."""
         return self.apart.get(name, self.scalars)
 
@@ -152,7 +152,7 @@ class GroupEntry:
         """The parameters without a step: saved state of theirs is as before the first one."""
         return frozenset(name for name, numbers in self.apart.items() if not numbers)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         entry = {
             "hyperparameters": self.hyperparameters,
             "scalars": self.scalars,
@@ -182,7 +182,7 @@ class Adapter:
     names of held tensors.
     """
 
-    config: dict[str, Any]
+    config: JsonObject
     tensors: dict[str, str]
 
 
@@ -261,12 +261,12 @@ class Manifest:
     export: Export
     optimizer: OptimizerEntry | None
     scaler: dict[str, object] | None
-    lr_scheduler: dict[str, Any] | None
+    lr_scheduler: JsonObject | None
     counters: dict[str, int]
-    client_state: dict[str, Any]
+    client_state: JsonObject
     objects: FileEntry | None
     software: dict[str, str]
-    techniques: dict[str, Any] = field(default_factory=dict)
+    techniques: JsonObject = field(default_factory=dict)
     loader: dict[str, int] = field(default_factory=dict)
     batch: dict[str, int] = field(default_factory=dict)
     order: int = 0  # one more than the largest in its folder; 0: of a version that wrote none
@@ -296,7 +296,7 @@ class Manifest:
         cut = any(slot.box is not None for parts in self.parts.values() for _, slot in parts)
         return PARTS_VERSION if cut else VERSION
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         optimizer = self.optimizer and {
             "class": self.optimizer.class_name,
             "groups": [group.to_json() for group in self.optimizer.groups],
@@ -441,9 +441,7 @@ def _get(data: Mapping[str, object], key: str, kind: type[T]) -> T:
     return _typed(data[key], kind, key)
 
 
-def _optional(
-    data: Mapping[str, object], key: str, read: Callable[[dict[str, Any]], T]
-) -> T | None:
+def _optional(data: Mapping[str, object], key: str, read: Callable[[JsonObject], T]) -> T | None:
     return None if data[key] is None else read(_get(data, key, dict))
 
 
@@ -472,7 +470,7 @@ def _shape(data: Mapping[str, object], key: str) -> tuple[int, ...]:
     return shape
 
 
-def _numbers(data: Mapping[str, object], where: str) -> dict[str, Any]:
+def _numbers(data: Mapping[str, object], where: str) -> JsonObject:
     for name, value in data.items():
         if not isinstance(value, (int, float)) or (type(value) is int and abs(value) >= 1 << 63):
             raise ValueError(f"{name} of {where} is {value!r:.40}, expected a number")
@@ -554,14 +552,14 @@ def _optimizer(data: dict[str, object]) -> OptimizerEntry:
     return OptimizerEntry(_get(data, "class", str), groups, factors)
 
 
-def _factors(optimizer: OptimizerEntry) -> dict[str, Any]:
+def _factors(optimizer: OptimizerEntry) -> JsonObject:
     return {
         name: {"file": of.file, "shapes": {key: list(shape) for key, shape in of.shapes.items()}}
         for name, of in optimizer.factors.items()
     }
 
 
-def _state(data: dict[str, object]) -> dict[str, Any]:
+def _state(data: dict[str, object]) -> JsonObject:
     return {"json": _get(data, "json", dict), "objects": list(_items(data, "objects", str))}
 
 
@@ -577,7 +575,7 @@ def read_export(data: dict[str, object]) -> Export:
     )
 
 
-def _parse(data: dict[str, Any]) -> Manifest:
+def _parse(data: JsonObject) -> Manifest:
     world = _get(data, "world", dict)
     return Manifest(
         save_id=_get(data, "save_id", str),

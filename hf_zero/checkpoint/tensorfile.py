@@ -29,7 +29,7 @@ import xxhash
 from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, open_ranges
 from hf_zero.device.spans import span
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import parse_json
+from hf_zero.logging import JsonObject, parse_json
 
 DEFAULT_HASH = "xxh3_128"
 HASH_ALGORITHMS: dict[str, Callable[[], Any]] = {
@@ -101,7 +101,7 @@ class BlockHashes:
     size: int
     digests: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {"algorithm": BLOCK_HASH, "size": self.size, "digests": self.digests}
 
     @classmethod
@@ -254,7 +254,7 @@ def plan_file(
     """
     entries: list[TensorEntry] = []
     at = 0
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: JsonObject = {"__metadata__": dict(metadata)}
     for name, dtype, shape in sorted(tensors, key=lambda item: -item[1].itemsize):
         if dtype not in CODES:
             raise CheckpointError(

@@ -233,18 +233,18 @@ def _keep_inputs(ctx: Any, inputs: tuple[object, ...], output: object) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _bias_act_gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+def _bias_act_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, bias = ctx.saved_tensors
     bias_trains = bias is not None and ctx.needs_input_grad[1]
     dx, dbias = _bias_act_backward(dy, x, bias, ctx.act, bias_trains)
     return dx, dbias if bias_trains else None, None
 
 
-def _gated_gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+def _gated_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return *_gated_backward(dy, *ctx.saved_tensors, ctx.act), None
 
 
-def _gated_packed_gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+def _gated_packed_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return _gated_packed_backward(dy, *ctx.saved_tensors, ctx.act), None
 
 

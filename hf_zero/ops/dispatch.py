@@ -60,7 +60,7 @@ class Kernel:
     launch: str
     reference: Callable[..., Any]
     refuses: Callable[..., str] = field(default=_takes_all)
-    example: Callable[[torch.device], tuple[Any, ...]] | None = None
+    example: Callable[[torch.device], tuple[object, ...]] | None = None
 
     def __post_init__(self) -> None:
         if self.name in KERNELS:

@@ -19,7 +19,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,7 +151,7 @@ RUN_COLUMNS = 4  # first element, length, whether it is whole and aligned, 0
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _example(device: torch.device) -> tuple[Any, ...]:
+def _example(device: torch.device) -> tuple[object, ...]:
     return torch.rand(40, device=device), *run_tables(((0, 24), (24, 16)), device)
 
 

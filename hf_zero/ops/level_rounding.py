@@ -9,8 +9,6 @@ integer, or stochastically: down after a number between 0 and 1 was added, so th
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -45,7 +43,7 @@ def round_reference(
     values.copy_((rounded.lerp(parts, share) if share else rounded).view_as(values))
 
 
-def _example(device: torch.device) -> tuple[Any, ...]:
+def _example(device: torch.device) -> tuple[object, ...]:
     values = torch.linspace(-1, 1, 40, device=device)
     return values, values[:1], values[-1:].clone(), 4, True, None, 0.0
 

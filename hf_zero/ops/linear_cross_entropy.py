@@ -257,7 +257,9 @@ def _keep_sums(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ..
     ctx.dtype, ctx.wanted = inputs[0].dtype, inputs[-3:]
 
 
-def _hand_out(ctx: Any, grad: torch.Tensor | None, *unused: object) -> tuple[Any, ...]:
+def _hand_out(
+    ctx: Any, grad: torch.Tensor | None, *unused: object
+) -> tuple[torch.Tensor | None, ...]:
     gradients: list[torch.Tensor | None] = [None, None, None]
     if grad is not None:
         places = [index for index, is_needed in enumerate(ctx.wanted) if is_needed]
@@ -377,7 +379,9 @@ def _keep_arguments(
     ctx.save_for_backward(hidden, weight, bias, labels, output[1])
 
 
-def _recompute(ctx: Any, grad: torch.Tensor | None, *unused: object) -> tuple[Any, ...]:
+def _recompute(
+    ctx: Any, grad: torch.Tensor | None, *unused: object
+) -> tuple[torch.Tensor | None, ...]:
     if grad is None:
         return (None,) * 8
     needs = list(ctx.needs_input_grad[:3])

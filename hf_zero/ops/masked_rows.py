@@ -172,7 +172,9 @@ def _keep_slots(ctx: Any, inputs: tuple[object, ...], output: tuple[torch.Tensor
     ctx.save_for_backward(output[2])
 
 
-def _hand_back(ctx: Any, grad: torch.Tensor | None, *unused: object) -> tuple[Any, ...]:
+def _hand_back(
+    ctx: Any, grad: torch.Tensor | None, *unused: object
+) -> tuple[torch.Tensor | None, ...]:
     if grad is None:
         return None, None, None, None
     return torch.ops.hf_zero.select_rows_backward(grad, *ctx.saved_tensors), None, None, None

@@ -24,8 +24,6 @@ and a weight that starts at zero never moves. Do not use ``invertible`` for such
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hf_zero.errors import KernelError
@@ -215,7 +213,7 @@ def _backward_refuses(
     return _too_wide(dy, seed, centered)
 
 
-def _forward_example(device: torch.device) -> tuple[Any, ...]:
+def _forward_example(device: torch.device) -> tuple[object, ...]:
     x = torch.randn(8, 128, device=device)
     return x, x.flip(0), x[0], x[1], draw_seed(device), 1e-5, 0.0, 0.1, True, True
 

@@ -280,7 +280,7 @@ def _keep_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, *weights)
 
 
-def _gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+def _gradient(ctx: Any, dy: Tensor) -> tuple[object, ...]:
     x, *weights = ctx.saved_tensors
     x_trains, weights_train, biases_train = ctx.needs_input_grad
     dx, dw, db = _packed_linear_backward(

@@ -12,7 +12,6 @@ for each element are more than a memory-bound kernel has time for.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -111,7 +110,7 @@ def _first_words_reference(out: torch.Tensor, seed: int, *counter: int) -> None:
     out.copy_(drawn[0])
 
 
-def _example(device: torch.device) -> tuple[Any, ...]:
+def _example(device: torch.device) -> tuple[object, ...]:
     return torch.empty(40, dtype=torch.int64, device=device), 7, 1, 2, 3
 
 

@@ -162,7 +162,7 @@ def _keep_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(seed)
 
 
-def _gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     (seed,) = ctx.saved_tensors
     x_dtype, residual_dtype, bias_dtype = ctx.dtypes
     x_trains, residual_trains, bias_trains = ctx.needs_input_grad[:3]

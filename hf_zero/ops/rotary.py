@@ -104,7 +104,7 @@ def _check(op: str, cos: Tensor, sin: Tensor, *, q: Tensor, k: Tensor) -> None:
         )
 
 
-def _example(device: torch.device) -> tuple[Any, ...]:
+def _example(device: torch.device) -> tuple[object, ...]:
     q, k = torch.ones(1, 4, 3, 16, device=device), torch.ones(1, 2, 3, 16, device=device)
     angle = torch.ones(1, 3, 16, device=device)
     return (
@@ -227,11 +227,13 @@ def _keep_angles_of_packed(ctx: Any, inputs: tuple[object, ...], output: object)
     ctx.save_for_backward(cos, sin)
 
 
-def _rotary_gradient(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
+def _rotary_gradient(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
     return *_rotary_backward(dq, dk, *ctx.saved_tensors), None, None
 
 
-def _split_rotary_gradient(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
+def _split_rotary_gradient(
+    ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor
+) -> tuple[Tensor | None, ...]:
     return _split_rotary_backward(dq, dk, dv, *ctx.saved_tensors), None, None, None, None
 
 

@@ -9,8 +9,6 @@ core, the Triton kernel and the reference give the same bits.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -57,7 +55,7 @@ def round_reference(out: Tensor, source: Tensor, key: int, first: int) -> None:
         out[at : at + PIECE] = reference.to_bf16(piece, random & 0xFFFF)
 
 
-def _example(device: torch.device) -> tuple[Any, ...]:
+def _example(device: torch.device) -> tuple[object, ...]:
     source = torch.linspace(-1, 1, 300, device=device)
     return torch.empty_like(source, dtype=torch.bfloat16), source, 7, 1000
 

@@ -10,13 +10,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from hf_zero.checkpoint.convert.run_facts import Logged, facts, logged, recorded
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.storage import AnyPath, is_remote
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import parse_json
+from hf_zero.logging import JsonObject, parse_json
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -128,7 +128,7 @@ def _text(path: AnyPath) -> str:
         ) from error
 
 
-def json_object(path: AnyPath) -> dict[str, Any]:
+def json_object(path: AnyPath) -> JsonObject:
     """Return the JSON object in ``path``. Raises CheckpointError if it holds none."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))

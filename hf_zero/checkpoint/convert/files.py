@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ from hf_zero.checkpoint.reader import Checkpoint, Scratch
 from hf_zero.checkpoint.storage import AnyPath, Tick, is_remote, write_all
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import logger, parse_json
+from hf_zero.logging import JsonObject, logger, parse_json
 from hf_zero.ops.file_locks import FileLock
 
 LOCK = find.NEW + "lock"
@@ -189,7 +188,7 @@ class Journal:
         _remove(self._target, [{"files": list(self._names)}])
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> list[JsonObject]:
     try:
         content = path.read_bytes()
     except FileNotFoundError:

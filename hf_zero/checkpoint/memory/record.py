@@ -10,14 +10,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hf_zero.checkpoint import manifest as form
 from hf_zero.checkpoint.engine_state import Described, RankReport
 from hf_zero.checkpoint.manifest import DIGEST, Manifest, is_as_written, sealed
 from hf_zero.checkpoint.save_sharded import join_reports
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import parse_json
+from hf_zero.logging import JsonObject, parse_json
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 FORMAT = "hf-zero/memory"
@@ -136,7 +135,7 @@ def _decoded(files: Mapping[str, str]) -> dict[str, bytes]:
     return {name: base64.b64decode(content, validate=True) for name, content in files.items()}
 
 
-def _report(report: RankReport) -> dict[str, Any]:
+def _report(report: RankReport) -> JsonObject:
     model = report.model
     return {
         "file": report.file.to_json(),
@@ -157,7 +156,7 @@ def _report(report: RankReport) -> dict[str, Any]:
     }
 
 
-def _read_report(data: dict[str, Any]) -> RankReport:
+def _read_report(data: JsonObject) -> RankReport:
     model = data["model"]
     return RankReport(
         form.read_file_entry(data["file"]),
