@@ -129,7 +129,7 @@ class StepFigures:
         self._divisor: int | None = None  # of weighed losses, if it is known
         self._clear(engine)
 
-    def _clear(self, engine: Any) -> None:
+    def _clear(self, engine: TrainingEngine) -> None:
         self._micro_steps = engine.micro_steps
         self.collects = self._wanted(engine.global_steps + 1)
         self.zero_grad()
@@ -225,13 +225,13 @@ class StepFigures:
     def _take_waits(self) -> Waits:
         return [] if self._counts is None else self._counts.take_waits()
 
-    def restart(self, engine: object) -> None:
+    def restart(self, engine: TrainingEngine) -> None:
         """Begin a step after a load, with the engine's counters as they are now."""
         others = self._waits + self._other_waits + self._take_waits()
         self._clear(engine)
         self._begin, self._other_waits = None, others
 
-    def finish(self, engine: object) -> None:
+    def finish(self, engine: TrainingEngine) -> None:
         """Read all steps; waits for the device."""
         while self._unread:
             self._read(engine, self._unread.popleft())
@@ -290,7 +290,7 @@ class StepFigures:
             return numbers
         return pinned.empty(5, torch.float64).copy_(numbers, non_blocking=True)
 
-    def _read(self, engine: Any, step: _Step) -> None:
+    def _read(self, engine: TrainingEngine, step: _Step) -> None:
         took = sum(milliseconds(*time) for time in step.times)
         loss, losses, samples, tokens, norm = step.numbers.tolist()
         tensor = max(engine.mesh.dims.tensor, engine.config.tensor_parallel.size)

@@ -187,7 +187,7 @@ class EngineMeasures(StepMeasures):
         if self._figures is not None:
             self._figures.zero_grad()
 
-    def trace(self, engine: object, steps: int, folder: str) -> None:
+    def trace(self, engine: TrainingEngine, steps: int, folder: str) -> None:
         if self._trace is None:
             self._trace = StepTrace(engine, steps, folder)
 
@@ -228,7 +228,7 @@ class EngineMeasures(StepMeasures):
         if self.file is not None:
             self.file.note("planned_steps", steps)
 
-    def saving(self, engine: object, folder: str) -> None:
+    def saving(self, engine: TrainingEngine, folder: str) -> None:
         self.finish(engine)
         if self._figures is not None:
             self._figures.pause()
@@ -259,7 +259,7 @@ class EngineMeasures(StepMeasures):
         ]
         self.file.note("totals", {"collectives": self.counts.totals(), "state": state})
 
-    def finish(self, engine: object) -> None:
+    def finish(self, engine: TrainingEngine) -> None:
         if self.times.on:
             self.times.finish()
         if self._figures is not None:

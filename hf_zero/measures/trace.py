@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -53,7 +53,7 @@ class StepTrace:
     Raises ConfigError if ``folder`` cannot be made, or a profiler is running.
     """
 
-    def __init__(self, engine: Any, steps: int, folder: str):
+    def __init__(self, engine: TrainingEngine, steps: int, folder: str):
         if torch.autograd.profiler._is_profiler_enabled:
             raise ConfigError(
                 "trace: another profiler is running; end it first, its profile has the engine's "

@@ -20,7 +20,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import BatchSampler, Sampler
@@ -38,6 +38,9 @@ from hf_zero.techniques.difficulty_index import (
 from hf_zero.techniques.schedules import DifficultySchedule, Number
 from hf_zero.techniques.sequence_length import metrics_of
 from hf_zero.zero.backward import Counters
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 _DIFFICULTY = ("value", "percentile")
 SINGLE = "single_cluster"
@@ -359,7 +362,7 @@ class DifficultySampling:
             batch, {"curriculum_step": step + 1, "current_difficulties": difficulties}
         )
 
-    def install(self, engine: Any) -> None:
+    def install(self, engine: TrainingEngine) -> None:
         self._counters = engine.counters
 
     def end_step(self) -> None:

@@ -228,7 +228,7 @@ class StretchedPeriods:
                 "coarse for; remove it, or what compresses them"
             )
 
-    def install(self, engine: Any) -> None:
+    def install(self, engine: TrainingEngine) -> None:
         self._engine = engine
         layers = layers_of(engine.module, self._section)
         self._layer_of = {

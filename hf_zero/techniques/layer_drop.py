@@ -128,7 +128,7 @@ class LayerDrop(DrawsForBlocks):
             )
         layers_of(plan.model, KEY)
 
-    def install(self, engine: Any) -> None:
+    def install(self, engine: TrainingEngine) -> None:
         self._layers = layers_of(engine.module, KEY)
         self._training = self._only_trained(engine)
         self._of = {layer.block: layer for layer in self._layers}

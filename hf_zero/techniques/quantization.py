@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,6 +34,9 @@ from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.wrap import names_in_blocks
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 
 def noise_for(values: torch.Tensor, name: str, seed: int, step: int) -> torch.Tensor:
@@ -85,7 +88,7 @@ class WeightsInBits:
         if self._stretched is not None:
             self._stretched.check(plan)
 
-    def install(self, engine: Any) -> None:
+    def install(self, engine: TrainingEngine) -> None:
         if engine.shard_only:
             return
         self._engine = engine

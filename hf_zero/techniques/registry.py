@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.techniques import LEGACY, METRICS, PHASES, SAMPLING, TOKEN_DROP
@@ -20,13 +20,16 @@ from hf_zero.techniques.schedules import DifficultySchedule
 from hf_zero.techniques.token_drop import TokenDrop
 from hf_zero.zero.layout.engine_plan import EnginePlan
 
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
+
 
 class Technique(Protocol):
     """One technique, made from a configuration;
     :class:`hf_zero.zero.gather.model_patches.Techniques` says when its methods are called.
     """
 
-    def install(self, engine: object) -> None: ...
+    def install(self, engine: TrainingEngine) -> None: ...
 
     def end_step(self) -> None: ...
 
@@ -116,7 +119,7 @@ class TrainingTechniques:
             if isinstance(technique, ChecksPlans):
                 technique.check(plan)
 
-    def install(self, engine: object) -> None:
+    def install(self, engine: TrainingEngine) -> None:
         for technique in self.by_key.values():
             technique.install(engine)
 

@@ -14,7 +14,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from hf_zero.techniques.schedules import DifficultySchedule
 from hf_zero.zero.backward import Counters
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.declared import config_of
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 TOKENS = ("input_ids", "inputs_embeds")
 DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
@@ -305,7 +308,7 @@ class CurriculumLearning:
         """The schedule, by the name of the scheduled quantity."""
         return {self._section.rpartition(".")[2]: self.schedule}
 
-    def install(self, engine: Any) -> None:
+    def install(self, engine: TrainingEngine) -> None:
         self._counters = engine.counters
         if engine.optimizer is not None:
             self.sequences.install(engine.module)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -42,6 +42,9 @@ from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.unit import RootForward
 from hf_zero.zero.layout.wrap import described
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 BY_ROW = (*TOKENS, *DECODER_TOKENS, *NOT_TEXT)  # model arguments whose first dimension is rows
 
@@ -164,7 +167,7 @@ class TokenDrop(DrawsForBlocks):
                 raise self._other_order(block, f"has batch_first = {not self._rows_first}")
         return layers, blocks
 
-    def install(self, engine: Any) -> None:
+    def install(self, engine: TrainingEngine) -> None:
         layers, self._chosen = self._choose(engine.module)
         # unselected blocks too: each records what it returns beside the hidden state
         self._layers = {layer.block: (number, layer) for number, layer in enumerate(layers)}

@@ -223,7 +223,7 @@ class TrainingPhases:
                 "managed_gradient_accumulation is false; remove that key"
             )
 
-    def install(self, engine: Any) -> None:
+    def install(self, engine: TrainingEngine) -> None:
         if engine.optimizer is None:
             return
         self._engine, self._counters = weakref.ref(engine), engine.counters

@@ -13,13 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.zero.gather.model_patches import Stateless
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 # Computes [n, hidden] from rows [n, hidden], the index of each row's expert among this rank's
 # experts [n], and the number of rows of each of these experts.
@@ -182,7 +185,7 @@ class RoutesOfForwards(Stateless):
     def __init__(self, modules: Sequence[nn.Module]):
         self._modules = list(modules)
 
-    def install(self, engine: Any) -> None:
+    def install(self, engine: TrainingEngine) -> None:
         for module in self._modules:
             module.__dict__[KEPT] = _Kept(engine.backward_pass.hooks)
 

@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,6 +34,9 @@ from hf_zero.parallel.sequence.division import AXIS, CONTEXT, KEY, RING, TOKENS,
 from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.zero.gather.model_patches import Stateless
 from hf_zero.zero.registered import registered
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 _numbers = itertools.count(1)
 _by_number: weakref.WeakValueDictionary[int, SequenceParallel] = weakref.WeakValueDictionary()
@@ -190,7 +193,7 @@ class OnModel(Stateless):
         self.sequence = sequence
         self._installed: Any = None
 
-    def install(self, engine: Any) -> None:
+    def install(self, engine: TrainingEngine) -> None:
         self._installed = registered("sequence_attention")().install(engine.module, self.sequence)
 
     def remove(self) -> None:
