@@ -305,8 +305,8 @@ class Engine(TrainingEngine):
         ``checkpoint.folder`` of the configuration.
 
         ``blocking=False`` (None: ``checkpoint.async_save`` of the configuration decides) returns
-        once the state is copied to host memory, or as much as ``checkpoint.staging_bytes`` allows
-        and no change of it waits for, and a thread writes it while training goes on. A
+        once the state is copied to host memory, and a thread writes it while training goes on; with
+        ``checkpoint.staging_bytes``, once a part is, and updates wait for the copy of the rest. A
         failure is then raised on all ranks at the end of one of the next steps, by the next save or
         load, or by :meth:`wait_for_checkpoint`, whichever is first. The checkpoint appears when it
         is complete. ``keep``: number of checkpoints kept in ``save_dir`` whose tags differ only by

@@ -3,13 +3,12 @@ call, or in a thread beside the training.
 
 [Note: without a collective]
 A background save copies the state into staging memory at the call, or what fits into it
-(``staging.py``). All collectives (tag, folder,
-copies, manifest) run before its thread starts. Afterwards each rank publishes the outcome of its
-file in the store; rank 0 commits once all ranks have succeeded, and publishes the result. A thread
-that waits for another rank therefore never interleaves with a collective of the training. Every
-rank adopts the result of rank 0, so that a call that waits for the save (another save, a load,
-``wait_for_checkpoint``) raises on all ranks or on none. A rank that has lost the store reads the
-result from the folder instead.
+(``staging.py``). All collectives (tag, folder, copies, manifest) run before its thread starts.
+Afterwards each rank publishes the outcome of its file in the store; rank 0 commits once all ranks
+have succeeded, and publishes the result. A thread that waits for another rank therefore never
+interleaves with a collective of the training. Every rank adopts the result of rank 0, so that a
+call that waits for the save (another save, a load, ``wait_for_checkpoint``) raises on all ranks or
+on none. A rank that has lost the store reads the result from the folder instead.
 
 The threads are not daemons: an interpreter that exits, even by an exception, waits for them. A
 process that is killed leaves a temporary folder and no checkpoint.
@@ -348,17 +347,23 @@ class AsyncSaver:
         """Start the thread that writes the staged file of ``plan`` and commits. Returns at once."""
         self._thread = None
         self.number += 1
-        assert self._staged is not None
+        staged, self._staged = self._staged, None  # the thread alone refers to it
+        assert staged is not None
         ended: Future[None] = Future()
         exchange = _ByStore(self._mail, self.number, job)
-        work = partial(_run, job, self._staged, plan, exchange)
+        work = partial(_run, job, staged, plan, exchange)
         run = partial(_set_result, ended, work)
         self._thread = threading.Thread(target=run, name="hf-zero save")
         if job.rank == 0:
             started(job.target.final)
         self._running = (job, ended)
-        self._thread.start()
-        self._staged = None  # the thread alone refers to it
+        try:
+            self._thread.start()
+        except BaseException:
+            if self._thread.ident is None:  # no thread will end the waits
+                staged.close()
+                self._running = None
+            raise
 
     def withdraw(
         self, before: int, target: CommitTarget, error: BaseException, fails: bool

@@ -429,3 +429,26 @@ def test_a_save_that_fails_before_its_thread_lets_updates_go_on(
 
     Setup().run(run)
     assert not staging.waits
+
+
+def test_a_thread_that_cannot_start_holds_no_update(
+    tmp_path: Path, staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "hf-zero save":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    def run(engine: Any, rank: int) -> None:
+        train(engine, rank, range(1))
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start"):
+                engine.save_checkpoint(tmp_path, blocking=False)
+        engine.wait_for_checkpoint()
+        train(engine, rank, range(1, 2))
+
+    Setup(ranks=1).run(run)
+    assert not staging.waits
