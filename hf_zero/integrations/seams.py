@@ -17,13 +17,15 @@ import importlib
 import importlib.metadata
 import inspect
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+Original = Callable[..., Any]
+"""A wrapped symbol, as its wrapper gets it."""
 MARK = "__hf_zero_seam__"
 OPEN = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 left_out: dict[str, str] = {}  # why a symbol was left as it is, by the target of its row

@@ -8,7 +8,7 @@ exist, without hooks to remove. Imported while ``import accelerate`` runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import follow_engines, sequence_ranks, tensor_ranks
 from hf_zero.integrations.accelerate.memory_saves import engines_of, save_by_loop
+from hf_zero.integrations.seams import Original
 from hf_zero.measures.figures import tracked
 from hf_zero.zero.layout.parameter import owner_of
 
@@ -33,14 +34,14 @@ CLIPPING = "gradient_clipping"
 TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 
-def keep_the_optimizer(original: Callable[..., object], optimizer: object) -> Any:
+def keep_the_optimizer(original: Original, optimizer: object) -> Any:
     """Wraps ``map_pytorch_optim_to_deepspeed``: the script's own optimizer object is kept, since
     the engine updates with any element-wise optimizer.
     """
     return optimizer if finder.chosen() else original(optimizer)
 
 
-def prepare_engines(original: Callable[..., Any], self: Any, *args: Any) -> Any:
+def prepare_engines(original: Original, self: Any, *args: Any) -> Any:
     """Wraps ``Accelerator._prepare_deepspeed``: gives new engines the attributes that TRL uses, and
     registers them so that several models of one script can train.
     """
@@ -97,7 +98,7 @@ def _refuse_pipelines(args: Sequence[object]) -> None:
 
 
 def add_figures(
-    original: Callable[..., None],
+    original: Original,
     self: Any,
     values: dict[str, object],
     step: int | None = None,
@@ -119,7 +120,7 @@ def keep_measures_in(accelerator: object, folder: Path) -> None:
         engine.measures.keep_in(str(folder / f"model_{number}" if number else folder))
 
 
-def follow_the_phases(original: Callable[..., None], self: Any) -> None:
+def follow_the_phases(original: Original, self: Any) -> None:
     """Wraps ``Accelerator._do_sync``: windows of ``accumulate`` have the number of micro-batches of
     the engine's current training phase.
     """
@@ -150,7 +151,7 @@ def _refuse_other_micro_batches(engine: Any) -> None:
 
 
 def refuse_optimizer_apart(
-    original: Callable[..., object], self: Any, optimizer: object, device_placement: object = None
+    original: Original, self: Any, optimizer: object, device_placement: object = None
 ) -> Any:
     """Wraps ``Accelerator.prepare_optimizer``: raises PartitionError on several ranks under ZeRO,
     where each rank would train an unsharded model with unaveraged gradients.
@@ -165,9 +166,7 @@ def refuse_optimizer_apart(
     return original(self, optimizer, device_placement)
 
 
-def empty_elsewhere(
-    original: Callable[..., object], self: Any, model: object, unwrap: bool = True
-) -> Any:
+def empty_elsewhere(original: Original, self: Any, model: object, unwrap: bool = True) -> Any:
     """Wraps ``Accelerator.get_state_dict``: ranks other than 0 get an empty state dict instead of
     None, as under FSDP.
     """

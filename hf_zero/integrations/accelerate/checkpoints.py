@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from hf_zero.integrations.checkpoint_folders import (
     numbered_folders,
     warn_lost_random_states,
 )
-from hf_zero.integrations.seams import replaced
+from hf_zero.integrations.seams import Original, replaced
 from hf_zero.logging import logger
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def _states(accelerator: Accelerator) -> Path:
 
 
 def keep_until_saved(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     output_dir: str | None = None,
     safe_serialization: bool = True,
@@ -124,7 +123,7 @@ def _keep(newest: Path, limit: int, parts: StateContents) -> None:
 
 
 def resume_from_whole(
-    original: Callable[..., object],
+    original: Original,
     self: Any,
     input_dir: str | None = None,
     load_kwargs: object = None,

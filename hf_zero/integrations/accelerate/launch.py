@@ -19,11 +19,10 @@ from hf_zero.distributed.rank_hosts import choose_interface
 from hf_zero.distributed.rendezvous import announce
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
+from hf_zero.integrations.seams import Original
 
 
-def alias_config(
-    original: Callable[..., object], self: Any, *args: object, **kwargs: object
-) -> Any:
+def alias_config(original: Original, self: Any, *args: object, **kwargs: object) -> Any:
     """Wraps ``accelerate.commands.utils.CustomArgumentParser.add_argument``: ``--config`` becomes
     an alias of ``--config_file``.
     """
@@ -32,7 +31,7 @@ def alias_config(
     return original(self, *args, **kwargs)
 
 
-def check_zero_launch(original: Callable[..., Any], args: Any) -> Any:
+def check_zero_launch(original: Original, args: Any) -> Any:
     """Wraps ``accelerate.commands.launch._validate_launch_command``: ``--cpu`` with ZeRO means CPU
     ranks, instead of disabling ZeRO.
     """
@@ -118,7 +117,7 @@ def refuse_plain_launch(
     return original(args)
 
 
-def see_ranks(original: Callable[..., None], self: Any) -> None:
+def see_ranks(original: Original, self: Any) -> None:
     """Wraps ``TrainingArguments.__post_init__``: sets torchrun's variables for ranks of srun and
     mpirun before the arguments read them, and makes the group of CPU ranks, which Accelerate would
     make on a store that torchrun keeps from attempts before.

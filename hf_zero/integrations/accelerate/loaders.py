@@ -37,7 +37,7 @@ from hf_zero.config.files import value_at
 from hf_zero.config.sections import TENSOR, TENSOR_ALIASES, TENSOR_SIZE
 from hf_zero.config.techniques import EFFICIENCY
 from hf_zero.integrations import finder
-from hf_zero.integrations.seams import replaced
+from hf_zero.integrations.seams import Original, replaced
 
 STEPS = "gradient_accumulation_steps"
 
@@ -71,7 +71,7 @@ def sequence_ranks(state: object) -> int:
     return 1 if parallelism is None else parallelism.sp_size
 
 
-def share_out(original: Callable[..., Any], dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+def share_out(original: Original, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps ``prepare_data_loader``: a rank reads the batches of its data-parallel rank, see [Note:
     one data-parallel rank].
     """
@@ -146,7 +146,7 @@ def _own_part(
     return cut(data, part, process_index=rank, num_processes=num_processes)
 
 
-def rewind_what_was_fetched(original: Callable[..., None], self: Any) -> None:
+def rewind_what_was_fetched(original: Original, self: Any) -> None:
     """Wraps ``DataLoaderAdapter.adjust_state_dict_for_prefetch``: a dispatching loader has
     prefetched one batch for each data-parallel rank, not one for each process.
     """
@@ -165,7 +165,7 @@ def rewind_what_was_fetched(original: Callable[..., None], self: Any) -> None:
 
 
 def count_samples_once(
-    original: Callable[..., object], self: Any, input_data: object, use_gather_object: bool = False
+    original: Original, self: Any, input_data: object, use_gather_object: bool = False
 ) -> Any:
     """Wraps ``Accelerator.gather_for_metrics``: of ranks with the same batches only the first one's
     results are returned.
@@ -186,9 +186,7 @@ def count_samples_once(
         return original(self, input_data)
 
 
-def count_batches_once(
-    original: Callable[..., None], self: Any, *args: object, **kwargs: object
-) -> None:
+def count_batches_once(original: Original, self: Any, *args: object, **kwargs: object) -> None:
     """Wraps ``AcceleratedScheduler.step``, which steps once for each process: of the processes that
     train on the same batch, or on parts of its sequences, one counts.
     """
@@ -216,7 +214,7 @@ def _all_tensors(data: object) -> bool:
 
 
 def draw_by_difficulty(
-    original: Callable[..., object],
+    original: Original,
     self: Any,
     data_loader: Any,
     device_placement: Any = None,
@@ -226,7 +224,7 @@ def draw_by_difficulty(
     by difficulty if so configured.
     """
     chosen = finder.chosen() and _chooses_samples(self) and _shuffles(data_loader)
-    prepared = original(self, data_loader, device_placement, slice_fn_for_dispatch)
+    prepared: object = original(self, data_loader, device_placement, slice_fn_for_dispatch)
 
     def choose(shared: Any, size: int) -> Any:
         from hf_zero.techniques.data_sampling import CurriculumSampler
@@ -265,9 +263,7 @@ def follow_engines(accelerator: Any) -> None:
             follow(engine.techniques, _sampler_of(loader))
 
 
-def skip_what_was_trained(
-    original: Callable[..., Any], dataloader: Any, num_batches: int = 0
-) -> Any:
+def skip_what_was_trained(original: Original, dataloader: Any, num_batches: int = 0) -> Any:
     """Wraps ``skip_first_batches``: the skipped batches are those before the training's next step,
     at which a loader that draws by difficulty starts by itself.
     """

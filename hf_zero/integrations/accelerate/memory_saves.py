@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint.memory import newest
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.memory_checkpoints import save_if_due
-from hf_zero.integrations.seams import replaced
+from hf_zero.integrations.seams import Original, replaced
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -53,7 +52,7 @@ def leave_to_trainer(accelerator: object) -> None:
     _saving.discard(accelerator)
 
 
-def save_between_batches(original: Callable[[object], None], self: Any) -> None:
+def save_between_batches(original: Original, self: Any) -> None:
     """Wraps two calls of Accelerate's loaders after the body of a script's loop: saves into the
     memory of the hosts if it is due. Loaders in the body, of an evaluation, do not.
     """

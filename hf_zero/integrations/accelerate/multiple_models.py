@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.engine import Engine
 from hf_zero.errors import PartitionError
 from hf_zero.integrations import finder
+from hf_zero.integrations.seams import Original
 from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.parameter import owner_of
 
@@ -236,11 +237,7 @@ def _at_window_end(wrapped: Any, name: str) -> Callable[..., None]:
 
 
 def clip_by_the_engine(
-    original: Callable[..., object],
-    self: Any,
-    parameters: Any,
-    max_norm: float,
-    norm_type: float = 2,
+    original: Original, self: Any, parameters: Any, max_norm: float, norm_type: float = 2
 ) -> Any:
     """Wraps ``Accelerator.clip_grad_norm_``: returns the gradient norm, a tensor on the device, of
     the engine that owns ``parameters``. Its step clips to ``max_norm`` if the configuration leaves

@@ -22,11 +22,12 @@ from hf_zero.config.reading import SWITCHES
 from hf_zero.deepspeed.zero_init import forced_config
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import name_the_size
+from hf_zero.integrations.seams import Original
 
 PRINTS = "steps_per_print"
 
 
-def read_strictly(original: Callable[..., None], self: Any, config_file_or_dict: object) -> None:
+def read_strictly(original: Original, self: Any, config_file_or_dict: object) -> None:
     """Wraps ``HfDeepSpeedConfig.__init__``: reads paths, presets and JSON with hf-zero's reader,
     and keeps the sources of the values.
     """
@@ -37,7 +38,7 @@ def read_strictly(original: Callable[..., None], self: Any, config_file_or_dict:
     name_the_size(self.config)
 
 
-def add_written_keys(original: Callable[[object], None], self: Any) -> None:
+def add_written_keys(original: Original, self: Any) -> None:
     """Wraps ``DeepSpeedPlugin.__post_init__``: adds the launcher file's keys that Accelerate does
     not pass on to the ranks, records the source of each, and keeps a written ``steps_per_print``,
     which Accelerate replaces by infinity.
@@ -62,7 +63,7 @@ def add_written_keys(original: Callable[[object], None], self: Any) -> None:
 
 
 def leave_own_autos(
-    original: Callable[..., object],
+    original: Original,
     self: Any,
     ds_key_long: str,
     mismatches: Any = None,

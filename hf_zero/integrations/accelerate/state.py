@@ -18,20 +18,20 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.launch import cpu_forced, launched, zero_asked_for
+from hf_zero.integrations.seams import Original
 from hf_zero.parallel.sequence.division import CONTEXT, KEY, Division
 
 _DIVISION = "_hf_zero_division"  # attribute of a ParallelismConfig
 
 
 def answer_gloo(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     cpu: bool = False,
     sagemaker_dp: bool = False,
@@ -48,7 +48,7 @@ def answer_gloo(
 
 
 def shard_on_cpu(
-    original: Callable[..., None],
+    original: Original,
     self: Any,
     mixed_precision: str | None = None,
     cpu: bool = False,
@@ -97,7 +97,7 @@ def shard_on_cpu(
     _join_group(self, kwargs.get("timeout"))
 
 
-def gather_without_deprecation(original: Callable[..., object], tensor: object) -> Any:
+def gather_without_deprecation(original: Original, tensor: object) -> Any:
     """Wraps ``_gpu_gather``: suppresses torch's deprecation warning of the collective that it
     calls.
     """

@@ -33,6 +33,7 @@ from hf_zero.integrations.lightning.strategy import (
     left_in_place,
     register,
 )
+from hf_zero.integrations.seams import Original
 from hf_zero.integrations.signal_saves import end, listen, stop_listening
 from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.parameter import owner_of
@@ -45,7 +46,7 @@ LAST = "_hf_zero_last"  # whether a connector was asked for the last checkpoint,
 HPC = "hpc_ckpt_"
 
 
-def register_stages(original: Callable[..., object], cls: Any, strategy_registry: object) -> None:
+def register_stages(original: Original, cls: Any, strategy_registry: object) -> None:
     """Wraps ``DeepSpeedStrategy.register_strategies``: adds ``zero_stage_0`` …
     ``zero_stage_3_offload`` to the registry.
     """
@@ -60,7 +61,7 @@ def _make(package: str, **arguments: object) -> object:
     return importlib.import_module(f"hf_zero.integrations.{home}").ZeroStrategy(**arguments)
 
 
-def choose_precision(original: Callable[..., object], self: Any) -> Any:
+def choose_precision(original: Original, self: Any) -> Any:
     """Wraps ``_AcceleratorConnector._check_and_init_precision``: a ZeroStrategy gets its own
     precision, fp16 on CPUs too.
     """
@@ -75,7 +76,7 @@ def choose_precision(original: Callable[..., object], self: Any) -> Any:
     return plugin or self.strategy.precision_class(self._precision_flag)
 
 
-def leave_out_by_identity(original: Callable[..., object], optimizer: Any, params: Any) -> Any:
+def leave_out_by_identity(original: Original, optimizer: Any, params: Any) -> Any:
     """Wraps ``BaseFinetuning.filter_on_optimizer``: returns those parameters that the optimizer of
     an engine does not have.
     """
@@ -89,7 +90,7 @@ def leave_out_by_identity(original: Callable[..., object], optimizer: Any, param
 
 
 def store_names_of_groups(
-    original: Callable[..., object],
+    original: Original,
     self: Any,
     pl_module: Any,
     opt_idx: int,
@@ -108,9 +109,7 @@ def store_names_of_groups(
     original(self, pl_module, opt_idx, num_param_groups, current_param_groups)
 
 
-def add_groups_again(
-    original: Callable[..., object], self: Any, trainer: Any, pl_module: Any
-) -> None:
+def add_groups_again(original: Original, self: Any, trainer: Any, pl_module: Any) -> None:
     """Wraps ``BaseFinetuning.on_fit_start``: gives the optimizer of an engine the groups that the
     run had when it was saved.
     """
@@ -128,7 +127,7 @@ def add_groups_again(
         engine.add_param_group({**values, "params": params})
 
 
-def keep_engines_in_place(original: Callable[..., object], self: Any) -> None:
+def keep_engines_in_place(original: Original, self: Any) -> None:
     """Wraps ``DDPStrategy.teardown``: keeps the memory of an engine on its device at the end of a
     fit.
     """
@@ -139,7 +138,7 @@ def keep_engines_in_place(original: Callable[..., object], self: Any) -> None:
         original(self)
 
 
-def go_on_with_an_engine(original: Callable[..., object], self: Any) -> None:
+def go_on_with_an_engine(original: Original, self: Any) -> None:
     """Wraps ``DeepSpeedStrategy.init_deepspeed``: evaluates with the engine that has trained, and
     trains a model that was evaluated.
 
@@ -191,7 +190,7 @@ def find_whole_ones(original: Callable[..., Any], self: Any, trainer: Any) -> se
 
 
 def refuse_torn_ones(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     state_fn: Any,
     ckpt_path: Any,
@@ -238,7 +237,7 @@ def refuse_torn_ones(
 
 
 def resume_from_memory(
-    original: Callable[..., None], self: Any, checkpoint_path: Any = None, weights_only: Any = None
+    original: Original, self: Any, checkpoint_path: Any = None, weights_only: Any = None
 ) -> None:
     """Wraps ``_CheckpointConnector.resume_start``: ``ckpt_path="last"``, and a SLURM job that goes
     on by itself, resume from the newest of memory and disk.
@@ -258,7 +257,7 @@ def resume_from_memory(
     original(self, checkpoint_path, weights_only)
 
 
-def save_after_a_step(original: Callable[[object], None], self: Any) -> None:
+def save_after_a_step(original: Original, self: Any) -> None:
     """Wraps ``_SignalConnector.register_signal_handlers``: a fit of an engine saves and ends after
     the same step on all ranks.
 
@@ -331,7 +330,7 @@ def _nothing(set_to_none: bool = True) -> None:
     """
 
 
-def remove_once_replaced(original: Callable[..., object], self: Any, filepath: Any) -> None:
+def remove_once_replaced(original: Original, self: Any, filepath: Any) -> None:
     """Wraps ``Strategy.remove_checkpoint``: removes an old folder once the new one is complete,
     after a rename.
     """
@@ -342,7 +341,7 @@ def remove_once_replaced(original: Callable[..., object], self: Any, filepath: A
         after_commit(folder.parent, lambda: remove([folder]))
 
 
-def end_with_whole_ones(original: Callable[[object], None], self: Any) -> None:
+def end_with_whole_ones(original: Original, self: Any) -> None:
     """Wraps ``Strategy.on_train_end``: waits until the last checkpoint is complete."""
     if isinstance(self.model, Engine):
         self.model.wait_for_checkpoint()

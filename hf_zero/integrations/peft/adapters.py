@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from hf_zero.integrations import finder
+from hf_zero.integrations.seams import Original
 from hf_zero.logging import logger, parse_json
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def read_token_rows(
 
 
 def read_state_dict(
-    original: Callable[..., object],
+    original: Original,
     model: Any,
     state_dict: Any = None,
     adapter_name: str = "default",
@@ -74,7 +75,7 @@ def read_state_dict(
 
 
 def leave_files_to_rank_0(
-    original: Callable[..., None],
+    original: Original,
     self: Any,
     save_directory: str,
     safe_serialization: bool = True,

@@ -21,17 +21,14 @@ import torch
 from hf_zero.device import graphs
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
+from hf_zero.integrations.seams import Original
 from hf_zero.parallel.sequence.documents import note_positions
 
 KNOWN = "_hf_zero_pads"  # attribute of a mask: (whether it masks anything, its _version then)
 
 
 def note_padding(
-    original: Callable[..., Any],
-    tensor: Any,
-    device: Any,
-    non_blocking: bool = False,
-    skip_keys: Any = None,
+    original: Original, tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None
 ) -> Any:
     """Wraps ``accelerate.data_loader.send_to_device``: records on the copy of each attention mask
     whether it masks anything.

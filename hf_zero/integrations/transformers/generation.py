@@ -12,7 +12,7 @@ one random stream.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import nn
 from hf_zero.device.free_memory import free_bytes
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.engine import Engine
-from hf_zero.integrations.seams import replaced
+from hf_zero.integrations.seams import Original, replaced
 from hf_zero.parallel.tensor.model import model_record
 from hf_zero.zero.access.full import summon_full_params
 from hf_zero.zero.layout.parameter import owner_of
@@ -32,9 +32,7 @@ from hf_zero.zero.layout.sharding import dims_of_parts
 FREE_SHARE = 0.5
 
 
-def gather_for_generate(
-    original: Callable[..., object], self: Any, *args: object, **kwargs: object
-) -> Any:
+def gather_for_generate(original: Original, self: Any, *args: object, **kwargs: object) -> Any:
     """Wraps ``GenerationMixin.generate``: gathers the model once if memory allows, else keeps the
     ranks in step until the last has ended; also keeps ranks in step that take part in each other's
     forwards. Tensor-parallel ranks draw the same tokens.

@@ -36,6 +36,7 @@ from hf_zero.distributed import init, process_group, world_group
 from hf_zero.errors import ConfigError, NoModelFolderError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.integrations.bitsandbytes import keep_packing
+from hf_zero.integrations.seams import Original
 from hf_zero.integrations.transformers.quantized_loading import quantizes_in_shards
 from hf_zero.loading import Building, LazyTensor, make_pending, make_real, record_in
 from hf_zero.loading.shard_only import hold
@@ -55,7 +56,7 @@ M = TypeVar("M", bound="PreTrainedModel")
 _gathers: ContextVar[bool] = ContextVar("embeddings of an engine are resized", default=False)
 
 
-def load_in_shards(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
+def load_in_shards(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps ``PreTrainedModel.from_pretrained``: under ZeRO-3 returns a sharded model, or on one
     rank a model with whole parameters that have the attributes of sharded ones.
     """
@@ -90,7 +91,7 @@ def load_in_shards(original: Callable[..., Any], cls: Any, *args: Any, **kwargs:
         loading.opened.close()
 
 
-def name_sharded(original: Callable[..., object], cls: Any, *args: object, **kwargs: object) -> Any:
+def name_sharded(original: Original, cls: Any, *args: object, **kwargs: object) -> Any:
     """Wraps ``AutoConfig.from_pretrained``: raises NoModelFolderError for one of our checkpoints,
     which has no config.json where an ``Auto`` class looks for it.
     """
@@ -102,7 +103,7 @@ def name_sharded(original: Callable[..., object], cls: Any, *args: object, **kwa
 
 
 def resize_in_shards(
-    original: Callable[..., object],
+    original: Original,
     self: Any,
     new_num_tokens: Any = None,
     pad_to_multiple_of: Any = None,
@@ -178,7 +179,7 @@ def refuse_sharded(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
 
 
 def open_lazily(
-    original: Callable[..., Any],
+    original: Original,
     model: Any,
     state_dict: Any,
     checkpoint_files: Any,
@@ -225,9 +226,7 @@ def open_lazily(
     return result
 
 
-def finish_lazily(
-    original: Callable[..., object], model: Any, load_config: Any, loading_info: Any
-) -> Any:
+def finish_lazily(original: Original, model: Any, load_config: Any, loading_info: Any) -> Any:
     """Wraps ``PreTrainedModel._finalize_model_loading``: reads buffers before weights are
     initialized from them. Raises ConfigError for weights left without values.
     """
@@ -257,7 +256,7 @@ def finish_lazily(
 
 
 def mark_missing(
-    original: Callable[..., object],
+    original: Original,
     self: Any,
     missing_keys: Any,
     device_map: Any,
@@ -374,7 +373,7 @@ def record_initializers(original: Callable[..., Any]) -> Callable[..., Any]:
     return original
 
 
-def build_in_shards(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
+def build_in_shards(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps ``PreTrainedModel._from_config``: a large model is constructed sharded."""
     config = active_config()
     if (

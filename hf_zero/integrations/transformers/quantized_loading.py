@@ -18,6 +18,7 @@ from torch import nn
 from hf_zero.deepspeed.zero_init import current_loading, postponed
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
+from hf_zero.integrations.seams import Original
 from hf_zero.loading import LazyTensor
 from hf_zero.loading.expressions import Expression, InBlocks, OneOf, Together
 from hf_zero.zero.layout.attributes import attached_later, of_parts, parts_of, tensors_of
@@ -32,7 +33,7 @@ def quantizes_in_shards(quantizer: object) -> bool:
     return type(quantizer).__name__ in IN_SHARDS and postponed.get() is None
 
 
-def keep_on_host(original: Callable[..., Any], self: Any, device_map: Any) -> Any:
+def keep_on_host(original: Original, self: Any, device_map: Any) -> Any:
     """Wraps ``update_device_map`` of a quantizer: a model that is read into shards has no device
     map. Raises ConfigError for one over several devices.
     """
@@ -55,7 +56,7 @@ def _only(value: object) -> object:
 
 
 def quantize_in_shards(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     input_dict: dict[str, Any],
     full_layer_name: str | None = None,
@@ -79,7 +80,7 @@ def quantize_in_shards(
 
 
 def quantize_rows_in_shards(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     input_dict: dict[str, Any],
     model: Any = None,
@@ -113,7 +114,7 @@ def _in_8_bits(part: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def quantize_parts_in_shards(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     input_dict: dict[str, Any],
     model: Any = None,
@@ -203,7 +204,7 @@ def _in_rows(
 
 
 def take_packed_in_shards(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     input_dict: dict[str, Any],
     model: Any = None,

@@ -28,7 +28,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import tensor_ranks
 from hf_zero.integrations.accelerate.memory_saves import leave_to_trainer
-from hf_zero.integrations.seams import replaced
+from hf_zero.integrations.seams import Original, replaced
 from hf_zero.integrations.transformers.trainer_checkpoints import whole_to_resume
 from hf_zero.integrations.transformers.trainer_route import (
     CALLBACK,
@@ -48,9 +48,7 @@ GIVEN = "_hf_zero_given"
 _told: weakref.WeakSet[Any] = weakref.WeakSet()  # engines whose checkpoints have been described
 
 
-def find_zero_callback(
-    original: Callable[..., None], self: Any, *args: object, **kwargs: object
-) -> None:
+def find_zero_callback(original: Original, self: Any, *args: object, **kwargs: object) -> None:
     """Wraps ``Trainer.__init__``: a ZeroCallback among the callbacks routes this Trainer."""
     callback = find_callback(original, self, args, kwargs)
     if callback is None:
@@ -64,7 +62,7 @@ def find_zero_callback(
     callbacks.insert(0, callback)
 
 
-def route_accelerator(original: Callable[[object], None], self: Any) -> None:
+def route_accelerator(original: Original, self: Any) -> None:
     """Wraps ``Trainer.create_accelerator_and_postprocess``: makes the Accelerator with ZeRO if
     requested, and checks that it is on.
     """
@@ -90,7 +88,7 @@ def _refuse_shared_completions(trainer: Any) -> None:
 
 
 def train_anew(
-    original: Callable[..., object],
+    original: Original,
     self: Any,
     resume_from_checkpoint: object = None,
     trial: object = None,
@@ -123,7 +121,7 @@ def train_anew(
 
 
 def prepare_engine(
-    original: Callable[..., object],
+    original: Original,
     self: Any,
     max_steps: int,
     train_dataloader: object,
@@ -169,9 +167,7 @@ def _stop_listening(trainer: Any) -> None:
         stop_listening(trainer.deepspeed, callback.returns)
 
 
-def leave_norm_on_device(
-    original: Callable[..., object], self: Any, model: Any, grad_norm: Any = None
-) -> Any:
+def leave_norm_on_device(original: Original, self: Any, model: Any, grad_norm: Any = None) -> Any:
     """Wraps ``Trainer._get_grad_norm``: returns the norm as a tensor, which the Trainer reads when
     it logs.
     """
@@ -191,10 +187,7 @@ class _Logs(dict[str, Any]):
 
 
 def add_figures(
-    original: Callable[..., None],
-    self: Any,
-    logs: dict[str, object],
-    start_time: float | None = None,
+    original: Original, self: Any, logs: dict[str, object], start_time: float | None = None
 ) -> None:
     """Wraps ``Trainer.log``: the logs of training have the engine's figures, too, so that every
     reporter gets them. A name that the Trainer has itself keeps the Trainer's value.
@@ -209,7 +202,7 @@ def add_figures(
 
 
 def print_without_figures(
-    original: Callable[..., None],
+    original: Original,
     self: Any,
     args: Any,
     state: Any,
@@ -232,9 +225,7 @@ def know_the_tensor_ranks(original: Callable[[object], int], self: Any) -> int:
     return max(original(self), tensor_ranks(self.accelerator.state))
 
 
-def count_tokens_once(
-    original: Callable[[object, object], None], self: Any, inputs: object
-) -> None:
+def count_tokens_once(original: Original, self: Any, inputs: object) -> None:
     """Wraps ``Trainer._track_num_input_tokens``: counts the tokens of one of the tensor-parallel
     ranks.
     """
@@ -257,7 +248,7 @@ def _keep_given_optimizer(trainer: Any) -> None:
 
 
 def keep_what_was_given(
-    original: Callable[..., Any], trainer: Any, num_training_steps: int, inference: bool = False
+    original: Original, trainer: Any, num_training_steps: int, inference: bool = False
 ) -> Any:
     """Wraps ``deepspeed_init``: keeps ``Trainer(optimizers=…)`` and the level of hf-zero's logger
     as set by the user.
@@ -297,9 +288,7 @@ def _given_optimizer(trainer: Any) -> Iterator[Any]:
         yield scheduler
 
 
-def evaluate_raw(
-    original: Callable[..., object], self: Any, *args: object, **kwargs: object
-) -> Any:
+def evaluate_raw(original: Original, self: Any, *args: object, **kwargs: object) -> Any:
     """Wraps ``Trainer.evaluation_loop``: evaluates and predicts before training, at every stage."""
     if not under_zero(self):
         return original(self, *args, **kwargs)
@@ -312,10 +301,7 @@ def evaluate_raw(
 
 
 def save_untrained(
-    original: Callable[..., None],
-    self: Any,
-    output_dir: str | None = None,
-    _internal_call: bool = False,
+    original: Original, self: Any, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
     """Wraps ``Trainer.save_model``: saves a model that was never trained, and returns when the
     files of a running save are complete. Checkpoints of the Trainer include whole weights according
@@ -392,7 +378,7 @@ NAMES: dict[str, tuple[type, int]] = {
 }
 
 
-def build_without_bitsandbytes(original: Callable[..., Any], self: Any, model: Any = None) -> Any:
+def build_without_bitsandbytes(original: Original, self: Any, model: Any = None) -> Any:
     """Wraps ``Trainer.create_optimizer``: names of bitsandbytes' optimizers give those of hf-zero
     where bitsandbytes is not installed. As with it, embeddings keep moments in fp32.
     """
@@ -415,7 +401,7 @@ def build_without_bitsandbytes(original: Callable[..., Any], self: Any, model: A
         return original(self, model)
 
 
-def add_run(original: Callable[..., None], self: Any, *args: object, **kwargs: object) -> None:
+def add_run(original: Original, self: Any, *args: object, **kwargs: object) -> None:
     """Wraps ``create_model_card``: adds the table of the run and its evaluations to the card that
     rank 0 has written.
     """

@@ -8,7 +8,6 @@ transformers`` runs: everything of it is imported inside the functions.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from hf_zero.integrations.checkpoint_folders import (
     written_otherwise,
 )
 from hf_zero.integrations.memory_checkpoints import save_if_due
-from hf_zero.integrations.seams import replaced
+from hf_zero.integrations.seams import Original, replaced
 from hf_zero.integrations.transformers.trainer_phases import windows_of
 from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.logging import listed, log_rank0, logger
@@ -100,7 +99,7 @@ def _newer_in_memory(trainer: Trainer, folder: Path | None) -> Path | None:
 
 
 def save_into_memory(
-    original: Callable[..., None],
+    original: Original,
     self: Any,
     tr_loss: object,
     grad_norm: object,
@@ -199,11 +198,7 @@ def _refuse_torn(folder: Path, output: Path) -> bool:
 
 
 def end_with_whole_ones(
-    original: Callable[..., object],
-    self: Any,
-    trial: Any,
-    num_train_samples: int,
-    start_time: float,
+    original: Original, self: Any, trial: Any, num_train_samples: int, start_time: float
 ) -> Any:
     """Wraps ``Trainer._finalize_training``: waits until the last checkpoint is complete, and
     selects the best among the complete ones.
@@ -221,7 +216,7 @@ def end_with_whole_ones(
     return original(self, trial, num_train_samples, start_time)
 
 
-def push_whole_ones(original: Callable[..., None], self: Any, checkpoint_folder: str) -> None:
+def push_whole_ones(original: Original, self: Any, checkpoint_folder: str) -> None:
     """Wraps ``Trainer._push_from_checkpoint``: uploads a checkpoint once all ranks have written it,
     also with asynchronous saves.
     """
@@ -267,7 +262,7 @@ def _step(folder: Path) -> int:
 
 
 def keep_whole_ones(
-    original: Callable[..., None],
+    original: Original,
     output_dir: str,
     save_total_limit: int | None = None,
     best_model_checkpoint: str | None = None,
@@ -316,9 +311,7 @@ def _keep(newest_first: list[Path], keep: int, protected: set[Path]) -> None:
     )
 
 
-def leave_signals_to_engine(
-    original: Callable[[Any, Any], None], self: Any, trainer: object
-) -> None:
+def leave_signals_to_engine(original: Original, self: Any, trainer: object) -> None:
     """Wraps ``JITCheckpointCallback.set_trainer``: under ZeRO the stock callback does nothing, and
     ``stop_callback.py`` saves in its place.
     """

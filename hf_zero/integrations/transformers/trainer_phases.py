@@ -24,7 +24,7 @@ import torch
 from hf_zero.config import ZeroConfig
 from hf_zero.config.techniques import PHASES
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.seams import replaced
+from hf_zero.integrations.seams import Original, replaced
 from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.techniques import training_phases
 
@@ -80,7 +80,7 @@ def _after(steps: int, windows: Callable[[int], int], length: int) -> tuple[int,
 
 
 def take_prepared_batches(
-    original: Callable[..., Any], self: Any, epoch_iterator: Any, num_batches: int, device: Any
+    original: Original, self: Any, epoch_iterator: Any, num_batches: int, device: Any
 ) -> Any:
     """Wraps ``Trainer.get_batch_samples``: training techniques change the batches of an
     accumulation window before their labels are counted.
@@ -97,11 +97,7 @@ def take_prepared_batches(
 
 
 def train_on_windows(
-    original: Callable[..., object],
-    self: Any,
-    model: Any,
-    inputs: Any,
-    num_items_in_batch: Any = None,
+    original: Original, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None
 ) -> Any:
     """Wraps ``Trainer.training_step``: trains on each batch of a window, and ends the window with
     the last one.
@@ -136,7 +132,7 @@ def counting_whole_batches(trainer: Any, inputs: object) -> Iterator[None]:
         trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
 
 
-def count_windows(original: Callable[..., Any], self: Any, args: Any, dataloader: Any) -> Any:
+def count_windows(original: Original, self: Any, args: Any, dataloader: Any) -> Any:
     """Wraps ``Trainer.set_initial_training_values``: computes epochs and steps for growing
     windows.
     """

@@ -29,6 +29,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.files import DICT, SourcedDict, flattened, value_at
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
+from hf_zero.integrations.seams import Original
 from hf_zero.logging import logger
 
 if TYPE_CHECKING:
@@ -286,7 +287,7 @@ def _schedule_params(kind: object) -> tuple[str, ...]:
 
 
 def fill_from_arguments(
-    original: Callable[..., None], self: Any, args: Any, auto_find_batch_size: bool = False
+    original: Original, self: Any, args: Any, auto_find_batch_size: bool = False
 ) -> None:
     """Wraps ``HfTrainerDeepSpeedConfig.trainer_config_process``: fills missing keys from the
     training arguments.

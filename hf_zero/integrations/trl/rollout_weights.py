@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hf_zero.integrations import finder
+from hf_zero.integrations.seams import Original
 
 Named = tuple[str, torch.Tensor]
 
@@ -86,7 +87,7 @@ def iter_in_buckets(original: Callable[..., Iterator[Named]], self: Any) -> Iter
     return chain.from_iterable(copies(stream, engine.device))
 
 
-def move_in_buckets(original: Callable[..., None], self: Any) -> None:
+def move_in_buckets(original: Original, self: Any) -> None:
     """Wraps ``OnlineDPOTrainer._move_model_to_vllm_inner``: one message to the server a bucket."""
     engine = engine_of(self.model) if finder.chosen() else None
     if engine is None:
