@@ -111,8 +111,7 @@ def load(
         folder, manifest = loader.checkpoint.folder, loader.manifest
         whole = load_module_strict and not load_module_only
         whole &= load_optimizer_states or engine.bound is None
-        with engine.changes.change(f"the load of {folder}", replaces=whole):
-            _change(engine, loader, load_module_only, load_rng, load_loader)
+        _change(engine, loader, folder, whole, load_module_only, load_rng, load_loader)
     memory = getattr(engine, "memory", None)
     if memory is not None:
         memory.loaded(manifest.begun)
@@ -124,26 +123,34 @@ def load(
 
 
 def _change(
-    engine: TrainingEngine, loader: _Load, module_only: bool, rng: bool, place: bool
+    engine: TrainingEngine,
+    loader: _Load,
+    folder: AnyPath,
+    replaces: bool,
+    module_only: bool,
+    rng: bool,
+    place: bool,
 ) -> None:
     """Read what ``loader`` has found into ``engine`` (collective), and refresh what depends on it.
-    ``module_only``, ``rng``, ``place``: load_module_only, load_rng and load_loader of :func:`load`.
+
+    ``replaces``: all state is loaded. ``module_only``, ``rng``, ``place``: load_module_only,
+    load_rng and load_loader of :func:`load`.
     """
-    folder = loader.checkpoint.folder
 
     def apply() -> None:
         _suggest_other_tags(folder, lambda: loader.apply(module_only, rng, place))
 
-    engine.changes.drop_half_done(engine.updater)
-    shown = None if engine.global_rank == 0 else False
-    with progress_bar(shown, loader.nbytes, f"loading {folder}") as loader.tick:
-        partly = "The engine is partly loaded: load again before training on."
-        collective_try(engine.mesh.job, apply, folder, partly)
-    engine.refresh_params()
-    engine.restart_window()
-    if not place and engine.training_dataloader is not None:
-        engine.window_start.note(engine)
-    engine.publish_scale()
+    with engine.changes.change(f"the load of {folder}", replaces=replaces):
+        engine.changes.drop_half_done(engine.updater)
+        shown = None if engine.global_rank == 0 else False
+        with progress_bar(shown, loader.nbytes, f"loading {folder}") as loader.tick:
+            partly = "The engine is partly loaded: load again before training on."
+            collective_try(engine.mesh.job, apply, folder, partly)
+        engine.refresh_params()
+        engine.restart_window()
+        if not place and engine.training_dataloader is not None:
+            engine.window_start.note(engine)
+        engine.publish_scale()
 
 
 def _origin(manifest: Manifest) -> str:
