@@ -1,5 +1,6 @@
 """Connections of gloo that an engine makes, counted by kind of engine and number of ranks; what
-remains of them, of descriptors and of threads after its end; values that it leaves sharded.
+remains of them, of descriptors and of threads after its end; values that it leaves sharded; and
+requests to the job's store at a start, in steps and in a save.
 """
 
 from __future__ import annotations
@@ -8,7 +9,12 @@ import gc
 import os
 import socket
 import stat
+import threading
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,6 +80,65 @@ def counts(rank: int) -> dict[str, tuple[int, int, dict[str, int], dict[str, int
         gc.collect()
         everything[name] = (during - before, remains, held, left, same)
     return everything
+
+
+REQUESTS = ("set", "get", "add", "append", "compare_set", "check", "multi_get", "multi_set", "wait")
+
+
+def count_requests() -> Counter[str]:
+    """Count the requests of this process from now on, by thread; not those of torch's native
+    code.
+    """
+    asked = Counter[str]()
+
+    def counted(request: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(request)
+        def count(*args: Any) -> Any:
+            asked[threading.current_thread().name] += 1
+            return request(*args)
+
+        return count
+
+    for kind in (dist.Store, dist.PrefixStore, dist.TCPStore):
+        for name in REQUESTS:
+            if name in vars(kind):
+                setattr(kind, name, counted(vars(kind)[name]))
+    return asked
+
+
+def requests(rank: int, folder: Path) -> dict[str, int]:
+    asked, found = count_requests(), dict[str, int]()
+    get_world_group()
+    found["job"] = asked.total()
+
+    def note(what: str) -> None:
+        dist.barrier()
+        found[what] = asked.pop(threading.main_thread().name, 0)
+
+    note("job alone")
+    model = seeded(lambda: Stack(3))
+    engine = start(model, adamw(model), config_of(3))
+    note("engine")
+    for step in range(4):
+        engine.backward(engine(features(0, step, rank)).square().mean())
+        engine.step()
+        note("first step" if not step else f"step {step}")
+    engine.save_checkpoint(str(folder))
+    note("save")
+    engine.destroy()
+    return found
+
+
+def test_a_start_asks_the_store_little_and_steps_and_saves_nothing(tmp_path: Path) -> None:
+    """Of the training thread. The watchdog's asks while a wait lasts (test_store_requests.py)."""
+    for world in (2, 4):
+        answers = run_processes(world, requests, tmp_path / str(world), timeout=580)
+        for rank, found in enumerate(answers):
+            who = f"rank {rank} of {world}"
+            assert found["job"] == 3, f"{who}: its number, its first post, its process"
+            assert found["engine"] == (rank == 0), f"{who}: the number of holders, once"
+            names = ("step 1", "step 2", "step 3", "save")
+            assert [found[name] for name in names] == [0] * 4, who
 
 
 def test_an_engine_connects_ranks_once_and_closes_its_connections():
