@@ -34,6 +34,7 @@ from hf_zero.parallel.sequence import sequence_parallel
 from hf_zero.parallel.tensor.model import check_verifiable, dims_of, with_tensor_size
 from hf_zero.planning import PreflightReport, check_on_all_ranks
 from hf_zero.setup.capture import check_capture
+from hf_zero.setup.plan_inputs import PlanInputs
 from hf_zero.setup.request import E, SetupRequest
 from hf_zero.techniques.quantized_linears import check_linears
 from hf_zero.techniques.registry import TrainingTechniques, check_samples
@@ -80,11 +81,13 @@ class Resolved(Generic[E]):
 class Planned(Generic[E]):
     """A resolved call whose checks have passed, with the report of the memory check. ``is_final``:
     whether the parameters have their shapes and values, so that the optimizer's state fits them.
+    ``inputs``: those of the plan in the report.
     """
 
     resolved: Resolved[E]
     report: PreflightReport
     is_final: bool
+    inputs: PlanInputs
 
 
 def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
@@ -103,13 +106,14 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
         # apart: the plan of a model in stages is collective, which a refusal before must not meet
         with raise_on_all_ranks("plan its engine"):
             engine_plan, is_final, ending = _plan_engine(resolved)
+            inputs = PlanInputs(model, resolved.optimizer)
         check_alike(engine_plan)
         if checkpoint is not None:
             cuts = engine_plan.cuts  # still to be made
-            uncut = plan_of_engine(resolved, resolved.optimizer) if cuts else engine_plan
+            uncut = _plan_of_model(resolved, resolved.optimizer) if cuts else engine_plan
             checkpoint.check(LoadTarget.planned(uncut, scheduler))
         report = check_on_all_ranks(engine_plan, _freed(ending))
-    return Planned(resolved, report, is_final)
+    return Planned(resolved, report, is_final, inputs)
 
 
 def resolve(request: SetupRequest[E], checkpoint: Resumed | None) -> Resolved[E]:
@@ -251,7 +255,22 @@ def _freed(ending: list[Engine]) -> tuple[int, int]:
     return device, ram
 
 
-def plan_of_engine(resolved: Resolved[Any], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
-    """Return the plan of the engine of the model as it is now."""
+def plan_of_engine(planned: Planned[Any], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
+    """Return the plan of the engine of the model as it is now: the one that was checked, if no step
+    has changed its inputs.
+    """
+    resolved, checked = planned.resolved, planned.report.plan
+    # the plan of a model in stages is collective, so all ranks have to make it
+    reusable = planned.is_final and not isinstance(resolved.request.model, StagedModule)
+    if (
+        reusable
+        and checked.dims == dims_in_effect()
+        and planned.inputs.same(PlanInputs(resolved.request.model, optimizer))
+    ):
+        return checked
+    return _plan_of_model(resolved, optimizer)
+
+
+def _plan_of_model(resolved: Resolved[Any], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
     settings, model = resolved.settings, resolved.request.model
     return resolved.engine_class.plan(model, settings, optimizer, extensions_of)

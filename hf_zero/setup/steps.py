@@ -135,7 +135,7 @@ def shard(setup: Setup) -> None:
         finder.install_hooks()  # a forward of Transformers then takes the same way in each step
     others: dict[str, Any] = {**sequence_parallel.on_model(setup.sequence), **on_model(model)}
     techniques = resolved.techniques.with_others(others)
-    engine_plan = plan_of_engine(resolved, setup.optimizer)
+    engine_plan = plan_of_engine(setup.planned, setup.optimizer)
     setup.engine = resolved.engine_class(engine_plan, resolved.patches, techniques)
     on_rollback(setup.engine.destroy)
     setup.engine.training_dataloader = setup.loader

@@ -10,7 +10,7 @@ snapshot (:func:`restore_on_rollback`), whichever lines have run, those of other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -75,9 +75,8 @@ def restore_on_rollback(*owners: object) -> None:
     for owner in owners:
         if isinstance(owner, nn.Module):
             modules = list(owner.modules())
-            configs = {id(config): config for config in map(_config_of, modules) if config}
-            for part in (*modules, *configs.values()):
-                on_rollback(_Attributes(part).restore)
+            configs = {id(config): config for config in map(config_of_module, modules) if config}
+            _restore_all_on_rollback(_Attributes, (*modules, *configs.values()))
         elif isinstance(owner, dict):
             on_rollback(owner.update, dict(owner))
             on_rollback(owner.clear)
@@ -92,9 +91,7 @@ def restore_parameters_on_rollback(model: nn.Module) -> None:
     transaction is undone. Their memory is kept until its end, so the model needs it twice.
     Parameters that a former engine has left sharded are left out.
     """
-    for parameter in model.parameters():
-        if owner_of(parameter) is None:
-            on_rollback(_Memory(parameter).restore)
+    _restore_all_on_rollback(_Memory, (p for p in model.parameters() if owner_of(p) is None))
 
 
 @torch.no_grad()
@@ -108,7 +105,25 @@ def restore_buffers_on_rollback(model: nn.Module) -> None:
         on_rollback(module._buffers.update, dict(module._buffers))
 
 
-def _config_of(module: nn.Module) -> object:
+def _restore_all_on_rollback(
+    snapshot: Callable[[Any], _Attributes | _Memory], owners: Iterable[object]
+) -> None:
+    """Push the restoration of all ``owners`` as one inverse operation."""
+    if _stack.get() is not None:
+        on_rollback(_restore_all, [snapshot(owner) for owner in owners])
+
+
+def _restore_all(snapshots: list[_Attributes | _Memory]) -> None:
+    """Restore ``snapshots`` from the last to the first, also those before one that fails."""
+    try:
+        while snapshots:
+            snapshots.pop().restore()
+    finally:
+        if snapshots:
+            _restore_all(snapshots)
+
+
+def config_of_module(module: nn.Module) -> object:
     """Return the configuration of a model of transformers."""
     config = vars(module).get("config")
     return config if hasattr(config, "to_dict") else None
@@ -122,7 +137,7 @@ class _Attributes:
     def __init__(self, owner: object):
         self._owner, self._class, self._values = owner, type(owner), dict(vars(owner))
         self._tables = [
-            (table, table.copy())
+            (table, table.copy() if table else ())
             for key, table in self._values.items()
             if isinstance(table, dict) and (key in _TABLES or "_hooks" in key)
         ]

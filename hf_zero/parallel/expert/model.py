@@ -23,6 +23,7 @@ from hf_zero.parallel.expert.dispatch import KEPT, RoutesOfForwards, run_experts
 from hf_zero.parallel.expert.marks import AXIS, expert_axis, expert_dims, mark
 from hf_zero.parallel.expert.moe_layer import MOELayer
 from hf_zero.parallel.tensor.layers import is_sharded, put_on, take_off
+from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
 
 # style of stacked expert parameters in plans of transformers
@@ -235,9 +236,9 @@ def cuts_of_experts(
 def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """Yield the modules of experts with their paths and the names of their stacked parameters."""
     for at, inner in model.named_modules():
-        config = getattr(inner, "config", None)
+        config = attribute_of(inner, "config")
         # older releases of transformers leave the plan in the configuration
-        plan = getattr(inner, "ep_plan", None) or getattr(config, "base_model_ep_plan", None)
+        plan = attribute_of(inner, "ep_plan") or getattr(config, "base_model_ep_plan", None)
         if not plan:
             continue
         patterns = [

@@ -218,6 +218,7 @@ class ModuleGuards:
         self._held: list[object] = []
         self._untrained: list[nn.Parameter] = []
         wraps = {module: unit for unit in units for module in unit.modules.values()}
+        hooks_of: dict[tuple[Unit, ...], list[Attached]] = {}
         for module in model.modules():
             owned = {
                 name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)
@@ -228,11 +229,19 @@ class ModuleGuards:
             if not touched:
                 continue
             pinned = sorted((unit for unit in touched if unit.sharded), key=lambda unit: unit.index)
+            if tuple(pinned) not in hooks_of:
+                hooks_of[tuple(pinned)] = [
+                    Attached(self._before_state_dict, pinned),
+                    Attached(self._after_state_dict, pinned),
+                    Attached(self._before_load, pinned),
+                    Attached(self._after_load, pinned),
+                ]
+            before, after, before_load, after_load = hooks_of[tuple(pinned)]
             self._removable += [
-                module.register_state_dict_pre_hook(Attached(self._before_state_dict, pinned)),
-                module._register_state_dict_hook(Attached(self._after_state_dict, pinned)),
-                module.register_load_state_dict_pre_hook(Attached(self._before_load, pinned)),
-                module.register_load_state_dict_post_hook(Attached(self._after_load, pinned)),
+                module.register_state_dict_pre_hook(before),
+                module._register_state_dict_hook(after),
+                module.register_load_state_dict_pre_hook(before_load),
+                module.register_load_state_dict_post_hook(after_load),
             ]
             if owned:
                 self._own[module] = owned

@@ -21,6 +21,7 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.zero.layout.initial_values import FormerValues, Source, pending, source_of
 from hf_zero.zero.layout.parameter import OwnedParameter, given_class, owned_class, owner_of
 from hf_zero.zero.layout.sharding import sharding_of, written
+from hf_zero.zero.layout.walk import modules_of
 
 LARGEST_TABLE = 256  # elements: a table of the values of one byte; larger tensors are sharded
 
@@ -67,7 +68,7 @@ def register_attached(model: nn.Module, push_inverse: Callable[..., object] | No
     arguments.
     """
     undo = push_inverse if push_inverse is not None else lambda *_: None
-    for module in model.modules():
+    for module in modules_of(model):
         registered = module._parameters
         former = {key for key, p in registered.items() if p is not None and is_attached(p)}
         weights = dict(_weights(module))

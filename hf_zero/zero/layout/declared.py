@@ -9,13 +9,24 @@ from typing import Any
 from torch import nn
 
 
+def attribute_of(module: nn.Module, name: str) -> Any:
+    """Return attribute ``name`` of ``module``, None without one. ``getattr`` would raise and catch
+    an exception for each module of a model that has none.
+    """
+    kind = type(module)
+    plain = kind.__getattr__ is nn.Module.__getattr__
+    if plain and name not in module.__dict__ and not hasattr(kind, name):
+        return None
+    return getattr(module, name, None)
+
+
 def declared(model: nn.Module, attribute: str) -> dict[str, tuple[str, ...]]:
     """Return the names in class attribute ``attribute`` (a list, set or dict of strings) of each
     submodule that has any, by the submodule's name; "" for ``model`` itself.
     """
     declarations = {}
     for prefix, module in model.named_modules():
-        names = getattr(module, attribute, None)
+        names = attribute_of(module, attribute)
         if isinstance(names, (list, tuple, set, frozenset, dict)) and names:
             declarations[prefix] = tuple(map(str, names))
     return declarations
@@ -26,7 +37,7 @@ def config_of(model: nn.Module | None) -> Any:
     None without any.
     """
     modules = () if model is None else model.modules()
-    configs = (getattr(module, "config", None) for module in modules)
+    configs = (attribute_of(module, "config") for module in modules)
     config = next((config for config in configs if hasattr(config, "model_type")), None)
     return getattr(model, "config", None) if config is None else config
 

@@ -532,7 +532,8 @@ def _axes(model: nn.Module, dims: ParallelDims, cuts: Cuts) -> frozenset[tuple[s
 
 
 def _sharding(tensor: torch.Tensor, cuts: Cuts) -> Sharding:
-    return cuts.get(tensor, sharding_of(tensor))  # type: ignore[call-overload]  # buffers, too
+    own = sharding_of(tensor)
+    return cuts.get(tensor, own) if cuts else own  # type: ignore[call-overload]  # buffers, too
 
 
 def shape_of(parameter: nn.Parameter, cuts: Cuts) -> tuple[int, ...]:
@@ -561,8 +562,7 @@ class _Places:
         return shards, position % shards, position // shards
 
 
-@dataclass(frozen=True)
-class FlatKind:
+class FlatKind(NamedTuple):
     """The properties by which parameters of one unit share a flat buffer.
 
     policy: that of persistent parameters, or the stage's. compressed: codecs may encode it. float8:
@@ -603,6 +603,7 @@ class _Laying:
         the parameters of this pipeline stage; None: all.
         """
         kinds: dict[FlatKind, dict[str, nn.Parameter]] = {}
+        of_persistent, differ = self.policy.of_persistent, len(set(self.moments)) > 1
         parameters = [item for item in unit.parameters if held is None or item[0] in held]
         # Ordered by group: the elements of a group in a unit are one run.
         for name, parameter in sorted(parameters, key=lambda item: self.group_of.get(item[0], -1)):
@@ -611,12 +612,11 @@ class _Laying:
                 if self.precision is None
                 else compute_dtype(name, parameter, self.precision, self.in_fp32)
             )
-            policy = self.policy.of_persistent if name in self.persistent else self.policy
+            policy = of_persistent if name in self.persistent else self.policy
             trains, raw = name in self.group_of, is_raw(parameter)
             compressed = not raw and self.codecs.takes(parameter, trains)
-            differ = trains and len(set(self.moments)) > 1
-            moments = "+".join(self.moments[self.group_of[name]]) if differ else ""
-            sharding = replace(_sharding(parameter, self.cuts), box=None, names=())
+            moments = "+".join(self.moments[self.group_of[name]]) if trains and differ else ""
+            sharding = _sharding(parameter, self.cuts).kind
             gathers = policy.shards_parameters and self._place(sharding.axes)[0] > 1
             float8 = gathers and self.codecs.sends_float8(parameter, dtype)
             kind = FlatKind(trains, dtype, raw, policy, compressed, float8, moments, sharding)

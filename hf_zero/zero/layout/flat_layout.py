@@ -20,7 +20,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -109,9 +109,10 @@ class FlatLayout:
         """
         slots, offset = [], 0
         for name, shape in named_shapes:
-            slot = Slot(name, tuple(int(n) for n in shape), offset, boxes.get(name))
-            slots.append(replace(slot, offset=_round_up(offset, _alignment(slot, itemsize))))
-            offset = slots[-1].end
+            sizes = tuple(map(int, shape))
+            offset = _round_up(offset, _alignment(sizes, itemsize))
+            slots.append(Slot(name, sizes, offset, boxes.get(name)))
+            offset += math.prod(sizes)
         return cls(tuple(slots), shards)
 
     @cached_property
@@ -244,11 +245,12 @@ class FlatLayout:
         return cls(slots, shards)
 
 
-def _alignment(slot: Slot, itemsize: int) -> int:
-    """Return the number of elements of which the offset of ``slot`` is a multiple."""
-    if slot.numel >= LARGE:
+def _alignment(shape: tuple[int, ...], itemsize: int) -> int:
+    """Return the number of elements of which the offset of a slot of ``shape`` is a multiple."""
+    numel = math.prod(shape)
+    if numel >= LARGE:
         return BLOCK
-    return MATRIX_ALIGNMENT // itemsize if len(slot.shape) > 1 and slot.numel else 1
+    return MATRIX_ALIGNMENT // itemsize if len(shape) > 1 and numel else 1
 
 
 def _round_up(number: int, multiple: int) -> int:

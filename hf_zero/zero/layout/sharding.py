@@ -68,6 +68,11 @@ class Sharding:
         return replace(self, axes=tuple(sorted((*self.axes, axis))), box=box)
 
     @property
+    def kind(self) -> Sharding:
+        """The sharding without the place of this rank's part."""
+        return self if self.box is None and not self.names else replace(self, box=None, names=())
+
+    @property
     def key(self) -> str:
         """An identifier of the ranks and the average of the gradient; "" if all ranks of the stage
         hold the parameter and its whole gradient.

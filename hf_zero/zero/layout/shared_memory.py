@@ -28,6 +28,15 @@ class _SharedView(NamedTuple):
     start: int
     end: int
 
+    @classmethod
+    def of(cls, item: tuple[str, torch.Tensor]) -> _SharedView:
+        """Return the view of a tensor with its name."""
+        name, tensor = item
+        size = tensor.element_size()
+        start = int(tensor.storage_offset()) * size
+        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+        return cls(name, tensor, start, start + (int(reach) + 1) * size)
+
     @property
     def trains(self) -> bool:
         return isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
@@ -117,19 +126,16 @@ def _refusal(one: _SharedView, other: _SharedView) -> str:
 
 def _overlapping(model: nn.Module) -> Iterator[tuple[_SharedView, _SharedView]]:
     """Yield pairs of tensors whose byte ranges in one memory overlap."""
-    by_storage: dict[tuple[torch.device, int], list[_SharedView]] = {}
+    by_storage: dict[tuple[torch.device, int], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not _is_plain(tensor):
-            continue
-        size = tensor.element_size()
-        start = int(tensor.storage_offset()) * size
-        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
-        view = _SharedView(name, tensor, start, start + (int(reach) + 1) * size)
-        storage = (tensor.device, tensor.untyped_storage().data_ptr())
-        by_storage.setdefault(storage, []).append(view)
+        if _is_plain(tensor):
+            storage = (tensor.device, tensor.untyped_storage().data_ptr())
+            by_storage.setdefault(storage, []).append((name, tensor))
     for held_there in by_storage.values():
+        if len(held_there) == 1:
+            continue
         under_way: list[_SharedView] = []
-        for view in sorted(held_there, key=lambda view: view.start):
+        for view in sorted(map(_SharedView.of, held_there), key=lambda view: view.start):
             under_way = [earlier for earlier in under_way if earlier.end > view.start]
             for earlier in under_way:
                 yield earlier, view

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import log_rank0
-from hf_zero.zero.layout.declared import declared
+from hf_zero.zero.layout.declared import attribute_of, declared
 
 LARGE_LEAF = 0.25  # of the largest block: an embedding or head of this size is a unit of its own
 PARTS = 16  # a model without blocks is cut into about this many units
@@ -54,7 +54,8 @@ class UnitSpec:
 
 
 def _size(parameter: nn.Parameter, sizes: Sizes) -> int:
-    return sizes[parameter] if parameter in sizes else parameter.numel()
+    size = sizes.get(parameter) if sizes else None
+    return parameter.numel() if size is None else size
 
 
 def _numel(module: nn.Module, sizes: Sizes = OWN) -> int:
@@ -257,9 +258,7 @@ def _alone(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], sizes: Siz
         and _numel(m, sizes) >= max(LARGE_LEAF * largest, MIN_UNIT)
         and all(users[id(p)] == 1 for p in m.parameters())
     }
-    whole = _with_parameters(
-        m for m in model.modules() if getattr(m, WHOLE, False) and _is_called(m)
-    )
+    whole = _with_parameters(m for m in model.modules() if attribute_of(m, WHOLE) and _is_called(m))
     return leaves | whole
 
 
@@ -334,7 +333,7 @@ def _packs(model: nn.Module) -> list[list[int]]:
     """Return the parameter ids of each pack that a module of ``model`` declares."""
     packs = []
     for name, module in model.named_modules():
-        for pack in getattr(module, PACKED, ()):
+        for pack in attribute_of(module, PACKED) or ():
             try:
                 packs.append([id(module.get_parameter(parameter)) for parameter in pack])
             except AttributeError as error:
