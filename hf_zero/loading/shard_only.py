@@ -18,6 +18,7 @@ from hf_zero.zero.layout.attributes import register_attached
 from hf_zero.zero.layout.materialize import check_alike
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.shared_memory import tie_shared_memory
+from hf_zero.zero.layout.walk import parameters_of
 
 
 def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
@@ -55,7 +56,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
 
 def engines_of(model: nn.Module) -> list[Engine]:
     """Return the engines that shard parameters of ``model``, each once."""
-    flats = [owner_of(parameter) for parameter in model.parameters()]
+    flats = [owner_of(parameter) for parameter in parameters_of(model)]
     engines = [flat.engine() for flat in flats if flat is not None]
     return list({id(engine): engine for engine in engines if engine is not None}.values())
 

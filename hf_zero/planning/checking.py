@@ -27,6 +27,7 @@ from hf_zero.planning.fit import ACTIVATIONS, Fit, MemoryVerdict, fit, judge
 from hf_zero.planning.needs import Needs, needs
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.walk import parameters_of
 
 SWITCH = "HF_ZERO_PREFLIGHT"
 REPORTED = (500_000_000, 700_000_000)  # bytes of a communicator, as users report of some machines
@@ -115,7 +116,7 @@ def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Fre
     """
     ram = gpu = 0
     counted: set[int] = set()
-    for parameter in module.parameters():
+    for parameter in parameters_of(module):
         key, where, nbytes = _occupied(parameter)
         if key not in counted:
             counted.add(key)

@@ -44,6 +44,7 @@ from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
 from hf_zero.zero.layout.stage_policy import POLICIES
+from hf_zero.zero.layout.walk import parameters_of
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_bytes import held_bytes
@@ -224,7 +225,7 @@ def _plan_engine(resolved: Resolved[Any]) -> tuple[EnginePlan, bool, list[Engine
     engine_plan = resolved.engine_class.plan(
         model, settings, resolved.optimizer, extensions_of, dims=dims, cuts=cuts
     )
-    without_values = {parameter.is_meta for parameter in model.parameters()} == {True}
+    without_values = {parameter.is_meta for parameter in parameters_of(model)} == {True}
     # these still own the parameters
     ending = [engine for engine in engines_of(model) if engine.bound is None or request.takes_over]
     if not without_values and not ending:

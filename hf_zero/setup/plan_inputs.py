@@ -1,6 +1,4 @@
-"""Inputs of the plan of an engine: the record that says whether a plan is that of the model as it is
-now.
-"""
+"""Inputs of the plan of an engine, recorded to compare them with those of later."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.zero.layout.walk import modules_of, parameters_of
 from hf_zero.zero.transaction import config_of_module
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -28,7 +27,7 @@ class PlanInputs:
         self._objects: list[object] = [optimizer]
         self._values: list[object] = []
         configs: dict[int, Any] = {}
-        for module in model.modules():
+        for module in modules_of(model):
             self._add(module, vars(module))
             for table in _TABLES:
                 self._add(None, vars(module)[table])
@@ -36,7 +35,7 @@ class PlanInputs:
             configs.setdefault(id(config), config)
         for config in filter(None, configs.values()):
             self._add(config, vars(config))
-        for tensor in itertools.chain(model.parameters(), model.buffers()):
+        for tensor in itertools.chain(parameters_of(model), model.buffers()):
             self._add(tensor, vars(tensor))
             self._values.append((tensor.shape, tensor.dtype, tensor.requires_grad, tensor.device))
         if optimizer is not None:

@@ -30,6 +30,7 @@ from hf_zero.techniques.registry import follow
 from hf_zero.techniques.training_loader import data_loader, tell_of_lost_place
 from hf_zero.zero.layout.attributes import register_attached, without_parts
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
+from hf_zero.zero.layout.walk import parameters_of
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.transaction import on_rollback
 
@@ -56,7 +57,7 @@ class Setup:
 
 
 def materialize_meta(setup: Setup) -> None:
-    if {parameter.is_meta for parameter in setup.model.parameters()} == {True}:
+    if {parameter.is_meta for parameter in parameters_of(setup.model)} == {True}:
         give_values(setup.model)
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_zero.zero.layout.initial_values import without_repeats
 from hf_zero.zero.layout.parameter import owner_of, raw_grad, set_raw_grad
+from hf_zero.zero.layout.walk import modules_of, parameters_of
 
 _TABLES = ("_parameters", "_modules")
 _data: Any = torch.Tensor.data
@@ -74,7 +75,7 @@ def restore_on_rollback(*owners: object) -> None:
     """
     for owner in owners:
         if isinstance(owner, nn.Module):
-            modules = list(owner.modules())
+            modules = modules_of(owner)
             configs = {id(config): config for config in map(config_of_module, modules) if config}
             _restore_all_on_rollback(_Attributes, (*modules, *configs.values()))
         elif isinstance(owner, dict):
@@ -91,7 +92,7 @@ def restore_parameters_on_rollback(model: nn.Module) -> None:
     transaction is undone. Their memory is kept until its end, so the model needs it twice.
     Parameters that a former engine has left sharded are left out.
     """
-    _restore_all_on_rollback(_Memory, (p for p in model.parameters() if owner_of(p) is None))
+    _restore_all_on_rollback(_Memory, (p for p in parameters_of(model) if owner_of(p) is None))
 
 
 @torch.no_grad()
@@ -101,7 +102,7 @@ def restore_buffers_on_rollback(model: nn.Module) -> None:
         if not buffer.is_meta:
             elements = without_repeats(buffer)
             on_rollback(_set_values, elements, elements.clone())
-    for module in model.modules():
+    for module in modules_of(model):
         on_rollback(module._buffers.update, dict(module._buffers))
 
 

@@ -52,6 +52,7 @@ from hf_zero.zero.layout.tree import (
     with_replaced,
 )
 from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
+from hf_zero.zero.layout.walk import modules_of
 
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -147,7 +148,7 @@ class Hooks:
         }
         root = self._units[0]
         in_root = {id(parameter) for flat in root.flats for parameter, _ in flat.items}
-        for module in model.modules():
+        for module in modules_of(model):
             # A script may call a submodule directly, so each module with a parameter of the root
             # gathers the root.
             if module not in around and any(

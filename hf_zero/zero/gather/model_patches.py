@@ -27,6 +27,7 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import LiveParameter, OwnedParameter, name_of, owner_of
 from hf_zero.zero.layout.sharding import join_parts, own_part, sharding_of
 from hf_zero.zero.layout.unit import Unit
+from hf_zero.zero.layout.walk import modules_of
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.engine_plan import EnginePlan
@@ -219,7 +220,7 @@ class ModuleGuards:
         self._untrained: list[nn.Parameter] = []
         wraps = {module: unit for unit in units for module in unit.modules.values()}
         hooks_of: dict[tuple[Unit, ...], list[Attached]] = {}
-        for module in model.modules():
+        for module in modules_of(model):
             owned = {
                 name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)
             }

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_zero.zero.layout.walk import modules_of
+
 
 def attribute_of(module: nn.Module, name: str) -> Any:
     """Return attribute ``name`` of ``module``, None without one. ``getattr`` would raise and catch
@@ -36,7 +38,7 @@ def config_of(model: nn.Module | None) -> Any:
     """Return the ``config`` of ``model``, or of its outermost submodule with one of transformers;
     None without any.
     """
-    modules = () if model is None else model.modules()
+    modules = () if model is None else modules_of(model)
     configs = (attribute_of(module, "config") for module in modules)
     config = next((config for config in configs if hasattr(config, "model_type")), None)
     return getattr(model, "config", None) if config is None else config

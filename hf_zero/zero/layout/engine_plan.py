@@ -43,6 +43,7 @@ from hf_zero.zero.layout.float8_weights import Float8Weights
 from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, is_raw, kept_in_fp32
 from hf_zero.zero.layout.sharding import Sharding, sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES, Policy
+from hf_zero.zero.layout.walk import parameters_of
 from hf_zero.zero.layout.wrap import UnitSpec, find_units, persistence, persistent_names
 
 Cuts = Mapping[nn.Parameter, Sharding]
@@ -444,7 +445,7 @@ def plan(
             "ranks by tensor, expert or pipeline parallelism; remove the key"
         )
     policy, zero = POLICIES[settings.stage], settings.zero
-    sizes = {p: math.prod(shape_of(p, cuts)) for p in model.parameters()}
+    sizes = {p: math.prod(shape_of(p, cuts)) for p in parameters_of(model)}
     persistent = persistent_names(
         model, zero.param_persistence_threshold, zero.model_persistence_threshold, sizes
     )

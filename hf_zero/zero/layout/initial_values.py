@@ -16,6 +16,7 @@ from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.parameter import name_of, owner_of
 from hf_zero.zero.layout.sharding import sharding_of
+from hf_zero.zero.layout.walk import modules_of
 
 T = TypeVar("T")
 
@@ -177,7 +178,7 @@ def place_buffers(
     holds them. Floating-point ones are cast to ``dtype``; None keeps their dtypes.
     """
     moved: dict[int, torch.Tensor] = {}  # a buffer shared by two modules stays shared
-    for module in model.modules():
+    for module in modules_of(model):
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue

@@ -48,6 +48,7 @@ from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.precision import CASTABLE
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.unit import State, Unit
+from hf_zero.zero.layout.walk import modules_of
 from hf_zero.zero.layout.wrap import UnitSpec
 
 
@@ -185,7 +186,7 @@ def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
     engine on the meta device, for a simulation, needs no values.
     """
     has_values = device.type != "meta"
-    for module in specs[0].module.modules():
+    for module in modules_of(specs[0].module):
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and has_values:
                 raise PartitionError(

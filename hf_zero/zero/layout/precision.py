@@ -43,6 +43,8 @@ def kept_in_fp32(model: nn.Module, precision: str, configured: Iterable[str]) ->
         for prefix, names in parts.items()
         if names
     ]
+    if not patterns:
+        return frozenset()
     return frozenset(
         name
         for name, _ in model.named_parameters(remove_duplicate=False)

@@ -1,5 +1,5 @@
-"""Walks over a model, in the order of torch's and in a quarter of the time: those are generators, as
-deep as the model, that compose names.
+"""Walks over a model in torch's order, in a quarter of the time of torch's, which resume a
+generator for each level of the model and compose names.
 """
 
 from __future__ import annotations

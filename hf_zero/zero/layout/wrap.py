@@ -16,6 +16,7 @@ from torch import nn
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.declared import attribute_of, declared
+from hf_zero.zero.layout.walk import modules_of, parameters_of
 
 LARGE_LEAF = 0.25  # of the largest block: an embedding or head of this size is a unit of its own
 PARTS = 16  # a model without blocks is cut into about this many units
@@ -59,7 +60,7 @@ def _size(parameter: nn.Parameter, sizes: Sizes) -> int:
 
 
 def _numel(module: nn.Module, sizes: Sizes = OWN) -> int:
-    return sum(_size(parameter, sizes) for parameter in module.parameters())
+    return sum(_size(parameter, sizes) for parameter in parameters_of(module))
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -103,7 +104,7 @@ def repeated_blocks(model: nn.Module, sizes: Sizes = OWN) -> list[tuple[str, nn.
     """Return gradient-checkpointing layers, else ``_no_split_modules``, else the items of
     ModuleLists, in definition order.
     """
-    modules = list(model.modules())
+    modules = modules_of(model)
     blocks = _outermost(
         model,
         _with_parameters(m for m in modules if "GradientCheckpointingLayer" in _class_names(m)),
@@ -137,7 +138,7 @@ def _called(container: nn.Module) -> Iterator[nn.Module]:
 
 def names_in_blocks(model: nn.Module) -> frozenset[str]:
     """Return first names of the parameters in blocks of ``model``, including tied ones."""
-    inside = {id(p) for _, block in find_blocks(model) for p in block.parameters()}
+    inside = {id(p) for _, block in find_blocks(model) for p in parameters_of(block)}
     return frozenset(name for name, p in model.named_parameters() if id(p) in inside)
 
 
@@ -242,23 +243,25 @@ def _alone(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], sizes: Siz
     """Return the ids of modules that are units by themselves: those marked :data:`WHOLE`, and large
     embeddings and heads outside ``blocks``.
     """
-    inside = {id(m) for _, block in blocks for m in block.modules()}
+    inside = {id(m) for _, block in blocks for m in modules_of(block)}
     users: dict[int, int] = {}
-    for module in model.modules():
+    for module in modules_of(model):
         for parameter in module._parameters.values():
             if parameter is not None:
                 users[id(parameter)] = users.get(id(parameter), 0) + 1
     largest = max((_numel(block, sizes) for _, block in blocks), default=0)
     leaves = {
         id(m)
-        for m in model.modules()
+        for m in modules_of(model)
         if id(m) not in inside
         and isinstance(m, (nn.Embedding, nn.Linear))
         and largest
         and _numel(m, sizes) >= max(LARGE_LEAF * largest, MIN_UNIT)
         and all(users[id(p)] == 1 for p in m.parameters())
     }
-    whole = _with_parameters(m for m in model.modules() if attribute_of(m, WHOLE) and _is_called(m))
+    whole = _with_parameters(
+        m for m in modules_of(model) if attribute_of(m, WHOLE) and _is_called(m)
+    )
     return leaves | whole
 
 
@@ -273,7 +276,7 @@ def _owners(
     """
     reached: dict[int, set[int]] = {}
     for index, (_, module) in enumerate(wrapped):
-        for parameter in module.parameters():
+        for parameter in parameters_of(module):
             reached.setdefault(id(parameter), set()).add(index)
     reached_outside = _reached_outside(model, {id(module) for _, module in wrapped})
     reached_outside.update(in_root)
@@ -495,7 +498,7 @@ def mark_configured(
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if z3_leaf_module(module)]
+    return [module for module in modules_of(model) if z3_leaf_module(module)]
 
 
 def z3_leaf_module(module: nn.Module) -> bool:
