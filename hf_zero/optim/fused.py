@@ -61,6 +61,9 @@ class _Tables:
     key: tuple[Any, ...] = ()
     launches: list[_Launch] = field(default_factory=list)
     written: set[str] = field(default_factory=set)  # keys of shards that it writes whole
+    # rows of the settings that it reads, if steps are counted per segment, and their indices there
+    rows: list[int] = field(default_factory=list)
+    selected: Tensor | None = None
 
 
 class FusedStep:
@@ -255,8 +258,7 @@ class FusedStep:
             if settings is None or not graphs.capturing():
                 settings = self._settings_of(tables, segments, steps.device)
             return advance_(steps, settings, skip)
-        chosen = torch.tensor([self._rows[segment] for segment in segments], dtype=torch.int64)
-        selected = upload(chosen, steps.device)
+        selected = self._selected(tables, segments, steps.device)
         counted = steps[selected]
         by_group = {
             group: self._row(self._optimizer.param_groups[group])
@@ -271,6 +273,16 @@ class FusedStep:
         coefficients = advanced.new_zeros(steps.numel(), advanced.shape[1])
         coefficients[selected] = advanced
         return coefficients
+
+    def _selected(
+        self, tables: _Tables, segments: Sequence[Segment], device: torch.device
+    ) -> Tensor:
+        """Return the rows of ``segments`` as indices on the device, copied there if they differ."""
+        rows = [self._rows[segment] for segment in segments]
+        if tables.selected is None or rows != tables.rows:
+            chosen = torch.tensor(rows, dtype=torch.int64)
+            tables.rows, tables.selected = rows, upload(chosen, device)
+        return tables.selected
 
     def _settings_of(
         self, tables: _Tables, segments: Sequence[Segment], device: torch.device
