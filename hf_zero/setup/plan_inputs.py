@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.zero.layout.walk import modules_of, parameters_of
+from hf_zero.zero.layout.walk import buffers_of, modules_of, parameters_of
 from hf_zero.zero.transaction import config_of_module
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -35,7 +35,7 @@ class PlanInputs:
             configs.setdefault(id(config), config)
         for config in filter(None, configs.values()):
             self._add(config, vars(config))
-        for tensor in itertools.chain(parameters_of(model), model.buffers()):
+        for tensor in itertools.chain(parameters_of(model), buffers_of(model)):
             self._add(tensor, vars(tensor))
             self._values.append((tensor.shape, tensor.dtype, tensor.requires_grad, tensor.device))
         if optimizer is not None:

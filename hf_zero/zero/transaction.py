@@ -20,7 +20,7 @@ from torch import nn
 
 from hf_zero.zero.layout.initial_values import without_repeats
 from hf_zero.zero.layout.parameter import owner_of, raw_grad, set_raw_grad
-from hf_zero.zero.layout.walk import modules_of, parameters_of
+from hf_zero.zero.layout.walk import buffers_of, modules_of, parameters_of
 
 _TABLES = ("_parameters", "_modules")
 _data: Any = torch.Tensor.data
@@ -98,7 +98,7 @@ def restore_parameters_on_rollback(model: nn.Module) -> None:
 @torch.no_grad()
 def restore_buffers_on_rollback(model: nn.Module) -> None:
     """Restore the buffers of ``model`` and their values if the transaction is undone."""
-    for buffer in model.buffers():
+    for buffer in buffers_of(model):
         if not buffer.is_meta:
             elements = without_repeats(buffer)
             on_rollback(_set_values, elements, elements.clone())

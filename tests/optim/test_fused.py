@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_zero.ops import dispatch
-from hf_zero.optim import Adam
+from hf_zero.optim import Adam, fused
 from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from tests.helpers.flats import shard
@@ -136,6 +136,22 @@ def test_equal_to_the_optimizer_s_own_step(make, together, shards, rank, forced)
     assert forced.count("lion_" if make is lion else "adam_") == launches
     assert forced.count("advance_") == 4 and called == [ours.optimizer] * 4
     assert make is lion or ours.bound.scalars()[0]["step"] == 2.0
+
+
+def test_parts_that_are_stepped_apart_upload_their_rows_once(forced, monkeypatch):
+    """As units whose updates run in the backward."""
+    uploaded = []
+    upload = fused.upload
+    monkeypatch.setattr(fused, "upload", lambda *args: uploaded.append(args) or upload(*args))
+    ours, theirs = pair(together=False)
+    for number in range(4):
+        for each in (ours, theirs):
+            generator = torch.Generator().manual_seed(number)
+            for flat in each.flats:
+                flat.grad.copy_(torch.randn(flat.grad.numel(), generator=generator))
+                each.bound.step_some([flat], number)
+        same(ours, theirs)
+        assert len(uploaded) == len(ours.flats)
 
 
 def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):

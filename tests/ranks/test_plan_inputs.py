@@ -99,7 +99,11 @@ def test_a_change_of_a_step_is_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> N
     assert plans(monkeypatch) == (2, ["", "blocks.0", "blocks.1", "head"])
 
 
-@in_turn("stage, most", [(1, 0), (3, 0)])
+def of_depth(blocks: int) -> Callable[[], nn.Module]:
+    return lambda: Stack(blocks)
+
+
+@in_turn("stage, most", [(1, 390), (3, 415)])
 def test_the_python_that_a_parameter_costs_in_initialize(stage: int, most: int) -> None:
     """Calls of Python functions and resumed generators, torch's included."""
 
@@ -119,8 +123,8 @@ def test_the_python_that_a_parameter_costs_in_initialize(stage: int, most: int) 
         engine.destroy()
         return seen
 
-    on_ranks(1, run, build=lambda: Stack(2))  # imports and caches
-    few, many = (on_ranks(1, run, build=lambda: Stack(n))[0] for n in (20, 60))
+    on_ranks(1, run, build=of_depth(2))  # imports and caches
+    few, many = (on_ranks(1, run, build=of_depth(blocks))[0] for blocks in (20, 60))
     parameters = sum(1 for _ in Stack(60).parameters()) - sum(1 for _ in Stack(20).parameters())
     each = (many - few) / parameters
     assert 50 < each <= most, f"{each:.1f} calls a parameter"

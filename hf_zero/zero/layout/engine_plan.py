@@ -43,7 +43,7 @@ from hf_zero.zero.layout.float8_weights import Float8Weights
 from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, is_raw, kept_in_fp32
 from hf_zero.zero.layout.sharding import Sharding, sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES, Policy
-from hf_zero.zero.layout.walk import parameters_of
+from hf_zero.zero.layout.walk import buffers_of, parameters_of
 from hf_zero.zero.layout.wrap import UnitSpec, find_units, persistence, persistent_names
 
 Cuts = Mapping[nn.Parameter, Sharding]
@@ -515,19 +515,25 @@ def _group_of(units: Sequence[UnitSpec], optimizer: torch.optim.Optimizer | None
 def _axes(model: nn.Module, dims: ParallelDims, cuts: Cuts) -> frozenset[tuple[str, ...]]:
     """Return the axes that cut parameters and buffers of ``model`` besides ZeRO, for each kind."""
     combinations: set[tuple[str, ...]] = {()}
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+
+    def name_of(tensor: torch.Tensor) -> str:
+        named = itertools.chain(model.named_parameters(), model.named_buffers())
+        return next(name for name, other in named if other is tensor)
+
+    for tensor in itertools.chain(parameters_of(model), buffers_of(model)):
         if is_lazy(tensor):
             raise PartitionError(
-                f"{name} has no shape yet, as its module is lazy; call the model once before "
-                "hf_zero.initialize"
+                f"{name_of(tensor)} has no shape yet, as its module is lazy; call the model once "
+                "before hf_zero.initialize"
             )
         axes = _sharding(tensor, cuts).axes
         combinations.add(axes)
         for axis in axes:
             if dims.size(axis) == 1:
                 raise PartitionError(
-                    f"{name} is cut along the {axis!r} axis, which this job does not have; call "
-                    f"init_parallel(ParallelDims.over(ranks, {axis}=...)) before the model is cut"
+                    f"{name_of(tensor)} is cut along the {axis!r} axis, which this job does not "
+                    f"have; call init_parallel(ParallelDims.over(ranks, {axis}=...)) before "
+                    "the model is cut"
                 )
     return frozenset(combinations)
 

@@ -15,6 +15,7 @@ from hf_zero.errors import PartitionError
 from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.initial_values import source_of
 from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.walk import buffers_of, parameters_of
 
 Tied = dict[nn.Parameter, nn.Parameter]
 REMEDY = "give one of them memory of its own (.clone()), or assign the parameter itself to both"
@@ -29,9 +30,8 @@ class _SharedView(NamedTuple):
     end: int
 
     @classmethod
-    def of(cls, item: tuple[str, torch.Tensor]) -> _SharedView:
+    def of(cls, name: str, tensor: torch.Tensor) -> _SharedView:
         """Return the view of a tensor with its name."""
-        name, tensor = item
         size = tensor.element_size()
         start = int(tensor.storage_offset()) * size
         reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
@@ -126,36 +126,37 @@ def _refusal(one: _SharedView, other: _SharedView) -> str:
 
 def _overlapping(model: nn.Module) -> Iterator[tuple[_SharedView, _SharedView]]:
     """Yield pairs of tensors whose byte ranges in one memory overlap."""
-    by_storage: dict[tuple[torch.device, int], list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if _is_plain(tensor):
-            storage = (tensor.device, tensor.untyped_storage().data_ptr())
-            by_storage.setdefault(storage, []).append((name, tensor))
-    for held_there in by_storage.values():
-        if len(held_there) == 1:
-            continue
+    by_storage: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+    for tensor in (*parameters_of(model), *buffers_of(model)):
+        address = _address(tensor)
+        if address:
+            by_storage.setdefault((tensor.device, address), []).append(tensor)
+    shared = [tensors for tensors in by_storage.values() if len(tensors) > 1]
+    named = (*model.named_parameters(), *model.named_buffers()) if shared else ()
+    name_of = {id(tensor): name for name, tensor in named}
+    for tensors in shared:
         under_way: list[_SharedView] = []
-        for view in sorted(map(_SharedView.of, held_there), key=lambda view: view.start):
+        views = [_SharedView.of(name_of[id(tensor)], tensor) for tensor in tensors]
+        for view in sorted(views, key=lambda view: view.start):
             under_way = [earlier for earlier in under_way if earlier.end > view.start]
             for earlier in under_way:
                 yield earlier, view
             under_way.append(view)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has ordinary memory: no engine, file or subclass holds its values."""
-    if (
-        is_lazy(tensor)
-        or tensor.is_meta
-        or not tensor.numel()
-        or tensor.layout is not torch.strided
-    ):
-        return False
-    if owner_of(tensor) is not None or source_of(tensor) is not None:
-        return False
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return False  # its class defines the place of its values
-    return tensor.untyped_storage().data_ptr() != 0
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of the storage of ``tensor``; 0 without ordinary memory: an engine, a file
+    or a subclass holds its values.
+    """
+    kind = type(tensor)
+    if kind is not nn.Parameter and kind is not torch.Tensor:
+        if is_lazy(tensor) or owner_of(tensor) is not None:
+            return 0
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return 0  # its class defines the place of its values
+    if tensor.layout is not torch.strided or source_of(tensor) is not None or not tensor.numel():
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:

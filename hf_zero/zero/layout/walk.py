@@ -4,6 +4,7 @@ generator for each level of the model and compose names.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 
@@ -28,3 +29,13 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter]:
             if parameter is not None:
                 parameters[id(parameter)] = parameter
     return [*parameters.values()]
+
+
+def buffers_of(model: nn.Module) -> list[torch.Tensor]:
+    """Return ``[*model.buffers()]``."""
+    buffers: dict[int, torch.Tensor] = {}
+    for module in modules_of(model):
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                buffers[id(buffer)] = buffer
+    return [*buffers.values()]

@@ -3,16 +3,18 @@
 from torch import nn
 
 from hf_zero.zero.layout.declared import attribute_of
-from hf_zero.zero.layout.walk import modules_of, parameters_of
+from hf_zero.zero.layout.walk import buffers_of, modules_of, parameters_of
 
 
 def shared() -> nn.Module:
     """A model with a shared module, a tied parameter, an empty place and nested containers."""
-    inner = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2)))
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)))
     model = nn.ModuleDict({"a": inner, "b": nn.ModuleList([inner[1], nn.Linear(2, 2)])})
     model["b"][1].weight = inner[0].weight
     model["b"].register_module("none", None)
     model.register_parameter("none", None)
+    model.register_buffer("empty", None)
+    model.register_buffer("again", inner[1][0].running_mean)
     return model
 
 
@@ -20,6 +22,7 @@ def test_objects_and_their_order_are_those_of_torch() -> None:
     model = shared()
     assert list(map(id, modules_of(model))) == list(map(id, model.modules()))
     assert list(map(id, parameters_of(model))) == list(map(id, model.parameters()))
+    assert list(map(id, buffers_of(model))) == list(map(id, model.buffers()))
 
 
 class Forwarding(nn.Module):
