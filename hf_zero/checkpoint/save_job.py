@@ -17,6 +17,7 @@ process that is killed leaves a temporary folder and no checkpoint.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 import traceback
@@ -231,6 +232,7 @@ class AsyncSaver:
     mesh: the engine's mesh, through whose store the threads exchange messages.
     device: the device of the state; staging memory is pinned if that is a GPU.
     keeps_staging: keep the staging memory for the next save.
+    timeout: seconds for which ranks wait for each other in the training.
     """
 
     def __init__(
@@ -241,12 +243,14 @@ class AsyncSaver:
         device: torch.device,
         keeps_staging: bool = False,
         staging_bytes: int | None = None,
+        timeout: float = math.inf,
     ):
         self._rank, self._world = rank, world
         self._mail = mesh.store_messages("saves")
         self._arena = HostArena(pin=True, device=device)
         self._device = device
         self._keeps_staging, self._staging_bytes = keeps_staging, staging_bytes
+        self._timeout = timeout
         self._memory = torch.empty(0, dtype=torch.uint8)  # kept between saves
         self._staged: StagedFile | None = None  # of the save that starts next
         self.number = 0  # sequence number of the last save that was started
@@ -332,7 +336,8 @@ class AsyncSaver:
                 memory = self._arena.take(size, torch.uint8, huge_pages=huge_pages)
             except HostMemoryError as error:
                 return str(error)
-        self._staged = StagedFile(plan, tensors, memory[:size], self._device, later)
+        staged = memory[:size]
+        self._staged = StagedFile(plan, tensors, staged, self._device, later, self._timeout)
         if self._keeps_staging:
             self._memory = memory
         return ""

@@ -11,12 +11,16 @@ thread of updates; state on the device waits for all of it, as one launch update
 script can write to without a call of the engine (buffers, generators, weights whose memory is that
 of whole parameters) is copied in the call, and so is state in files, whose buffers training uses.
 Moments can be written to as well, as tensors of ``optimizer.state``: ``Tensor._version`` shows it,
-and the save fails. A write that is still being executed when the last part is copied is not seen.
-A wait depends on this rank's storage alone, and ends if the save fails.
+and the save fails. A write through ``.data``, which has a version of its own, is not seen, nor one
+that is still being executed when the last part is copied.
+A wait depends on this rank's storage alone, and ends if the save fails. Meanwhile the other ranks
+may wait for this one in a collective, whose timeout would end the run: before that, the thread of
+the change abandons what is not copied (:meth:`StagedFile._abandon`), and the save fails instead.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +37,7 @@ from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, TensorEntry,
 from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import listed
+from hf_zero.logging import listed, logger
 from hf_zero.zero.layout.training_state import CopiedState
 
 if TYPE_CHECKING:
@@ -41,6 +45,9 @@ if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
 Tensors = Mapping[str, torch.Tensor | Callable[[], torch.Tensor]]
+PATIENCE = 0.8  # part of the timeout of collectives for which changes wait for the copies of a save
+WARN_SECONDS = 60.0
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +146,10 @@ def _versions(state: DeferredState) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in state.watched)
 
 
+def _since(begun: float) -> float:
+    return time.perf_counter() - begun
+
+
 def memory_at_once(plan: FilePlan, deferred: Sequence[DeferredState]) -> int:
     """Return the bytes of the file that must be copied in the call."""
     later = frozenset[str]().union(*(state.names for state in deferred))
@@ -151,7 +162,7 @@ class StagedFile:
     ``deferred``, and the rest, a multiple of :data:`DATA_ALIGNMENT`, a part of the file.
 
     On return, the first part is copied, and changes of what is left wait. ``tensors`` None: the
-    memory is the file.
+    memory is the file. ``timeout``: seconds for which other ranks wait for this one.
     """
 
     def __init__(
@@ -161,6 +172,7 @@ class StagedFile:
         memory: torch.Tensor,
         device: torch.device,
         deferred: Sequence[DeferredState] = (),
+        timeout: float = math.inf,
     ) -> None:
         begun, header = time.perf_counter(), 0 if tensors is None else len(plan.header)
         self._plan, self._memory, self._device = plan, memory[: plan.size], device
@@ -169,12 +181,15 @@ class StagedFile:
         self._start, self._stop = 0, plan.size  # of the part in the memory
         self._ends = {e.name: header + e.end for e in plan.entries if e.nbytes} if tensors else {}
         self._copies: list[_PendingCopy] = []
+        self._filling = threading.Lock()  # held while a part is copied beside the training
+        self._abandoned = ""  # why what was left has not been copied
+        self._timeout, self._waited = timeout, 0.0
         self._trains = threading.get_ident()
         if memory.numel() < plan.size:
             self._copy_at_once(deferred)
         if tensors is not None:
-            self._fill(0)
-        self._copies = [copy for copy in self._copies if copy.end > self._stop]
+            self._fill(0, device)
+        self._take_copied()
         for copy in self._copies:
             for waiting in copy.state.waiting:
                 waiting.begin_copy(partial(self._wait, copy.copied))
@@ -220,10 +235,12 @@ class StagedFile:
         return fetch
 
     @torch.no_grad()
-    def _fill(self, start: int) -> None:
-        """Copy the part of the file that begins at byte ``start`` into the memory."""
+    def _fill(self, start: int, device: torch.device) -> None:
+        """Copy the part of the file that begins at byte ``start`` into the memory, from ``device``
+        and the host.
+        """
         plan = self._plan
-        copy_to_memory(self._memory, plan, self._tensors, self._device, start)
+        copy_to_memory(self._memory, plan, self._tensors, device, start)
         self._start, self._stop = start, min(start + self._memory.numel(), plan.size)
         if self._fetched is not None and self._ends[self._fetched[0]] <= self._stop:
             self._fetched = None
@@ -244,28 +261,73 @@ class StagedFile:
         """Copy the next part beside the training. The host has waited for the updates before the
         save with the copy of the first part.
         """
-        device, beside = self._device, None
-        if not kinds.is_host(device):
-            kinds.set_device(device)
-            beside = streams.side_stream(device, streams.Use.SAVES)
-        with streams.on_stream(beside), span("stage_save", "", self._memory.numel()):
-            self._fill(self._stop)
-        for copy in [copy for copy in self._copies if copy.end <= self._stop]:
-            copy.refuse_written()
-            self._copies.remove(copy)
-            copy.release()
+        with self._filling:
+            if self._abandoned:
+                raise CheckpointError(self._abandoned)
+            # the rest, once all state is copied, is on the host: a step may be captured meanwhile
+            device, beside = self._device if self._copies else HOST, None
+            if not kinds.is_host(device):
+                kinds.set_device(device)
+                beside = streams.side_stream(device, streams.Use.SAVES)
+            with streams.on_stream(beside), span("stage_save", "", self._memory.numel()):
+                self._fill(self._stop, device)
+            for copy in self._copies:
+                if copy.end <= self._stop:
+                    copy.refuse_written()
+            for copy in self._take_copied():
+                copy.release()
+
+    def _take_copied(self) -> list[_PendingCopy]:
+        """Remove and return the copies that are complete, and drop their tensors."""
+        copied = [copy for copy in self._copies if copy.end <= self._stop]
+        self._copies = [copy for copy in self._copies if copy.end > self._stop]
+        for name in (name for copy in copied for name in copy.state.names):
+            self._tensors.pop(name, None)
+        return copied
 
     def _wait(self, copied: threading.Event) -> None:
-        """Wait on the thread of a change until it is ``copied``."""
-        begun = time.perf_counter()
+        """Wait on the thread of a change until it is ``copied``, or abandon it before the other
+        ranks end their waits for this one.
+        """
+        begun, left = time.perf_counter(), PATIENCE * self._timeout - self._waited
         with span("wait_save", ""):
-            copied.wait()
+            while not copied.wait(max(min(WARN_SECONDS, left - _since(begun)), 0.0)):
+                if _since(begun) >= left:
+                    self._abandon(self._waited + _since(begun))
+                    continue
+                logger.warning(
+                    "training has waited %.0f s for a save in the background to copy its state: "
+                    "this rank's storage takes the file slower than steps come; raise "
+                    "checkpoint.staging_bytes",
+                    self._waited + _since(begun),
+                )
+        self._waited += _since(begun)
         if threading.get_ident() == self._trains:
-            self.stall += time.perf_counter() - begun
+            self.stall += _since(begun)
+
+    def _abandon(self, waited: float) -> None:
+        """Let all changes continue after a wait of ``waited`` seconds, and the save fail, unless
+        everything is copied. Waits for a part that is being copied.
+        """
+        with self._filling:
+            if self._copies:
+                self._abandoned = (
+                    f"training has waited {waited:.0f} s to change state that could not be copied "
+                    "yet, because this rank's storage is slow, and other ranks wait for the rank "
+                    f"at most {self._timeout:g} s (timeout); raise checkpoint.staging_bytes, so "
+                    "that more of the state is copied in the call, or timeout"
+                )
+                self._release_all()
+
+    def _release_all(self) -> None:
+        """End all waits."""
+        for copy in self._copies:
+            copy.release()
+        self._copies = []
 
     def close(self) -> None:
         """Drop memory and state, and end the waits: the file is written, or the save has failed."""
-        for copy in self._copies:
-            copy.release()
-        self._copies, self._tensors, self._fetched = [], {}, None
+        with self._filling:
+            self._release_all()
+        self._tensors, self._fetched = {}, None
         self._memory = self._memory.new_empty(0)

@@ -17,9 +17,10 @@ import torch
 
 import hf_zero
 from hf_zero.checkpoint import file_writer, save_job
-from hf_zero.checkpoint.staging import StagedFile, memory_at_once
+from hf_zero.checkpoint import staging as staging_module
+from hf_zero.checkpoint.staging import DeferredState, StagedFile, memory_at_once
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT as PAGE
-from hf_zero.checkpoint.tensorfile import TensorFile
+from hf_zero.checkpoint.tensorfile import TensorFile, plan_file
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.ops.host_memory import HostArena
@@ -452,3 +453,92 @@ def test_a_thread_that_cannot_start_holds_no_update(
 
     Setup(ranks=1).run(run)
     assert not staging.waits
+
+
+@pytest.mark.parametrize("way", ["", "half on cpu"])
+def test_a_save_that_holds_up_the_other_ranks_is_abandoned(
+    way: str, tmp_path: Path, staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its storage takes nothing until the step is over: the save fails, and the step is right."""
+    setup, staging.at_first_wait = Setup(way=way), False
+    monkeypatch.setattr(staging_module, "PATIENCE", 0.0)
+
+    def plain(engine: Any, rank: int) -> Any:
+        return train(engine, rank, range(3)), full_weights(engine)
+
+    def run(engine: Any, rank: int) -> Any:
+        losses = train(engine, rank, range(1))
+        engine.save_checkpoint(tmp_path, tag="slow", blocking=False)
+        losses += train(engine, rank, range(1, 2))
+        weights = full_weights(engine)  # waits for offloaded updates
+        torch.distributed.barrier()
+        staging.go.set()
+        with pytest.raises(
+            CheckpointError, match=r"has waited .*; raise checkpoint\.staging_bytes"
+        ):
+            engine.wait_for_checkpoint()
+        losses += train(engine, rank, range(2, 3))
+        weights = full_weights(engine)
+        engine.save_checkpoint(tmp_path, tag="whole", blocking=False)
+        engine.wait_for_checkpoint()
+        return losses, weights
+
+    expected = setup.run(plain)
+    for (losses, weights), (found, after) in zip(expected, setup.run(run)):
+        assert losses == found and same(weights, after)
+    assert staging.waits and run_holds(tmp_path) == ["whole"]
+
+
+def test_a_long_wait_is_reported(
+    tmp_path: Path, staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging.at_first_wait, told = False, list[str]()
+    monkeypatch.setattr(staging_module, "WARN_SECONDS", 0.0)
+
+    def warn(message: str, *values: object) -> None:
+        told.append(message % values)
+        staging.go.set()
+
+    monkeypatch.setattr(staging_module.logger, "warning", warn)
+
+    def run(engine: Any, rank: int) -> None:
+        train(engine, rank, range(1))
+        engine.save_checkpoint(tmp_path, blocking=False)
+        train(engine, rank, range(1, 2))
+
+    Setup().run(run)
+    assert any("for a save in the background" in each and "staging_bytes" in each for each in told)
+
+
+def test_what_is_copied_is_dropped_and_the_rest_uses_no_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory that a change frees is free then, and a step may be captured."""
+    device, used = torch.device("cuda"), list[torch.device]()
+    copy = file_writer.copy_to_memory
+
+    def counted(memory: Any, plan: Any, tensors: Any, on: torch.device, start: int = 0) -> None:
+        used.append(on)
+        copy(memory, plan, tensors, torch.device("cpu"), start)
+
+    monkeypatch.setattr(staging_module, "copy_to_memory", counted)
+    monkeypatch.setattr(staging_module.kinds, "set_device", lambda on: None)
+    monkeypatch.setattr(staging_module.streams, "side_stream", lambda on, use: None)
+    moment, buffer = torch.arange(PAGE), torch.arange(2 * PAGE)
+    plan = plan_file(
+        [("moment", moment.dtype, [PAGE]), ("buffer", buffer.dtype, [2 * PAGE])], {}, PAGE
+    )
+    state = DeferredState("moment", frozenset({"moment"}), (), (moment,))
+    memory = file_writer.aligned_buffer(buffer.nbytes + PAGE)
+    tensors = {"moment": moment, "buffer": buffer}
+    staged = StagedFile(plan, tensors, memory, device, (state,))
+    end = len(plan.header) + plan.entries[0].end
+    content, held = b"", []
+    for part in staged.parts():
+        content += bytes(part)
+        held.append("moment" in staged._tensors)
+        assert held[-1] == (len(content) < end)
+    at_once = 1
+    assert used[: at_once + held.count(True) + 1] == [device] * (at_once + held.count(True) + 1)
+    assert used[at_once + held.count(True) + 1 :] == [torch.device("cpu")] * (held.count(False) - 1)
+    assert content.endswith(buffer.numpy().tobytes()) and held.count(False) > 1
