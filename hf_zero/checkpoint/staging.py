@@ -289,10 +289,10 @@ class StagedFile:
         """Wait on the thread of a change until it is ``copied``, or abandon it before the other
         ranks end their waits for this one.
         """
-        begun, left = time.perf_counter(), PATIENCE * self._timeout - self._waited
+        begun, limit = time.perf_counter(), PATIENCE * self._timeout - self._waited
         with span("wait_save", ""):
-            while not copied.wait(max(min(WARN_SECONDS, left - _since(begun)), 0.0)):
-                if _since(begun) >= left:
+            while not copied.wait(max(min(WARN_SECONDS, limit - _since(begun)), 0.0)):
+                if _since(begun) >= limit:
                     self._abandon(self._waited + _since(begun))
                     continue
                 logger.warning(
