@@ -53,6 +53,10 @@ class Rates:
         typer.Option(min=0, help="Seconds of a message by doubling of its ranks."),
     ] = None
 
+    store_rate: Annotated[
+        float | None, typer.Option(help="Requests a second that the job's store answers.")
+    ] = None
+
     def machine(self) -> Machine:
         from hf_zero.planning.simulation import Machine
 
@@ -64,6 +68,7 @@ class Rates:
             **{name: parse_rate(text) / 8 for name, text in speeds.items() if text is not None},
             "flops": self.flops,
             "latency": self.latency,
+            "store": self.store_rate,
             "ranks_per_host": self.ranks_per_host,
         }
         values = {name: value for name, value in values.items() if value is not None}
@@ -146,6 +151,7 @@ def simulate(
         print_table(_stages(simulation))
     print_table(_collectives(simulation))
     print_table(_seconds(simulation))
+    print_table(_store(simulation))
 
 
 def _measured(job: Job, rows: int, length: int) -> Measured | None:
@@ -274,4 +280,27 @@ def _seconds(run: Simulation) -> PrintableTable:
         *(f"{value:.4g}" for value in (spent.step, spent.compute, spent.exposed, spent.messages)),
         f"{run.flops / spent.step / 1e12:.3g} T",
     )
+    return table
+
+
+def _store(run: Simulation) -> PrintableTable:
+    load, rate = run.store, run.machine.store
+    source = run.machine.sources.get("store", "")
+    caption = (
+        f"At {rate:,.0f} requests a second ({source})."
+        if rate
+        else "--store-rate gives its seconds."
+    )
+    table = PrintableTable(
+        title=f"requests of {run.ranks} ranks to the job's store",
+        caption=f"{caption} Requests of launchers and of waits come on top.",
+    )
+    for name in ("of", "requests", "seconds"):
+        table.add_column(name, justify="left" if name == "of" else "right")
+    for name, number, seconds in (
+        ("start", load.start, load.start_seconds),
+        ("restart with a load", load.restart, load.restart_seconds),
+        ("background save", load.save, load.save_seconds),
+    ):
+        table.add_row(name, f"{number:,}", "" if seconds is None else f"{seconds:.3g}")
     return table

@@ -19,6 +19,7 @@ from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.distributed.recovery import RecoveryBoard
 from hf_zero.distributed.store import StoreMessages
 from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.planning.simulation.store_load import store_load
 
 MANY, ON_A_HOST = 64, 8
 find_identity = rank_status._identity
@@ -124,6 +125,7 @@ def test_the_rank_that_commits_reads_many_outcomes_by_one_request(
         assert [each.broadcast("") for each in exchanges[1:]] == ["failed"] * (MANY - 1)
         assert clients[0].asked.total() == 1 + 2 + 2 + 2, "count, outcomes, old counts, verdict"
         assert {client.asked.total() for client in clients[1:]} == {4}
+        assert sum(client.asked.total() for client in clients) == store_load(MANY, None).save
     kept = {key for key in store.list_keys() if "/n" in key}
     assert len(kept) == 1, "counts of older saves are deleted"
     assert json.loads(mails[5].receive("verdict", 2, 0)) == "failed"

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.distributed.world_group import get_world_group
+from hf_zero.planning.simulation.store_load import store_load
 from tests.helpers.engines import config_of, start
 from tests.helpers.leftovers import await_threads, held_of_the_job, working
 from tests.helpers.models import Stack, features, seeded
@@ -125,6 +126,8 @@ def requests(rank: int, folder: Path) -> dict[str, int]:
         note("first step" if not step else f"step {step}")
     engine.save_checkpoint(str(folder))
     note("save")
+    engine.load_checkpoint(str(folder))
+    note("load")
     engine.destroy()
     return found
 
@@ -137,8 +140,12 @@ def test_a_start_asks_the_store_little_and_steps_and_saves_nothing(tmp_path: Pat
             who = f"rank {rank} of {world}"
             assert found["job"] == 3, f"{who}: its number, its first post, its process"
             assert found["engine"] == (rank == 0), f"{who}: the number of holders, once"
-            names = ("step 1", "step 2", "step 3", "save")
-            assert [found[name] for name in names] == [0] * 4, who
+            names = ("step 1", "step 2", "step 3", "save", "load")
+            assert [found[name] for name in names] == [0] * 5, who
+        sent = sum(found[name] for found in answers for name in ("job", "engine"))
+        restarted = sent + sum(found["load"] for found in answers)
+        load = store_load(world, rate=10.0)
+        assert (load.start, load.restart, load.start_seconds) == (sent, restarted, sent / 10), world
 
 
 def test_an_engine_connects_ranks_once_and_closes_its_connections():

@@ -47,6 +47,7 @@ from hf_zero.zero.layout.engine_plan import EnginePlan
 UPDATED, PERSISTENT = "updated ", "|whole"
 RATES = (
     "flops", "memory", "node", "network", "ranks_per_host", "host_link", "host_memory", "disk",
+    "store",
 )  # fmt: skip
 
 
@@ -63,7 +64,8 @@ class Machine:
     disks, for all its ranks. overlap: the share of a message that runs beside computation;
     the rest takes the time of the processor. first_write: seconds of a byte that a gather writes to
     memory which was released before. asynchronous: operations run on a device while the
-    host launches the next ones. sources: where values come from, by name; others are the defaults.
+    host launches the next ones. store: requests that the job's store answers, None if unknown.
+    sources: where values come from, by name; others are the defaults.
     """
 
     flops: float = 125e12
@@ -79,14 +81,15 @@ class Machine:
     overlap: float = 1.0
     first_write: float = 0.0
     asynchronous: bool = True
+    store: float | None = None
     sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in RATES:
-            if not getattr(self, name) > 0:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
                 raise ConfigError(
-                    f"{name} = {getattr(self, name)!r} is no rate of a machine; write a number "
-                    "above 0"
+                    f"{name} = {value!r} is no rate of a machine; write a number above 0"
                 )
 
     def bandwidth(self, group: Group) -> float:

@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_map
 from hf_zero.device import kinds
 from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.distributed.process_group import default_device, get_world_size
+from hf_zero.distributed.process_group import default_device, get_rank, get_world_size
+from hf_zero.distributed.store import requests_a_second
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.fused.attention_on_meta import without_memory
 from hf_zero.measures.collectives import wire_bytes
@@ -58,7 +59,7 @@ class Measured:
     operation: seconds of one on the tensors of a single token. latency, link: seconds of a small
     message, and bytes a second that a rank sends; None with one rank. overlap: the share of a
     message during which computation goes on. first_write: seconds of a byte that a message writes
-    to memory which was released before.
+    to memory which was released before. store: requests a second that a store answers.
     """
 
     block: str
@@ -71,6 +72,7 @@ class Measured:
     overlap: float
     asynchronous: bool
     first_write: float = 0.0
+    store: float | None = None
 
     def machine(self, recording: Recording, base: Machine) -> Machine:
         """Return ``base`` with what was measured in place of what was assumed: the rate of matrix
@@ -99,6 +101,8 @@ class Measured:
         if self.link is not None:
             rates |= {"latency": self.latency, "node": self.link, "network": self.link * self.ranks}
             rates["ranks_per_host"] = max(self.ranks, base.ranks_per_host)
+        if self.store is not None:
+            rates["store"] = self.store
         rates = {name: value for name, value in rates.items() if name not in base.sources}
         return base.replaced(rates, "measured")
 
@@ -140,6 +144,9 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
             size = _size(sum(parameter.nbytes for parameter in real.parameters()), ranks)
             calls |= _messages(mesh.shard, size, device, run)
         took = _times(calls, device, mesh)
+        store = requests_a_second() if get_rank() == 0 else 0.0
+        if mesh is not None:
+            store = mesh.broadcast_object(store)
     finally:
         if mesh is not None:
             mesh.close()
@@ -154,6 +161,7 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
         link=None,
         overlap=1.0,
         asynchronous=not kinds.is_host(device),
+        store=store,
     )
     return measured if mesh is None else _with_messages(measured, took, size)
 

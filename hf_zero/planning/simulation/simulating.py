@@ -68,6 +68,7 @@ from hf_zero.planning.simulation.recording import (
     record,
 )
 from hf_zero.planning.simulation.stages import StageRecorder, record_stage
+from hf_zero.planning.simulation.store_load import StoreLoad, store_load
 from hf_zero.techniques.quantized_linears import mark_weights
 from hf_zero.techniques.registry import TrainingTechniques
 from hf_zero.zero.layout.engine_plan import EnginePlan, plan
@@ -148,6 +149,7 @@ class Simulation:
     flops: float
     seconds: Seconds
     machine: Machine
+    store: StoreLoad
     stages: tuple[StageFigures, ...] = ()
 
     @property
@@ -256,6 +258,7 @@ def simulate(
         flops=recording.flops,
         seconds=figures_here.seconds,
         machine=machine,
+        store=store_load(planned.dims.world, machine.store),
         stages=tuple(figures) if len(plans) > 1 else (),
     )
 
