@@ -340,9 +340,14 @@ class Checkpoint(ClosedAtExit):
         runs = parameter_ranges(self.manifest, name, start, start + out.numel())
         self.fill(out, runs, scratch=scratch)
 
-    def holds(self, run: CopyRange, tensor: str) -> bool:
-        """Whether the chunk of ``run`` has the tensor ``tensor``."""
-        return tensor in run.flat.chunks[run.chunk].tensors
+    def runs(self, name: str, state: str = MASTER) -> list[CopyRange] | None:
+        """Return the runs that hold all elements of ``state`` of the whole parameter ``name``, or
+        its weights; None if the checkpoint lacks some of them.
+        """
+        numel = torch.Size(self.manifest.slots[name][1].whole).numel()
+        runs = list(parameter_ranges(self.manifest, name, 0, numel))
+        held = all(state in run.flat.chunks[run.chunk].tensors for run in runs)
+        return runs if held or state == MASTER else None
 
     def buffer(self, name: str) -> torch.Tensor:
         """Return the buffer ``name``; some programs save buffers as parameters."""

@@ -46,7 +46,7 @@ from tests.helpers.tensor_parallel import (
     qwen3,
     train_tensor_parallel,
 )
-from tests.helpers.training import At, Plan, adamw, plain_sgd, sgd
+from tests.helpers.training import At, Plan, adamw, plain_sgd
 from tests.parallel.expert_cases import OnSpreadExperts, keys
 from tests.parallel.test_tensor_layers import loss_and_gradients
 from tests.ranks.test_matrix import Routed
@@ -254,7 +254,7 @@ def test_state_dicts_and_files_are_whole(name, tmp_path):
         _compare(model.state_dict(), given)
         model.load_state_dict(more)
         _compare(model.state_dict(), more)
-        engine = start(model, sgd(model), config_of(3, **section))
+        engine = start(model, adamw(model), config_of(3, **section))
         _compare(whole_state_dict(engine), more)
         model.load_state_dict(given)
         _compare(model.state_dict(), given)
@@ -268,6 +268,17 @@ def test_state_dicts_and_files_are_whole(name, tmp_path):
         return trained
 
     trained = run_ranks(2, run)[0]
+    hf_zero.convert_checkpoint(tmp_path / "saved", tmp_path / "universal", to="universal")
+    plain = copy.deepcopy(whole)
+    plain.load_state_dict(given)
+    optimizer = adamw(plain)
+    plain(**MODELS[name].batch(0, 0, 0)).loss.backward()
+    optimizer.step()
+    for parameter_name, parameter in plain.named_parameters():
+        folder = tmp_path / "universal" / "zero" / parameter_name
+        weight, moment = (torch.load(folder / f"{f}.pt")["param"] for f in ("fp32", "exp_avg"))
+        assert weight.equal(trained[parameter_name])
+        torch.testing.assert_close(moment, optimizer.state[parameter]["exp_avg"])
     converted = dict(hf_zero.checkpoint.iterate_state_dict(tmp_path / "saved", dtype="float32"))
     _compare(trained, converted)
     if name == "mixtral":  # whose experts save_pretrained writes one by one

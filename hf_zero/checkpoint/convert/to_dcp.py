@@ -28,7 +28,7 @@ from hf_zero.checkpoint.convert.files import file_error
 from hf_zero.checkpoint.convert.outputs import OutputTensor, outputs, tied_names
 from hf_zero.checkpoint.foreign.dcp import COUNTERS
 from hf_zero.checkpoint.manifest import GroupEntry, strip_wrappers
-from hf_zero.checkpoint.reader import Checkpoint, parameter_ranges
+from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.errors import CheckpointError
 
 STEP = "step"
@@ -107,13 +107,10 @@ class _State:
             return {}
         checkpoint = self._checkpoint
         flat, slot = checkpoint.manifest.slots[source]
-        runs = list(
-            parameter_ranges(checkpoint.manifest, source, 0, torch.Size(slot.whole).numel())
-        )
         scalars = group.numbers_of(source)
         states = {key: torch.tensor(float(value)) for key, value in scalars.items()}
         for state in flat.states:
-            if not all(checkpoint.holds(run, state) for run in runs):
+            if (runs := checkpoint.runs(source, state)) is None:
                 continue
             fill = partial(_fill, checkpoint, runs, state)
             self.fills[f"optimizer.state.{name}.{state}"] = fill

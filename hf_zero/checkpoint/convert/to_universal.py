@@ -19,7 +19,7 @@ from hf_zero.checkpoint.convert.files import torch_save
 from hf_zero.checkpoint.convert.outputs import OutputTensor, outputs
 from hf_zero.checkpoint.foreign.deepspeed import FOLDER, OWN_KEYS, SETTINGS, STEP, WEIGHTS
 from hf_zero.checkpoint.manifest import MASTER, is_plain, strip_wrappers
-from hf_zero.checkpoint.reader import Checkpoint, parameter_ranges
+from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, log_rank0
 
@@ -103,8 +103,8 @@ def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
 def _whole(checkpoint: Checkpoint, name: str, state: str) -> torch.Tensor | None:
     """Return the ``state`` of parameter ``name`` in fp32; None for one that it lacks."""
     _, slot = checkpoint.manifest.slots[name]
-    runs = list(parameter_ranges(checkpoint.manifest, name, 0, slot.numel))
-    if state != MASTER and not all(checkpoint.holds(run, state) for run in runs):
+    runs = checkpoint.runs(name, state)
+    if runs is None:
         return None
     out = torch.empty(slot.whole, dtype=torch.float32)
     checkpoint.fill(out.view(-1), runs, state)
