@@ -52,6 +52,7 @@ from hf_zero.zero.gather.model_patches import Attached, Override
 from hf_zero.zero.layout.attributes import kept_in_attributes
 from hf_zero.zero.layout.tree import transformed
 from hf_zero.zero.layout.unit import Unit
+from hf_zero.zero.layout.walk import named_modules_of
 from hf_zero.zero.layout.wrap import find_units
 
 # limit on recompilations of one forward; torch's default of 8 is too low for a class with several
@@ -380,7 +381,7 @@ def refuse_recorded(model: nn.Module, fixed: bool) -> None:
     engine was made, and without ``fixed`` addresses for those compiled to record them: with fixed
     ones they record again at the new addresses.
     """
-    for name, module in model.named_modules():
+    for name, module in named_modules_of(model):
         forward = module.__dict__.get("forward")
         if getattr(forward, "__module__", None) == "torch.cuda.graphs":
             what = f"torch.cuda.make_graphed_callables of {name or 'the model'}"

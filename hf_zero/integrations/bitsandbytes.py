@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from hf_zero.errors import PartitionError
+from hf_zero.zero.layout.walk import named_modules_of
 
 _PACKS = "support_avx512bf16_for_cpu"
 
@@ -15,7 +16,7 @@ def keep_packing(model: nn.Module) -> None:
 
     Raises PartitionError for weights that are packed so already; they give no gradients.
     """
-    for name, module in model.named_modules():
+    for name, module in named_modules_of(model):
         state = getattr(getattr(module, "weight", None), "quant_state", None)
         if getattr(state, "packing_format_for_cpu", False):
             raise PartitionError(

@@ -19,6 +19,7 @@ from hf_zero.zero.layout.materialize import check_alike
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.shared_memory import tie_shared_memory
 from hf_zero.zero.layout.walk import parameters_of
+from hf_zero.zero.transaction import restore_on_rollback, transaction
 
 
 def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
@@ -51,7 +52,9 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     patches, techniques = ActivationPatches(resolved), TrainingTechniques(resolved)
     plan = Engine.plan(model, resolved, None, extensions_of, keeps_dtypes=True)
     check_alike(plan)
-    return Engine(plan, patches, techniques)
+    with transaction():
+        restore_on_rollback(model)
+        return Engine(plan, patches, techniques)
 
 
 def engines_of(model: nn.Module) -> list[Engine]:

@@ -29,7 +29,6 @@ from hf_zero.zero.transaction import (
     on_rollback,
     restore_buffers_on_rollback,
     restore_on_rollback,
-    restore_parameters_on_rollback,
     transaction,
 )
 
@@ -55,11 +54,9 @@ def apply(planned: Planned[Any]) -> Setup:
     request, spare = planned.resolved.request, planned.report.spare
     try:
         with transaction():
-            restore_on_rollback(request.model, request.user_optimizer)
             restore_on_rollback(request.lr_scheduler, request.training_data)
             on_rollback(restorer_of_generators())
             if spare:
-                restore_parameters_on_rollback(request.model)
                 restore_buffers_on_rollback(request.model)
             setup = Setup(planned, planned.resolved.optimizer)
             for step in ORDER:

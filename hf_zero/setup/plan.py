@@ -51,8 +51,8 @@ from hf_zero.zero.state_bytes import held_bytes
 from hf_zero.zero.step.captured_step import KEY as CAPTURE
 from hf_zero.zero.transaction import (
     on_rollback,
-    restore_on_rollback,
-    restore_parameters_on_rollback,
+    snapshot_of,
+    snapshot_of_parameters,
     trial,
 )
 
@@ -92,14 +92,16 @@ class Planned(Generic[E]):
 
 
 def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
-    """Resolve ``request``, plan its engine and check everything; change nothing. Collective: an
-    error on one rank is raised on all.
+    """Resolve ``request``, plan its engine and check everything; change nothing. If the transaction
+    under way is undone, model and optimizer are restored, and their tensors if there is memory for
+    that. Collective: an error on one rank is raised on all.
     """
     model = request.model
+    before, values = snapshot_of(model, request.user_optimizer), snapshot_of_parameters(model)
     # the plan is of the model as it will be: its ties and marks are made for the plan alone
     with trial():
-        restore_on_rollback(model, request.user_optimizer)
-        restore_parameters_on_rollback(model)
+        on_rollback(before)
+        on_rollback(values)
         with raise_on_all_ranks("plan its engine"):
             resolved = resolve(request, checkpoint)
             check_features(resolved)
@@ -114,6 +116,9 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
             uncut = _plan_of_model(resolved, resolved.optimizer) if cuts else engine_plan
             checkpoint.check(LoadTarget.planned(uncut, scheduler))
         report = check_on_all_ranks(engine_plan, _freed(ending))
+    on_rollback(before)
+    if report.spare:
+        on_rollback(values)
     return Planned(resolved, report, is_final, inputs)
 
 

@@ -28,11 +28,14 @@ class PlanInputs:
         self._values: list[object] = []
         configs: dict[int, Any] = {}
         for module in modules_of(model):
-            self._add(module, vars(module))
+            attributes = module.__dict__
+            self._add(module, attributes)
             for table in _TABLES:
-                self._add(None, vars(module)[table])
-            config = config_of_module(module)
-            configs.setdefault(id(config), config)
+                if attributes[table]:
+                    self._add(None, attributes[table])
+            if "config" in attributes:
+                config = config_of_module(module)
+                configs.setdefault(id(config), config)
         for config in filter(None, configs.values()):
             self._add(config, vars(config))
         for tensor in itertools.chain(parameters_of(model), buffers_of(model)):

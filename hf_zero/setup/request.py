@@ -28,6 +28,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.optim.build import build_optimizer, build_scheduler, refused
 from hf_zero.parallel.pipeline.staged import StagedModule
+from hf_zero.zero.layout.walk import named_modules_of
 
 E = TypeVar("E", bound=Engine)
 # wrappers of torch, by name, because FSDP takes time to import
@@ -216,7 +217,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
     """Raise ConfigError for a wrapper of torch in ``model``, which reduces gradients (DDP), shards
     parameters (FSDP) or copies the model to devices (DataParallel) besides the engine.
     """
-    for name, module in model.named_modules():
+    for name, module in named_modules_of(model):
         for cls in type(module).__mro__:
             if cls.__name__ in WRAPPERS and cls.__module__.startswith("torch."):
                 raise ConfigError(

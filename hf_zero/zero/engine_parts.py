@@ -31,7 +31,7 @@ from hf_zero.zero.step.optimizer_patch import patch_optimizer
 from hf_zero.zero.step.optimizer_step import OptimizerStep, StateChanges, failed_write
 from hf_zero.zero.step.preemption import StopRequests
 from hf_zero.zero.step.step_reports import SanityChecks, StepMeasures
-from hf_zero.zero.transaction import on_rollback, restore_on_rollback, transaction
+from hf_zero.zero.transaction import on_rollback, transaction
 
 # attributes of an OptimizerStep that a rebuild keeps
 KEPT_OF_STEP = ("max_norm", "lr_scale", "norm", "applied")
@@ -113,14 +113,15 @@ class EngineParts(AroundModel):
             on_rollback(_unguard)
 
     def assemble(self, plan: EnginePlan) -> None:
-        """Build the parts of ``plan``, in the constructor and in a rebuild (collective)."""
+        """Build the parts of ``plan``, in the constructor and in a rebuild (collective). An
+        exception removes them; the caller restores the model and the optimizer.
+        """
         # the form in which weights were last sent to another program, and the changes of each flat
         # buffer then
         self.sent_changes: tuple[tuple[object, ...], Mapping[FlatBuffer, int]] | None = None
         mesh = make_mesh(plan)
         try:
             with transaction(), ExitStack() as installed:
-                restore_on_rollback(plan.model, plan.optimizer)
                 self.changes = StateChanges(mesh.passes)
                 self._build(plan, mesh, installed)
                 self._installed = installed.pop_all()

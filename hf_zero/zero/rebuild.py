@@ -32,6 +32,7 @@ from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, names_by_kind, transfer
 from hf_zero.zero.step.optimizer_step import refuse_half_done
+from hf_zero.zero.transaction import restore_on_rollback, transaction
 
 if TYPE_CHECKING:
     from hf_zero.zero.engine_parts import EngineParts
@@ -197,7 +198,10 @@ def rebuild(
         if not keeps:
             state.forget([parameter for parameter in trained if not parameter.requires_grad])
         with trainable_again(trained if keeps else ()):
-            engine.assemble(_plan(engine))
+            plan = _plan(engine)
+            with transaction():
+                restore_on_rollback(engine.module, engine.optimizer)
+                engine.assemble(plan)
     if broken:
         engine.changes.break_off(broken)
     with engine.changes.change(what):

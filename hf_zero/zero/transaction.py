@@ -10,10 +10,11 @@ snapshot (:func:`restore_on_rollback`), whichever lines have run, those of other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -68,31 +69,38 @@ def on_rollback(function: Callable[..., object], *args: object) -> None:
 
 
 def restore_on_rollback(*owners: object) -> None:
-    """Restore classes, attributes, hooks, parameters, children and configurations of the modules of
-    models, groups and state of optimizers, dictionaries, and attributes of other objects, if the
-    transaction is undone. Their tensors are not: see :func:`restore_parameters_on_rollback` and
-    :func:`restore_buffers_on_rollback`.
+    """Restore ``owners`` as :func:`snapshot_of` does, if the transaction is undone."""
+    if _stack.get() is not None:
+        on_rollback(snapshot_of(*owners))
+
+
+def snapshot_of(*owners: object) -> Callable[[], None]:
+    """Return a function that restores classes, attributes, hooks, parameters, children and
+    configurations of the modules of models, groups and state of optimizers, dictionaries, and
+    attributes of other objects. It does not restore their tensors: see
+    :func:`snapshot_of_parameters` and :func:`restore_buffers_on_rollback`.
     """
+    snapshots: list[_Snapshot] = []
     for owner in owners:
         if isinstance(owner, nn.Module):
             modules = modules_of(owner)
             configs = {id(config): config for config in map(config_of_module, modules) if config}
-            _restore_all_on_rollback(_Attributes, (*modules, *configs.values()))
+            snapshots += map(_Attributes, (*modules, *configs.values()))
         elif isinstance(owner, dict):
-            on_rollback(owner.update, dict(owner))
-            on_rollback(owner.clear)
+            snapshots.append(_Entries(owner))
         elif isinstance(owner, torch.optim.Optimizer):
-            on_rollback(_OptimizerState(owner).restore)
+            snapshots.append(_OptimizerState(owner))
         elif hasattr(owner, "__dict__"):
-            on_rollback(_Attributes(owner).restore)
+            snapshots.append(_Attributes(owner))
+    return partial(_restore_all, snapshots)
 
 
-def restore_parameters_on_rollback(model: nn.Module) -> None:
-    """Restore memory, class, attributes and gradient of each parameter of ``model`` if the
-    transaction is undone. Their memory is kept until its end, so the model needs it twice.
-    Parameters that a former engine has left sharded are left out.
+def snapshot_of_parameters(model: nn.Module) -> Callable[[], None]:
+    """Return a function that restores memory, class, attributes and gradient of each parameter of
+    ``model``. It keeps their memory, so the model needs it twice. Parameters that a former engine
+    has left sharded are left out.
     """
-    _restore_all_on_rollback(_Memory, (p for p in parameters_of(model) if owner_of(p) is None))
+    return partial(_restore_all, [_Memory(p) for p in parameters_of(model) if owner_of(p) is None])
 
 
 @torch.no_grad()
@@ -106,28 +114,37 @@ def restore_buffers_on_rollback(model: nn.Module) -> None:
         on_rollback(module._buffers.update, dict(module._buffers))
 
 
-def _restore_all_on_rollback(
-    snapshot: Callable[[Any], _Attributes | _Memory], owners: Iterable[object]
-) -> None:
-    """Push the restoration of all ``owners`` as one inverse operation."""
-    if _stack.get() is not None:
-        on_rollback(_restore_all, [snapshot(owner) for owner in owners])
-
-
-def _restore_all(snapshots: list[_Attributes | _Memory]) -> None:
+def _restore_all(snapshots: Sequence[_Snapshot]) -> None:
     """Restore ``snapshots`` from the last to the first, also those before one that fails."""
+    left = list(snapshots)
     try:
-        while snapshots:
-            snapshots.pop().restore()
+        while left:
+            left.pop().restore()
     finally:
-        if snapshots:
-            _restore_all(snapshots)
+        if left:
+            _restore_all(left)
 
 
 def config_of_module(module: nn.Module) -> object:
     """Return the configuration of a model of transformers."""
     config = vars(module).get("config")
     return config if hasattr(config, "to_dict") else None
+
+
+class _Snapshot(Protocol):
+    def restore(self) -> None:
+        """Restore the owner as it was when the snapshot was taken, any number of times."""
+
+
+class _Entries:
+    """The entries of a dictionary."""
+
+    def __init__(self, owner: dict[object, object]):
+        self._owner, self._entries = owner, dict(owner)
+
+    def restore(self) -> None:
+        self._owner.clear()
+        self._owner.update(self._entries)
 
 
 class _Attributes:
@@ -175,6 +192,8 @@ class _OptimizerState:
         for live, content in (*self._groups, *self._state.values()):
             live.clear()
             live.update(content)
+        for group, _ in self._groups:
+            group["params"] = [*group["params"]]  # the list of this snapshot stays as it is
 
 
 class _Memory:

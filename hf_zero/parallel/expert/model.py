@@ -25,6 +25,7 @@ from hf_zero.parallel.expert.moe_layer import MOELayer
 from hf_zero.parallel.tensor.layers import is_sharded, put_on, take_off
 from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
+from hf_zero.zero.layout.walk import named_modules_of
 
 # style of stacked expert parameters in plans of transformers
 STACKED = "grouped_gemm"
@@ -182,7 +183,7 @@ def on_model(model: nn.Module) -> dict[str, RoutesOfForwards]:
 
 def _spread_layers(model: nn.Module) -> Iterator[tuple[str, MOELayer]]:
     """Yield the MoE layers whose experts differ between ranks, with their paths."""
-    for path, module in model.named_modules():
+    for path, module in named_modules_of(model):
         if isinstance(module, MOELayer) and module.ep_size > 1:
             yield path, module
 
@@ -235,7 +236,7 @@ def cuts_of_experts(
 
 def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """Yield the modules of experts with their paths and the names of their stacked parameters."""
-    for at, inner in model.named_modules():
+    for at, inner in named_modules_of(model):
         config = attribute_of(inner, "config")
         # older releases of transformers leave the plan in the configuration
         plan = attribute_of(inner, "ep_plan") or getattr(config, "base_model_ep_plan", None)

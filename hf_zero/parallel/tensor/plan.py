@@ -23,6 +23,7 @@ from hf_zero.parallel.tensor.styles import (
 )
 from hf_zero.zero.layout.sharding import WHOLE as WHOLE_OF_ALL
 from hf_zero.zero.layout.sharding import sharding_of
+from hf_zero.zero.layout.walk import named_modules_of
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -88,7 +89,7 @@ def planned_model(model: nn.Module) -> tuple[str, nn.Module]:
     """Return the path and the model of transformers inside ``model`` and its wrappers or
     adapters.
     """
-    for name, module in model.named_modules():
+    for name, module in named_modules_of(model):
         # getattr would find the inner model's config through wrappers
         if hasattr(module.__dict__.get("config"), "model_type"):
             return name, module

@@ -52,7 +52,7 @@ from hf_zero.zero.layout.tree import (
     with_replaced,
 )
 from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
-from hf_zero.zero.layout.walk import modules_of
+from hf_zero.zero.layout.walk import modules_of, named_modules_of
 
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -142,7 +142,7 @@ class Hooks:
         self._install(model)
 
     def _install(self, model: nn.Module) -> None:
-        names = {module: name for name, module in model.named_modules()}
+        names = {module: name for name, module in named_modules_of(model)}
         around: dict[nn.Module, Unit | None] = {
             module: unit for unit in self._units for module in unit.modules.values()
         }
@@ -155,9 +155,12 @@ class Hooks:
                 id(p) in in_root for p in module._parameters.values() if p is not None
             ):
                 around[module] = root
-        for path in (name.split(".") for unit in self._units for name in unit.modules):
-            for depth in range(len(path)):
-                around.setdefault(model.get_submodule(".".join(path[:depth])), None)
+        outer = {""}  # paths of modules with units inside
+        for path in (name for unit in self._units for name in unit.modules):
+            while (path := path.rpartition(".")[0]) not in outer:
+                outer.add(path)
+        for path in outer:
+            around.setdefault(model.get_submodule(path), None)
         for module, unit in around.items():
             self._removable += [
                 module.register_forward_pre_hook(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.zero.layout.walk import modules_of
+from hf_zero.zero.layout.walk import modules_of, named_modules_of
 
 
 def attribute_of(module: nn.Module, name: str) -> Any:
@@ -27,7 +27,7 @@ def declared(model: nn.Module, attribute: str) -> dict[str, tuple[str, ...]]:
     submodule that has any, by the submodule's name; "" for ``model`` itself.
     """
     declarations = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules_of(model):
         names = attribute_of(module, attribute)
         if isinstance(names, (list, tuple, set, frozenset, dict)) and names:
             declarations[prefix] = tuple(map(str, names))

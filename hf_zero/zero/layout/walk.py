@@ -10,6 +10,8 @@ from torch import nn
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return ``[*model.modules()]``."""
+    if not model._modules:
+        return [model]
     seen: dict[int, nn.Module] = {}
     pending = [model]
     while pending:
@@ -19,6 +21,21 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
             if module._modules:
                 pending += [c for c in reversed(module._modules.values()) if c is not None]
     return [*seen.values()]
+
+
+def named_modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return ``[*model.named_modules()]``."""
+    names: dict[nn.Module, str] = {}
+    pending = [("", model)]
+    while pending:
+        name, module = pending.pop()
+        if module not in names:
+            names[module] = name
+            if module._modules:
+                prefix = f"{name}." if name else ""
+                children = reversed(module._modules.items())
+                pending += [(prefix + key, child) for key, child in children if child is not None]
+    return [(name, module) for module, name in names.items()]
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:

@@ -16,7 +16,7 @@ from torch import nn
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.declared import attribute_of, declared
-from hf_zero.zero.layout.walk import modules_of, parameters_of
+from hf_zero.zero.layout.walk import modules_of, named_modules_of, parameters_of
 
 LARGE_LEAF = 0.25  # of the largest block: an embedding or head of this size is a unit of its own
 PARTS = 16  # a model without blocks is cut into about this many units
@@ -84,15 +84,16 @@ def _outermost(model: nn.Module, ids: set[int]) -> list[tuple[str, nn.Module]]:
         if id(module) in ids and module is not model:
             outermost.append((name, module))
             return
-        for child_name, child in module.named_children():
-            visit(f"{name}.{child_name}" if name else child_name, child)
+        for child_name, child in module._modules.items():
+            if child is not None:
+                visit(f"{name}.{child_name}" if name else child_name, child)
 
     visit("", model)
     return outermost
 
 
 def _with_parameters(modules: Iterable[nn.Module]) -> set[int]:
-    return {id(m) for m in modules if any(True for _ in m.parameters())}
+    return {id(module) for module in modules if parameters_of(module)}
 
 
 def find_blocks(model: nn.Module, sizes: Sizes = OWN) -> list[tuple[str, nn.Module]]:
@@ -257,7 +258,7 @@ def _alone(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], sizes: Siz
         and isinstance(m, (nn.Embedding, nn.Linear))
         and largest
         and _numel(m, sizes) >= max(LARGE_LEAF * largest, MIN_UNIT)
-        and all(users[id(p)] == 1 for p in m.parameters())
+        and all(users[id(p)] == 1 for p in parameters_of(m))
     }
     whole = _with_parameters(
         m for m in modules_of(model) if attribute_of(m, WHOLE) and _is_called(m)
@@ -335,7 +336,7 @@ def packed_elements(granularity: int | None = None) -> int:
 def _packs(model: nn.Module) -> list[list[int]]:
     """Return the parameter ids of each pack that a module of ``model`` declares."""
     packs = []
-    for name, module in model.named_modules():
+    for name, module in named_modules_of(model):
         for pack in attribute_of(module, PACKED) or ():
             try:
                 packs.append([id(module.get_parameter(parameter)) for parameter in pack])
@@ -460,7 +461,7 @@ def _by(
     raise_if_not_found: bool,
     matches: Callable[[str, str], bool],
 ) -> tuple[list[nn.Module], list[str]]:
-    named = list(model.named_modules())
+    named = named_modules_of(model)
     matching = {key: [module for name, module in named if matches(name, key)] for key in patterns}
     missing = [pattern for pattern, modules in matching.items() if not modules]
     if missing and raise_if_not_found:

@@ -3,7 +3,7 @@
 from torch import nn
 
 from hf_zero.zero.layout.declared import attribute_of
-from hf_zero.zero.layout.walk import buffers_of, modules_of, parameters_of
+from hf_zero.zero.layout.walk import buffers_of, modules_of, named_modules_of, parameters_of
 
 
 def shared() -> nn.Module:
@@ -21,6 +21,7 @@ def shared() -> nn.Module:
 def test_objects_and_their_order_are_those_of_torch() -> None:
     model = shared()
     assert list(map(id, modules_of(model))) == list(map(id, model.modules()))
+    assert named_modules_of(model) == list(model.named_modules())
     assert list(map(id, parameters_of(model))) == list(map(id, model.parameters()))
     assert list(map(id, buffers_of(model))) == list(map(id, model.buffers()))
 
