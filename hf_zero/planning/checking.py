@@ -27,6 +27,7 @@ from hf_zero.planning.fit import ACTIVATIONS, Fit, MemoryVerdict, fit, judge
 from hf_zero.planning.needs import Needs, needs
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.planner import replan
 from hf_zero.zero.layout.walk import parameters_of
 
 SWITCH = "HF_ZERO_PREFLIGHT"
@@ -196,7 +197,7 @@ def _slower(plan: EnginePlan, free: Free) -> list[str]:
     if not offloads or free.host_device:
         return []
     on_device = settings.placed(settings.stage, OffloadOptimizer(), OffloadParam())
-    without = needs(plan.replan(on_device))
+    without = needs(replan(plan, on_device))
     if not judge(without, free, ACTIVATIONS).fits:
         return []
     return [

@@ -45,7 +45,8 @@ from hf_zero.planning.traffic import Traffic, codings
 from hf_zero.planning.traffic import traffic as ways
 from hf_zero.zero.extensions import Extensions
 from hf_zero.zero.layout.attributes import elements_of
-from hf_zero.zero.layout.engine_plan import Cuts, EnginePlan, plan, shape_of
+from hf_zero.zero.layout.engine_plan import Cuts, EnginePlan, shape_of
+from hf_zero.zero.layout.planner import plan, replan
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES
 
@@ -502,7 +503,7 @@ def _extensions_of(settings: ZeroConfig, optimizer: torch.optim.Optimizer | None
 
 def _at_stage(base_plan: EnginePlan, stage: int) -> EnginePlan:
     now = base_plan.settings
-    return base_plan.replan(now.placed(stage, now.offload_optimizer, now.offload_param))
+    return replan(base_plan, now.placed(stage, now.offload_optimizer, now.offload_param))
 
 
 def _stages(
@@ -555,7 +556,7 @@ def _lengths(base_plan: EnginePlan, lengths: Sequence[int]) -> tuple[LengthEstim
 def _largest_row(parts: Sequence[EnginePlan], settings: ZeroConfig) -> StageEstimate:
     """Return the row, with ``settings``, of the pipeline stage with the most state."""
     rows = [
-        replace(_row(part.replan(settings)), pipeline_stage=stage)
+        replace(_row(replan(part, settings)), pipeline_stage=stage)
         for stage, part in enumerate(parts)
     ]
     return max(rows, key=lambda row: row.state)
@@ -595,7 +596,7 @@ def _refuse_missing(model: object) -> None:
 
 def _row(planned: EnginePlan) -> StageEstimate:
     stage = planned.settings.stage
-    plain = planned.replan(planned.settings.placed(stage, OffloadOptimizer(), OffloadParam()))
+    plain = replan(planned, planned.settings.placed(stage, OffloadOptimizer(), OffloadParam()))
     sums: Counter[str] = Counter()
     for (kind, _), nbytes in state_bytes(plain).items():
         sums[kind] += nbytes

@@ -23,6 +23,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import in_units
 from hf_zero.planning.needs import NamedBytes, Needs, needs
 from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.planner import replan
 
 # usable share of a host's free memory: page tables, loaders and the allocator need some too
 RAM_SHARE = 0.96
@@ -210,7 +211,7 @@ def fit(
     begin = plan.settings.stage
     for name, settings in _candidates(plan, free, sorted(stages or plan.stages[begin:])):
         try:
-            candidate = plan.replan(settings)
+            candidate = replan(plan, settings)
         except ConfigError:
             continue
         for way in activations:
@@ -252,7 +253,7 @@ def _candidates(
     if plan.settings.gradient_accumulation_steps == 1:
         for stage in stages:
             settings = at(stage, OffloadOptimizer(), OffloadParam()).override(EARLY, "proposed")
-            if plan.replan(settings).updates_in_backward:
+            if replan(plan, settings).updates_in_backward:
                 yield f"stage {stage}, all on the device, updates in the backward", settings
     for kind in kinds:
         for stage in away:
@@ -328,4 +329,4 @@ def _offloading(plan: EnginePlan, ratio: float | Literal["auto"]) -> EnginePlan:
     """Return ``plan`` with another share of the optimizer offloaded."""
     now = plan.settings
     optimizer = replace(now.offload_optimizer, ratio=ratio)
-    return plan.replan(now.placed(now.stage, optimizer, now.offload_param))
+    return replan(plan, now.placed(now.stage, optimizer, now.offload_param))

@@ -12,7 +12,8 @@ from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.zero.layout.engine_plan import EnginePlan, plan
+from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.planner import plan
 
 
 def adamw_of(model: nn.Module) -> torch.optim.Optimizer | None:

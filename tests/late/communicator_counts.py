@@ -19,7 +19,7 @@ from hf_zero.planning.estimate import estimate  # isort: skip
 from hf_zero.config import ZeroConfig  # isort: skip
 from hf_zero.distributed.parallel_dims import ParallelDims  # isort: skip
 from hf_zero.planning.checking import communicators  # isort: skip
-from hf_zero.zero.layout.engine_plan import plan  # isort: skip
+from hf_zero.zero.layout.planner import plan  # isort: skip
 
 EXPERTS = families.EXPERTS
 SEQUENCE, RING = {"sequence_parallel_size": 2}, {"context_parallel_size": 2}

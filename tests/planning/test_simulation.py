@@ -25,6 +25,7 @@ from hf_zero.planning.simulation.simulating import (
     plans_of_stages,
     record_plans,
 )
+from hf_zero.zero.layout.planner import replan
 from hf_zero.zero.layout.stage_policy import POLICIES
 from hf_zero.zero.state_bytes import held_bytes
 from tests.helpers.cells import fast, in_one_item
@@ -57,8 +58,8 @@ def test_model_states_are_those_of_the_paper() -> None:
         base = plans_of_stages(None, ranks, 0, params=parameters)[1][0]
         for stage, figure in enumerate((16e-9 * parameters, *PAPER[parameters][ranks])):
             settings = base.settings
-            own = base.replan(
-                settings.placed(stage, settings.offload_optimizer, settings.offload_param)
+            own = replan(
+                base, settings.placed(stage, settings.offload_optimizer, settings.offload_param)
             )
             found = sum(model_states(own, narrow=True).values()) / 1e9
             digit = 0.5 * 10.0 ** -len(f"{figure}".partition(".")[2].rstrip("0"))

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_zero.setup import parallelize
 from hf_zero.setup.plan_inputs import PlanInputs
-from hf_zero.zero.layout import engine_plan
+from hf_zero.zero.layout import planner
 from hf_zero.zero.layout.sharding import Sharding, set_sharding
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
@@ -70,13 +70,13 @@ def test_every_change_of_an_input_is_seen(change: str) -> None:
 
 def plans(monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[str]]:
     """Return the number of plans that one call of ``initialize`` makes, and the units."""
-    made, plan = [], engine_plan.plan
+    made, plan = [], planner.plan
 
     def counted(*args: Any, **more: Any) -> Any:
         made.append(plan(*args, **more))
         return made[-1]
 
-    monkeypatch.setattr(engine_plan, "plan", counted)
+    monkeypatch.setattr(planner, "plan", counted)
 
     def run(rank: int, model: nn.Module) -> list[str]:
         section = {"stage": 3, "stage3_module_granularity_threshold": 0}

@@ -71,7 +71,8 @@ from hf_zero.planning.simulation.stages import StageRecorder, record_stage
 from hf_zero.planning.simulation.store_load import StoreLoad, store_load
 from hf_zero.techniques.quantized_linears import mark_weights
 from hf_zero.techniques.registry import TrainingTechniques
-from hf_zero.zero.layout.engine_plan import EnginePlan, plan
+from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.planner import plan, replan
 from hf_zero.zero.training_engine import TrainingEngine
 
 LENGTH = 1024  # tokens of a sequence, unless given
@@ -337,7 +338,7 @@ def plans_of_stages(
     plans = plans_of(module, job_asked, settings)
     ranks_of = job_asked.dims.ranks_along(rank, "pipeline")
     return name, [
-        planned if planned.rank == r else planned.replan(settings, r)
+        planned if planned.rank == r else replan(planned, settings, r)
         for planned, r in zip(plans, ranks_of)
     ]
 
@@ -543,7 +544,7 @@ def model_states(planned: EnginePlan, narrow: bool = False) -> dict[str, int]:
     dtype of their parameters.
     """
     without = planned.settings.placed(planned.settings.stage, OffloadOptimizer(), OffloadParam())
-    plain = planned if without == planned.settings else planned.replan(without)
+    plain = planned if without == planned.settings else replan(planned, without)
     if narrow:
         flats = (dataclasses.replace(flat, gradient_dtype=flat.spec.dtype) for flat in plain.flats)
         plain = dataclasses.replace(plain, flats=tuple(flats))

@@ -26,7 +26,7 @@ from hf_zero.distributed.process_group import default_device, get_rank, get_worl
 from hf_zero.distributed.world_group import get_world_group, raise_on_all_ranks
 from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.offload.placement import Placement
-from hf_zero.zero.layout import attributes, engine_plan
+from hf_zero.zero.layout import attributes, planner
 from hf_zero.zero.layout.engine_plan import (
     SIXTEEN_BITS,
     UNCUT,
@@ -62,10 +62,10 @@ def plan_on_this_rank(
     cuts: Cuts = UNCUT,
 ) -> EnginePlan:
     """Return the plan of an engine of this rank of the running job; see
-    :func:`hf_zero.zero.layout.engine_plan.plan`. ``dims``: those of the job once ``cuts`` are made;
+    :func:`hf_zero.zero.layout.planner.plan`. ``dims``: those of the job once ``cuts`` are made;
     None: those in effect.
     """
-    return engine_plan.plan(
+    return planner.plan(
         model,
         settings,
         dims or dims_in_effect(),

@@ -1,0 +1,424 @@
+"""The planner of engines: forms units and lays their parameters out in flat buffers.
+
+:func:`plan` runs no collectives, needs no process group and creates no tensors of model size, so it
+can plan for any rank of any job, of a model on any device, meta included.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from hf_zero.config import ZeroConfig
+from hf_zero.device.kinds import is_host
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.offload.placement import PlacementRules, ShardSpec
+from hf_zero.offload.storage import SubGroup
+from hf_zero.optim.bf16_state import Bf16State
+from hf_zero.optim.cpu_base import names_in_8_bits
+from hf_zero.optim.fused import reads_16_bits
+from hf_zero.optim.segments import sub_groups
+from hf_zero.optim.whole_tensor import moments_by_group
+from hf_zero.zero.layout.codecs import Codecs
+from hf_zero.zero.layout.engine_plan import (
+    CPU,
+    UNCUT,
+    Cuts,
+    EnginePlan,
+    ExtensionsOf,
+    FlatPlan,
+    PlannedExtensions,
+    shape_of,
+    shard_spec,
+    sharding_under,
+)
+from hf_zero.zero.layout.flat_layout import BLOCK, FlatLayout
+from hf_zero.zero.layout.flat_spec import FlatSpec
+from hf_zero.zero.layout.float8_weights import Float8Weights
+from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, is_raw, kept_in_fp32
+from hf_zero.zero.layout.sharding import Sharding
+from hf_zero.zero.layout.stage_policy import POLICIES, Policy
+from hf_zero.zero.layout.walk import buffers_of, parameters_of
+from hf_zero.zero.layout.wrap import UnitSpec, find_units, persistent_names
+
+
+def _plain(settings: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> PlannedExtensions:
+    return PlannedExtensions()
+
+
+def plan(
+    model: nn.Module,
+    settings: ZeroConfig,
+    dims: ParallelDims,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extensions_of: ExtensionsOf = _plain,
+    rank: int = 0,
+    device: torch.device = CPU,
+    cuts: Cuts = UNCUT,
+    held: Collection[str] | None = None,
+    keeps_dtypes: bool = False,
+) -> EnginePlan:
+    """Return the plan of an engine of ``model`` on one rank, without collectives.
+
+    Args:
+        model: a module on any device, left unchanged.
+        settings: resolved for the ranks of one pipeline stage.
+        dims: the sizes of the parallel axes of the job.
+        optimizer: an optimizer over the model's parameters; those in none of its groups are frozen:
+            gathered and released as the stage requires, never reduced. None: all are.
+        extensions_of: the function from settings and optimizer to the parts that techniques
+            provide (``hf_zero.compression.registry.extensions_of``); default: none do.
+        rank: the rank of the job that is planned for.
+        device: the kind of device that computes.
+        cuts: the sharding of parameters that tensor and expert parallelism have yet to cut.
+        held: names of the parameters that this pipeline stage holds; None: all.
+        keeps_dtypes: parameters compute in their own dtypes, as in an engine that only holds them.
+
+    Raises:
+        ConfigError: a 16-bit trainable parameter in fp32 training, and keys that do not go with
+            model parallelism or the optimizer.
+        PartitionError: parameters without a shape, those cut along axes that the job does not have,
+            and packed ones that do not exist.
+    """
+    axes = _axes(model, dims, cuts)
+    extensions = extensions_of(settings, optimizer)
+    if dims.splits_model and extensions.needs_one_mesh:
+        raise ConfigError(
+            f"{', '.join(extensions.needs_one_mesh)} does not go with a model that is split over "
+            "ranks by tensor, expert or pipeline parallelism; remove the key"
+        )
+    policy, zero = POLICIES[settings.stage], settings.zero
+    sizes = {p: math.prod(shape_of(p, cuts)) for p in parameters_of(model)}
+    persistent = persistent_names(
+        model, zero.param_persistence_threshold, zero.model_persistence_threshold, sizes
+    )
+    cuts_units = dims.tensor > 1 and policy.shards_parameters
+    in_root = _uncut_vectors(model, persistent, cuts) if cuts_units else ()
+    units, aliases = find_units(model, zero.module_granularity_threshold, in_root, sizes)
+    group_of = _group_of(units, optimizer)
+    bf16 = Bf16State.of(settings, optimizer)
+    laying = _Laying(
+        None if keeps_dtypes else settings.precision,
+        kept_in_fp32(model, settings.precision, settings.keep_in_fp32_modules),
+        policy,
+        persistent,
+        extensions.codecs,
+        group_of,
+        moments_by_group(optimizer),
+        cuts,
+        _Places(dims, rank, policy.shards(dims.in_a_stage, settings.replicate_size)),
+        bf16 is not None and bf16.masters,
+    )
+    laid = [(unit, *flat) for unit in units for flat in laying.flats_of(unit, held)]
+    slots = {slot.name: slot for _, spec, _ in laid for slot in spec.layout.slots}
+    parameters = {name: parameter for _, _, named in laid for name, parameter in named.items()}
+    coded = () if optimizer is None else names_in_8_bits(optimizer, parameters, slots, group_of)
+    formats = {name: (group, name in coded) for name, group in group_of.items()}
+    return EnginePlan(
+        model=model,
+        settings=settings,
+        dims=dims,
+        optimizer=optimizer,
+        rank=rank,
+        device=device,
+        cuts=cuts,
+        held=held,
+        keeps_dtypes=keeps_dtypes,
+        units=tuple(units),
+        aliases=aliases,
+        group_of=group_of,
+        formats=formats,
+        flats=_placed(laid, settings, dims, optimizer, device, formats),
+        axes=axes,
+        extensions=extensions,
+        extensions_of=extensions_of,
+    )
+
+
+def replan(planned: EnginePlan, settings: ZeroConfig, rank: int | None = None) -> EnginePlan:
+    """Return the plan of the same model and job with other ``settings``, of ``rank`` unless it is
+    None.
+    """
+    return plan(
+        planned.model,
+        settings,
+        planned.dims,
+        planned.optimizer,
+        extensions_of=planned.extensions_of,
+        rank=planned.rank if rank is None else rank,
+        device=planned.device,
+        cuts=planned.cuts,
+        held=planned.held,
+        keeps_dtypes=planned.keeps_dtypes,
+    )
+
+
+def _uncut_vectors(model: nn.Module, persistent: Collection[str], cuts: Cuts) -> frozenset[int]:
+    """Return the ids of vectors that all tensor-parallel ranks hold whole, except ``persistent``
+    ones. They join the root: among the cut matrices of another unit they would add a message to
+    each gather.
+    """
+    return frozenset(
+        id(p)
+        for name, p in model.named_parameters()
+        if p.dim() < 2 and name not in persistent and not sharding_under(p, cuts).axes
+    )
+
+
+def _group_of(units: Sequence[UnitSpec], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Return the optimizer group of each trainable parameter, by name."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    index_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+    parameters = (item for unit in units for item in unit.parameters)
+    return {n: index_of[id(p)] for n, p in parameters if id(p) in index_of and p.requires_grad}
+
+
+def _axes(model: nn.Module, dims: ParallelDims, cuts: Cuts) -> frozenset[tuple[str, ...]]:
+    """Return the axes that cut parameters and buffers of ``model`` besides ZeRO, for each kind."""
+    combinations: set[tuple[str, ...]] = {()}
+
+    def name_of(tensor: torch.Tensor) -> str:
+        named = itertools.chain(model.named_parameters(), model.named_buffers())
+        return next(name for name, other in named if other is tensor)
+
+    for tensor in itertools.chain(parameters_of(model), buffers_of(model)):
+        if is_lazy(tensor):
+            raise PartitionError(
+                f"{name_of(tensor)} has no shape yet, as its module is lazy; call the model once "
+                "before hf_zero.initialize"
+            )
+        axes = sharding_under(tensor, cuts).axes
+        combinations.add(axes)
+        for axis in axes:
+            if dims.size(axis) == 1:
+                raise PartitionError(
+                    f"{name_of(tensor)} is cut along the {axis!r} axis, which this job does not "
+                    f"have; call init_parallel(ParallelDims.over(ranks, {axis}=...)) before "
+                    "the model is cut"
+                )
+    return frozenset(combinations)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The places of ``rank`` among the ranks that hold the same parts; ``shards``: of flat buffers
+    that all ranks of its stage hold.
+    """
+
+    dims: ParallelDims
+    rank: int
+    shards: int
+
+    def along(self, axes: tuple[str, ...]) -> tuple[int, int, int]:
+        """Return, for flat buffers that ``axes`` cut besides ZeRO: the number of their shards, the
+        number of the shard of this rank, and that of its replica.
+        """
+        sharing = self.dims.ranks_sharing(self.rank, axes)
+        shards = len(sharing) if axes and self.shards > 1 else self.shards
+        position = sharing.index(self.rank)
+        return shards, position % shards, position // shards
+
+
+class FlatKind(NamedTuple):
+    """The properties by which parameters of one unit share a flat buffer.
+
+    policy: that of persistent parameters, or the stage's. compressed: codecs may encode it. float8:
+    gathers send it in float8. moments: the names of the moments, joined, if groups of the optimizer
+    differ in them, else "".
+    """
+
+    trainable: bool
+    dtype: torch.dtype
+    raw: bool
+    policy: Policy
+    compressed: bool
+    float8: bool
+    moments: str
+    sharding: Sharding
+
+
+@dataclass(frozen=True)
+class _Laying:
+    """The layout of the parameters of units in flat buffers."""
+
+    precision: str | None
+    in_fp32: frozenset[str]  # names of the parameters that compute in fp32 whatever the precision
+    policy: Policy
+    persistent: frozenset[str]
+    codecs: Codecs
+    group_of: Mapping[str, int]
+    moments: Sequence[tuple[str, ...]]
+    cuts: Cuts
+    places: _Places
+    bf16_masters: bool
+    _places_of: dict[tuple[str, ...], tuple[int, int, int]] = field(default_factory=dict)
+
+    def flats_of(
+        self, unit: UnitSpec, held: Collection[str] | None
+    ) -> Iterator[tuple[FlatSpec, dict[str, nn.Parameter]]]:
+        """Yield the flat buffers of ``unit``, each with its parameters by name. ``held``: names of
+        the parameters of this pipeline stage; None: all.
+        """
+        kinds: dict[FlatKind, dict[str, nn.Parameter]] = {}
+        of_persistent, differ = self.policy.of_persistent, len(set(self.moments)) > 1
+        parameters = [item for item in unit.parameters if held is None or item[0] in held]
+        # Ordered by group: the elements of a group in a unit are one run.
+        for name, parameter in sorted(parameters, key=lambda item: self.group_of.get(item[0], -1)):
+            dtype = (
+                parameter.dtype
+                if self.precision is None
+                else compute_dtype(name, parameter, self.precision, self.in_fp32)
+            )
+            policy = of_persistent if name in self.persistent else self.policy
+            trains, raw = name in self.group_of, is_raw(parameter)
+            compressed = not raw and self.codecs.takes(parameter, trains)
+            moments = "+".join(self.moments[self.group_of[name]]) if trains and differ else ""
+            sharding = sharding_under(parameter, self.cuts).kind
+            gathers = policy.shards_parameters and self._place(sharding.axes)[0] > 1
+            float8 = gathers and self.codecs.sends_float8(parameter, dtype)
+            kind = FlatKind(trains, dtype, raw, policy, compressed, float8, moments, sharding)
+            kinds.setdefault(kind, {})[name] = parameter
+        for kind, named in kinds.items():
+            yield self._flat(unit, kind, named), named
+
+    def _flat(
+        self, unit: UnitSpec, kind: FlatKind, parameters: dict[str, nn.Parameter]
+    ) -> FlatSpec:
+        trainable, dtype, policy, sharding = kind.trainable, kind.dtype, kind.policy, kind.sharding
+        shards, shard, replica = self._place(sharding.axes)
+        # A frozen persistent flat buffer is unsharded, so every rank owns all of it, and shard 0 of
+        # replica 0 saves it.
+        shards = shards if trainable else policy.parameter_shards(shards)
+        stays = policy != self.policy
+        layout = FlatLayout.build(
+            [(name, shape_of(p, self.cuts)) for name, p in parameters.items()],
+            shards,
+            {name: sharding_under(p, self.cuts).box for name, p in parameters.items()},
+            dtype.itemsize,
+        )
+        state = "trainable" if trainable else "frozen"
+        key = f"{unit.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if kind.raw else ''}"
+        key += "|whole" if stays else ""
+        key += "|blocks" if kind.compressed else ""
+        key += "|float8" if kind.float8 else ""
+        key += f"|{kind.moments}" if kind.moments else ""
+        key += f"|{sharding.key}" if sharding.key else ""
+        owned = layout.rank_range(shard if shards > 1 else 0)
+        reduce_codec, gather_codec = (
+            self.codecs.codecs(layout, dtype, trainable, policy.shards_parameters, stays)
+            if kind.compressed
+            else (None, None)
+        )
+        if kind.float8:
+            gather_codec = Float8Weights(layout, owned)
+        return FlatSpec(
+            number=-1,
+            key=key,
+            layout=layout,
+            dtype=dtype,
+            trainable=trainable,
+            raw=kind.raw,
+            sharded=policy.shards_parameters,
+            persistent=stays,
+            writes=replica == 0 and (shards > 1 or shard == 0),
+            owned=owned,
+            reduce_codec=reduce_codec,
+            gather_codec=gather_codec,
+            momentum_blocks=self.codecs.momentum_of(layout, dtype)
+            if kind.compressed and trainable
+            else None,
+            sharding=sharding,
+            wide=self._wide(dtype),
+        )
+
+    def _place(self, axes: tuple[str, ...]) -> tuple[int, int, int]:
+        """Return :meth:`_Places.along` of ``axes``."""
+        if axes not in self._places_of:
+            self._places_of[axes] = self.places.along(axes)
+        return self._places_of[axes]
+
+    def _wide(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of master weights, and of sums of gradients, of parameters that compute
+        in ``dtype``.
+        """
+        if dtype == torch.float64 or (self.bf16_masters and dtype == torch.bfloat16):
+            return dtype
+        return torch.float32
+
+
+def _placed(
+    laid: Sequence[tuple[UnitSpec, FlatSpec, dict[str, nn.Parameter]]],
+    settings: ZeroConfig,
+    dims: ParallelDims,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+    formats: Mapping[str, tuple[int, bool]],
+) -> tuple[FlatPlan, ...]:
+    """Return the flat buffers ``laid`` out, with numbers, tiers and dtypes of gradients."""
+    rules, policy = PlacementRules(settings, dims.in_a_stage), POLICIES[settings.stage]
+    specs = [shard_spec(spec) for _, spec, _ in laid]
+    away = rules.offloaded([s for s, (_, spec, _) in zip(specs, laid) if not spec.persistent])
+    tiers = rules.shard_tiers([s for s, (_, spec, _) in zip(specs, laid) if spec.sharded])
+    accumulate = settings.gradient_accumulation_dtype
+    wire = settings.communication_data_type
+    # gloo sums what ranks send in 16 bits in the dtype of a sharded gradient
+    sums_wide = policy.shards_gradients and is_host(device) and dims.in_a_stage > 1
+    narrow = (
+        optimizer is not None
+        and not sums_wide
+        and reads_16_bits(optimizer, settings.kernels, device)
+    )
+
+    def gradient_dtype(shard: ShardSpec) -> torch.dtype:
+        if accumulate:
+            return COMPUTE[accumulate]
+        # an update in host memory, or by a fused kernel, reads 16-bit gradients; torch's would copy
+        # them to fp32 first
+        if shard.key in away or narrow:
+            return rules.gradient_dtype(shard, COMPUTE[wire] if wire else shard.dtype)
+        return shard.wide
+
+    def casts_master(shard: ShardSpec, spec: FlatSpec) -> bool:
+        # messages in blocks are encoded from the shard, also where steps send differences
+        whole = spec.gather_codec is None or isinstance(spec.gather_codec, Float8Weights)
+        plain = whole and spec.momentum_blocks is None
+        return (
+            spec.sharded
+            and spec.trainable
+            and spec.dtype.itemsize < spec.wide.itemsize
+            and plain
+            and not spec.sends_differences
+            and shard.key not in away
+            and tiers.get(shard.key, "device") == "device"
+            and not settings.zero.keep_parameter_shards
+        )
+
+    def pieces(spec: FlatSpec) -> tuple[SubGroup, ...]:
+        limit = rules.sub_group_size
+        # moments of a piece have one format, and pieces end with blocks
+        if any(formats[slot.name][1] for slot in spec.layout.slots):
+            limit = max(limit // BLOCK, 1) * BLOCK
+        return tuple(sub_groups(spec.layout, spec.owned, formats, limit))
+
+    return tuple(
+        FlatPlan(
+            replace(spec, number=number),
+            unit,
+            parameters,
+            tiers.get(shard.key, "device"),
+            pieces(spec) if shard.key in away else None,
+            gradient_dtype(shard),
+            not policy.shards_gradients,
+            casts_master(shard, spec),
+        )
+        for number, (shard, (unit, spec, parameters)) in enumerate(zip(specs, laid))
+    )
