@@ -19,7 +19,6 @@ import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -53,7 +52,7 @@ def wait_for_store(address: str, port: int, seconds: float) -> None:
                 ) from error
 
 
-def store_of_attempt(store: Any, rank: int, world: int, timeout: timedelta) -> Any:
+def store_of_attempt(store: dist.Store, rank: int, world: int, timeout: timedelta) -> dist.Store:
     """Return ``store`` under a prefix that only the ``world`` ranks of this attempt have.
     Collective. Raises LaunchError after ``timeout``; that of rank 0 names the missing ranks, and
     ranks that still wait raise the same.
@@ -68,7 +67,7 @@ def store_of_attempt(store: Any, rank: int, world: int, timeout: timedelta) -> A
     return dist.PrefixStore(token, shared)
 
 
-def _confirm(shared: Any, world: int, seconds: float) -> str:
+def _confirm(shared: dist.Store, world: int, seconds: float) -> str:
     """Post a token, and whether each of the other ranks has answered it."""
     token = secrets.token_hex(8)
     shared.set("token", token)
@@ -91,14 +90,14 @@ def _confirm(shared: Any, world: int, seconds: float) -> str:
     return token
 
 
-def _post_outcome(shared: Any, token: str, error: str) -> None:
+def _post_outcome(shared: dist.Store, token: str, error: str) -> None:
     """Add ``error``, "" if all ranks have met, to the post of ``token``, not to that of a later
     attempt.
     """
     shared.compare_set("token", token, f"{token}|{error}")
 
 
-def _answer(shared: Any, rank: int, world: int, seconds: float) -> str:
+def _answer(shared: dist.Store, rank: int, world: int, seconds: float) -> str:
     """Answer the token of rank 0, and return it once rank 0 has confirmed it."""
     answered = set[str]()
     for over in _looks(seconds, world):

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from torch.autograd import profiler
 from hf_zero.device import graphs, kinds, spans, streams
 from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
-from hf_zero.distributed.process_group import CPU, abort, backend_serving, destroy_group
+from hf_zero.distributed.process_group import CPU, Waitable, abort, backend_serving, destroy_group
 from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.distributed.watchdog import Watchdog
 
@@ -83,7 +83,7 @@ class Handle:
 
     def __init__(
         self,
-        works: Sequence[Any],
+        works: Sequence[Waitable | None],
         watchdog: Watchdog,
         pending: PendingCollective,
         parts: Sequence[torch.Tensor] = (),
@@ -94,7 +94,8 @@ class Handle:
         """``follows``: the device whose streams alone wait for the works; ``wait`` then returns
         before they are completed.
         """
-        self._works = list(works)
+        # torch returns None for a message of a group that this rank is not in
+        self._works = [*filter(None, works)]
         self._watchdog = watchdog
         self._pending = pending
         self._parts = list(parts)
@@ -203,8 +204,9 @@ class Handle:
             self._free = None
 
 
-def _are_completed(works: Sequence[Any]) -> bool:
-    return all(work.is_completed() for work in works)
+def _are_completed(works: Sequence[Waitable]) -> bool:
+    # where works are followed on a device, they are torch's
+    return all(work.is_completed() for work in works)  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -263,8 +265,8 @@ class _Starting:
 class DimGroups:
     """The process groups of one mesh dimension; None for a dimension of one rank."""
 
-    gather: Any
-    reduce: Any  # None if nothing is reduced over the dimension
+    gather: dist.ProcessGroup | None
+    reduce: dist.ProcessGroup | None  # None if nothing is reduced over the dimension
     backend: str
     device: torch.device = CPU
 
@@ -323,7 +325,7 @@ class MeshDim:
         self.gathers, self.reductions = logs
 
     @property
-    def group(self) -> Any:
+    def group(self) -> dist.ProcessGroup | None:
         """The torch process group of its gathers, for external code; None for one rank."""
         return self._group
 
@@ -384,7 +386,7 @@ class MeshDim:
         for full, _ in pairs:
             size += full.nbytes
         pending = self.gathers.issue(f"all-gather of {key}, {size} bytes")
-        works: list[Any] = []
+        works: list[Waitable | None] = []
         # tensors in host memory beside a device: exchanged by gloo on the default group
         beside = self._follows is not None and all(full.device.type == "cpu" for full, _ in pairs)
         if self._hops is not None and not beside:
@@ -468,11 +470,11 @@ class MeshDim:
         self,
         sent: Sequence[torch.Tensor],
         received: Sequence[torch.Tensor],
-        group: Any,
+        group: dist.ProcessGroup | None,
         pending: PendingCollective,
-    ) -> list[Any]:
+    ) -> list[Waitable | None]:
         """Send ``sent[peer]`` to each peer, receive into ``received[peer]``; return the works."""
-        works: list[Any] = []
+        works: list[Waitable | None] = []
         tag = message_tag(pending)
         for peer in self._peers:
             if received[peer].numel():
@@ -517,7 +519,7 @@ class MeshDim:
         received: torch.Tensor,
         counts: Sequence[int],
         pending: PendingCollective,
-    ) -> list[Any]:
+    ) -> list[Waitable | None]:
         """Send ``sizes[peer]`` elements of ``sent`` to each peer, receive ``counts[peer]``."""
         group = self._reduce_group
         if self.size > 1 and not (
@@ -725,10 +727,10 @@ def tagged_barrier(
     pending: PendingCollective,
     ranks: Sequence[int],
     rank: int,
-    group: Any,
+    group: dist.ProcessGroup | None,
     watchdog: Watchdog,
     source: int | None = None,
-) -> list[Any]:
+) -> list[Waitable | None]:
     """Return when the ranks that ``pending`` needs are at the same collective. ``rank`` and
     ``source`` are indices into ``ranks``.
 
@@ -736,8 +738,8 @@ def tagged_barrier(
     are sent.
     """
     empty, tag = torch.zeros(1, dtype=torch.uint8, device=CPU), message_tag(pending)
-    sent: list[Any] = []
-    came: list[Any] = []
+    sent: list[Waitable | None] = []
+    came: list[Waitable | None] = []
     if watchdog.verdict:
         watchdog.check()
     try:

@@ -21,9 +21,9 @@ they are written there first.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -50,18 +50,18 @@ def make_group(
     device: torch.device,
     backend: str,
     limit: timedelta,
-    options: Any = None,
-) -> Any:
+    options: dist.ProcessGroupNCCL.Options | None = None,
+) -> dist.ProcessGroup | None:
     """Return the process group of the one of ``sets`` that has ``rank``, this one, for tensors on
     ``device``; None if none has it. Collective over all ranks of the job, with the same sets, of
     which no two share a rank. ``options``: those of ``backend``.
     """
     lists = [list(ranks) for ranks in sets]
     if _splits(device, backend) and name_ranks(device):
-        only: dict[str, Any] = {}
+        split: Callable[..., dist.ProcessGroup | None] = dist.split_group
         if _selects_backends():
-            only["backend"] = f"{device.type}:{backend}"
-        return dist.split_group(split_ranks=lists, timeout=limit, pg_options=options, **only)
+            split = partial(split, backend=f"{device.type}:{backend}")
+        return split(split_ranks=lists, timeout=limit, pg_options=options)
     # Only the device's backend; the job's group may have others.
     name, mine = None if kinds.is_host(device) else backend, None
     for ranks in lists:
@@ -98,7 +98,9 @@ def _selects_backends() -> bool:
     return "backend" in inspect.signature(dist.split_group).parameters
 
 
-def nccl_options(fields: Mapping[str, int | str], high_priority: bool, limit: timedelta) -> Any:
+def nccl_options(
+    fields: Mapping[str, int | str], high_priority: bool, limit: timedelta
+) -> dist.ProcessGroupNCCL.Options:
     """Return the options of a communicator of NCCL, whose streams have high priority or not, with
     ``fields`` of NCCL's configuration, by the names of the section ``nccl``.
 

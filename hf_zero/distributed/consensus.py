@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+
+import torch.distributed as dist
 
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.rank_requests import ShardFetches, StepEvents
@@ -34,7 +35,12 @@ class GatherAgreement:
     """One rank's side of the agreement, through ``store``; ``log`` numbers the agreements."""
 
     def __init__(
-        self, store: Any, rank: int, ranks: Sequence[int], waits: StoreWait, log: CollectiveLog
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        waits: StoreWait,
+        log: CollectiveLog,
     ):
         self._store = store
         self._rank = rank
@@ -168,7 +174,7 @@ class Consensus:
 
     def __init__(
         self,
-        store: Any,
+        store: dist.Store,
         rank: int,
         ranks: Sequence[int],
         timeout: float,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ class DimMaker:
         places: int = 2,
         watchdog: Watchdog | None = None,
         shares: bool = False,
-        over: Any = None,
+        over: dist.ProcessGroup | None = None,
     ) -> MeshDim:
         """Return the dimension over the one of ``sets`` that contains this rank. Each rank of the
         job is in one of them (collective over all, with the same sets).
@@ -63,7 +63,8 @@ class DimMaker:
         then wait for each other.
         """
         self._check_connections(sets)
-        mine, groups = next(ranks for ranks in sets if self.rank in ranks), [None, None]
+        mine = next(ranks for ranks in sets if self.rank in ranks)
+        groups: list[dist.ProcessGroup | None] = [None, None]
         if over is not None and len(mine) > 1:
             groups[0] = over
         elif over is None and any(len(ranks) > 1 for ranks in sets):
@@ -99,7 +100,7 @@ class DimMaker:
 
     def _group(
         self, sets: Sequence[Sequence[int]], mine: Sequence[int], name: str, gathers: bool
-    ) -> Any:
+    ) -> dist.ProcessGroup | None:
         """Return the group of ``mine``, this rank's one of ``sets``; None for one rank."""
         limit = timedelta(seconds=self.timeout + MARGIN_SECONDS)
         # Ranks that skip blocks issue gathers and reductions in different orders
@@ -264,7 +265,7 @@ class FlatMeshMaker:
         return FlatMesh(shard, replicate, updates, of_node, hops, group, axes, weight, gain)
 
     def _hops(
-        self, rows: Sequence[Sequence[int]], name: str, kind: str, over: Any
+        self, rows: Sequence[Sequence[int]], name: str, kind: str, over: dist.ProcessGroup | None
     ) -> tuple[MeshDim, MeshDim]:
         """Return the dimensions across the nodes of each of ``rows``, and within them."""
         size = self._options.hop
@@ -282,7 +283,7 @@ class FlatMeshMaker:
         role: str,
         places: int = 2,
         shares: bool = False,
-        over: Any = None,
+        over: dist.ProcessGroup | None = None,
     ) -> MeshDim:
         axis = self._maker.make(sets, name, self._stats, places, shares=shares, over=over)
         if axis.size > 1:

@@ -30,9 +30,10 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from types import ModuleType
+from typing import Protocol
 
 from hf_zero.config.variables import is_off
 from hf_zero.distributed import rank_hosts
@@ -47,6 +48,26 @@ NOT_ASKED = "host_timeout is 0"
 OFF = "!"  # begins an entry of a rank that has no socket, before the reason
 
 
+class NativeHeartbeats(Protocol):
+    """The socket of the native core, with the thread that sends and receives heartbeats."""
+
+    port: int
+
+    def join(
+        self,
+        token: bytes,
+        rank: int,
+        members: Sequence[tuple[int, str, int]],
+        timeout: float,
+        now: float,
+    ) -> None: ...
+    def run(self) -> None: ...
+    def stop(self) -> None: ...
+    def unreachable(self) -> Sequence[int]: ...
+    def exited(self) -> Iterable[int]: ...
+    def unheard(self) -> Sequence[int]: ...
+
+
 class HostHeartbeats:
     """The heartbeats of this rank's host, and the hosts that are unreachable.
 
@@ -57,7 +78,7 @@ class HostHeartbeats:
 
     def __init__(
         self,
-        native: Any,
+        native: NativeHeartbeats,
         rank: int,
         token: bytes,
         contacts: Sequence[tuple[str, int]],
@@ -184,7 +205,7 @@ def learn_hosts(
         if NOT_ASKED in reasons:  # a later engine may ask
             return None
         _started[world] = None
-        if not any(reasons) and not _is_one_host(world):
+        if native is not None and not any(reasons) and not _is_one_host(world):
             split = [entry.split(" ") for entry in entries]
             contacts = [(address, int(port)) for address, port, _ in split]
             of_all = bytes.fromhex(split[0][2])
@@ -208,7 +229,7 @@ def _warn(reasons: Sequence[str], world: int, timeout: float) -> None:
         )
 
 
-def _open(world: int, host_timeout: float) -> tuple[str, Any, str]:
+def _open(world: int, host_timeout: float) -> tuple[str, NativeHeartbeats | None, str]:
     """Return this host's address and a socket there, or ("", None, the reason why not)."""
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
         return "", None, ONE_HOST
@@ -216,10 +237,10 @@ def _open(world: int, host_timeout: float) -> tuple[str, Any, str]:
         return "", None, NOT_ASKED
     if is_off(SWITCH):
         return "", None, f"{SWITCH}={os.environ[SWITCH]} switches the native core off"
-    core: Any = None
+    core: ModuleType | None = None
     with suppress(ImportError):
         core = importlib.import_module("hf_zero._cpu")
-    if not hasattr(core, "Heartbeats"):
+    if core is None or not hasattr(core, "Heartbeats"):
         return "", None, "the native core is missing or of another version, see hf-zero doctor"
     address = rank_hosts.address_of_route(os.environ.get("MASTER_ADDR"))
     if address is None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ class HostTransfers:
 
     def __init__(self, name: str, rank: int, world: int, timeout: float) -> None:
         self.rank, self.world = rank, world
-        self._group: Any = None  # torch's stubs lack its methods
+        self._group: dist.ProcessGroupGloo | None = None
         self._closed = False
         if world > 1 and group_backend(CPU) != "fake":
             store = dist.PrefixStore(f"hf_zero/{name}", default_store())
@@ -50,13 +49,14 @@ class HostTransfers:
             return
         # In rounds of one piece of each: a rank that waits in a round has posted its part of it, so
         # that no set of ranks waits for each other. The round after it is posted, too.
-        before: list[tuple[Any, int, torch.Tensor]] = []
+        before: list[tuple[dist.Work, int, torch.Tensor]] = []
         for at in range(0, max(tensor.numel() for _, _, tensor in ends) + PIECE, PIECE):
             posted = []
             for number, (outgoing, peer, tensor) in enumerate(ends, -len(sends)):
                 piece = tensor[at : at + PIECE]
                 if piece.numel():
-                    post = group.send if outgoing else group.recv
+                    # torch's stubs lack the methods of its backends
+                    post = group.send if outgoing else group.recv  # type: ignore[attr-defined]
                     posted.append((post([piece], peer, 0), number, piece))
             for work, number, piece in before:
                 work.wait()
@@ -70,10 +70,10 @@ class HostTransfers:
         if group is None:
             return ok
         count = torch.tensor([int(ok)])
-        group.allreduce([count]).wait()
+        group.allreduce([count]).wait()  # type: ignore[attr-defined]
         return int(count) == self.world
 
-    def _connected(self) -> Any:
+    def _connected(self) -> dist.ProcessGroupGloo | None:
         """Return the group; None for one rank. Raises RuntimeError if it is closed."""
         if self._closed:
             raise RuntimeError("this rank has closed its connections")

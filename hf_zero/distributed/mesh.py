@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,9 +50,10 @@ from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.distributed.recovery import PassTracker
 from hf_zero.distributed.store import StoreMessages
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.distributed.world_group import RankGroup, get_world_group
+from hf_zero.distributed.world_group import EngineResources, RankGroup, get_world_group
 from hf_zero.logging import log_rank0
 
+T = TypeVar("T")
 HOLDERS = "holders"  # ranks that have made the engine and not left it
 
 
@@ -69,9 +70,9 @@ class MeshResources:
     resources of this rank that are not released yet.
     """
 
-    def __init__(self, rank_status: RankStatus | None, unsettled: list[MeshResources]):
+    def __init__(self, rank_status: RankStatus | None, unsettled: list[EngineResources]):
         self._rank_status, self._unsettled = rank_status, unsettled
-        self._store: Any = None
+        self._store: dist.Store | None = None
         self._server: Server | None = None
         self._dims: list[MeshDim] = []
         self._groups: list[RankGroup] = []
@@ -79,7 +80,7 @@ class MeshResources:
         self._abandoned = self._left = False
         self.heartbeats: HostHeartbeats | None = None  # of which this engine is a holder
 
-    def join(self, store: Any, holders: int) -> None:
+    def join(self, store: dist.Store, holders: int) -> None:
         """Hold the keys in ``store``, the engine's own. The first of its ranks counts all
         ``holders`` before any of them can leave.
         """
@@ -164,7 +165,7 @@ class MeshResources:
             return False
 
 
-def settle_all(unsettled: Sequence[MeshResources]) -> None:
+def settle_all(unsettled: Sequence[EngineResources]) -> None:
     """Settle each of ``unsettled``."""
     for resources in list(unsettled):
         resources.settle()
@@ -293,7 +294,7 @@ class Mesh:
                 self._resources.heartbeats = heartbeats
         return log
 
-    def _store(self) -> Any:
+    def _store(self) -> dist.Store:
         """Return the job's store under the prefix of this engine."""
         return dist.PrefixStore(f"{get_world_group().prefix}/{self.name}", default_store())
 
@@ -359,7 +360,7 @@ class Mesh:
         """Return ``value`` of the first peer (collective)."""
         return value if self.peers is None else self.peers.broadcast_object(value)
 
-    def all_gather_object(self, value: object, what: str = "objects") -> list[Any]:
+    def all_gather_object(self, value: T, what: str = "objects") -> list[T]:
         """Return ``value`` of each peer, in the order of :attr:`ranks` (collective)."""
         return [value] if self.peers is None else self.peers.all_gather_object(value, what)
 

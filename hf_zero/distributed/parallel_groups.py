@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MeshDim
@@ -94,7 +94,7 @@ class ParallelGroups:
         """
         return self._axes[axis]
 
-    def group(self, axis: str) -> Any:
+    def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the torch process group along ``axis``, for code of torch or transformers that
         needs one; None for one rank. Messages over it are not counted.
         """

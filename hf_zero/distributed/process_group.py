@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,13 @@ import torch.distributed as dist
 from hf_zero.device import kinds
 from hf_zero.distributed.rank_hosts import choose_interface
 from hf_zero.logging import log_rank0, logger
+
+
+class Waitable(Protocol):
+    """A message or collective in flight, as torch's ``Work``."""
+
+    def wait(self) -> object: ...
+
 
 CPU = torch.device("cpu")
 BREAK_TAG = 0x7FFFFFFF
@@ -34,7 +41,7 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_rank(group) if is_initialized() else 0
 
 
-def get_world_size(group: Any = None) -> int:
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if is_initialized() else 1
 
 
@@ -182,8 +189,9 @@ def backend_serving(device: torch.device) -> str:
     return ""
 
 
-def abort(group: Any, backend: str, device: torch.device) -> None:
+def abort(group: dist.ProcessGroup | None, backend: str, device: torch.device) -> None:
     """Make all waits in ``group`` raise, on this rank and on its other ranks."""
+    assert group is not None  # a dimension of one rank has none, and no waits
     if backend != "gloo":
         group._get_backend(device).abort()
         return
@@ -191,7 +199,8 @@ def abort(group: Any, backend: str, device: torch.device) -> None:
     for peer in range(gloo.size()):
         if peer != gloo.rank():
             try:  # gloo closes connections only when a message on them has timed out
-                gloo.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+                work = gloo.recv([torch.empty(1)], peer, BREAK_TAG)  # type: ignore[attr-defined]
+                work.wait(timedelta(milliseconds=1))
             except RuntimeError:
                 pass  # the time-out is the purpose
 

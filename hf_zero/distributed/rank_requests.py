@@ -20,7 +20,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+
+import torch.distributed as dist
 
 from hf_zero.distributed import watchdog
 from hf_zero.distributed.store import (
@@ -52,7 +53,7 @@ class StepEvents:
     equally on all ranks.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: Sequence[int], waits: StoreWait):
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], waits: StoreWait):
         self._store = store
         self._rank = rank
         self._ranks = tuple(ranks)
@@ -162,19 +163,19 @@ class StepEvents:
         self._due.add((int(answer), min(about, RENEW)))
 
 
-def count_request(store: Any, requested: set[int]) -> int:
+def count_request(store: dist.Store, requested: set[int]) -> int:
     """Return the number of a new request, added to ``requested``."""
     number = int(store.add("fetch/n", 1))
     requested.add(number)
     return number
 
 
-def announce(store: Any, number: int, request: Sequence[int]) -> None:
+def announce(store: dist.Store, number: int, request: Sequence[int]) -> None:
     """Put request ``number`` into the store."""
     store.set(f"fetch/{number}", "|".join(map(str, request)))
 
 
-def delete_once_read(store: Any, key: str, readers: int) -> None:
+def delete_once_read(store: dist.Store, key: str, readers: int) -> None:
     """Note that this rank has read ``key``; the last of ``readers`` deletes it."""
     if store.add(f"{key}/read", 1) >= readers:
         store.delete_key(key)
@@ -182,7 +183,7 @@ def delete_once_read(store: Any, key: str, readers: int) -> None:
 
 
 def await_answers(
-    store: Any, waits: StoreWait, number: int, ranks: Sequence[int], what: str
+    store: dist.Store, waits: StoreWait, number: int, ranks: Sequence[int], what: str
 ) -> list[str]:
     """Return the answers of ``ranks`` to request ``number``, and delete them.
 
@@ -203,7 +204,7 @@ def await_answers(
     return list(answers.values())
 
 
-def _answers(store: object, number: int, size: int) -> RollCall:
+def _answers(store: dist.Store, number: int, size: int) -> RollCall:
     return RollCall(store, f"fetch/{number}/answers", size)
 
 
@@ -232,7 +233,7 @@ class ShardFetches:
 
     def __init__(
         self,
-        store: Any,
+        store: dist.Store,
         rank: int,
         ranks: Sequence[int],
         events: StepEvents,
@@ -348,7 +349,7 @@ class ShardFetches:
 
     def answer(
         self,
-        store: Any,
+        store: dist.Store,
         number: int,
         requester: int,
         unit: int,
@@ -374,7 +375,8 @@ class ShardFetches:
             store.set(f"fetch/{number}/all", "")  # whatever the others answer
             return
         for part in range(-(-len(data) // PART)):
-            store.set(f"fetch/{number}/{part}/{rank}", data[part * PART : (part + 1) * PART])
+            content = data[part * PART : (part + 1) * PART]
+            store.set(f"fetch/{number}/{part}/{rank}", content)  # type: ignore[arg-type]
         size = len(peers) if alone else len(self._others)
         if _answers(store, number, size).enter(rank, str(step)):
             store.set(f"fetch/{number}/all", "")
@@ -488,9 +490,9 @@ def _end_threads() -> None:
 
 def _serve(
     owner: weakref.ref[ShardFetches],
-    store: Any,
+    store: dist.Store,
     rank: int,
-    read: weakref.WeakMethod[Any],
+    read: weakref.WeakMethod[Callable[[int, int], bytes]],
     begin: Callable[[], None],
 ) -> None:
     bell = Bell(store, rank)
@@ -511,8 +513,8 @@ def _serve(
 
 def _serve_until_closed(
     owner: weakref.ref[ShardFetches],
-    store: Any,
-    read: weakref.WeakMethod[Any],
+    store: dist.Store,
+    read: weakref.WeakMethod[Callable[[int, int], bytes]],
     ending: threading.Event,
     rung: threading.Event,
 ) -> None:

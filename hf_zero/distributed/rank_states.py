@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from hf_zero.distributed.collective_log import PendingCollective, in_words
+from hf_zero.logging import JsonObject
 
 RUNS, WAITS = "runs", "waits"
 STATES = (RUNS, WAITS, "script", "failed", "broken", "dead", "unreachable", "ended")
@@ -15,8 +15,8 @@ STATES = (RUNS, WAITS, "script", "failed", "broken", "dead", "unreachable", "end
 
 
 def rank_states(
-    posts: Mapping[int, Mapping[str, object]], world: int, pending: PendingCollective | None
-) -> list[dict[str, Any]]:
+    posts: Mapping[int, JsonObject], world: int, pending: PendingCollective | None
+) -> list[JsonObject]:
     """Return the ``world`` ranks in groups of one state, as rows ``ranks``, ``state`` and ``what``:
     the collective that they wait for, or the reason of their end.
 
@@ -31,7 +31,7 @@ def rank_states(
     ]
 
 
-def _state(post: Mapping[str, Any], pending: PendingCollective | None) -> tuple[str, str]:
+def _state(post: JsonObject, pending: PendingCollective | None) -> tuple[str, str]:
     state = post.get("state", "here")
     if state not in ("here", "waits", "follows"):
         return state, in_words(str(post["why"]))

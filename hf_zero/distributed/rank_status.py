@@ -49,8 +49,9 @@ from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective,
 from hf_zero.distributed.host_heartbeats import HostHeartbeats
 from hf_zero.distributed.rank_states import rank_states
 from hf_zero.errors import RankMismatchError
+from hf_zero.logging import JsonObject
 
-StatusPost = dict[str, Any]
+StatusPost = JsonObject
 REMEDY = (
     "Every rank must run the same forwards, backwards, steps, evaluations, loads and "
     "saves in the same order"
@@ -315,7 +316,7 @@ class RankStatus:
                     self._store.append("ends", json.dumps([rank, DEAD, ""]) + "\n")
             self._last_posts[rank] = post
 
-    def states(self, pending: PendingCollective | None) -> list[dict[str, Any]]:
+    def states(self, pending: PendingCollective | None) -> list[JsonObject]:
         """Return the states of all ranks as of the last look, while this one waits for
         ``pending``.
         """

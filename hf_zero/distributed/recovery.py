@@ -25,13 +25,13 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.rank_status import first_line
 from hf_zero.distributed.store import TimeoutStore, next_pause, read_entries
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import HfZeroError, RankMismatchError
+from hf_zero.logging import JsonObject
 
 BEGINNINGS = 64  # passes that are remembered
 REMEDY = (
@@ -170,7 +170,7 @@ class PassTracker:
             raise self._watchdog.explain_failure(pending, error) from error  # the store is gone
         board.stated.pop(self.name, None)
 
-    def _await_answers(self, peers: Sequence[int], statement: Mapping[str, Any]) -> None:
+    def _await_answers(self, peers: Sequence[int], statement: JsonObject) -> None:
         board, rank_status = self._board, self._watchdog.rank_status
         assert board is not None and rank_status is not None
         begun = time.monotonic()
@@ -212,7 +212,7 @@ class PassTracker:
         ]
         return "; ".join(collectives) or "nothing"
 
-    def answer_to(self, peer: int, statement: Mapping[str, Any]) -> str | None:
+    def answer_to(self, peer: int, statement: JsonObject) -> str | None:
         """Return this rank's answer to ``statement`` of ``peer``: "" is yes; None: not
         known yet.
         """
@@ -255,13 +255,13 @@ class RecoveryBoard:
         self._store, self._rank = store, rank
         self._passes: weakref.WeakValueDictionary[str, PassTracker] = weakref.WeakValueDictionary()
         self._seen = 0
-        self._unanswered: list[tuple[str, int, dict[str, object]]] = []  # engine, rank, statement
-        self.stated: dict[str, dict[str, object]] = {}  # by engine, this rank's last statement
+        self._unanswered: list[tuple[str, int, JsonObject]] = []  # engine, rank, statement
+        self.stated: dict[str, JsonObject] = {}  # by engine, this rank's last statement
 
     def add(self, passes: PassTracker) -> None:
         self._passes[passes.name] = passes
 
-    def state(self, name: str, rank: int, statement: dict[str, Any]) -> None:
+    def state(self, name: str, rank: int, statement: JsonObject) -> None:
         self.stated[name] = statement
         self._store.set(
             f"resumes/{self._store.add('resumes', 1)}", json.dumps([name, rank, statement])

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +70,7 @@ class StageMessages:
         self,
         ranks: Sequence[int],
         rank: int,
-        group: Any,
+        group: dist.ProcessGroup | None,
         device: torch.device,
         dim: MeshDim,
         watchdog: Watchdog,
@@ -89,7 +88,7 @@ class StageMessages:
         self._dim = dim
         self._watchdog = watchdog
         self._headers = CPU if self.size > 1 and backend_serving(CPU) else device
-        self._sent: list[tuple[Any, torch.Tensor]] = []  # headers in flight
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # headers in flight
         self._waiting = ExitStack()
         self._logs: dict[tuple[int, int], CollectiveLog] = {}
         off = partial(abort, group, group_backend(device), device)
@@ -156,6 +155,7 @@ class StageMessages:
         """Send ``numbers``, a header, to ``peer``."""
         header = torch.tensor(numbers, dtype=torch.int64).to(self._headers)
         work = dist.isend(header, group=self._group, group_dst=peer, tag=HEADER_TAG)
+        assert work is not None
         self._sent = [(w, h) for w, h in self._sent if not w.is_completed()]
         self._sent.append((work, header))
 
@@ -175,7 +175,7 @@ class StageMessages:
 
     # ---- activations ----
 
-    def send(self, peer: int, activations: Activations, single: bool, key: str) -> list[Any]:
+    def send(self, peer: int, activations: Activations, single: bool, key: str) -> list[dist.P2POp]:
         """Send the header of ``activations`` to ``peer``, and return the operations that send the
         tensors. ``single``: they are one tensor, not a tuple of one.
         """
@@ -184,7 +184,9 @@ class StageMessages:
         tensors = [activation.detach() for activation in activations if activation is not None]
         return self._send("send_activations", tensors, peer, FORWARD_TAG, key)
 
-    def receive(self, peer: int, key: str) -> tuple[Activations, tuple[bool, ...], bool, list[Any]]:
+    def receive(
+        self, peer: int, key: str
+    ) -> tuple[Activations, tuple[bool, ...], bool, list[dist.P2POp]]:
         """Wait for the header of the next activations of ``peer``. Return memory for them, which of
         them require grad, whether they are one tensor, and the operations that fill that memory.
         """
@@ -197,13 +199,15 @@ class StageMessages:
 
     # ---- gradients ----
 
-    def send_gradients(self, peer: int, gradients: Sequence[torch.Tensor], key: str) -> list[Any]:
+    def send_gradients(
+        self, peer: int, gradients: Sequence[torch.Tensor], key: str
+    ) -> list[dist.P2POp]:
         self._issue(self.rank, peer, f"{key} backward")
         return self._send("send_gradients", gradients, peer, BACKWARD_TAG, key)
 
     def receive_gradients(
         self, peer: int, outputs: Sequence[torch.Tensor], key: str, blocks: bool
-    ) -> tuple[list[torch.Tensor], list[Any]]:
+    ) -> tuple[list[torch.Tensor], list[dist.P2POp]]:
         """Memory for the gradients of ``outputs`` that ``peer`` sends next, and the operations that
         fill it. ``blocks``: the caller waits for them before it does anything else, and calls
         :meth:`came`.
@@ -234,12 +238,18 @@ class StageMessages:
 
     def _send(
         self, what: str, tensors: Sequence[torch.Tensor], peer: int, tag: int, key: str
-    ) -> list[object]:
+    ) -> list[dist.P2POp]:
         if size := sum(tensor.numel() * tensor.element_size() for tensor in tensors):
             self._dim.stats.record(what, f"{key} (pipeline)", size)
         return self._operation(dist.isend, _packed(tensors), peer, tag)
 
-    def _operation(self, operation: Any, buffer: torch.Tensor, peer: int, tag: int) -> list[object]:
+    def _operation(
+        self,
+        operation: Callable[..., dist.Work | None],
+        buffer: torch.Tensor,
+        peer: int,
+        tag: int,
+    ) -> list[dist.P2POp]:
         if not buffer.numel():
             return []
         return [dist.P2POp(operation, buffer, group=self._group, tag=tag, group_peer=peer)]

@@ -57,7 +57,7 @@ class TimeoutStore:
     if it does not answer.
     """
 
-    def __init__(self, store: Any, seconds: float = TIMEOUT_SECONDS):
+    def __init__(self, store: dist.Store, seconds: float = TIMEOUT_SECONDS):
         self._store = store.clone() if hasattr(store, "clone") else store
         self._seconds = seconds
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -145,16 +145,24 @@ def _answer(store: object, calls: queue.SimpleQueue[_Call | None]) -> None:
         call.done.set()
 
 
+Store = dist.Store | TimeoutStore
+
+
+def append_line(store: Store, key: str, line: Sequence[object]) -> None:
+    """Append ``line``, as JSON, to the list ``key``."""
+    store.append(key, json.dumps(line) + "\n")  # type: ignore[union-attr]  # torch's stubs lack it
+
+
 class RollCall:
     """Entries of ranks under ``key`` of ``store``; ``size`` ranks make it complete."""
 
-    def __init__(self, store: Any, key: str, size: int):
+    def __init__(self, store: Store, key: str, size: int):
         self._store, self._size = store, size
         self._entries, self._count = f"{key}/in", f"{key}/n"
 
     def enter(self, rank: int, entry: str = "") -> bool:
         """Add the entry of ``rank``; return whether the roll call is complete with it."""
-        self._store.append(self._entries, json.dumps([rank, entry]) + "\n")
+        self._append(rank, entry)
         return bool(self._store.add(self._count, 1) == self._size)
 
     def leave(self, rank: int, complete: Callable[[], None] = lambda: None) -> bool:
@@ -172,8 +180,11 @@ class RollCall:
             if self._store.add(self._count, 1) == self._size:
                 complete()
             return False
-        self._store.append(self._entries, json.dumps([rank, None]) + "\n")
+        self._append(rank, None)
         return True
+
+    def _append(self, rank: int, entry: str | None) -> None:
+        append_line(self._store, self._entries, [rank, entry])
 
     def missing(self, ranks: Sequence[int], rank: int) -> list[int]:
         """Return those of ``ranks`` without an entry; if there is none, all but ``rank``, which
@@ -196,7 +207,7 @@ class RollCall:
             self._store.delete_key(key)
 
 
-def read_entries(store: Any, key: str) -> dict[int, str]:
+def read_entries(store: Store, key: str) -> dict[int, str]:
     """Return the last entry of each rank in the list ``key``, but for those that it withdrew."""
     if not store.check([key]):
         return {}
@@ -209,7 +220,7 @@ class Bell:
     its reader clears it. Blocks a thread and a client of its own in the store.
     """
 
-    def __init__(self, store: Any, rank: int):
+    def __init__(self, store: dist.Store, rank: int):
         self._key, self._ending = _bell(rank), False
         self.rung = threading.Event()
         client = store.clone() if hasattr(store, "clone") else store
@@ -218,7 +229,7 @@ class Bell:
         )
         self._thread.start()
 
-    def _listen(self, store: Any) -> None:
+    def _listen(self, store: dist.Store) -> None:
         try:
             while not self._ending:
                 store.wait([self._key], FOREVER)
@@ -227,7 +238,7 @@ class Bell:
         except RuntimeError:
             self.rung.set()  # the store is gone, as its reader will find
 
-    def end(self, store: Any, seconds: float) -> None:
+    def end(self, store: dist.Store, seconds: float) -> None:
         """End the thread through ``store``, another client, and wait for it."""
         self._ending = True
         try:
@@ -237,11 +248,11 @@ class Bell:
         self._thread.join(seconds)
 
 
-def ring(store: Any, ranks: Iterable[int]) -> None:
+def ring(store: dist.Store, ranks: Iterable[int]) -> None:
     """Wake the threads of ``ranks`` that wait for a :class:`Bell`."""
     keys = [_bell(rank) for rank in ranks]
     if keys:
-        store.multi_set(keys, [""] * len(keys))
+        store.multi_set(keys, [""] * len(keys))  # type: ignore[attr-defined]
 
 
 def _bell(rank: int) -> str:
@@ -258,7 +269,7 @@ class StoreMessages:
 
     def __init__(
         self,
-        store: Any,
+        store: dist.Store,
         rank: int,
         timeout: float,
         gone: Callable[[Sequence[int]], Mapping[int, str]],
@@ -360,7 +371,7 @@ class StoreMessages:
 class StoreWait:
     """The waits of ``rank`` for keys of ``store``, each of ``timeout`` seconds at most."""
 
-    def __init__(self, store: Any, rank: int, timeout: float, watchdog: Watchdog):
+    def __init__(self, store: Store, rank: int, timeout: float, watchdog: Watchdog):
         self._store = store
         self._rank = rank
         self.timeout = timeout
@@ -500,15 +511,15 @@ class StoreWait:
 CLOSED = "closed"  # list of ranks that no longer answer
 
 
-def publish_closed(store: Any, rank: int, why: str = ENDED) -> None:
+def publish_closed(store: Store, rank: int, why: str = ENDED) -> None:
     """Tell ranks that wait for ``rank`` that it no longer answers, and why."""
     try:
-        store.append(CLOSED, json.dumps([rank, why]) + "\n")
+        append_line(store, CLOSED, [rank, why])
     except RuntimeError:
         pass  # the store is gone: no rank can ask
 
 
-def leaving(store: object, size: int) -> RollCall:
+def leaving(store: Store, size: int) -> RollCall:
     """Return the roll call of ranks that end their engines, and serve requests until then."""
     return RollCall(store, "leaving", size)
 

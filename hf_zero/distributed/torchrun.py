@@ -12,11 +12,15 @@ import signal
 import socket
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from hf_zero.distributed.rendezvous import LOOPBACK
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 
 class RendezvousStore(dist.TCPStore):
@@ -69,12 +73,11 @@ def signal_ranks_alone() -> None:
     """Make torchrun send a signal to a rank alone, and to what the rank has started once that has
     ended: a rank that saves on SIGTERM needs the workers of its data loader until then.
     """
-    from torch.distributed.elastic.multiprocessing import subprocess_handler
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    handler = subprocess_handler.SubprocessHandler
-    close = handler.close
+    close = SubprocessHandler.close
 
-    def close_rank(self: Any, death_sig: signal.Signals | None = None) -> None:
+    def close_rank(self: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
         if death_sig in (None, signal.SIGKILL) or self.proc.poll() is not None:
             close(self, death_sig)
             return
@@ -87,7 +90,7 @@ def signal_ranks_alone() -> None:
 
         threading.Thread(target=end_group).start()
 
-    handler.close = close_rank  # type: ignore[method-assign]
+    SubprocessHandler.close = close_rank  # type: ignore[method-assign]
 
 
 def start_ranks_whole() -> None:
@@ -98,7 +101,7 @@ def start_ranks_whole() -> None:
 
     start = SubprocessContext._start
 
-    def start_all(self: Any) -> None:
+    def start_all(self: SubprocessContext) -> None:
         if threading.current_thread() is not threading.main_thread():  # has no handlers
             start(self)
             return

@@ -24,13 +24,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from hf_zero.device import streams
+from hf_zero.distributed.process_group import Waitable
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class GatherDim(Protocol):
+    """A dimension of the mesh, as far as gathers need it."""
+
+    size: int
+    rank: int
+
+    def all_gather(self, pairs: Pairs, key: str) -> Waitable: ...
 
 
 class TwoHops:
@@ -38,7 +48,7 @@ class TwoHops:
     rank G * i + j is rank i of ``across``, for ranks in place j of their node.
     """
 
-    def __init__(self, across: Any, node: Any):
+    def __init__(self, across: GatherDim, node: GatherDim):
         self.across, self.node = across, node
         self._pending: deque[TwoHopGather] = deque()  # second hops still to issue, in order
 
@@ -79,7 +89,7 @@ class TwoHopGather:
         self._came = [chunk.new_empty(nodes * chunk.numel()) for _, chunk in pairs]
         first = [(came, chunk) for came, (_, chunk) in zip(self._came, pairs)]
         self._first = hops.across.all_gather(first, f"{key} across nodes")
-        self._second: Any = None
+        self._second: Waitable | None = None
 
     def pass_on(self) -> None:
         """Wait for the first hop, and issue the second."""
@@ -95,4 +105,5 @@ class TwoHopGather:
 
     def wait(self) -> None:
         self._hops.advance_through(self)
+        assert self._second is not None
         self._second.wait()

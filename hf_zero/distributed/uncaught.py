@@ -30,7 +30,10 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 SWITCH = "HF_ZERO_TRACEBACK"
 ERRORS = "hf_zero.errors"  # whose classes the documentation has sections for
@@ -39,7 +42,7 @@ WAIT_SECONDS = 2.0
 PACKAGE = Path(__file__).resolve().parents[1]
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 COMMANDS = Path(sys.executable).parent  # accelerate, torchrun and the like
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 # called with errors of other classes: return an exception to report instead, or None
 explanations: list[Callable[[BaseException], Exception | None]] = []
 attempt = ""  # the token of this attempt (attempts.py), once its ranks have met
@@ -188,7 +191,7 @@ class _Said:
 
     def __init__(self) -> None:
         self._rounds: dict[str, int] = {}
-        self._store: Any = None
+        self._store: TCPStore | None = None
         with suppress(Exception):
             self._store = connect_to_agent_store(timedelta(seconds=WAIT_SECONDS))
 
@@ -198,6 +201,7 @@ class _Said:
             return f"hf_zero/uncaught/{attempt}/{digest}"
         key = f"hf_zero/uncaught/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{digest}"
         if key not in self._rounds:
+            assert self._store is not None
             self._rounds[key] = self._store.add(f"{key}/of/{os.environ.get('RANK')}", 1)
         return f"{key}/{self._rounds[key]}"
 
@@ -226,7 +230,7 @@ def has_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
 
 
-def connect_to_agent_store(timeout: timedelta) -> Any:
+def connect_to_agent_store(timeout: timedelta) -> TCPStore | None:
     """Return a client of the store at MASTER_ADDR and MASTER_PORT, or None if torchrun's agent
     hosts none.
 

@@ -23,7 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -50,6 +50,12 @@ SCRIPTS_COLLECTIVES = "torch.distributed.distributed_c10d"
 LOOKS_AT_SCRIPT = 4  # consecutive looks that find the script in its own collective
 GRACE_SECONDS = 5.0
 JOIN_SECONDS = 30.0  # a thread that has not ended by then is left
+
+
+class RunNotes(Protocol):
+    """The record of a run."""
+
+    def note(self, kind: str, value: object) -> None: ...
 
 
 class Watchdog:
@@ -93,7 +99,7 @@ class Watchdog:
         self._script = threading.get_ident()
         self._script_waits = 0  # looks that found the script in its own collective
         # records of runs, whose ``note`` gets the states of all ranks in long waits
-        self.records = weakref.WeakSet[Any]()
+        self.records = weakref.WeakSet[RunNotes]()
         self._noted: list[dict[str, object]] = []
         self.failed = False  # whether a look has failed, which is logged once
         if rank_status is not None:

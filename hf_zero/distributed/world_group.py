@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from hf_zero.distributed.collectives import (
 )
 from hf_zero.distributed.process_group import (
     CPU,
+    Waitable,
     abort,
     add_host_backend,
     allow_connections,
@@ -65,6 +66,7 @@ def common_size(sizes: Sequence[int]) -> int:
     return best
 
 
+T = TypeVar("T")
 FRAME = 1024  # bytes of the first message, which has the size and all of a short content
 _SIZE = 8  # bytes of the size
 
@@ -76,7 +78,9 @@ class RankTree:
     runs (collectives.py, the note).
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, root: int, group: Any, tag: int):
+    def __init__(
+        self, ranks: Sequence[int], rank: int, root: int, group: dist.ProcessGroup | None, tag: int
+    ):
         self._group, self._tag = group, tag
         size, position = len(ranks), (rank - root) % len(ranks)
         lowest = position & -position or 1 << (size - 1).bit_length()
@@ -91,11 +95,12 @@ class RankTree:
         """
         values = [value]
         frames = [torch.empty(FRAME, dtype=torch.uint8, device=CPU) for _ in self._children]
-        works: list[Any] = [
+        works = [
             dist.irecv(frame, child, self._group, self._tag)
             for frame, child in zip(frames, self._children)
         ]
         for frame, work, child in zip(frames, works, self._children):
+            assert work is not None
             work.wait()
             values += pickle.loads(self._rest(frame, child))
         if self._parent is not None:
@@ -127,10 +132,8 @@ class RankTree:
         short = len(content) <= FRAME
         message = torch.frombuffer(content.ljust(FRAME) if short else content, dtype=torch.uint8)
         parts = [message] if short else [message[:FRAME], message[FRAME:]]
-        works: list[Any] = [
-            dist.isend(part, rank, self._group, self._tag) for rank in ranks for part in parts
-        ]
-        for work in works:
+        works = [dist.isend(part, rank, self._group, self._tag) for rank in ranks for part in parts]
+        for work in filter(None, works):
             work.wait()
 
 
@@ -143,7 +146,7 @@ class RankGroup:
         self,
         ranks: Sequence[int],
         rank: int,
-        group: Any,
+        group: dist.ProcessGroup | None,
         log: CollectiveLog,
         watchdog: Watchdog,
         agrees: bool,
@@ -175,7 +178,8 @@ class RankGroup:
 
         try:
             pending = self.log.issue(what, needs)
-            works: list[Any] = [SimpleNamespace(wait=finish)]  # a blocking call is its own wait
+            # a blocking call is its own wait
+            works: list[Waitable | None] = [SimpleNamespace(wait=finish)]
             source_index = None if source is None else self.ranks.index(source)
             index = self.ranks.index(self.rank)
             if self._agrees and by_tree is not None:
@@ -242,7 +246,7 @@ class RankGroup:
             tensor.copy_(dense)
 
     def broadcast_object(
-        self, value: Any, source: int | None = None, what: str = "an object"
+        self, value: object, source: int | None = None, what: str = "an object"
     ) -> Any:
         """Return ``value`` of global rank ``source``, by default the first of the group."""
         source = self.ranks[0] if source is None else source
@@ -262,11 +266,11 @@ class RankGroup:
         )
         return box[0]
 
-    def all_gather_object(self, value: object, what: str = "objects") -> list[Any]:
+    def all_gather_object(self, value: T, what: str = "objects") -> list[T]:
         """Return ``value`` of each rank, in the order of :attr:`ranks`."""
         if len(self.ranks) == 1:
             return [value]
-        box: list[Any] = [None] * len(self.ranks)
+        box = [value] * len(self.ranks)
 
         def by_tree(tree: RankTree) -> None:
             every = pickle.loads(tree.broadcast(pickle.dumps(tree.gather(pickle.dumps(value)))))
@@ -336,10 +340,17 @@ class RankGroup:
         self._call(f"gather of {what}", rounds)
 
 
+class EngineResources(Protocol):
+    """The resources of an engine that has ended."""
+
+    def settle(self) -> None:
+        """Release those that no rank uses any more."""
+
+
 class WorldGroup(RankGroup):
     """All ranks of the job, over the default group."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: dist.Store) -> None:
         rank, self.world = dist.get_rank(), dist.get_world_size()
         backend = str(dist.get_backend())
         rank_status: RankStatus | None = None
@@ -377,11 +388,15 @@ class WorldGroup(RankGroup):
             rank_status.register(log)
         self.deferred = DeferredCollectives()
         # resources of ended engines that are not released yet
-        self.unsettled: list[Any] = []
+        self.unsettled: list[EngineResources] = []
         self.log.deferred = self.deferred
 
     def part(
-        self, ranks: Sequence[int], group: object, timeout: float, owner: str = "a job"
+        self,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+        timeout: float,
+        owner: str = "a job",
     ) -> RankGroup:
         """Return the group of some ``ranks``, this one among them, over their process group
         ``group``; this group itself if they are all ranks. Its waits are watched like those of all
@@ -398,7 +413,7 @@ class WorldGroup(RankGroup):
         return RankGroup(ranks, self.rank, group, log, self.watchdog, self._agrees)
 
 
-_world_groups: weakref.WeakKeyDictionary[Any, WorldGroup] = weakref.WeakKeyDictionary()
+_world_groups: weakref.WeakKeyDictionary[dist.Store, WorldGroup] = weakref.WeakKeyDictionary()
 
 
 def get_world_group() -> WorldGroup:

@@ -12,13 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hf_zero.distributed.stage_messages import Activations, StageMessages
 from hf_zero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import P2POp
 
 Forward = Callable[[int, int, Any], Any]
 Backward = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
@@ -109,7 +112,7 @@ class Stage:
     def _prepare_backward_infra(self, *args: object, **kwargs: object) -> None:
         """Do nothing: shapes are unknown until the messages arrive."""
 
-    def _get_init_p2p_neighbors_ops(self) -> list[object]:
+    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
         return []
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -125,7 +128,7 @@ class Stage:
 
     # ---- messages ----
 
-    def get_fwd_recv_ops(self, micro_batch: int) -> list[object]:
+    def get_fwd_recv_ops(self, micro_batch: int) -> list[P2POp]:
         if self.is_first:
             return []
         key = self._key(self.stage_index - 1, micro_batch)
@@ -133,7 +136,7 @@ class Stage:
         self._inputs[micro_batch] = memory, grads, single
         return operations
 
-    def get_fwd_send_ops(self, micro_batch: int) -> list[object]:
+    def get_fwd_send_ops(self, micro_batch: int) -> list[P2POp]:
         if self.is_last:
             return []
         outputs, single = self._outputs[micro_batch]
@@ -143,7 +146,7 @@ class Stage:
             del self._outputs[micro_batch]
         return operations
 
-    def get_bwd_recv_ops(self, micro_batch: int) -> list[object]:
+    def get_bwd_recv_ops(self, micro_batch: int) -> list[P2POp]:
         if self.is_last or not self.has_backward:
             return []
         outputs = [
@@ -158,7 +161,7 @@ class Stage:
         self._gradients[micro_batch] = memory
         return operations
 
-    def get_bwd_send_ops(self, micro_batch: int) -> list[object]:
+    def get_bwd_send_ops(self, micro_batch: int) -> list[P2POp]:
         if self.is_first or not self.has_backward:
             return []
         gradients = self._sent_back.pop(micro_batch)

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence.division import AXIS, CONTEXT, KEY, Division
 from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.parallel.sequence.ring import ring_attention
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # computes [B, S, H, D] from q [B, H, S, D], k and v [B, Hkv, S, D]
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -275,7 +278,7 @@ class DistributedAttention(nn.Module):
     def __init__(
         self,
         local_attention: Callable[..., torch.Tensor],
-        sequence_process_group: object = None,
+        sequence_process_group: ProcessGroup | None = None,
         scatter_idx: int = 2,
         gather_idx: int = 0,
         sp_stream: object = None,
