@@ -16,7 +16,7 @@ from hf_zero.config.kinds import Status
 from hf_zero.config.reading import AUTO, ConfigReading
 from hf_zero.config.refusals import Check, idle_params, refusals
 from hf_zero.config.sections import SECRETS
-from hf_zero.logging import aligned
+from hf_zero.logging import JsonObject, aligned
 
 Unset = Literal["omit", "default"]
 REFUSED = "a run refuses it: "  # beginning of a note
@@ -57,7 +57,7 @@ def as_dialect(reading: ConfigReading, unset: Unset) -> SourcedDict:
     flat.update(dict.fromkeys(reading.autos, AUTO))
 
     order = {path: position for position, path in enumerate(KEYS)}
-    nested: dict[str, Any] = {}
+    nested: JsonObject = {}
     for path in sorted(flat, key=lambda path: order.get(path, len(order))):
         *sections, name = path.split(".")
         section_dict = nested

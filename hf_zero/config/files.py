@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from hf_zero.errors import ConfigError
-from hf_zero.logging import DuplicateKeyError, parse_json
+from hf_zero.logging import DuplicateKeyError, JsonObject, parse_json
 
 DICT = "config dict"
 DEFAULT = "default"
@@ -37,7 +37,7 @@ class SourcedDict(dict[str, Any]):
     A value that was changed or added since is attributed to ``filler``. Copies keep the sources.
     """
 
-    written: Mapping[str, tuple[Any, str]] = MappingProxyType({})
+    written: Mapping[str, tuple[object, str]] = MappingProxyType({})
     filler: str = DICT
 
     @classmethod
@@ -51,7 +51,9 @@ class SourcedDict(dict[str, Any]):
             {path: (value, f"{label}: {path}") for path, value in flattened(mapping)}
         )
 
-    def remember(self, written: Mapping[str, tuple[Any, str]], filler: str = DICT) -> SourcedDict:
+    def remember(
+        self, written: Mapping[str, tuple[object, str]], filler: str = DICT
+    ) -> SourcedDict:
         """Replace the recorded sources and the filler of this dict, and return it."""
         self.written, self.filler = dict(written), filler
         return self
@@ -74,7 +76,7 @@ class SourcedDict(dict[str, Any]):
         return f"{DEFAULT}: {self.filler} writes it" if usual else self.filler
 
 
-def flattened(mapping: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(mapping: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield dotted path and value of each leaf and of each section."""
     for name, value in mapping.items():
         path = f"{prefix}{name}"
@@ -85,7 +87,7 @@ def flattened(mapping: Mapping[str, object], prefix: str = "") -> Iterator[tuple
             yield path, value
 
 
-def merge(into: dict[str, Any], more: Mapping[str, Any]) -> dict[str, object]:
+def merge(into: JsonObject, more: Mapping[str, object]) -> dict[str, object]:
     """Write the values of ``more`` into ``into``, section by section, and return it."""
     for name, value in more.items():
         section = into.get(name)
@@ -110,7 +112,7 @@ def is_written(source: str) -> bool:
     return not source.startswith(DEFAULT)
 
 
-def value_at(config: Mapping[str, Any], path: str) -> Any:
+def value_at(config: Mapping[str, object], path: str) -> Any:
     """Return the value at a dotted path, or None."""
     node: object = config
     for key in path.split("."):
@@ -122,7 +124,7 @@ JSON, YAML = (".json", ".hjson"), (".yaml", ".yml")
 EXAMPLE = "zero_optimization: {stage: 3}"
 
 
-def load_file(path: str | os.PathLike[str], example: str = EXAMPLE) -> dict[str, Any]:
+def load_file(path: str | os.PathLike[str], example: str = EXAMPLE) -> JsonObject:
     """Read the mapping in a JSON, Hjson or YAML file; the suffix decides, else the first
     character. ``example``: a mapping for the message about a file without one.
     """
@@ -233,7 +235,7 @@ def _named(label: str) -> Iterator[None]:
         raise ConfigError(f"{label} has a value that cannot be read: {error}; fix it") from None
 
 
-def load_yaml(text: str, label: str, example: str = EXAMPLE) -> dict[str, Any]:
+def load_yaml(text: str, label: str, example: str = EXAMPLE) -> JsonObject:
     """Parse a mapping from YAML. Raises ConfigError."""
     with _named(label):
         try:
@@ -304,7 +306,7 @@ class _Loader(yaml.SafeLoader):
     duplicate keys and numbers whose value differs between YAML 1.1 and 1.2: ``1:30``, ``010``.
     """
 
-    def construct_object(self, node: Any, deep: bool = False) -> object:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
         try:
             value = super().construct_object(node, deep)
         except (ValueError, OverflowError) as error:
@@ -394,7 +396,7 @@ class _Reader:
         """Skip whitespace and comments."""
         self._take(_SPACE)
 
-    def value(self) -> Any:
+    def value(self) -> object:
         char = self._text[self.at : self.at + 1]
         if char == "{":
             self.at += 1
@@ -416,7 +418,7 @@ class _Reader:
 
     def members(self, end: str) -> dict[str, object]:
         """Parse the members of an object up to and including ``end``."""
-        values: dict[str, Any] = {}
+        values: JsonObject = {}
         while not self._ends(end):
             start = self.at
             key = self._string() if self._text[start] in "\"'" else self._take(_KEY)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 if TYPE_CHECKING:
     import torch
@@ -71,25 +71,25 @@ class Keywords(TypedDict, total=False):
     """false makes every step() update the weights, whatever the number of micro-batches since
     the last update; gradient_accumulation_steps still divides the gradients
     """
-    elasticity: Mapping[str, Any] | None
+    elasticity: Mapping[str, object] | None
     """batch sizes that fit many numbers of ranks: max_train_batch_size, micro_batch_sizes,
     min_gpus, max_gpus; every checkpoint resumes on any number of ranks without it
     """
     gradient_clipping: float | None
     """the largest global norm of the gradients, to which a step clips them; 0 disables clipping"""
-    zero: ZeroSection | Mapping[str, Any] | None
+    zero: ZeroSection | Mapping[str, object] | None
     """The section ``zero_optimization``."""
-    zeropp_loco_param: LocoSection | Mapping[str, Any] | None
+    zeropp_loco_param: LocoSection | Mapping[str, object] | None
     """The section ``zero_optimization.zeropp_loco_param``."""
-    fp16: Fp16Section | Mapping[str, Any] | bool | None
+    fp16: Fp16Section | Mapping[str, object] | bool | None
     """The section ``fp16``."""
-    bf16: Bf16Section | Mapping[str, Any] | bool | None
+    bf16: Bf16Section | Mapping[str, object] | bool | None
     """The section ``bf16``."""
-    torch_autocast: AutocastSection | Mapping[str, Any] | None
+    torch_autocast: AutocastSection | Mapping[str, object] | None
     """The section ``torch_autocast``."""
-    optimizer: OptimizerConfig | Mapping[str, Any] | None
+    optimizer: OptimizerConfig | Mapping[str, object] | None
     """The section ``optimizer``."""
-    scheduler: SchedulerConfig | Mapping[str, Any] | None
+    scheduler: SchedulerConfig | Mapping[str, object] | None
     """The section ``scheduler``."""
     prescale_gradients: bool | None
     """divide gradients before they are summed over ranks"""
@@ -166,9 +166,9 @@ class Keywords(TypedDict, total=False):
     """whether an optimizer class that hf-zero does not know runs if a probe of a few steps finds
     no difference between whole tensors and shards; one that fails is refused
     """
-    compressed_communication: CompressedCommunication | Mapping[str, Any] | None
+    compressed_communication: CompressedCommunication | Mapping[str, object] | None
     """The section ``compressed_communication``."""
-    tensor_parallel: TensorParallelSection | Mapping[str, Any] | None
+    tensor_parallel: TensorParallelSection | Mapping[str, object] | None
     """The section ``tensor_parallel``."""
     sequence_parallel_size: int | None
     """number of neighbouring ranks that divide each sequence, and exchange tokens for heads in
@@ -178,9 +178,9 @@ class Keywords(TypedDict, total=False):
     """number of ranks that divide each sequence, and pass keys and values around a ring in
     attention; they multiply with sequence_parallel_size [ranks]
     """
-    pipeline: PipelineSection | Mapping[str, Any] | None
+    pipeline: PipelineSection | Mapping[str, object] | None
     """The section ``pipeline``."""
-    expert_parallel: ExpertParallelSection | Mapping[str, Any] | None
+    expert_parallel: ExpertParallelSection | Mapping[str, object] | None
     """The section ``expert_parallel``."""
     replicate_size: int | None
     """number of copies of the shards; ranks / replicate_size ranks share one copy"""
@@ -197,7 +197,7 @@ class Keywords(TypedDict, total=False):
     """the port of the rendezvous if the launcher does not set MASTER_PORT"""
     distributed_interface: str | None
     """the network interface for gloo and NCCL, such as eth0"""
-    nccl: NcclSection | Mapping[str, Any] | None
+    nccl: NcclSection | Mapping[str, object] | None
     """The section ``nccl``."""
     seed: int | None
     """the seed for random draws of the engine itself"""
@@ -209,59 +209,61 @@ class Keywords(TypedDict, total=False):
         | None
     )
     """fused kernels: off, auto (those that help on the training device), or a list of names"""
-    sparse_attention: Mapping[str, Any] | None
+    sparse_attention: Mapping[str, object] | None
     """block-sparse attention: mode, block, and the arguments of the mode; null keeps attention
     dense
     """
     pre_layer_norm: bool | None
     """move the norms of BERT-like models before attention and MLP, for training from scratch"""
-    progressive_layer_drop: LayerDropSection | Mapping[str, Any] | None
+    progressive_layer_drop: LayerDropSection | Mapping[str, object] | None
     """The section ``progressive_layer_drop``."""
-    compile: CompileSection | Mapping[str, Any] | Literal[False, "blocks"] | None
+    compile: CompileSection | Mapping[str, object] | Literal[False, "blocks"] | None
     """The section ``compile``."""
     attention_backend: Literal["auto", "flash", "cudnn", "efficient", "math"] | None
     """the kernel that scaled_dot_product_attention tries first, in the whole process; auto uses
     one that was measured to be faster on this type of GPU, or else torch's own order
     """
-    offload_optimizer: OffloadOptimizer | Mapping[str, Any] | Literal["none", "cpu", "nvme"] | None
+    offload_optimizer: (
+        OffloadOptimizer | Mapping[str, object] | Literal["none", "cpu", "nvme"] | None
+    )
     """The section ``zero_optimization.offload_optimizer``."""
-    offload_param: OffloadParam | Mapping[str, Any] | Literal["none", "cpu", "nvme"] | None
+    offload_param: OffloadParam | Mapping[str, object] | Literal["none", "cpu", "nvme"] | None
     """The section ``zero_optimization.offload_param``."""
-    aio: AioSection | Mapping[str, Any] | None
+    aio: AioSection | Mapping[str, object] | None
     """The section ``aio``."""
-    checkpoint: CheckpointSection | Mapping[str, Any] | None
+    checkpoint: CheckpointSection | Mapping[str, object] | None
     """The section ``checkpoint``."""
-    memory_checkpoints: MemorySection | Mapping[str, Any] | None
+    memory_checkpoints: MemorySection | Mapping[str, object] | None
     """The section ``checkpoint.memory``."""
-    activation_checkpointing: ActivationCheckpointing | Mapping[str, Any] | None
+    activation_checkpointing: ActivationCheckpointing | Mapping[str, object] | None
     """The section ``activation_checkpointing``."""
-    activation_offload: ActivationOffload | Mapping[str, Any] | bool | None
+    activation_offload: ActivationOffload | Mapping[str, object] | bool | None
     """The section ``activation_offload``."""
-    tiled_mlp: TiledMlpSection | Mapping[str, Any] | None
+    tiled_mlp: TiledMlpSection | Mapping[str, object] | None
     """The section ``tiled_mlp``."""
-    curriculum_learning: CurriculumSection | Mapping[str, Any] | None
+    curriculum_learning: CurriculumSection | Mapping[str, object] | None
     """The section ``curriculum_learning``."""
-    data_efficiency: DataEfficiency | Mapping[str, Any] | None
+    data_efficiency: DataEfficiency | Mapping[str, object] | None
     """The section ``data_efficiency``."""
-    data_routing: DataRouting | Mapping[str, Any] | None
+    data_routing: DataRouting | Mapping[str, object] | None
     """The section ``data_efficiency.data_routing``."""
-    random_ltd: TokenDropSection | Mapping[str, Any] | None
+    random_ltd: TokenDropSection | Mapping[str, object] | None
     """The section ``data_efficiency.data_routing.random_ltd``."""
-    data_sampling: DataSampling | Mapping[str, Any] | None
+    data_sampling: DataSampling | Mapping[str, object] | None
     """The section ``data_efficiency.data_sampling``."""
-    metric_curricula: MetricCurricula | Mapping[str, Any] | None
+    metric_curricula: MetricCurricula | Mapping[str, object] | None
     """The section ``data_efficiency.data_sampling.curriculum_learning``."""
-    quantize_training: QuantizeTraining | Mapping[str, Any] | None
+    quantize_training: QuantizeTraining | Mapping[str, object] | None
     """The section ``quantize_training``."""
-    eigenvalue: EigenvalueSection | Mapping[str, Any] | None
+    eigenvalue: EigenvalueSection | Mapping[str, object] | None
     """The section ``quantize_training.eigenvalue``."""
-    compression_weights: WeightQuantization | Mapping[str, Any] | None
+    compression_weights: WeightQuantization | Mapping[str, object] | None
     """The section ``compression_training.weight_quantization``."""
-    quantization_aware_training: QuantizationAware | Mapping[str, Any] | None
+    quantization_aware_training: QuantizationAware | Mapping[str, object] | None
     """The section ``quantization_aware_training``."""
-    float8_training: Float8Training | Mapping[str, Any] | None
+    float8_training: Float8Training | Mapping[str, object] | None
     """The section ``float8_training``."""
-    training_phases: TrainingPhasesSection | Mapping[str, Any] | None
+    training_phases: TrainingPhasesSection | Mapping[str, object] | None
     """The section ``training_phases``."""
     wall_clock_breakdown: bool | None
     """log the milliseconds of forward, backward and step, one step later"""
@@ -276,21 +278,21 @@ class Keywords(TypedDict, total=False):
     """log the bytes of state by kind and tier, the bytes of the allocator, and the free memory"""
     dump_state: bool | None
     """log units, flat buffers and optimizer groups when the engine has been created"""
-    metrics: MetricsSection | Mapping[str, Any] | None
+    metrics: MetricsSection | Mapping[str, object] | None
     """The section ``metrics``."""
-    trace: TraceSection | Mapping[str, Any] | None
+    trace: TraceSection | Mapping[str, object] | None
     """The section ``trace``."""
-    tensorboard: TensorBoardSection | Mapping[str, Any] | None
+    tensorboard: TensorBoardSection | Mapping[str, object] | None
     """The section ``tensorboard``."""
-    wandb: WandbSection | Mapping[str, Any] | None
+    wandb: WandbSection | Mapping[str, object] | None
     """The section ``wandb``."""
-    comet: CometSection | Mapping[str, Any] | None
+    comet: CometSection | Mapping[str, object] | None
     """The section ``comet``."""
-    csv_monitor: CsvSection | Mapping[str, Any] | None
+    csv_monitor: CsvSection | Mapping[str, object] | None
     """The section ``csv_monitor``."""
-    comms_logger: CommsLoggerSection | Mapping[str, Any] | None
+    comms_logger: CommsLoggerSection | Mapping[str, object] | None
     """The section ``comms_logger``."""
-    flops_profiler: FlopsProfilerSection | Mapping[str, Any] | None
+    flops_profiler: FlopsProfilerSection | Mapping[str, object] | None
     """The section ``flops_profiler``."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None
     """the level of hf-zero's log; null keeps the level that HF_ZERO_LOG_LEVEL sets"""

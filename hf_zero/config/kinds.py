@@ -19,7 +19,7 @@ from typing import Any
 
 from hf_zero.config import kernels
 from hf_zero.errors import ConfigError
-from hf_zero.logging import SIZE_PATTERN, parse_size
+from hf_zero.logging import SIZE_PATTERN, JsonObject, parse_size
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Kind:
 
     expected: str
     convert: Callable[[Any], Any]
-    schema: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    schema: JsonObject = field(default_factory=dict, compare=False)
 
 
 def integer(low: int | None = None, high: int | None = None) -> Kind:
@@ -231,7 +231,7 @@ def _names(value: object) -> tuple[str, ...]:
     return tuple(_text(name) for name in names)
 
 
-def _section(value: object) -> dict[str, Any]:
+def _section(value: object) -> JsonObject:
     if not isinstance(value, Mapping):
         raise ValueError(value)
     plain: dict[str, object] = _plain(value)
@@ -388,7 +388,7 @@ class Key:
     asks: Callable[[Any], bool] = never
     off: str = ""
     members: frozenset[str] | None = None
-    idle: Callable[[Mapping[str, Any]], str] = _busy
+    idle: Callable[[Mapping[str, object]], str] = _busy
     unit: str = ""
     since: str = "0.1.0"
     instead: str = ""

@@ -47,7 +47,7 @@ from hf_zero.config.refusals import (
 from hf_zero.config.spelling import MISSPELT, closest, is_comment
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
-from hf_zero.logging import listed
+from hf_zero.logging import JsonObject, listed
 
 # keys that name the program whose file has them, and the file that it has for DeepSpeed, if any
 PROGRAMS = {
@@ -62,8 +62,8 @@ PROGRAMS = {
 class Migration(NamedTuple):
     """A configuration as it was written, the same for hf-zero, and a finding for each key."""
 
-    before: dict[str, Any]
-    after: dict[str, Any]
+    before: JsonObject
+    after: JsonObject
     findings: list[KeyFinding]
 
     @property
@@ -129,7 +129,7 @@ def _refuse_programs(before: Mapping[str, object], source: str) -> None:
 
 def _settle(
     after: dict[str, object], findings: list[KeyFinding], source: str, check: Check
-) -> dict[str, Any]:
+) -> JsonObject:
     """Read the result as a whole: add to ``findings`` what contradicts, what ``initialize`` would
     refuse and what has no effect beside other keys; return the result without the latter.
     """
@@ -209,11 +209,11 @@ def _names_file(key: str) -> bool:
     return key == "deepspeed_config.deepspeed_config_file"
 
 
-def _without(mapping: Mapping[str, Any], gone: Collection[str], prefix: str = "") -> dict[str, Any]:
+def _without(mapping: Mapping[str, object], gone: Collection[str], prefix: str = "") -> JsonObject:
     """Return ``mapping`` without the keys ``gone``, and without the sections that held only
     them.
     """
-    remaining: dict[str, Any] = {}
+    remaining: JsonObject = {}
     for name, value in mapping.items():
         written = f"{prefix}{name}"
         if written in gone:
@@ -230,7 +230,7 @@ def _path(written: str) -> str:
     return TRANSLATED.get(name, name) if name != written else canonical(name)
 
 
-def _here(after: dict[str, Any]) -> dict[str, object]:
+def _here(after: JsonObject) -> dict[str, object]:
     """Return ``after`` without the name of a file that is not on this machine."""
     path = after.get("deepspeed_config", {}).get("deepspeed_config_file")
     if path is None or os.path.exists(path):
@@ -238,9 +238,7 @@ def _here(after: dict[str, Any]) -> dict[str, object]:
     return _without(after, ["deepspeed_config.deepspeed_config_file"])
 
 
-def _deepspeed(
-    before: Mapping[str, object], findings: list[KeyFinding], source: str
-) -> dict[str, Any]:
+def _deepspeed(before: Mapping[str, object], findings: list[KeyFinding], source: str) -> JsonObject:
     """Translate DeepSpeed's JSON."""
     taken = _dialect(before, "", findings, source)
     optimizer = taken.get("optimizer") or {}
@@ -267,9 +265,7 @@ def _deepspeed(
     return taken
 
 
-def _compiled(
-    written: Mapping[str, object], findings: list[KeyFinding], source: str
-) -> dict[str, Any]:
+def _compiled(written: Mapping[str, object], findings: list[KeyFinding], source: str) -> JsonObject:
     """Translate DeepSpeed's section ``compile``: to compile the model, by itself or by DeepCompile,
     becomes to compile blocks.
     """
@@ -293,9 +289,9 @@ def _compiled(
 
 def _dialect(
     mapping: Mapping[str, object], prefix: str, findings: list[KeyFinding], source: str
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the keys of ``mapping`` that are taken, each judged by itself."""
-    taken: dict[str, Any] = {}
+    taken: JsonObject = {}
     for name, value in mapping.items():
         written = f"{prefix}{name}"
         path = canonical(written)
@@ -334,7 +330,7 @@ def _dialect(
     return taken
 
 
-def _unquoted(written: str, value: object) -> Any:
+def _unquoted(written: str, value: object) -> object:
     """Return the number or truth value that a string holds, if the key takes it, else None:
     DeepSpeed converts both.
     """
@@ -421,10 +417,10 @@ class _Accelerate:
         self.hosts = int(machines) if is_number else 1
         self.kind = kind_of(before)
         self.before, self.findings, self.source = before, findings, source
-        self.after: dict[str, Any] = {}
-        self.section: dict[str, Any] = {}  # deepspeed_config of the result
+        self.after: JsonObject = {}
+        self.section: JsonObject = {}  # deepspeed_config of the result
 
-    def translated(self) -> dict[str, Any]:
+    def translated(self) -> JsonObject:
         for name, value in self.before.items():
             translate = self.TRANSLATORS.get(name)
             if translate is not None and translate(self, name, value):
@@ -507,7 +503,11 @@ class _Accelerate:
 
 
 def _judge(
-    mapping: Mapping[str, Any], written: str, value: object, findings: list[KeyFinding], source: str
+    mapping: Mapping[str, object],
+    written: str,
+    value: object,
+    findings: list[KeyFinding],
+    source: str,
 ) -> bool:
     """Add the finding of one of Accelerate's keys; return whether it is taken."""
     name = written.rpartition(".")[2]

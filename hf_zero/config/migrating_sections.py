@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import TRANSLATED
 from hf_zero.config.files import shown
 from hf_zero.config.spelling import MISSPELT, closest, did_you_mean, is_comment
 from hf_zero.errors import ConfigError
+from hf_zero.logging import JsonObject
 
 Outcome = Literal["taken", "translated", "no effect", "left out", "to fix"]
 
@@ -22,7 +23,7 @@ class KeyFinding(NamedTuple):
     """
 
     key: str
-    value: Any
+    value: object
     outcome: Outcome
     note: str = ""
 
@@ -116,7 +117,7 @@ def translate_dynamo(
                     findings.append(KeyFinding(key, each, outcome, note))
 
 
-def _compilation(name: str, value: object, backend: str) -> tuple[dict[str, Any], Outcome, str]:
+def _compilation(name: str, value: object, backend: str) -> tuple[JsonObject, Outcome, str]:
     """Return the keys of ``compile`` for ``value`` of Accelerate's key ``name``, the outcome, and
     a note: after the keys, or the reason if there are none.
     """
@@ -145,7 +146,7 @@ def _compilation(name: str, value: object, backend: str) -> tuple[dict[str, Any]
 def translate_fsdp(
     written: Mapping[str, object],
     hosts: int,
-    section: dict[str, Any],
+    section: JsonObject,
     findings: list[KeyFinding],
     words: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
@@ -165,7 +166,7 @@ def translate_fsdp(
         key, name, text = f"fsdp_config.{full}", str(full).removeprefix("fsdp_"), value
         if full in words:
             key, text = "fsdp", words[full]
-        added: dict[str, Any] = {}
+        added: JsonObject = {}
         note = _WITHOUT_EFFECT.get(name)
         if name not in _FSDP_NAMES:
             findings.append(_unknown_below("fsdp_config", full, value, "fsdp_", _FSDP_NAMES))
@@ -205,7 +206,7 @@ def is_trainer(mapping: Mapping[str, object]) -> bool:
 
 def translate_trainer(
     written: Mapping[str, object], findings: list[KeyFinding]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[JsonObject, JsonObject]:
     """Return the configuration for ``deepspeed`` or ``zero_config`` that takes the place of the
     Trainer's ``fsdp`` and ``fsdp_config``, and the arguments that stay. ``written``: a file of
     arguments, or the one that ``fsdp_config`` names.
@@ -219,7 +220,7 @@ def translate_trainer(
     # the older form: --fsdp "full_shard auto_wrap offload"
     options = written.get("fsdp") or ""
     words = [options] if isinstance(options, str) else options if isinstance(options, list) else []
-    older: dict[str, Any] = {}
+    older: JsonObject = {}
     stands_for: dict[str, str] = {}  # the word of ``fsdp`` by the key that it stands for
     for word in " ".join(map(str, words)).replace(",", " ").lower().split():
         if word.upper() in _STRATEGIES and word not in ("true", "false"):
@@ -242,7 +243,7 @@ def translate_trainer(
         outcome: Outcome = "left out" if values[name] else "no effect"
         findings.append(KeyFinding(name, values[name], outcome, note))
     others = {name: value for name, value in values.items() if name not in _XLA}
-    section: dict[str, Any] = {}
+    section: JsonObject = {}
     words_in_use = {name: word for name, word in stands_for.items() if name not in others}
     translate_fsdp({**older, **others}, 1, section, findings, words_in_use)
     if section.pop("zero3_init_flag", None) is not None:
@@ -250,7 +251,7 @@ def translate_trainer(
             if found.note.startswith("zero3_init_flag: "):
                 note = "the Trainer loads weights into shards by itself"
                 findings[index] = found._replace(outcome="no effect", note=note)
-    after: dict[str, Any] = {**_FILLED}
+    after: JsonObject = {**_FILLED}
     for name, value in section.items():
         path = TRANSLATED.get(name, name)
         findings[:] = [
@@ -306,7 +307,7 @@ def _truth(value: object) -> bool | None:
     return False if word in ("n", "no", "f", "false", "off", "0", "none") else None
 
 
-def _switched(name: str, value: object, stage: int) -> tuple[dict[str, Any], str | None]:
+def _switched(name: str, value: object, stage: int) -> tuple[JsonObject, str | None]:
     """Return the keys for ``value`` of FSDP's key ``name``, and the reason if there are none; no
     reason: hf-zero has no such choice.
     """
@@ -336,10 +337,10 @@ def _switched(name: str, value: object, stage: int) -> tuple[dict[str, Any], str
 
 
 def add_translated(
-    added: Mapping[str, Any],
+    added: Mapping[str, object],
     key: str,
-    value: Any,
-    section: dict[str, Any],
+    value: object,
+    section: JsonObject,
     findings: list[KeyFinding],
     note: str = "",
 ) -> None:
@@ -353,9 +354,9 @@ def add_translated(
 
 def translate_parallelism(
     written: Mapping[str, object], section: dict[str, object], findings: list[KeyFinding]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Translate the sizes of ``parallelism_config``; return those that Accelerate is to keep."""
-    prefix, translated = "parallelism_config_", dict[str, Any]()
+    prefix, translated = "parallelism_config_", JsonObject()
     values = {str(name).removeprefix(prefix): value for name, value in written.items()}
     for full, value in written.items():
         key, name = f"parallelism_config.{full}", str(full).removeprefix(prefix)

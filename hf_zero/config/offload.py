@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from hf_zero.config.kinds import (
     BLOCK,
@@ -32,7 +32,7 @@ _PARAM = "zero_optimization.offload_param"
 _DEVICE = choice("none", "cpu", "nvme")
 
 
-def _idle_unless(section: str, *devices: str) -> Callable[[Mapping[str, Any]], str]:
+def _idle_unless(section: str, *devices: str) -> Callable[[Mapping[str, object]], str]:
     """Return an ``idle`` function for keys that act only if the section's device is one of
     ``devices``.
     """

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from hf_zero.config.files import FILES, SourcedDict, shown
 from hf_zero.config.keys import ALIASES, ANSWERS, KEYS, MEANT, OWN_AUTOS, SECTIONS
 from hf_zero.config.kinds import Key, Status
 from hf_zero.config.spelling import MISSPELT, closest, did_you_mean, is_comment, is_foreign
 from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
-from hf_zero.logging import log_rank0
+from hf_zero.logging import JsonObject, log_rank0
 
+T = TypeVar("T")
 AUTO = "auto"
 ENDING = re.compile(r"_?(config|configuration|cfg|settings|options|args|kwargs)$")
 SWITCHES = ("fp16", "bf16")  # sections that a keyword may switch on or off
@@ -75,7 +76,7 @@ class ConfigReading:
     "auto" once the reading is checked; "alone": only if nothing else is wrong.
     """
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: JsonObject = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     autos: set[str] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
@@ -83,7 +84,7 @@ class ConfigReading:
     foreign: bool = False
     origins: SourcedDict | None = None
     autos_allowed: bool | Literal["alone"] = True
-    refusals: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
+    refusals: Callable[[Mapping[str, object]], Mapping[str, str]] | None = None
 
     def read(self, mapping: Mapping[str, object], label: str) -> ConfigReading:
         """Read a mapping of the DeepSpeed dialect or of our own keywords; later readings override
@@ -129,7 +130,7 @@ class ConfigReading:
         self.filled |= other.filled
         self.mistakes.extend(other.mistakes)
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> JsonObject:
         """Return the values by path; sections that are one value contain their members that are
         "auto", in the order of the file.
         """
@@ -153,7 +154,7 @@ class ConfigReading:
             self.autos.discard(gone)
             del self.sources[gone]
 
-    def fill(self, path: str, value: object, source: str) -> Any:
+    def fill(self, path: str, value: T, source: str) -> T:
         """Set a value that was not written, and record it in ``filled``; return it."""
         self.values[path], self.sources[path] = value, source
         self.filled.add(path)
@@ -467,7 +468,7 @@ def _expected_section(path: str, written: str, label: str) -> str:
     return f"a section of keys and values; write {example}"
 
 
-def _options(schema: Mapping[str, Any]) -> list[str]:
+def _options(schema: JsonObject) -> list[str]:
     """Return the names among the values that a JSON schema allows."""
     inner = [*schema.get("anyOf", ()), schema.get("items", {})]
     names = [name for name in schema.get("enum", ()) if isinstance(name, str)]

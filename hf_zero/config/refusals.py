@@ -271,7 +271,7 @@ def built_name(section: str, kind: object) -> str:
     raise ConfigError(f"unknown {section} type {kind!r}{did_you_mean(str(kind), _BUILT[section])}")
 
 
-def idle_params(kind: Any, params: Mapping[str, object]) -> dict[str, str]:
+def idle_params(kind: object, params: Mapping[str, object]) -> dict[str, str]:
     """Return, by name, the reasons why some of ``params`` have no effect on the one-bit optimizer
     ``kind``; none for other optimizers.
     """
@@ -289,7 +289,7 @@ def one_bit_conflicts(values: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def launcher_refusal(launcher: Any, machines: Any) -> str:
+def launcher_refusal(launcher: object, machines: int | str | None) -> str:
     """Return the reason why ``accelerate launch`` starts no ranks on ``machines`` hosts with
     DeepSpeed's ``launcher``, or "".
     """

@@ -13,12 +13,12 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from hf_zero.config.reading import ConfigReading
 from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.logging import JsonObject
 
 TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -42,7 +42,7 @@ HIGHLY_COMPOSITE = (
     *(10080, 15120, 20160, 25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760),
     *(277200, 332640, 498960, 554400, 665280, 720720),
 )
-ELASTIC_DEFAULTS: dict[str, Any] = {
+ELASTIC_DEFAULTS: JsonObject = {
     "enabled": False,
     "max_train_batch_size": 2000,
     "micro_batch_sizes": [2, 4, 6],
@@ -279,7 +279,7 @@ def _check_compression(reading: ConfigReading) -> None:
         raise ConfigError("\n".join(wrong))
 
 
-def read_elasticity(section: Mapping[str, object]) -> dict[str, Any]:
+def read_elasticity(section: Mapping[str, object]) -> JsonObject:
     """Return the section completed with its defaults. Raises ConfigError for unknown keys and
     invalid values, NotBuiltError for model parallelism.
     """

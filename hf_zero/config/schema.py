@@ -5,20 +5,19 @@ readers.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import fields
 from textwrap import wrap
-from typing import Any
 
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, PASSED_ON, TRANSLATED
 from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS
 from hf_zero.config.kinds import DTYPE, Key, Status
 from hf_zero.config.reading import SWITCHES
 from hf_zero.config.settings import Settings
+from hf_zero.logging import JsonObject
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 _ID = "urn:hf-zero:configuration"  # a name; no server publishes the schema, the package holds it
-_SHORT: dict[str, dict[str, Any]] = {
+_SHORT: dict[str, JsonObject] = {
     "offload_optimizer": {"enum": ["none", "cpu", "nvme"]},
     "offload_param": {"enum": ["none", "cpu", "nvme"]},
     "compile": {"enum": [False, "blocks"]},
@@ -31,7 +30,7 @@ def text() -> str:
     return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> JsonObject:
     """Return the JSON schema of a configuration: DeepSpeed's dialect with our keys, or an
     Accelerate YAML, recognised by its own keys.
     """
@@ -49,7 +48,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _dialect() -> dict[str, object]:
-    root: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+    root: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
     for path, key in KEYS.items():
         _place(root, path, _leaf(key))
     for written, path in ALIASES.items():
@@ -64,7 +63,7 @@ def _dialect() -> dict[str, object]:
     return root
 
 
-def _place(root: dict[str, Any], path: str, leaf: dict[str, Any]) -> None:
+def _place(root: JsonObject, path: str, leaf: JsonObject) -> None:
     *sections, name = path.split(".")
     node = root
     for section in sections:
@@ -79,13 +78,13 @@ def _pointer(path: str) -> str:
     return "#/definitions/zero/properties/" + "/properties/".join(path.split("."))
 
 
-def _leaf(key: Key) -> dict[str, Any]:
+def _leaf(key: Key) -> JsonObject:
     values = [_value(key)]
     if key.path != "zero_optimization.stage":
         if key.path not in OWN_AUTOS:
             values.append({"const": "auto"})
         values.append({"type": "null"})  # last: editors propose the values in this order
-    leaf: dict[str, Any] = {
+    leaf: JsonObject = {
         **(values[0] if len(values) == 1 else {"anyOf": values}),
         "description": described(key),
     }
@@ -94,7 +93,7 @@ def _leaf(key: Key) -> dict[str, Any]:
     return leaf
 
 
-def _value(key: Key) -> dict[str, Any]:
+def _value(key: Key) -> JsonObject:
     if key.members is None:
         return dict(key.kind.schema)
     return {
@@ -104,9 +103,9 @@ def _value(key: Key) -> dict[str, Any]:
     }
 
 
-def _accelerate() -> dict[str, Any]:
-    top: dict[str, Any] = {}
-    inside: dict[str, Any] = {}
+def _accelerate() -> JsonObject:
+    top: JsonObject = {}
+    inside: JsonObject = {}
     for path, key in ACCELERATE_KEYS.items():
         section, _, name = path.rpartition(".")
         properties = inside if section else top
@@ -188,7 +187,7 @@ _TYPES = {
     "number": "float",
     "boolean": "bool",
     "string": "str",
-    "object": "Mapping[str, Any]",
+    "object": "Mapping[str, object]",
 }
 
 
@@ -205,7 +204,7 @@ def keywords() -> str:
             path, made_of = item.metadata["section"]
             short = _python(_SHORT[item.name]) if item.name in _SHORT else []
             classes.setdefault(made_of.__module__, set()).add(made_of.__name__)
-            types = [made_of.__name__, "Mapping[str, Any]", *short]
+            types = [made_of.__name__, "Mapping[str, object]", *short]
             types += ["bool"] if item.name in SWITCHES else []
             text = f"The section ``{path}``." if path else ""
         else:
@@ -232,7 +231,7 @@ _HEAD = (
     "from __future__ import annotations",
     "",
     "from collections.abc import Mapping, Sequence",
-    "from typing import TYPE_CHECKING, Any, Literal, TypedDict",
+    "from typing import TYPE_CHECKING, Literal, TypedDict",
     "",
     "if TYPE_CHECKING:",
     "    import torch",
@@ -241,7 +240,7 @@ _HEAD = (
 _CLASS = ("", "", "class Keywords(TypedDict, total=False):")
 
 
-def _python(schema: Mapping[str, Any]) -> list[str]:
+def _python(schema: JsonObject) -> list[str]:
     """Return the Python types of the values that a JSON schema allows."""
     if "anyOf" in schema:
         return [name for part in schema["anyOf"] for name in _python(part)]
@@ -251,7 +250,7 @@ def _python(schema: Mapping[str, Any]) -> list[str]:
         return [f"Literal[{schema['const']!r}]"]
     if schema.get("type") == "array":
         return [f"Sequence[{' | '.join(_python(schema['items']))}]"]
-    return [_TYPES[schema["type"]]] if "type" in schema else (["Any"] if not schema else [])
+    return [_TYPES[schema["type"]]] if "type" in schema else (["object"] if not schema else [])
 
 
 def _quoted(text: str) -> list[str]:

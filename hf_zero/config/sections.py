@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hf_zero.config.kinds import (
     BOOLEAN,
@@ -28,6 +27,7 @@ from hf_zero.config.kinds import (
     without,
 )
 from hf_zero.errors import ConfigError
+from hf_zero.logging import JsonObject
 
 # Names that hf_zero.optim builds: their classes load torch, which no configuration does.
 OPTIMIZERS = (
@@ -118,7 +118,7 @@ class ZeroSection:
     quantized_nontrainable_weights: bool = key(
         BOOLEAN, False, name="zero_quantized_nontrainable_weights"
     )
-    leaf_module: dict[str, Any] | None = key(SECTION, None, hash=False)
+    leaf_module: JsonObject | None = key(SECTION, None, hash=False)
     ignore_unused_parameters: bool = key(BOOLEAN, True)
     update_in_backward: bool = key(BOOLEAN, False, idle=_idle_in_backward)
     module_granularity_threshold: int | None = key(
@@ -223,7 +223,7 @@ class OptimizerConfig:
     """An optimizer by name; ``params`` are its keyword arguments."""
 
     type: str = key(named(*OPTIMIZERS), None, required=True)
-    params: dict[str, Any] = key(SECTION, None, default_factory=dict, hash=False)
+    params: JsonObject = key(SECTION, None, default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class SchedulerConfig:
     """A learning-rate schedule by name; ``params`` are its keyword arguments."""
 
     type: str = key(named(*SCHEDULERS), None, required=True)
-    params: dict[str, Any] = key(SECTION, None, default_factory=dict, hash=False)
+    params: JsonObject = key(SECTION, None, default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

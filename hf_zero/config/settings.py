@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from hf_zero.config.kinds import (
     BOOLEAN,
@@ -84,6 +83,7 @@ from hf_zero.config.techniques import (
     TrainingPhasesSection,
     WeightQuantization,
 )
+from hf_zero.logging import JsonObject
 
 ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
 
@@ -97,7 +97,7 @@ class Settings:
     train_micro_batch_size_per_gpu: int | None = key(integer(1), None, unit="samples")
     gradient_accumulation_steps: int | None = key(integer(1), None, unit="micro-batches")
     managed_gradient_accumulation: bool = key(BOOLEAN, True)
-    elasticity: dict[str, Any] | None = key(SECTION, None, hash=False)
+    elasticity: JsonObject | None = key(SECTION, None, hash=False)
     gradient_clipping: float = key(number(0), 0.0)
     zero: ZeroSection = section("zero_optimization", ZeroSection)
     zeropp_loco_param: LocoSection = section("zero_optimization.zeropp_loco_param", LocoSection)
@@ -132,7 +132,7 @@ class Settings:
     nccl: NcclSection = section("nccl", NcclSection)
     seed: int | None = key(COUNT, None)
     kernels: str | tuple[str, ...] = key(KERNELS, "off")
-    sparse_attention: dict[str, Any] | None = key(SECTION, None)
+    sparse_attention: JsonObject | None = key(SECTION, None)
     pre_layer_norm: bool = key(BOOLEAN, False)
     progressive_layer_drop: LayerDropSection = section(LAYER_DROP, LayerDropSection)
     compile: CompileSection = section("compile", CompileSection)

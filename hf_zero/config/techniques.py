@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from hf_zero.config.kinds import (
     BOOLEAN,
@@ -26,6 +25,7 @@ from hf_zero.config.kinds import (
     number,
     without,
 )
+from hf_zero.logging import JsonObject
 
 LEGACY = "curriculum_learning"
 EFFICIENCY = "data_efficiency"
@@ -57,7 +57,7 @@ class CurriculumSection:
     min_difficulty: int | None = key(integer(1), None, unit="tokens", idle=_LEGACY_OFF)
     max_difficulty: int | None = key(integer(1), None, unit="tokens", idle=_LEGACY_OFF)
     schedule_type: str | None = key(choice(*SCHEDULES), None, idle=_LEGACY_OFF)
-    schedule_config: dict[str, Any] | None = key(SECTION, None, idle=_LEGACY_OFF, hash=False)
+    schedule_config: JsonObject | None = key(SECTION, None, idle=_LEGACY_OFF, hash=False)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class MetricCurricula:
 
     enabled: bool = key(BOOLEAN, False)
     data_cluster_path: str | None = key(TEXT)
-    curriculum_metrics: dict[str, Any] | None = key(SECTION, None, idle=_METRICS_OFF, hash=False)
+    curriculum_metrics: JsonObject | None = key(SECTION, None, idle=_METRICS_OFF, hash=False)
 
 
 def _layers(value: object) -> tuple[int, ...]:
@@ -202,7 +202,7 @@ def _idle_off(values: Mapping[str, object]) -> str:
 class TrainingPhasesSection:
     """Changes at given steps of one run; off without ``phases`` and ``rampup_batch_size``."""
 
-    phases: list[dict[str, Any]] | None = key(PHASE_LIST, None, hash=False)
+    phases: list[JsonObject] | None = key(PHASE_LIST, None, hash=False)
     rampup_batch_size: list[int] | None = key(RAMPUP, None, hash=False)
     lr_scaling_method: str = key(choice("none", "linear", "sqrt"), "none", idle=_idle_off)
     sequence_reshape: bool = key(BOOLEAN, False, idle=_idle_off)
@@ -277,7 +277,7 @@ class WeightQuantization:
     )
     verbose: bool = _weights(BOOLEAN, False, name="shared_parameters.quantize_verbose")
     kernel: bool = key(BOOLEAN, name="shared_parameters.quantizer_kernel")
-    different_groups: dict[str, Any] | None = key(
+    different_groups: JsonObject | None = key(
         SECTION, None, idle=without(f"{WEIGHTS}.shared_parameters.enabled"), hash=False
     )
 

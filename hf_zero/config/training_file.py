@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from glob import glob
 from pathlib import Path
-from typing import Any
 
 from hf_zero.config import PRESETS, ZeroConfig
 from hf_zero.config.files import flattened, load_file, merge
@@ -30,6 +29,7 @@ from hf_zero.config.reading import ConfigReading
 from hf_zero.config.schema import DRAFT
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
+from hf_zero.logging import JsonObject
 
 SFT, DPO, PRETRAIN = "sft", "dpo", "pretrain"
 LORA, QLORA = "lora", "qlora"
@@ -153,7 +153,7 @@ class TrainingFile(TrainerArguments):
     ranks: int | None = key(
         integer(1), None, "ranks on this machine; without it the number of GPUs, else 2"
     )
-    config: dict[str, Any] = key(
+    config: JsonObject = key(
         SECTION,
         None,
         "other keys of hf-zero's configuration, such as zero_optimization.offload_optimizer",
@@ -315,5 +315,5 @@ def _check_config(training: TrainingFile, label: str) -> None:
     zero = training.config.get("zero_optimization", {})
     if isinstance(zero, dict) and "stage" in zero:
         raise ConfigError(f"{label}: config.zero_optimization.stage: preset names it; remove this")
-    whole: dict[str, Any] = {"zero_optimization": {"stage": PRESETS[training.preset]}}
+    whole: JsonObject = {"zero_optimization": {"stage": PRESETS[training.preset]}}
     ZeroConfig.from_dict(merge(whole, training.config), source=f"{label}: config", allow_auto=True)
