@@ -146,6 +146,15 @@ class TrainingTechniques:
             technique.remove()
 
 
+def phases_of(engine: object) -> training_phases.TrainingPhases | None:
+    """Return the training phases of ``engine``; None without, or if it is no engine."""
+    techniques = getattr(engine, "techniques", None)
+    if not isinstance(techniques, TrainingTechniques):
+        return None
+    phases = techniques.by_key.get(PHASES)
+    return phases if isinstance(phases, training_phases.TrainingPhases) else None
+
+
 def check_samples(techniques: TrainingTechniques, data: object) -> None:
     """Raise DifficultyIndexError if ``data`` is a dataset whose samples are chosen by difficulty,
     and another one was analyzed.

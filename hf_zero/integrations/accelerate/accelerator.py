@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -29,19 +29,21 @@ from hf_zero.zero.layout.parameter import owner_of
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from hf_zero.engine import Engine
+
 AUTO = "auto"
 CLIPPING = "gradient_clipping"
 TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 
-def keep_the_optimizer(original: Original, optimizer: object) -> Any:
+def keep_the_optimizer(original: Original, optimizer: object) -> object:
     """Wraps ``map_pytorch_optim_to_deepspeed``: the script's own optimizer object is kept, since
     the engine updates with any element-wise optimizer.
     """
     return optimizer if finder.chosen() else original(optimizer)
 
 
-def prepare_engines(original: Original, self: Any, *args: Any) -> Any:
+def prepare_engines(original: Original, self: Accelerator, *args: object) -> tuple[object, ...]:
     """Wraps ``Accelerator._prepare_deepspeed``: gives new engines the attributes that TRL uses, and
     registers them so that several models of one script can train.
     """
@@ -99,7 +101,7 @@ def _refuse_pipelines(args: Sequence[object]) -> None:
 
 def add_figures(
     original: Original,
-    self: Any,
+    self: Accelerator,
     values: dict[str, object],
     step: int | None = None,
     log_kwargs: object = None,
@@ -112,7 +114,7 @@ def add_figures(
     original(self, {**figures_now, **values}, step, {} if log_kwargs is None else log_kwargs)
 
 
-def keep_measures_in(accelerator: object, folder: Path) -> None:
+def keep_measures_in(accelerator: Accelerator, folder: Path) -> None:
     """Have the engines of ``accelerator`` write their files to ``folder``, further ones to folders
     in it.
     """
@@ -120,11 +122,14 @@ def keep_measures_in(accelerator: object, folder: Path) -> None:
         engine.measures.keep_in(str(folder / f"model_{number}" if number else folder))
 
 
-def follow_the_phases(original: Original, self: Any) -> None:
+def follow_the_phases(original: Original, self: Accelerator) -> None:
     """Wraps ``Accelerator._do_sync``: windows of ``accumulate`` have the number of micro-batches of
     the engine's current training phase.
     """
-    phases = _phases_of(self)
+    from hf_zero.techniques.registry import phases_of
+
+    wrapped = getattr(self, "deepspeed_engine_wrapped", None)
+    phases = phases_of(getattr(wrapped, "engine", None))
     if phases is not None and phases.changes_batches:
         steps = self.deepspeed_engine_wrapped.engine.gradient_accumulation_steps()
         if steps != self.gradient_accumulation_steps:
@@ -132,15 +137,11 @@ def follow_the_phases(original: Original, self: Any) -> None:
     original(self)
 
 
-def _phases_of(accelerator: object) -> Any:
-    wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
-    techniques = getattr(getattr(wrapped, "engine", None), "techniques", None)
-    return None if techniques is None else techniques.by_key.get(PHASES)
-
-
-def _refuse_other_micro_batches(engine: Any) -> None:
+def _refuse_other_micro_batches(engine: Engine) -> None:
     """Raise ConfigError for phases whose micro-batch size differs from the loader's."""
-    phases = engine.techniques.by_key.get(PHASES)
+    from hf_zero.techniques.registry import phases_of
+
+    phases = phases_of(engine)
     if phases is not None and phases.changes_micro_batches:
         engine.destroy()
         raise ConfigError(
@@ -151,8 +152,8 @@ def _refuse_other_micro_batches(engine: Any) -> None:
 
 
 def refuse_optimizer_apart(
-    original: Original, self: Any, optimizer: object, device_placement: object = None
-) -> Any:
+    original: Original, self: Accelerator, optimizer: object, device_placement: object = None
+) -> object:
     """Wraps ``Accelerator.prepare_optimizer``: raises PartitionError on several ranks under ZeRO,
     where each rank would train an unsharded model with unaveraged gradients.
     """
@@ -166,7 +167,9 @@ def refuse_optimizer_apart(
     return original(self, optimizer, device_placement)
 
 
-def empty_elsewhere(original: Original, self: Any, model: object, unwrap: bool = True) -> Any:
+def empty_elsewhere(
+    original: Original, self: Accelerator, model: object, unwrap: bool = True
+) -> object:
     """Wraps ``Accelerator.get_state_dict``: ranks other than 0 get an empty state dict instead of
     None, as under FSDP.
     """
@@ -204,7 +207,7 @@ def _counting_data_parallel_ranks(
 
     state, plugin = accelerator.state, accelerator.deepspeed_plugin
     config, size = plugin.deepspeed_config, tensor_ranks(state) * sequence_ranks(state)
-    scaled: list[Any] = []
+    scaled: list[DummyScheduler] = []
     if not accelerator.split_batches:
         dummies = (value for value in args if isinstance(value, DummyScheduler))
         scaled = [scheduler for scheduler in dummies if scheduler.total_num_steps]
@@ -287,7 +290,7 @@ def no_external_parameters() -> Iterator[tuple[str, nn.Parameter]]:
     return iter(())
 
 
-def offer_offload_names(engine: Any) -> None:
+def offer_offload_names(engine: Engine) -> None:
     """Add the names that TRL uses to ``engine``."""
     engine.optimizer.parameter_offload = ParameterOffload(engine.module)
-    engine.module.ds_external_parameters = no_external_parameters
+    vars(engine.module)["ds_external_parameters"] = no_external_parameters

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint.commit import excess, remove
 from hf_zero.checkpoint.find import DROPPED
@@ -51,11 +51,11 @@ def _states(accelerator: Accelerator) -> Path:
 
 def keep_until_saved(
     original: Original,
-    self: Any,
+    self: Accelerator,
     output_dir: str | None = None,
     safe_serialization: bool = True,
-    **save_model_func_kwargs: Any,
-) -> Any:
+    **save_model_func_kwargs: object,
+) -> object:
     """Wraps ``Accelerator.save_state``: ``total_limit`` removes old states once the new one is
     complete, and the number of an incomplete state is not reused.
     """
@@ -124,11 +124,11 @@ def _keep(newest: Path, limit: int, parts: StateContents) -> None:
 
 def resume_from_whole(
     original: Original,
-    self: Any,
+    self: Accelerator,
     input_dir: str | None = None,
     load_kwargs: object = None,
     **load_model_func_kwargs: object,
-) -> Any:
+) -> object:
     """Wraps ``Accelerator.load_state``: without a folder, loads the newest of the last complete
     state and of those in the memory of the hosts, and has the next save use a number of its own.
     Warns of skipped states and of random states that do not carry over. Refuses a checkpoint of

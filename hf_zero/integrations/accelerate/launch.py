@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.accelerate_yaml import PASSED_ON
@@ -21,8 +22,15 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original
 
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
-def alias_config(original: Original, self: Any, *args: object, **kwargs: object) -> Any:
+LauncherCommand = Callable[[Namespace], tuple[list[str], dict[str, str]]]
+
+
+def alias_config(
+    original: Original, self: ArgumentParser, *args: object, **kwargs: object
+) -> object:
     """Wraps ``accelerate.commands.utils.CustomArgumentParser.add_argument``: ``--config`` becomes
     an alias of ``--config_file``.
     """
@@ -31,7 +39,7 @@ def alias_config(original: Original, self: Any, *args: object, **kwargs: object)
     return original(self, *args, **kwargs)
 
 
-def check_zero_launch(original: Original, args: Any) -> Any:
+def check_zero_launch(original: Original, args: Namespace) -> object:
     """Wraps ``accelerate.commands.launch._validate_launch_command``: ``--cpu`` with ZeRO means CPU
     ranks, instead of disabling ZeRO.
     """
@@ -58,7 +66,7 @@ def _read_strictly(path: str | None) -> str:
     return ""
 
 
-def prepare_ranks(original: Callable[..., Any], args: Any) -> tuple[list[str], dict[str, str]]:
+def prepare_ranks(original: LauncherCommand, args: Namespace) -> tuple[list[str], dict[str, str]]:
     """Wraps ``accelerate.utils.launch.prepare_deepspeed_cmd_env``: returns the launcher's command
     and the environment of ZeRO ranks.
     """
@@ -104,7 +112,7 @@ def prepare_ranks(original: Callable[..., Any], args: Any) -> tuple[list[str], d
 
 
 def refuse_plain_launch(
-    original: Callable[..., Any], args: Any
+    original: LauncherCommand, args: Namespace
 ) -> tuple[list[str], dict[str, str]]:
     """Wraps ``accelerate.utils.launch.prepare_simple_launcher_cmd_env``: raises ConfigError if a
     ZeRO configuration would start one unsharded process.
@@ -117,7 +125,7 @@ def refuse_plain_launch(
     return original(args)
 
 
-def see_ranks(original: Original, self: Any) -> None:
+def see_ranks(original: Original, self: TrainingArguments) -> None:
     """Wraps ``TrainingArguments.__post_init__``: sets torchrun's variables for ranks of srun and
     mpirun before the arguments read them, and makes the group of CPU ranks, which Accelerate would
     make on a store that torchrun keeps from attempts before.

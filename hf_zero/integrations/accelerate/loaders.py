@@ -27,7 +27,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
@@ -38,18 +38,34 @@ from hf_zero.config.sections import TENSOR, TENSOR_ALIASES, TENSOR_SIZE
 from hf_zero.config.techniques import EFFICIENCY
 from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original, replaced
+from hf_zero.logging import JsonObject
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.data_loader import (
+        BatchSamplerShard,
+        DataLoaderAdapter,
+        DataLoaderShard,
+        SkipBatchSampler,
+    )
+    from accelerate.scheduler import AcceleratedScheduler
+    from torch.utils.data import DataLoader, Sampler
+
+    from hf_zero.parallel.sequence.batches import SequenceBatches
 
 STEPS = "gradient_accumulation_steps"
 
 
-def name_the_size(config: Any) -> None:
+def name_the_size(config: JsonObject) -> None:
     """Rename an alias of ``tensor_parallel.autotp_size`` to that key, in place: Accelerate
     distributes the data, and the Trainer counts batches, by that key alone.
     """
     section, size = config.get(TENSOR), TENSOR_SIZE.rpartition(".")[2]
+    if not isinstance(section, Mapping):
+        return
     for alias in TENSOR_ALIASES:
         inner, name = alias.split(".")[1:]
-        other = section.get(inner) if isinstance(section, Mapping) else None
+        other = section.get(inner)
         if isinstance(other, Mapping) and name in other and size not in section:
             outer = {key: value for key, value in section.items() if key != inner}
             keys = {key: value for key, value in other.items() if key != name}
@@ -71,7 +87,9 @@ def sequence_ranks(state: object) -> int:
     return 1 if parallelism is None else parallelism.sp_size
 
 
-def share_out(original: Original, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+def share_out(
+    original: Original, dataloader: DataLoader[object], *args: object, **kwargs: object
+) -> DataLoaderAdapter:
     """Wraps ``prepare_data_loader``: a rank reads the batches of its data-parallel rank, see [Note:
     one data-parallel rank].
     """
@@ -83,7 +101,7 @@ def share_out(original: Original, dataloader: Any, *args: Any, **kwargs: Any) ->
     state = AcceleratorState()
     layers, sequences = tensor_ranks(state), sequence_ranks(state)
 
-    def share(size: int) -> Any:
+    def share(size: int) -> DataLoaderAdapter:
         if size == 1:
             return original(dataloader, *args, **kwargs)
         ranks, rank = state.num_processes // size, state.process_index // size
@@ -104,7 +122,7 @@ def share_out(original: Original, dataloader: Any, *args: Any, **kwargs: Any) ->
     return prepared
 
 
-def _shuffle_alike(prepared: Any, loader: Any) -> None:
+def _shuffle_alike(prepared: DataLoaderShard, loader: DataLoader[object]) -> None:
     """Make all ranks shuffle ``loader`` alike: for one data-parallel rank Accelerate omits the
     synchronization that it sets up for several.
     """
@@ -136,7 +154,7 @@ def _own_part(
     part: slice,
     process_index: int | None = None,
     num_processes: int | None = None,
-) -> Any:
+) -> object:
     """Return the slice of ``data`` that ``cut`` gives to data-parallel ``rank``; ``part`` is
     computed from ``process_index``, or starts at 0 for all.
     """
@@ -146,7 +164,7 @@ def _own_part(
     return cut(data, part, process_index=rank, num_processes=num_processes)
 
 
-def rewind_what_was_fetched(original: Original, self: Any) -> None:
+def rewind_what_was_fetched(original: Original, self: DataLoaderAdapter) -> None:
     """Wraps ``DataLoaderAdapter.adjust_state_dict_for_prefetch``: a dispatching loader has
     prefetched one batch for each data-parallel rank, not one for each process.
     """
@@ -165,8 +183,8 @@ def rewind_what_was_fetched(original: Original, self: Any) -> None:
 
 
 def count_samples_once(
-    original: Original, self: Any, input_data: object, use_gather_object: bool = False
-) -> Any:
+    original: Original, self: Accelerator, input_data: object, use_gather_object: bool = False
+) -> object:
     """Wraps ``Accelerator.gather_for_metrics``: of ranks with the same batches only the first one's
     results are returned.
     """
@@ -179,14 +197,16 @@ def count_samples_once(
 
     whole, ranks = self.gather, self.num_processes
 
-    def gather(data: Any) -> Any:
+    def gather(data: object) -> object:
         return recursively_apply(lambda tensor: torch.cat(tensor.chunk(ranks)[::size]), whole(data))
 
     with replaced(self, gather=gather):
         return original(self, input_data)
 
 
-def count_batches_once(original: Original, self: Any, *args: object, **kwargs: object) -> None:
+def count_batches_once(
+    original: Original, self: AcceleratedScheduler, *args: object, **kwargs: object
+) -> None:
     """Wraps ``AcceleratedScheduler.step``, which steps once for each process: of the processes that
     train on the same batch, or on parts of its sequences, one counts.
     """
@@ -215,31 +235,31 @@ def _all_tensors(data: object) -> bool:
 
 def draw_by_difficulty(
     original: Original,
-    self: Any,
-    data_loader: Any,
-    device_placement: Any = None,
-    slice_fn_for_dispatch: Any = None,
-) -> Any:
+    self: Accelerator,
+    data_loader: DataLoader[object],
+    device_placement: bool | None = None,
+    slice_fn_for_dispatch: object = None,
+) -> DataLoaderAdapter:
     """Wraps ``Accelerator.prepare_data_loader``: a loader that shuffles a map-style dataset draws
     by difficulty if so configured.
     """
-    chosen = finder.chosen() and _chooses_samples(self) and _shuffles(data_loader)
-    prepared: object = original(self, data_loader, device_placement, slice_fn_for_dispatch)
-
-    def choose(shared: Any, size: int) -> Any:
+    chosen = finder.chosen() and _chooses_samples(self)
+    batches = _shuffled_batches(data_loader) if chosen else None
+    prepared: DataLoaderAdapter = original(
+        self, data_loader, device_placement, slice_fn_for_dispatch
+    )
+    if batches is not None:
+        from hf_zero.parallel.sequence.batches import SHARE
         from hf_zero.techniques.data_sampling import CurriculumSampler
 
-        batches = data_loader.batch_sampler
-        ranks = 1 if self.split_batches else self.num_processes // size
-        written = self.deepspeed_plugin.deepspeed_config.get(STEPS)
-        steps = written if isinstance(written, int) else self.gradient_accumulation_steps
-        samples = batches.batch_size * ranks * steps
-        sampler = CurriculumSampler(data_loader.dataset, samples, batches.drop_last)
-        shared.set_sampler(sampler)
-        return shared
-
-    if chosen:
-        from hf_zero.parallel.sequence.batches import SHARE
+        def choose(shared: DataLoaderAdapter, size: int) -> DataLoaderAdapter:
+            ranks = 1 if self.split_batches else self.num_processes // size
+            written = self.deepspeed_plugin.deepspeed_config.get(STEPS)
+            steps = written if isinstance(written, int) else self.gradient_accumulation_steps
+            samples = batches.batch_size * ranks * steps
+            sampler = CurriculumSampler(data_loader.dataset, samples, batches.drop_last)
+            shared.set_sampler(sampler)
+            return shared
 
         size = tensor_ranks(self.state)
         choose(prepared, size)
@@ -251,7 +271,7 @@ def draw_by_difficulty(
     return prepared
 
 
-def follow_engines(accelerator: Any) -> None:
+def follow_engines(accelerator: Accelerator) -> None:
     """Let the loaders of ``accelerator`` that draw by difficulty follow the training of its
     engine.
     """
@@ -263,7 +283,9 @@ def follow_engines(accelerator: Any) -> None:
             follow(engine.techniques, _sampler_of(loader))
 
 
-def skip_what_was_trained(original: Original, dataloader: Any, num_batches: int = 0) -> Any:
+def skip_what_was_trained(
+    original: Original, dataloader: DataLoaderAdapter | SequenceBatches, num_batches: int = 0
+) -> object:
     """Wraps ``skip_first_batches``: the skipped batches are those before the training's next step,
     at which a loader that draws by difficulty starts by itself.
     """
@@ -288,7 +310,7 @@ def skip_what_was_trained(original: Original, dataloader: Any, num_batches: int 
     return skipping
 
 
-def _chooses_samples(accelerator: Any) -> bool:
+def _chooses_samples(accelerator: Accelerator) -> bool:
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     config = getattr(plugin, "deepspeed_config", None) or {}
     if EFFICIENCY not in config:
@@ -298,24 +320,25 @@ def _chooses_samples(accelerator: Any) -> bool:
     return bool(sampled_metrics(ZeroConfig.coerce(config, allow_auto=True, foreign=True)))
 
 
-def _shuffles(loader: Any) -> bool:
+def _shuffled_batches(loader: DataLoader[object]) -> BatchSampler | None:
+    """Return the batch sampler of ``loader`` if it shuffles and Accelerate has not prepared it."""
     batches = loader.batch_sampler
     if getattr(loader, "_is_accelerate_prepared", False) or not isinstance(batches, BatchSampler):
-        return False
-    return isinstance(batches.sampler, RandomSampler)
+        return None
+    return batches if isinstance(batches.sampler, RandomSampler) else None
 
 
-def _sampler_of(loader: object) -> Any:
+def _sampler_of(loader: object) -> object:
     """Return the sampler of ``loader``, inside the batch samplers that distribute and skip
     batches.
     """
-    batches: Any = getattr(loader, "batch_sampler", None)
+    batches: object = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
     return getattr(batches, "sampler", None)
 
 
-def _samples_of_a_batch(batches: Any) -> int:
+def _samples_of_a_batch(batches: BatchSamplerShard | SkipBatchSampler) -> int:
     """Return the number of samples, over all ranks, that correspond to one batch of this rank."""
     if not hasattr(batches, "batch_size"):  # a batch sampler that skips
         return _samples_of_a_batch(batches.batch_sampler)
@@ -323,7 +346,9 @@ def _samples_of_a_batch(batches: Any) -> int:
     return int(batches.batch_size * ranks)
 
 
-def _with_sampler(batches: Any, sampler: Any) -> Any:
+def _with_sampler(
+    batches: BatchSamplerShard | SkipBatchSampler, sampler: Sampler[int]
+) -> BatchSamplerShard | SkipBatchSampler:
     """Return a copy of ``batches`` over ``sampler``."""
     other = copy.copy(batches)
     if hasattr(batches, "batch_sampler"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint.memory import newest
 from hf_zero.errors import ConfigError
@@ -16,21 +16,24 @@ from hf_zero.integrations.seams import Original, replaced
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderAdapter
+    from accelerate.state import GradientState
 
+    from hf_zero.engine import Engine
     from hf_zero.zero.training_engine import TrainingEngine
 
 INTO_MEMORY = "_hf_zero_into_memory"  # an attribute of an accelerator during such a save
-_saving: weakref.WeakSet[Any] = weakref.WeakSet()  # accelerators whose loops save so
+_saving: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # accelerators whose loops save so
 
 
-def engines_of(accelerator: Accelerator) -> list[Any]:
+def engines_of(accelerator: Accelerator) -> list[Engine]:
     """Return the engines that ``accelerator`` has prepared, in order."""
     from hf_zero.engine import Engine
 
     return [model for model in accelerator._models if isinstance(model, Engine)]
 
 
-def save_by_loop(accelerator: object) -> None:
+def save_by_loop(accelerator: Accelerator) -> None:
     """Have the loop of a script save the engine of ``accelerator`` into the memory of the hosts,
     with what ``save_state`` saves, if its configuration says so. Raises ConfigError for several.
     """
@@ -42,17 +45,19 @@ def save_by_loop(accelerator: object) -> None:
             f"checkpoint.memory saves at a step of one model, and {len(engines)} models are "
             "prepared for training; take the key out and save all of them with save_state()"
         )
-    engines[0].memory.by_route = True
-    engines[0].register_forward_pre_hook(_before_forward)
+    engine = engines[0]
+    assert engine.memory is not None
+    engine.memory.by_route = True
+    engine.register_forward_pre_hook(_before_forward)
     _saving.add(accelerator)
 
 
-def leave_to_trainer(accelerator: object) -> None:
+def leave_to_trainer(accelerator: Accelerator) -> None:
     """Have the Trainer save what :func:`save_by_loop` has the loop of a script save."""
     _saving.discard(accelerator)
 
 
-def save_between_batches(original: Original, self: Any) -> None:
+def save_between_batches(original: Original, self: DataLoaderAdapter) -> None:
     """Wraps two calls of Accelerate's loaders after the body of a script's loop: saves into the
     memory of the hosts if it is due. Loaders in the body, of an evaluation, do not.
     """
@@ -69,7 +74,7 @@ def _before_forward(engine: TrainingEngine, inputs: object) -> None:
         _save_what_is_due()
 
 
-def _loops(state: Any) -> list[object]:
+def _loops(state: GradientState) -> list[object]:
     """Return the loaders that are being iterated over, the outermost first."""
     return [loader for loader in state.dataloader_references if loader is not None]
 
@@ -89,7 +94,7 @@ def _write_state(accelerator: Accelerator, folder: Path) -> Path:
     return folder
 
 
-def newer_in_memory(accelerator: object, folder: str | None) -> str | None:
+def newer_in_memory(accelerator: Accelerator, folder: str | None) -> str | None:
     """Return the folder of the newest state in memory, unless ``folder`` is newer. Collective."""
     checkpoints = [
         newest(engine, folder)

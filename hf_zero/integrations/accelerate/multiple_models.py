@@ -19,7 +19,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import torch
 
 from hf_zero.engine import Engine
 from hf_zero.errors import PartitionError
@@ -30,9 +32,12 @@ from hf_zero.zero.layout.parameter import owner_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+    from torch import nn
 
 _training: weakref.WeakSet[Engine] = weakref.WeakSet()
-_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # Accelerate's optimizer wrappers
+_optimizers: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()
 _warned: weakref.WeakSet[Engine] = weakref.WeakSet()
 _limited_by_script: weakref.WeakSet[Engine] = weakref.WeakSet()
 SMALLEST_LIMIT = 1e-30  # max_norm = 0 means no clipping to an engine
@@ -51,7 +56,7 @@ class MultipleEngines:
         """The object that ``accelerator.free_memory`` destroys."""
         return self
 
-    def backward(self, loss: Any, sync_gradients: bool = True, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: bool) -> None:
         """Accumulate the gradients of ``loss`` in the engines it passes through; no engine
         steps.
         """
@@ -103,7 +108,7 @@ class SingleEngine:
     it is made before the next forward, and from then on in the backward.
     """
 
-    def __init__(self, wrapped: Any):
+    def __init__(self, wrapped: DeepSpeedEngineWrapper):
         self.engine: Engine = wrapped.engine
         self._backward = wrapped.backward
         self._waits = self.engine in _limited_by_script
@@ -115,7 +120,7 @@ class SingleEngine:
         if self._waits:
             self.engine.register_forward_pre_hook(self._before_forward)
 
-    def backward(self, loss: Any, sync_gradients: bool = True, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: bool) -> None:
         """Replaces ``DeepSpeedEngineWrapper.backward``. Inside ``accelerator.no_sync`` it only
         accumulates.
         """
@@ -194,7 +199,7 @@ class SingleEngine:
         return step
 
 
-def _take_steps(wrapped: Any, accelerator: Accelerator) -> None:
+def _take_steps(wrapped: DeepSpeedEngineWrapper, accelerator: Accelerator) -> None:
     """Let a :class:`SingleEngine` make the steps of ``wrapped``."""
     wrapped.single = single = SingleEngine(wrapped)
     wrapped.backward = single.backward
@@ -211,7 +216,7 @@ def set_limit(engine: Engine, limit: float) -> None:
 
 
 @contextmanager
-def add_up_in_no_sync(original: Callable[..., Any], self: Any, model: Any) -> Iterator[None]:
+def add_up_in_no_sync(original: Original, self: Accelerator, model: nn.Module) -> Iterator[None]:
     """Wraps ``Accelerator.no_sync``: backwards inside accumulate at every stage; Accelerate's
     version ignores engines of stages 2 and 3.
     """
@@ -223,7 +228,7 @@ def add_up_in_no_sync(original: Callable[..., Any], self: Any, model: Any) -> It
         yield
 
 
-def _at_window_end(wrapped: Any, name: str) -> Callable[..., None]:
+def _at_window_end(wrapped: AcceleratedOptimizer, name: str) -> Callable[..., None]:
     """Return the method ``name`` of the optimizer inside ``wrapped``, restricted to the end of an
     accumulation window.
     """
@@ -237,13 +242,17 @@ def _at_window_end(wrapped: Any, name: str) -> Callable[..., None]:
 
 
 def clip_by_the_engine(
-    original: Original, self: Any, parameters: Any, max_norm: float, norm_type: float = 2
-) -> Any:
+    original: Original,
+    self: Accelerator,
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2,
+) -> torch.Tensor | None:
     """Wraps ``Accelerator.clip_grad_norm_``: returns the gradient norm, a tensor on the device, of
     the engine that owns ``parameters``. Its step clips to ``max_norm`` if the configuration leaves
     the norm open; warns once if it has a different one.
     """
-    tensors = [parameters] if hasattr(parameters, "numel") else list(parameters)
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     owner = (
         next((flat for flat in map(owner_of, tensors) if flat is not None), None)
         if finder.chosen()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_zero.config import PRESETS, ZeroConfig
 from hf_zero.config.accelerate_yaml import is_accelerate
@@ -24,10 +24,14 @@ from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import name_the_size
 from hf_zero.integrations.seams import Original
 
+if TYPE_CHECKING:
+    from accelerate.utils import DeepSpeedPlugin
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
 PRINTS = "steps_per_print"
 
 
-def read_strictly(original: Original, self: Any, config_file_or_dict: object) -> None:
+def read_strictly(original: Original, self: HfDeepSpeedConfig, config_file_or_dict: object) -> None:
     """Wraps ``HfDeepSpeedConfig.__init__``: reads paths, presets and JSON with hf-zero's reader,
     and keeps the sources of the values.
     """
@@ -38,7 +42,7 @@ def read_strictly(original: Original, self: Any, config_file_or_dict: object) ->
     name_the_size(self.config)
 
 
-def add_written_keys(original: Original, self: Any) -> None:
+def add_written_keys(original: Original, self: DeepSpeedPlugin) -> None:
     """Wraps ``DeepSpeedPlugin.__post_init__``: adds the launcher file's keys that Accelerate does
     not pass on to the ranks, records the source of each, and keeps a written ``steps_per_print``,
     which Accelerate replaces by infinity.
@@ -64,11 +68,11 @@ def add_written_keys(original: Original, self: Any) -> None:
 
 def leave_own_autos(
     original: Original,
-    self: Any,
+    self: DeepSpeedPlugin,
     ds_key_long: str,
-    mismatches: Any = None,
+    mismatches: list[str] | None = None,
     must_match: bool = True,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> None:
     """Wraps ``DeepSpeedPlugin.fill_match``: keeps "auto" where it is a value of hf-zero."""
     if not (finder.chosen() and ds_key_long in OWN_AUTOS and ds_key_long not in kwargs):
@@ -77,7 +81,7 @@ def leave_own_autos(
 
 @contextmanager
 def leave_models_whole(
-    original: Callable[..., Any], self: Any, enable: bool = False
+    original: Original, self: DeepSpeedPlugin, enable: bool = False
 ) -> Iterator[None]:
     """Wraps ``DeepSpeedPlugin.zero3_init_context_manager``: models of transformers constructed
     under ``enable=False`` stay whole.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.errors import ConfigError, RankMismatchError
@@ -27,16 +27,32 @@ from hf_zero.integrations.accelerate.launch import cpu_forced, launched, zero_as
 from hf_zero.integrations.seams import Original
 from hf_zero.parallel.sequence.division import CONTEXT, KEY, Division
 
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from accelerate import PartialState
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DeepSpeedPlugin
+
 _DIVISION = "_hf_zero_division"  # attribute of a ParallelismConfig
+
+
+class GroupOptions(TypedDict, total=False):
+    """The fields of Accelerate's InitProcessGroupKwargs."""
+
+    backend: str | None
+    init_method: str | None
+    timeout: timedelta | None
 
 
 def answer_gloo(
     original: Original,
-    self: Any,
+    self: PartialState,
     cpu: bool = False,
     sagemaker_dp: bool = False,
     backend: str | None = None,
-) -> Any:
+) -> object:
     """Wraps ``PartialState._prepare_backend``: ZeRO ranks without an accelerator use gloo."""
     from accelerate.utils import DistributedType
 
@@ -49,17 +65,17 @@ def answer_gloo(
 
 def shard_on_cpu(
     original: Original,
-    self: Any,
+    self: AcceleratorState,
     mixed_precision: str | None = None,
     cpu: bool = False,
     dynamo_plugin: object = None,
-    deepspeed_plugin: object = None,
+    deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
     fsdp_plugin: object = None,
     torch_tp_plugin: object = None,
     megatron_lm_plugin: object = None,
-    parallelism_config: object = None,
+    parallelism_config: ParallelismConfig | None = None,
     _from_accelerator: bool = False,
-    **kwargs: object,
+    **kwargs: Unpack[GroupOptions],
 ) -> None:
     """Wraps ``AcceleratorState.__init__``: ``cpu=True`` keeps ZeRO, and every ZeRO process gets a
     process group.
@@ -97,7 +113,7 @@ def shard_on_cpu(
     _join_group(self, kwargs.get("timeout"))
 
 
-def gather_without_deprecation(original: Original, tensor: object) -> Any:
+def gather_without_deprecation(original: Original, tensor: object) -> object:
     """Wraps ``_gpu_gather``: suppresses torch's deprecation warning of the collective that it
     calls.
     """
@@ -108,7 +124,7 @@ def gather_without_deprecation(original: Original, tensor: object) -> Any:
         return original(tensor)
 
 
-def _start_on_cpu(**kwargs: Any) -> None:
+def _start_on_cpu(**kwargs: Unpack[GroupOptions]) -> None:
     from accelerate.state import PartialState
 
     from hf_zero.distributed import init
@@ -119,7 +135,7 @@ def _start_on_cpu(**kwargs: Any) -> None:
     PartialState(cpu=True, **kwargs)
 
 
-def _refuse_other_parallelism(parallelism: Any) -> None:
+def _refuse_other_parallelism(parallelism: ParallelismConfig | None) -> None:
     if parallelism is None:
         return
     if parallelism.tp_size > 1:
@@ -139,7 +155,9 @@ def division_in_effect() -> Division | None:
     return getattr(parallelism, _DIVISION, None)
 
 
-def _with_shared_sequences(parallelism: Any, plugin: Any) -> Any:
+def _with_shared_sequences(
+    parallelism: ParallelismConfig | None, plugin: object
+) -> ParallelismConfig | None:
     """Return ``parallelism`` with an ``sp_size`` of all ranks that share a sequence, by its own
     sizes or by the keys in the configuration of ``plugin``; see [Note: shared sequences].
     """
@@ -170,7 +188,7 @@ def _with_shared_sequences(parallelism: Any, plugin: Any) -> Any:
     return counted
 
 
-def _join_group(state: Any, timeout: Any) -> None:
+def _join_group(state: AcceleratorState, timeout: timedelta | None) -> None:
     """Make a process group of one rank in a plain ``python script.py``, where ``wait_for_everyone``
     would raise without one. Raises RankMismatchError if Accelerate counts other processes.
     """
