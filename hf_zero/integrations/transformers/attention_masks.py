@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -28,8 +27,12 @@ KNOWN = "_hf_zero_pads"  # attribute of a mask: (whether it masks anything, its 
 
 
 def note_padding(
-    original: Original, tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None
-) -> Any:
+    original: Original,
+    tensor: object,
+    device: object,
+    non_blocking: bool = False,
+    skip_keys: object = None,
+) -> object:
     """Wraps ``accelerate.data_loader.send_to_device``: records on the copy of each attention mask
     whether it masks anything.
     """
@@ -46,14 +49,14 @@ class Preprocessing:
     its result of the flag that the mask is final, of the mask, and of the number of keys.
     """
 
-    call: Callable[..., Any]
+    call: Original
     names: tuple[str, ...]
     early: int
     mask: int
     length: int
 
 
-def examine_preprocessing(original: Callable[..., Any]) -> Preprocessing:
+def examine_preprocessing(original: Original) -> Preprocessing:
     """Find the places in the result by a call with two queries and three keys. Raises ConfigError
     if it does not have one of each.
     """
@@ -78,7 +81,7 @@ def examine_preprocessing(original: Callable[..., Any]) -> Preprocessing:
     return Preprocessing(original, tuple(parameters), early, mask, length)
 
 
-def drop_whole_masks(original: Preprocessing, *args: Any, **kwargs: Any) -> Any:
+def drop_whole_masks(original: Preprocessing, *args: object, **kwargs: object) -> object:
     """Wraps ``transformers.masking_utils._preprocess_mask_arguments``: a mask known to mask nothing
     becomes None. Records whether positions were given.
     """
@@ -99,7 +102,7 @@ def drop_whole_masks(original: Preprocessing, *args: Any, **kwargs: Any) -> Any:
 
 def keep_causal_mask(
     original: Callable[..., bool],
-    padding_mask: Any,
+    padding_mask: torch.Tensor | None,
     q_length: int,
     kv_length: int,
     q_offset: int,
@@ -109,11 +112,8 @@ def keep_causal_mask(
     """Wraps ``transformers.masking_utils._ignore_causal_mask_sdpa``: does not read a mask whose
     padding is known.
     """
-    if (
-        q_length == kv_length
-        and known_padding(padding_mask)
-        and padding_mask.shape[-1] == kv_length
-    ):
+    whole = padding_mask is not None and padding_mask.shape[-1] == q_length == kv_length
+    if whole and known_padding(padding_mask):
         return False
     with _way_without_reads(padding_mask):
         return original(
@@ -145,7 +145,7 @@ def keep_bidirectional_mask(
 
 
 def know_own_positions(
-    original: Callable[..., Any], position_ids: torch.Tensor
+    original: Callable[[torch.Tensor], torch.Tensor | None], position_ids: torch.Tensor
 ) -> torch.Tensor | None:
     """Wraps ``transformers.masking_utils.find_packed_sequence_indices``: where a step is captured,
     which reads nothing back, positions that the model has made itself are of one sequence a row.
@@ -153,19 +153,18 @@ def know_own_positions(
     given = graphs.arguments()
     if given is not None and not given & {"position_ids", "cache_position"}:
         return None
-    found: torch.Tensor | None = original(position_ids)
-    return found
+    return original(position_ids)
 
 
-def known_padding(mask: Any) -> bool | None:
+def known_padding(mask: object) -> bool | None:
     """Return whether ``mask`` masks anything; None if that is unknown, or its values have changed
     since.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not isinstance(mask, torch.Tensor):
         return None
     note = getattr(mask, KNOWN, None)
     # GPT-2 passes a view of the mask
-    whole = mask._base if note is None and isinstance(mask, torch.Tensor) else None
+    whole = mask._base if note is None else None
     if whole is not None and whole.shape == mask.shape:
         note = getattr(whole, KNOWN, None)
     return note[0] if note is not None and mask._version == note[1] else None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,11 +28,16 @@ from hf_zero.zero.access.full import summon_full_params
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.sharding import dims_of_parts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # share of the free memory for the gathered model: caches and activations need the rest
 FREE_SHARE = 0.5
 
 
-def gather_for_generate(original: Original, self: Any, *args: object, **kwargs: object) -> Any:
+def gather_for_generate(
+    original: Original, self: PreTrainedModel, *args: object, **kwargs: object
+) -> object:
     """Wraps ``GenerationMixin.generate``: gathers the model once if memory allows, else keeps the
     ranks in step until the last has ended; also keeps ranks in step that take part in each other's
     forwards. Tensor-parallel ranks draw the same tokens.

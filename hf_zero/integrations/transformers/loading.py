@@ -47,8 +47,10 @@ from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.rebuild import refuse_now
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import AutoConfig, PreTrainedModel
+    from transformers.modeling_utils import LoadStateDictConfig
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
+    from transformers.utils.loading_report import LoadStateDictInfo
 
 M = TypeVar("M", bound="PreTrainedModel")
 
@@ -56,7 +58,9 @@ M = TypeVar("M", bound="PreTrainedModel")
 _gathers: ContextVar[bool] = ContextVar("embeddings of an engine are resized", default=False)
 
 
-def load_in_shards(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
+def load_in_shards(
+    original: Original, cls: type[PreTrainedModel], *args: object, **kwargs: object
+) -> object:
     """Wraps ``PreTrainedModel.from_pretrained``: under ZeRO-3 returns a sharded model, or on one
     rank a model with whole parameters that have the attributes of sharded ones.
     """
@@ -91,7 +95,9 @@ def load_in_shards(original: Original, cls: Any, *args: Any, **kwargs: Any) -> A
         loading.opened.close()
 
 
-def name_sharded(original: Original, cls: Any, *args: object, **kwargs: object) -> Any:
+def name_sharded(
+    original: Original, cls: type[AutoConfig], *args: object, **kwargs: object
+) -> object:
     """Wraps ``AutoConfig.from_pretrained``: raises NoModelFolderError for one of our checkpoints,
     which has no config.json where an ``Auto`` class looks for it.
     """
@@ -104,11 +110,11 @@ def name_sharded(original: Original, cls: Any, *args: object, **kwargs: object) 
 
 def resize_in_shards(
     original: Original,
-    self: Any,
-    new_num_tokens: Any = None,
-    pad_to_multiple_of: Any = None,
+    self: PreTrainedModel,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
-) -> Any:
+) -> object:
     """Wraps ``PreTrainedModel.resize_token_embeddings``: gathers embeddings that an engine has in
     shards, and has an engine that trains them continue with the new ones. Collective under an
     engine.
@@ -116,7 +122,7 @@ def resize_in_shards(
     Raises PartitionError for embeddings that tensor parallelism has cut, and those of
     :meth:`hf_zero.Engine.replace`.
     """
-    embeddings: Any = self.get_input_embeddings()
+    embeddings = self.get_input_embeddings()
     ends = (embeddings, self.get_output_embeddings())
     weights = [p for end in ends if isinstance(end, nn.Module) for p in end.parameters()]
     owners = [flat.engine() for flat in map(owner_of, weights) if flat is not None]
@@ -180,12 +186,12 @@ def refuse_sharded(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
 
 def open_lazily(
     original: Original,
-    model: Any,
-    state_dict: Any,
-    checkpoint_files: Any,
-    load_config: Any,
-    expected_keys: Any = None,
-) -> Any:
+    model: PreTrainedModel,
+    state_dict: dict[str, torch.Tensor] | None,
+    checkpoint_files: list[str] | None,
+    load_config: LoadStateDictConfig,
+    expected_keys: list[str] | None = None,
+) -> object:
     """Wraps ``PreTrainedModel._load_pretrained_model``: runs transformers' own loader on lazy
     tensors.
     """
@@ -203,7 +209,7 @@ def open_lazily(
         and checkpoint_files
         and expected_keys is None
     )
-    if lazily and not loads_in_shards and postponed.get() is None:
+    if lazily and quantizer is not None and not loads_in_shards and postponed.get() is None:
         method = quantizer.quantization_config.quant_method
         log_rank0(
             f"{type(model).__name__} is quantized by {getattr(method, 'value', method)}: each "
@@ -213,7 +219,7 @@ def open_lazily(
         )
     if not lazily or not loads_in_shards:
         return original(model, state_dict, checkpoint_files, load_config, expected_keys)
-    assert loading is not None
+    assert loading is not None and checkpoint_files is not None
     loading.opened.add(checkpoint_files)
     result = original(model, loading.opened.tensors, checkpoint_files, load_config, expected_keys)
     errors = result[0].conversion_errors
@@ -226,7 +232,12 @@ def open_lazily(
     return result
 
 
-def finish_lazily(original: Original, model: Any, load_config: Any, loading_info: Any) -> Any:
+def finish_lazily(
+    original: Original,
+    model: PreTrainedModel,
+    load_config: LoadStateDictConfig,
+    loading_info: LoadStateDictInfo,
+) -> object:
     """Wraps ``PreTrainedModel._finalize_model_loading``: reads buffers before weights are
     initialized from them. Raises ConfigError for weights left without values.
     """
@@ -257,11 +268,11 @@ def finish_lazily(original: Original, model: Any, load_config: Any, loading_info
 
 def mark_missing(
     original: Original,
-    self: Any,
-    missing_keys: Any,
-    device_map: Any,
-    device_mesh: Any,
-    hf_quantizer: Any,
+    self: PreTrainedModel,
+    missing_keys: set[str],
+    device_map: object,
+    device_mesh: object,
+    hf_quantizer: object,
 ) -> None:
     """Wraps ``PreTrainedModel._move_missing_keys_from_meta_to_device``: fills missing weights with
     NaN until the model's ``_init_weights`` initializes them.
@@ -289,7 +300,7 @@ def take_the_ordinary_path(original: Callable[[], bool]) -> bool:
 def from_pretrained(
     cls: type[M],
     path: str | os.PathLike[str] | None,
-    config: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any],
+    config: ZeroConfig | Mapping[str, object] | str | os.PathLike[str],
     /,
     **kwargs: object,
 ) -> M: ...
@@ -299,7 +310,7 @@ def from_pretrained(
 def from_pretrained(
     cls: type[_BaseAutoModelClass],
     path: str | os.PathLike[str] | None,
-    config: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any],
+    config: ZeroConfig | Mapping[str, object] | str | os.PathLike[str],
     /,
     **kwargs: object,
 ) -> PreTrainedModel: ...
@@ -307,9 +318,9 @@ def from_pretrained(
 
 @overload
 def from_pretrained(
-    cls: type[Any],
+    cls: type[object],
     path: str | os.PathLike[str] | None,
-    config: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any],
+    config: ZeroConfig | Mapping[str, object] | str | os.PathLike[str],
     /,
     **kwargs: object,
 ) -> object: ...
@@ -364,7 +375,7 @@ def read_later() -> Iterator[Building]:
         loading.opened.close()
 
 
-def record_initializers(original: Callable[..., Any]) -> Callable[..., Any]:
+def record_initializers(original: Original) -> Original:
     """Have a model's ``_init_weights`` recorded: Transformers has references to torch's functions
     that it calls. Return ``original``.
     """
@@ -373,7 +384,9 @@ def record_initializers(original: Callable[..., Any]) -> Callable[..., Any]:
     return original
 
 
-def build_in_shards(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
+def build_in_shards(
+    original: Original, cls: type[PreTrainedModel], *args: object, **kwargs: object
+) -> object:
     """Wraps ``PreTrainedModel._from_config``: a large model is constructed sharded."""
     config = active_config()
     if (

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
 from types import SimpleNamespace
-from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -24,7 +23,7 @@ import transformers
 from huggingface_hub import constants
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -59,7 +58,7 @@ def build_on_meta(model: object, needs_loss: bool = False) -> nn.Module:
     names = config.architectures or ()
     try:
         named = [getattr(transformers, name, None) for name in names]
-        build: Any = next((cls._from_config for cls in named if cls is not None), None)
+        build = next((cls._from_config for cls in named if cls is not None), None)
         with torch.device("meta"), _few_modules():
             if build is not None:
                 return _as_quantized(build(config, dtype=torch.float32), config, needs_loss)
@@ -79,7 +78,7 @@ def build_on_meta(model: object, needs_loss: bool = False) -> nn.Module:
     return bare
 
 
-def _as_quantized(model: Any, config: PreTrainedConfig, runs: bool) -> nn.Module:
+def _as_quantized(model: PreTrainedModel, config: PreTrainedConfig, runs: bool) -> nn.Module:
     """Return ``model`` with packed weights and their scales, as ``config`` has them quantized. One
     that ``runs`` keeps its weights, with a warning.
     """
@@ -98,7 +97,8 @@ def _as_quantized(model: Any, config: PreTrainedConfig, runs: bool) -> nn.Module
         )
         return model
     configured = values.get("llm_int8_skip_modules") or values.get("modules_to_not_convert")
-    skipped = HfQuantizer.get_modules_to_not_convert(model, configured, model._keep_in_fp32_modules)
+    in_fp32 = list(model._keep_in_fp32_modules or ())
+    skipped = HfQuantizer.get_modules_to_not_convert(model, configured, in_fp32)
     nested = bool(values.get("bnb_4bit_use_double_quant"))
     for name, module in model.named_modules():
         if type(module) in (nn.Linear, Conv1D) and should_convert_module(name, skipped):
@@ -222,9 +222,9 @@ def _configuration(model: object) -> PreTrainedConfig:
         ) from error
 
 
-def _from_values(model: object, values: Mapping[str, Any]) -> PreTrainedConfig:
+def _from_values(model: object, values: Mapping[str, object]) -> PreTrainedConfig:
     """Return the configuration that ``values`` describe. Raises ConfigError if none is."""
-    kind = values["model_type"]
+    kind = str(values["model_type"])
     try:
         _refuse_layers(values)
         fields = {name: value for name, value in values.items() if name != "model_type"}

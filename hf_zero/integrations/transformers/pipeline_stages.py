@@ -67,7 +67,7 @@ INPUTS = ("input_ids", "attention_mask", "position_ids")
 class _Elsewhere(nn.Module):
     """Placeholder for a module of another stage: returns its first argument."""
 
-    def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         return hidden
 
 
@@ -89,6 +89,12 @@ def _family_of(model: nn.Module) -> Family:
     return family
 
 
+def _block_list(model: nn.Module, family: Family) -> nn.ModuleList:
+    blocks = model.get_submodule(f"{family.base}.{family.blocks}")
+    assert isinstance(blocks, nn.ModuleList)
+    return blocks
+
+
 def _parts(
     model: nn.Module,
     family: Family,
@@ -100,7 +106,7 @@ def _parts(
     with its norm: the start of each stage, and the end. ``numel``: trainable elements of a module.
     """
     base, head = model.get_submodule(family.base), model.get_submodule(family.head)
-    blocks: Any = base.get_submodule(family.blocks)
+    blocks = _block_list(model, family)
     numels = [*map(numel, (base.get_submodule(family.embeddings), *blocks))]
     numels.append(numel(base.get_submodule(family.norm)) + numel(head))
     names = ["embeddings", *(type(block).__name__ for block in blocks), "head"]
@@ -171,7 +177,7 @@ def names_of_stages(model: nn.Module, parts: list[int]) -> list[frozenset[str]]:
 def blocks_elsewhere(model: nn.Module, parts: list[int], stage: int) -> dict[nn.Module, nn.Module]:
     """Return the placeholders of the blocks of other stages, by the blocks that they replace."""
     family = _family_of(model)
-    blocks: Any = model.get_submodule(f"{family.base}.{family.blocks}")
+    blocks = _block_list(model, family)
     local = _blocks_of(parts)[stage]
     return {block: _Elsewhere() for index, block in enumerate(blocks) if index not in local}
 
@@ -219,7 +225,7 @@ class CausalLMStages(StagedModule):
                 raise
             return getattr(self.__dict__["hf_model"], name)
 
-    def split_batch(self, batch: object) -> tuple[dict[str, torch.Tensor], Any]:
+    def split_batch(self, batch: object) -> tuple[dict[str, torch.Tensor], object]:
         if isinstance(batch, Mapping):
             inputs, labels = (
                 {key: batch[key] for key in batch if key != "labels"},
@@ -253,7 +259,7 @@ class CausalLMStages(StagedModule):
             return self.hf_model.get_output_embeddings()(hidden)
         return hidden if mask is None and positions is None else (hidden, mask, positions)
 
-    def _base(self, stage: int) -> Any:
+    def _base(self, stage: int) -> nn.Module:
         """Return the decoder with only the blocks of ``stage``."""
         family, base = self._family, getattr(self.hf_model, self._family.base)
         if self.stages_per_rank == 1:

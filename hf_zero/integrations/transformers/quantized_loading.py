@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,6 +23,18 @@ from hf_zero.loading import LazyTensor
 from hf_zero.loading.expressions import Expression, InBlocks, OneOf, Together
 from hf_zero.zero.layout.attributes import attached_later, of_parts, parts_of, tensors_of
 
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Params4bit
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import ConversionOps
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
+    from transformers.integrations.torchao import TorchAoQuantize
+    from transformers.quantizers import HfQuantizer
+
+# the tensors of one source of a weight, of which transformers may make a list of one
+Weights = torch.Tensor | list[torch.Tensor]
+
 IN_SHARDS = {"Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer", "TorchAoHfQuantizer"}
 
 
@@ -33,7 +45,9 @@ def quantizes_in_shards(quantizer: object) -> bool:
     return type(quantizer).__name__ in IN_SHARDS and postponed.get() is None
 
 
-def keep_on_host(original: Original, self: Any, device_map: Any) -> Any:
+def keep_on_host(
+    original: Original, self: HfQuantizer, device_map: str | dict[str, object] | None
+) -> object:
     """Wraps ``update_device_map`` of a quantizer: a model that is read into shards has no device
     map. Raises ConfigError for one over several devices.
     """
@@ -50,26 +64,27 @@ def keep_on_host(original: Original, self: Any, device_map: Any) -> Any:
     return None
 
 
-def _only(value: object) -> object:
+def _only(value: Weights) -> torch.Tensor:
     """Return the tensor of ``value``, of which transformers may make a list of one."""
     return value[0] if isinstance(value, list) else value
 
 
 def quantize_in_shards(
     original: Original,
-    self: Any,
-    input_dict: dict[str, Any],
+    self: Bnb4bitQuantize,
+    input_dict: dict[str, Weights],
     full_layer_name: str | None = None,
-    model: Any = None,
-    **kwargs: Any,
-) -> Any:
+    model: PreTrainedModel | None = None,
+    **kwargs: object,
+) -> dict[str, Weights]:
     """Wraps ``Bnb4bitQuantize.convert``: a lazy weight is quantised while it is read."""
-    converted: dict[str, Any] = {}
+    converted: dict[str, Weights] = {}
     for name, value in input_dict.items():
         weight = _only(value)
         if not isinstance(weight, LazyTensor):
             converted |= original(self, {name: value}, full_layer_name, model, **kwargs)
             continue
+        assert model is not None
         block = model.get_parameter_or_buffer(name).blocksize
         sample = torch.zeros(1, block, dtype=weight.dtype)
         result = original(self, {name: sample}, full_layer_name, model, **kwargs)
@@ -81,14 +96,14 @@ def quantize_in_shards(
 
 def quantize_rows_in_shards(
     original: Original,
-    self: Any,
-    input_dict: dict[str, Any],
-    model: Any = None,
+    self: Bnb8bitQuantize,
+    input_dict: dict[str, Weights],
+    model: PreTrainedModel | None = None,
     full_layer_name: str | None = None,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> dict[str, Weights]:
     """Wraps ``Bnb8bitQuantize.convert``: a lazy weight is quantised while it is read."""
-    converted: dict[str, Any] = {}
+    converted: dict[str, Weights] = {}
     for name, value in input_dict.items():
         weight = _only(value)
         if not isinstance(weight, LazyTensor):
@@ -97,8 +112,9 @@ def quantize_rows_in_shards(
         sample = torch.zeros(1, 2, dtype=weight.dtype)
         result = original(self, {name: sample}, model, full_layer_name, **kwargs)[name]
         # GPT-2's Conv1D has its weight transposed
-        rows: Any = weight if result.shape == sample.shape else weight.T
-        parts = _in_rows(rows, _in_8_bits, _in_8_bits(torch.zeros(2, rows.shape[1])))
+        rows = weight if result.shape == sample.shape else weight.T
+        sample = torch.zeros(2, rows.shape[1])
+        parts = _in_rows(rows, _in_8_bits, _in_8_bits(sample))  # type: ignore[arg-type]
         result.CB, result.SCB = result, LazyTensor(parts["scales"])
         _set_source(result, parts["codes"])
         converted[name] = result
@@ -115,13 +131,13 @@ def _in_8_bits(part: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def quantize_parts_in_shards(
     original: Original,
-    self: Any,
-    input_dict: dict[str, Any],
-    model: Any = None,
+    self: TorchAoQuantize,
+    input_dict: dict[str, Weights],
+    model: PreTrainedModel | None = None,
     full_layer_name: str | None = None,
-    missing_keys: Any = None,
-    **kwargs: Any,
-) -> Any:
+    missing_keys: object = None,
+    **kwargs: object,
+) -> dict[str, Weights]:
     """Wraps ``TorchAoQuantize.convert``: a lazy weight is quantised while it is read.
 
     Raises ConfigError for a configuration that does not quantise each row alone.
@@ -130,13 +146,14 @@ def quantize_parts_in_shards(
     weight = _only(value)
     if not isinstance(weight, LazyTensor):
         return original(self, input_dict, model, full_layer_name, missing_keys, **kwargs)
+    assert model is not None
     path, _, key = str(full_layer_name).rpartition(".")
     module, chosen = model.get_submodule(path), []
 
     class Listening(type(self)):  # type: ignore[misc]
         """The operation, which keeps the configuration that it chooses for the layer."""
 
-        def _quantize(self, module: Any, *args: Any, **more: Any) -> None:
+        def _quantize(self, module: nn.Module, *args: object, **more: object) -> None:
             chosen.append((args, more))
             super()._quantize(module, *args, **more)
 
@@ -148,12 +165,14 @@ def quantize_parts_in_shards(
         return dict.fromkeys(converted, weight)
     ((args, more),) = chosen
     sample, empty = module._parameters[key], copy.copy(module)  # an engine changes the module
+    assert sample is not None
 
     def quantised(part: torch.Tensor) -> dict[str, torch.Tensor]:
         shell = copy.copy(empty)
         shell._parameters = {key: nn.Parameter(part, requires_grad=False), "bias": None}
         importlib.import_module("torchao.quantization").quantize_(shell, *args, **more)
         built = shell._parameters[key]
+        assert built is not None
         return {part: getattr(built, part) for part in parts_of(built)}
 
     both, alone = quantised(rows), [quantised(row[None]) for row in rows]
@@ -205,12 +224,12 @@ def _in_rows(
 
 def take_packed_in_shards(
     original: Original,
-    self: Any,
-    input_dict: dict[str, Any],
-    model: Any = None,
+    self: ConversionOps,
+    input_dict: dict[str, Weights],
+    model: PreTrainedModel | None = None,
     full_layer_name: str | None = None,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> dict[str, Weights]:
     """Wraps ``Bnb4bitDeserialize.convert`` and that of 8 bits: lazy bytes and scales stay in their
     files.
     """
@@ -226,7 +245,7 @@ def take_packed_in_shards(
     return result
 
 
-def _quantised(weight: Any, source: LazyTensor) -> Any:
+def _quantised(weight: Params4bit, source: LazyTensor) -> Params4bit:
     """Return ``weight``, a ``Params4bit`` of one block, with the values of ``source``."""
     import bitsandbytes
 
@@ -238,7 +257,7 @@ def _quantised(weight: Any, source: LazyTensor) -> Any:
         default_device(),
     )
 
-    def encode(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def encode(values: torch.Tensor) -> tuple[torch.Tensor, QuantState]:
         return functional.quantize_4bit(
             values.to(device),
             blocksize=state.blocksize,
@@ -247,7 +266,10 @@ def _quantised(weight: Any, source: LazyTensor) -> Any:
         )
 
     def in_blocks(
-        part: Callable[[torch.Tensor], Any], numel: int, shape: Any, dtype: Any
+        part: Callable[[torch.Tensor], torch.Tensor],
+        numel: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
     ) -> InBlocks:
         return InBlocks(base, part, state.blocksize, numel, shape, dtype)
 

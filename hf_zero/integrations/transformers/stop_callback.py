@@ -11,17 +11,30 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformers import TrainerCallback
 
 from hf_zero.distributed import world_group
 from hf_zero.integrations.checkpoint_folders import SENTINEL
 from hf_zero.integrations.signal_saves import end, listen
-from hf_zero.logging import log_rank0
+from hf_zero.logging import JsonObject, log_rank0
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+    from hf_zero.engine import Engine
 
 # key of `stateful_callbacks` in `trainer_state.json` for an evaluation that was left
 LEFT = "EvaluationLeftByStopCallback"
+
+
+def _states_of_callbacks(state: TrainerState) -> JsonObject:
+    """Return the states of callbacks in ``state``, by name: the list that it declares becomes a
+    dict when it is made.
+    """
+    states: JsonObject = state.stateful_callbacks  # type: ignore[assignment]
+    return states
 
 
 class StopCallback(TrainerCallback):
@@ -33,16 +46,22 @@ class StopCallback(TrainerCallback):
     due at that step is left to the run that resumes: little time remains before the job is killed.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer, engine: Engine) -> None:
+        self.trainer, self.engine = trainer, engine
         self._sentinel: Path | None = None
         self._only_model = False
         self._evaluates = False  # before the first step, what the resumed run has left
         self.returns = trainer.args.enable_jit_checkpoint  # train() does, after the save
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        listen(self.trainer.deepspeed)
-        self._evaluates = bool(state.stateful_callbacks.pop(LEFT, None))
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        listen(self.engine)
+        self._evaluates = bool(_states_of_callbacks(state).pop(LEFT, None))
         if state.global_step >= state.max_steps:  # there is no further step
             self._evaluate()
 
@@ -61,15 +80,21 @@ class StopCallback(TrainerCallback):
         if best and (folder := self._folder(trainer.state)).is_dir():  # saved by the run that ended
             trainer.state.best_model_checkpoint = str(folder)
 
-    def _folder(self, state: Any) -> Path:
+    def _folder(self, state: TrainerState) -> Path:
         """Return the folder of the checkpoint after this step."""
         from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
         name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         return Path(self.trainer._get_output_dir(trial=None), name)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self.trainer.deepspeed.stop_requested:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        if not self.engine.stop_requested:
             return
         ends_epoch = args.eval_strategy == "epoch" and state.epoch == int(state.epoch)
         if control.should_evaluate or (ends_epoch and args.eval_delay <= state.epoch):
@@ -78,7 +103,7 @@ class StopCallback(TrainerCallback):
                 "resumes, as the job is asked to end",
                 logging.WARNING,
             )
-            state.stateful_callbacks[LEFT] = {"attributes": {"step": state.global_step}}
+            _states_of_callbacks(state)[LEFT] = {"attributes": {"step": state.global_step}}
         control.should_save, control.should_evaluate = True, False
         # else nothing could be resumed
         self._only_model, args.save_only_model = args.save_only_model, False
@@ -94,7 +119,13 @@ class StopCallback(TrainerCallback):
                 encoding="utf-8",
             )
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         if self._sentinel is None:
             return
         world_group.barrier()  # every rank has written its files
@@ -102,4 +133,4 @@ class StopCallback(TrainerCallback):
             self._sentinel.unlink()
         self._sentinel, args.save_only_model = None, self._only_model
         if not self.returns:
-            end(self.trainer.deepspeed)
+            end(self.engine)

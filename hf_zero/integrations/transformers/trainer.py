@@ -18,8 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -34,8 +33,10 @@ from hf_zero.integrations.transformers.trainer_route import (
     CALLBACK,
     SAVE_WEIGHTS,
     engine_environment,
+    engine_of,
     environment,
     find_callback,
+    output_folder,
     route,
     under_zero,
     verify,
@@ -44,11 +45,24 @@ from hf_zero.integrations.transformers.trainer_route import (
 from hf_zero.logging import log_rank0, logger
 from hf_zero.optim import AdamW8bit, Lion8bit
 
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+
+    from hf_zero.engine import Engine
+
 GIVEN = "_hf_zero_given"
-_told: weakref.WeakSet[Any] = weakref.WeakSet()  # engines whose checkpoints have been described
+_told: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines whose checkpoints have been described
 
 
-def find_zero_callback(original: Original, self: Any, *args: object, **kwargs: object) -> None:
+def find_zero_callback(original: Original, self: Trainer, *args: object, **kwargs: object) -> None:
     """Wraps ``Trainer.__init__``: a ZeroCallback among the callbacks routes this Trainer."""
     callback = find_callback(original, self, args, kwargs)
     if callback is None:
@@ -62,7 +76,7 @@ def find_zero_callback(original: Original, self: Any, *args: object, **kwargs: o
     callbacks.insert(0, callback)
 
 
-def route_accelerator(original: Original, self: Any) -> None:
+def route_accelerator(original: Original, self: Trainer) -> None:
     """Wraps ``Trainer.create_accelerator_and_postprocess``: makes the Accelerator with ZeRO if
     requested, and checks that it is on.
     """
@@ -73,7 +87,7 @@ def route_accelerator(original: Original, self: Any) -> None:
         _refuse_shared_completions(self)
 
 
-def _refuse_shared_completions(trainer: Any) -> None:
+def _refuse_shared_completions(trainer: Trainer) -> None:
     """Raise ConfigError under tensor parallelism for a trainer that compares several completions of
     a prompt, which TRL distributes among all ranks.
     """
@@ -89,11 +103,11 @@ def _refuse_shared_completions(trainer: Any) -> None:
 
 def train_anew(
     original: Original,
-    self: Any,
-    resume_from_checkpoint: object = None,
+    self: Trainer,
+    resume_from_checkpoint: str | bool | None = None,
     trial: object = None,
     ignore_keys_for_eval: object = None,
-) -> Any:
+) -> object:
     """Wraps ``Trainer.train``: a second ``train()`` continues with the model of the first, and
     resuming uses the last complete checkpoint. Signals that save are handled until it ends.
     """
@@ -102,10 +116,12 @@ def train_anew(
     if under_zero(self):
         from hf_zero.engine import Engine
 
-        if isinstance(self.deepspeed, Engine):
+        engine: object = self.deepspeed
+        if isinstance(engine, Engine):
             from hf_zero.integrations.engine_teardown import destroy_and_restore
 
-            destroy_and_restore(self.deepspeed)
+            destroy_and_restore(engine)
+            assert self.model is not None
             self.model_wrapped, self.deepspeed = self.model, None
             if resume_from_checkpoint in (None, False):
                 log_rank0(
@@ -122,11 +138,11 @@ def train_anew(
 
 def prepare_engine(
     original: Original,
-    self: Any,
+    self: Trainer,
     max_steps: int,
     train_dataloader: object,
     resume_from_checkpoint: object,
-) -> Any:
+) -> object:
     """Wraps ``Trainer._prepare_for_training``: raises ConfigError if the trained model is wrapped
     in anything but the engine.
     """
@@ -137,37 +153,40 @@ def prepare_engine(
         result = original(self, max_steps, train_dataloader, resume_from_checkpoint)
     from hf_zero.engine import Engine
 
-    if not isinstance(self.deepspeed, Engine):
+    engine: object = self.deepspeed
+    if not isinstance(engine, Engine):
         raise ConfigError(
-            f"ZeRO is on, but the Trainer prepared {type(self.deepspeed).__name__} instead of "
+            f"ZeRO is on, but the Trainer prepared {type(engine).__name__} instead of "
             "hf-zero's engine and would train unsharded; "
             "pass the plain model to Trainer, without DataParallel or another wrapper around it"
         )
     from hf_zero.integrations.peft.adapters import keep_what_is_written
 
-    keep_what_is_written(self.deepspeed)
-    self.deepspeed.measures.keep_in(self.args.output_dir)
-    self.deepspeed.measures.plan_steps(max_steps)
-    self.deepspeed.measures.shown_elsewhere()
+    keep_what_is_written(engine)
+    engine.measures.keep_in(str(output_folder(self.args)))
+    engine.measures.plan_steps(max_steps)
+    engine.measures.shown_elsewhere()
     leave_to_trainer(self.accelerator)
-    if self.deepspeed.config.checkpoint.save_on_signal or self.args.enable_jit_checkpoint:
+    if engine.config.checkpoint.save_on_signal or self.args.enable_jit_checkpoint:
         from hf_zero.integrations.transformers.stop_callback import StopCallback
 
         self.pop_callback(StopCallback)  # of an attempt with a larger batch
-        self.add_callback(StopCallback(self))  # the last one, whose choice to save is final
+        self.add_callback(StopCallback(self, engine))  # the last one, whose choice to save is final
     return result
 
 
-def _stop_listening(trainer: Any) -> None:
+def _stop_listening(trainer: Trainer) -> None:
     from hf_zero.integrations.signal_saves import stop_listening
     from hf_zero.integrations.transformers.stop_callback import StopCallback
 
     callback = trainer.pop_callback(StopCallback)
-    if callback is not None:
-        stop_listening(trainer.deepspeed, callback.returns)
+    if isinstance(callback, StopCallback):
+        stop_listening(callback.engine, callback.returns)
 
 
-def leave_norm_on_device(original: Original, self: Any, model: Any, grad_norm: Any = None) -> Any:
+def leave_norm_on_device(
+    original: Original, self: Trainer, model: nn.Module, grad_norm: object = None
+) -> object:
     """Wraps ``Trainer._get_grad_norm``: returns the norm as a tensor, which the Trainer reads when
     it logs.
     """
@@ -180,14 +199,14 @@ def leave_norm_on_device(original: Original, self: Any, model: Any, grad_norm: A
     )
 
 
-class _Logs(dict[str, Any]):
+class _Logs(dict[str, float]):
     """Logs of the Trainer with figures of the engine, which have the names ``figures``."""
 
     figures: Collection[str] = ()
 
 
 def add_figures(
-    original: Original, self: Any, logs: dict[str, object], start_time: float | None = None
+    original: Original, self: Trainer, logs: dict[str, float], start_time: float | None = None
 ) -> None:
     """Wraps ``Trainer.log``: the logs of training have the engine's figures, too, so that every
     reporter gets them. A name that the Trainer has itself keeps the Trainer's value.
@@ -195,7 +214,7 @@ def add_figures(
     if under_zero(self) and "loss" in logs:
         from hf_zero.measures.figures import tracked
 
-        figures = tracked(getattr(self.deepspeed, "figures", {}))
+        figures = tracked(getattr(engine_of(self), "figures", {}))
         script_logs, logs = logs, _Logs({**figures, **logs})
         logs.figures = figures.keys() - script_logs.keys()
     original(self, logs, start_time)
@@ -203,12 +222,12 @@ def add_figures(
 
 def print_without_figures(
     original: Original,
-    self: Any,
-    args: Any,
-    state: Any,
-    control: Any,
-    logs: Any = None,
-    **kwargs: Any,
+    self: TrainerCallback,
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    logs: dict[str, float] | None = None,
+    **kwargs: object,
 ) -> None:
     """Wraps ``on_log`` of the callbacks that print to the terminal: the line is the Trainer's."""
     if isinstance(logs, _Logs):
@@ -216,7 +235,7 @@ def print_without_figures(
     original(self, args, state, control, logs=logs, **kwargs)
 
 
-def know_the_tensor_ranks(original: Callable[[object], int], self: Any) -> int:
+def know_the_tensor_ranks(original: Callable[[Trainer], int], self: Trainer) -> int:
     """Wraps ``Trainer.get_tp_size``: returns the tensor parallel size of the configuration, from
     any route; at least 1.
     """
@@ -225,7 +244,7 @@ def know_the_tensor_ranks(original: Callable[[object], int], self: Any) -> int:
     return max(original(self), tensor_ranks(self.accelerator.state))
 
 
-def count_tokens_once(original: Original, self: Any, inputs: object) -> None:
+def count_tokens_once(original: Original, self: Trainer, inputs: object) -> None:
     """Wraps ``Trainer._track_num_input_tokens``: counts the tokens of one of the tensor-parallel
     ranks.
     """
@@ -236,7 +255,7 @@ def count_tokens_once(original: Original, self: Any, inputs: object) -> None:
         self.state.num_input_tokens_seen = before + added // self.get_tp_size()
 
 
-def _keep_given_optimizer(trainer: Any) -> None:
+def _keep_given_optimizer(trainer: Trainer) -> None:
     import torch
     from accelerate.optimizer import AcceleratedOptimizer
 
@@ -248,8 +267,8 @@ def _keep_given_optimizer(trainer: Any) -> None:
 
 
 def keep_what_was_given(
-    original: Original, trainer: Any, num_training_steps: int, inference: bool = False
-) -> Any:
+    original: Original, trainer: Trainer, num_training_steps: int, inference: bool = False
+) -> tuple[Optimizer | None, LRScheduler | None]:
     """Wraps ``deepspeed_init``: keeps ``Trainer(optimizers=…)`` and the level of hf-zero's logger
     as set by the user.
     """
@@ -265,7 +284,7 @@ def keep_what_was_given(
 
 
 @contextmanager
-def _given_optimizer(trainer: Any) -> Iterator[Any]:
+def _given_optimizer(trainer: Trainer) -> Iterator[LRScheduler | None]:
     """Make the stock code use the optimizer given to the Trainer; yield the scheduler given with
     it. Raises ConfigError if the configuration has an optimizer, too.
     """
@@ -280,7 +299,7 @@ def _given_optimizer(trainer: Any) -> Iterator[Any]:
             f"{config['optimizer'].get('type')!r}; remove one of them"
         )
 
-    def create_optimizer(model: Any = None) -> Any:
+    def create_optimizer(model: object = None) -> Optimizer:
         trainer.optimizer = optimizer
         return optimizer
 
@@ -288,20 +307,20 @@ def _given_optimizer(trainer: Any) -> Iterator[Any]:
         yield scheduler
 
 
-def evaluate_raw(original: Original, self: Any, *args: object, **kwargs: object) -> Any:
+def evaluate_raw(original: Original, self: Trainer, *args: object, **kwargs: object) -> object:
     """Wraps ``Trainer.evaluation_loop``: evaluates and predicts before training, at every stage."""
     if not under_zero(self):
         return original(self, *args, **kwargs)
     verify_state(self)
     with _answering_zero3(self):
-        if self.deepspeed is not None:
+        if engine_of(self) is not None:
             return original(self, *args, **kwargs)
         with replaced(self, is_deepspeed_enabled=False):  # the raw model, as without ZeRO
             return original(self, *args, **kwargs)
 
 
 def save_untrained(
-    original: Original, self: Any, output_dir: str | None = None, _internal_call: bool = False
+    original: Original, self: Trainer, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
     """Wraps ``Trainer.save_model``: saves a model that was never trained, and returns when the
     files of a running save are complete. Checkpoints of the Trainer include whole weights according
@@ -310,7 +329,7 @@ def save_untrained(
     if not under_zero(self):
         original(self, output_dir, _internal_call)
         return
-    engine = self.deepspeed
+    engine = engine_of(self)
     if engine is not None:
         # push_to_hub, the other internal caller, passes no folder
         in_checkpoint = _internal_call and output_dir is not None
@@ -318,7 +337,7 @@ def save_untrained(
             if engine.zero_gather_16bit_weights_on_model_save() or _is_adapted(self.model):
                 original(self, output_dir, _internal_call)
             else:
-                _save_without_weights(self, output_dir)
+                _save_without_weights(self, engine, output_dir)
         engine.wait_for_checkpoint(below=output_dir or self.args.output_dir)
         return
     with replaced(self, is_deepspeed_enabled=False):
@@ -332,15 +351,15 @@ def _is_adapted(model: object) -> bool:
     return bool(_is_peft_model(model))
 
 
-def _save_without_weights(trainer: Any, folder: Any) -> None:
+def _save_without_weights(trainer: Trainer, engine: Engine, folder: str | None) -> None:
     """Write what the Trainer keeps in a checkpoint beside the shards, without whole weights. The
     stock method would save the shards as well, a first time, and warn of a full checkpoint.
     """
     from transformers.trainer_pt_utils import remove_dummy_checkpoint
     from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
-    if trainer.deepspeed not in _told:
-        _told.add(trainer.deepspeed)
+    if engine not in _told:
+        _told.add(engine)
         log_rank0(
             f"checkpoints hold shards and no {SAFE_WEIGHTS_NAME}, as {SAVE_WEIGHTS} is false: "
             f"`hf-zero convert-checkpoint {folder} OUT` writes one at any time; with true each "
@@ -351,7 +370,7 @@ def _save_without_weights(trainer: Any, folder: Any) -> None:
 
 
 @contextmanager
-def _answering_zero3(trainer: Any) -> Iterator[None]:
+def _answering_zero3(trainer: Trainer) -> Iterator[None]:
     """Make ``is_deepspeed_zero3_enabled()`` answer for this Trainer: ``generate`` uses it to decide
     whether ranks must stay in step.
     """
@@ -378,7 +397,9 @@ NAMES: dict[str, tuple[type, int]] = {
 }
 
 
-def build_without_bitsandbytes(original: Original, self: Any, model: Any = None) -> Any:
+def build_without_bitsandbytes(
+    original: Original, self: Trainer, model: nn.Module | None = None
+) -> object:
     """Wraps ``Trainer.create_optimizer``: names of bitsandbytes' optimizers give those of hf-zero
     where bitsandbytes is not installed. As with it, embeddings keep moments in fp32.
     """
@@ -393,34 +414,35 @@ def build_without_bitsandbytes(original: Original, self: Any, model: Any = None)
     settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
     if cls is AdamW8bit:
         settings["eps"] = args.adam_epsilon
-    for module in (self.model if model is None else model).modules():
+    trained = self.model if model is None else model
+    assert trained is not None
+    for module in trained.modules():
         if isinstance(module, nn.Embedding):
-            weight: Any = module.weight
-            weight.optim_bits = 32
+            vars(module.weight)["optim_bits"] = 32
     with replaced(self, optimizer_cls_and_kwargs=(cls, {**settings, "optim_bits": bits})):
         return original(self, model)
 
 
-def add_run(original: Original, self: Any, *args: object, **kwargs: object) -> None:
+def add_run(original: Original, self: Trainer, *args: object, **kwargs: object) -> None:
     """Wraps ``create_model_card``: adds the table of the run and its evaluations to the card that
     rank 0 has written.
     """
     original(self, *args, **kwargs)
-    path = Path(self.args.output_dir, "README.md")
-    engine = self.deepspeed if under_zero(self) else None
+    path = output_folder(self.args) / "README.md"
+    engine = engine_of(self)
     if engine is not None and self.is_world_process_zero() and path.is_file():
         text = path.read_text(encoding="utf-8")
         path.write_text(_described(text, self, engine), encoding="utf-8")
 
 
-def _described(text: str, trainer: Any, engine: Any) -> str:
+def _described(text: str, trainer: Trainer, engine: Engine) -> str:
     from hf_zero.checkpoint.convert.card import carded, datasets_of, front_of
     from hf_zero.checkpoint.convert.run_facts import facts, last_numbers, recorded
     from hf_zero.checkpoint.save_sharded import manifest_of_run
 
     engine.measures.finish(engine)
     manifest = manifest_of_run(engine)
-    folders = [engine.measures.folder, Path(trainer.args.output_dir)]
+    folders = [engine.measures.folder, output_folder(trainer.args)]
     record = recorded([folder for folder in folders if folder is not None], manifest.counters)
     figures = last_numbers(trainer.state.log_history)
     return carded(text, facts(manifest, record, figures, datasets_of(front_of(text))), figures)

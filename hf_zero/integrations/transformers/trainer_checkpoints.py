@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import excess, remove
@@ -34,18 +34,20 @@ from hf_zero.integrations.checkpoint_folders import (
 from hf_zero.integrations.memory_checkpoints import save_if_due
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.integrations.transformers.trainer_phases import windows_of
-from hf_zero.integrations.transformers.trainer_route import under_zero
+from hf_zero.integrations.transformers.trainer_route import engine_of, output_folder, under_zero
 from hf_zero.logging import listed, log_rank0, logger
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import Trainer
+    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 PREFIX = "checkpoint-"
 TRUTHS = {"True": True, "true": True, "False": False, "false": False}
 ASIDE = "_hf-zero-dropped-"  # a name that the Trainer does not push to the hub
 
 
-def whole_to_resume(trainer: Any, resume: Any) -> Any:
+def whole_to_resume(trainer: Trainer, resume: str | bool | None) -> str | bool | None:
     """Return the checkpoint that ``Trainer.train(resume_from_checkpoint=resume)`` resumes from: for
     True (also as text), and for the last one in ``output_dir``, the newest of the last complete one
     and of those in the memory of the hosts. Collective.
@@ -55,7 +57,7 @@ def whole_to_resume(trainer: Any, resume: Any) -> Any:
     """
     if resume is None or resume is False:
         return resume
-    output = Path(trainer.args.output_dir)
+    output = output_folder(trainer.args)
     truth = TRUTHS.get(resume) if isinstance(resume, str) and not Path(resume).exists() else None
     if truth is not None:
         log_rank0(
@@ -100,10 +102,10 @@ def _newer_in_memory(trainer: Trainer, folder: Path | None) -> Path | None:
 
 def save_into_memory(
     original: Original,
-    self: Any,
+    self: Trainer,
     tr_loss: object,
     grad_norm: object,
-    model: object,
+    model: nn.Module,
     trial: object,
     epoch: float,
     ignore_keys_for_eval: object,
@@ -130,8 +132,9 @@ def save_into_memory(
             self._save_checkpoint(model, trial)
         return checkpoint
 
-    if under_zero(self):
-        save_if_due(self.deepspeed, write)
+    engine = engine_of(self)
+    if engine is not None:
+        save_if_due(engine, write)
 
 
 def _keep_samples_of_a_step(trainer: Trainer, folder: Path) -> None:
@@ -198,49 +201,47 @@ def _refuse_torn(folder: Path, output: Path) -> bool:
 
 
 def end_with_whole_ones(
-    original: Original, self: Any, trial: Any, num_train_samples: int, start_time: float
-) -> Any:
+    original: Original, self: Trainer, trial: object, num_train_samples: int, start_time: float
+) -> object:
     """Wraps ``Trainer._finalize_training``: waits until the last checkpoint is complete, and
     selects the best among the complete ones.
 
     A damaged best checkpoint then neither fails a finished training nor makes the limit delete all
     others.
     """
-    if under_zero(self):
-        self.deepspeed.wait_for_checkpoint()
+    engine = engine_of(self)
+    if engine is not None:
+        engine.wait_for_checkpoint()
         used = self.args.load_best_model_at_end or self.args.save_total_limit == 1
-        if self.state.best_model_checkpoint is not None and used and not self.args.save_only_model:
+        best = self.state.best_model_checkpoint
+        if best is not None and used and not self.args.save_only_model:
             self.state.best_model_checkpoint, self.state.best_metric = decide_on_rank_0(
-                lambda: _best_whole(self)
+                lambda: _best_whole(self, Path(best))
             )
     return original(self, trial, num_train_samples, start_time)
 
 
-def push_whole_ones(original: Original, self: Any, checkpoint_folder: str) -> None:
+def push_whole_ones(original: Original, self: Trainer, checkpoint_folder: str) -> None:
     """Wraps ``Trainer._push_from_checkpoint``: uploads a checkpoint once all ranks have written it,
     also with asynchronous saves.
     """
-    if under_zero(self) and self.args.hub_strategy in ("checkpoint", "all_checkpoints"):
-        self.deepspeed.wait_for_checkpoint()
+    engine = engine_of(self)
+    if engine is not None and self.args.hub_strategy in ("checkpoint", "all_checkpoints"):
+        engine.wait_for_checkpoint()
         world_group.barrier()
     original(self, checkpoint_folder)
 
 
-def _best_whole(trainer: Any) -> tuple[str | None, float | None]:
-    """Return the best complete checkpoint and its metric; (None, the current metric) if there is
-    none.
+def _best_whole(trainer: Trainer, best: Path) -> tuple[str | None, float | None]:
+    """Return ``best`` or, if it is not complete, the best complete checkpoint, and its metric;
+    (None, the current metric) if there is none.
     """
     state, args = trainer.state, trainer.args
-    best = Path(state.best_model_checkpoint)
     problem = engine_checkpoint_error(best)
     if not problem:
         return str(best), state.best_metric
     logger.warning("the best checkpoint %s is not whole and is skipped: %s", best, problem)
-    name = (
-        args.metric_for_best_model
-        if args.metric_for_best_model.startswith("eval_")
-        else f"eval_{args.metric_for_best_model}"
-    )
+    name = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
     scores = {entry["step"]: entry[name] for entry in state.log_history if name in entry}
     others = [
         folder
@@ -311,7 +312,9 @@ def _keep(newest_first: list[Path], keep: int, protected: set[Path]) -> None:
     )
 
 
-def leave_signals_to_engine(original: Original, self: Any, trainer: object) -> None:
+def leave_signals_to_engine(
+    original: Original, self: JITCheckpointCallback, trainer: Trainer
+) -> None:
     """Wraps ``JITCheckpointCallback.set_trainer``: under ZeRO the stock callback does nothing, and
     ``stop_callback.py`` saves in its place.
     """

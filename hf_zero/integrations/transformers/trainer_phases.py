@@ -14,10 +14,10 @@ Imported while ``import transformers`` runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,17 +25,24 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.techniques import PHASES
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.seams import Original, replaced
-from hf_zero.integrations.transformers.trainer_route import under_zero
+from hf_zero.integrations.transformers.trainer_route import engine_of, under_zero
 from hf_zero.techniques import training_phases
+from hf_zero.techniques.registry import phases_of
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from torch import nn
+    from torch.utils.data import DataLoader
+    from transformers import Trainer, TrainingArguments
 
 
-class Window(dict[str, Any]):
+# of set_initial_training_values: the length of the loader is the last but one, the steps the last
+TrainingValues = tuple[int, int, int, int, int, int | None, int]
+
+
+class Window(dict[str, object]):
     """The batches of one accumulation window; as a mapping, the first of them."""
 
-    def __init__(self, batches: list[Any]):
+    def __init__(self, batches: Sequence[Mapping[str, object]]):
         super().__init__(batches[0])
         self.batches = batches
 
@@ -80,16 +87,20 @@ def _after(steps: int, windows: Callable[[int], int], length: int) -> tuple[int,
 
 
 def take_prepared_batches(
-    original: Original, self: Any, epoch_iterator: Any, num_batches: int, device: Any
-) -> Any:
+    original: Original,
+    self: Trainer,
+    epoch_iterator: Iterator[Mapping[str, object]],
+    num_batches: int,
+    device: torch.device,
+) -> object:
     """Wraps ``Trainer.get_batch_samples``: training techniques change the batches of an
     accumulation window before their labels are counted.
     """
-    if not under_zero(self) or self.deepspeed is None:
+    engine = engine_of(self)
+    if engine is None:
         return original(self, epoch_iterator, num_batches, device)
-    engine = self.deepspeed
     prepared = map(engine.prepare_batch, epoch_iterator)
-    phases = engine.techniques.by_key.get(PHASES)
+    phases = phases_of(engine)
     if phases is None or not phases.changes_batches:
         return original(self, prepared, num_batches, device)
     batches, items = original(self, prepared, engine.gradient_accumulation_steps(), device)
@@ -97,8 +108,12 @@ def take_prepared_batches(
 
 
 def train_on_windows(
-    original: Original, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None
-) -> Any:
+    original: Callable[..., torch.Tensor],
+    self: Trainer,
+    model: nn.Module,
+    inputs: object,
+    num_items_in_batch: torch.Tensor | int | None = None,
+) -> torch.Tensor | int:
     """Wraps ``Trainer.training_step``: trains on each batch of a window, and ends the window with
     the last one.
     """
@@ -115,7 +130,7 @@ def train_on_windows(
 
 
 @contextmanager
-def counting_whole_batches(trainer: Any, inputs: object) -> Iterator[None]:
+def counting_whole_batches(trainer: Trainer, inputs: object) -> Iterator[None]:
     """Make TRL's ``num_tokens`` count the tokens of whole batches if a rank has a part of the
     sequences, without an attention mask: TRL counts one row of the part.
     """
@@ -125,14 +140,20 @@ def counting_whole_batches(trainer: Any, inputs: object) -> Iterator[None]:
     positions = inputs.get("position_ids") if isinstance(inputs, Mapping) else None
     tokens = None if counted is None else tokens_of(positions)
     yield
-    if tokens is not None:
+    if counted is not None and tokens is not None:
         n = torch.as_tensor(tokens, device=trainer.accelerator.device)
         ranks = trainer.get_tp_size() * trainer.get_sp_size()  # ranks that share the batch
-        trainer._total_train_tokens = counted + int(trainer.accelerator.gather(n).sum()) // ranks
-        trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
+        total = counted + int(trainer.accelerator.gather(n).sum()) // ranks
+        vars(trainer)["_total_train_tokens"] = total
+        vars(trainer)["_metrics"]["train"]["num_tokens"] = [total]
 
 
-def count_windows(original: Original, self: Any, args: Any, dataloader: Any) -> Any:
+def count_windows(
+    original: Callable[..., TrainingValues],
+    self: Trainer,
+    args: TrainingArguments,
+    dataloader: DataLoader[object],
+) -> TrainingValues:
     """Wraps ``Trainer.set_initial_training_values``: computes epochs and steps for growing
     windows.
     """
@@ -142,6 +163,7 @@ def count_windows(original: Original, self: Any, args: Any, dataloader: Any) -> 
     if windows is None:
         return values
     length, last = values[5], values[6]
+    assert length is not None
     if args.max_steps <= 0:
         needed = math.ceil(args.num_train_epochs * length)
         passed = (ended * length + used for ended, used in epochs(windows, length))
@@ -151,7 +173,9 @@ def count_windows(original: Original, self: Any, args: Any, dataloader: Any) -> 
 
 
 @contextmanager
-def _lengths_as_they_are(trainer: Any, args: Any, dataloader: Any) -> Iterator[None]:
+def _lengths_as_they_are(
+    trainer: Trainer, args: TrainingArguments, dataloader: DataLoader[object]
+) -> Iterator[None]:
     """Make the Trainer use the length of a loader that is distributed among sequence-parallel
     groups unchanged: it would multiply the length by the group size.
     """
@@ -166,18 +190,18 @@ def _lengths_as_they_are(trainer: Any, args: Any, dataloader: Any) -> Iterator[N
 
 
 def resume_windows(
-    original: Callable[..., Any],
-    self: Any,
+    original: Callable[..., tuple[int, int]],
+    self: Trainer,
     max_steps: int,
     num_update_steps_per_epoch: int,
     num_train_epochs: int,
-    resume_from_checkpoint: Any,
-    trial: Any,
+    resume_from_checkpoint: object,
+    trial: object,
 ) -> tuple[int, int]:
     """Wraps ``Trainer._init_training_state``: computes the epochs and batches that a resumed run
     has trained on.
     """
-    trained: tuple[int, int] = original(
+    trained = original(
         self,
         max_steps,
         num_update_steps_per_epoch,

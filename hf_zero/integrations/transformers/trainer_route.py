@@ -23,24 +23,29 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.files import DICT, SourcedDict, flattened, value_at
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original
-from hf_zero.logging import logger
+from hf_zero.logging import JsonObject, logger
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from accelerate.utils import DeepSpeedPlugin, DistributedType
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    from hf_zero.deepspeed.engine import DeepSpeedEngine
 
 SWITCH = "ACCELERATE_USE_DEEPSPEED"
 ON_CPU = "ACCELERATE_USE_CPU"
 CALLBACK = "_hf_zero_callback"
 BORROWED = "_hf_zero_callback_plugin"
 
-ZeroConfigLike = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str]
+ZeroConfigLike = ZeroConfig | Mapping[str, object] | str | os.PathLike[str]
 
 AUTO = "auto"
 SAVE_WEIGHTS = "stage3_gather_16bit_weights_on_model_save"
@@ -70,12 +75,23 @@ def under_zero(trainer: object) -> bool:
     return bool(getattr(trainer, "is_deepspeed_enabled", False)) and finder.chosen()
 
 
+def engine_of(trainer: Trainer) -> DeepSpeedEngine | None:
+    """Return the engine that trains ``trainer``; None without ZeRO, and before it is made."""
+    return trainer.deepspeed if under_zero(trainer) else None
+
+
+def output_folder(args: TrainingArguments) -> Path:
+    """Return ``output_dir``, for which the arguments have a default."""
+    assert args.output_dir is not None
+    return Path(args.output_dir)
+
+
 def find_callback(
     constructor: Callable[..., None],
     trainer: Trainer,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> TrainerCallback | None:
     """Return the :class:`ZeroCallback` among the arguments of ``Trainer.__init__``, or None. Raises
     ConfigError for several.
     """
@@ -115,7 +131,7 @@ def environment(**changes: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def engine_environment(args: Any) -> dict[str, str]:
+def engine_environment(args: TrainingArguments) -> dict[str, str]:
     """Return the variables that make the engine compute on the device of Accelerate's batches: on
     the CPU, even if a GPU is visible.
     """
@@ -131,7 +147,7 @@ def route(trainer: Trainer) -> Iterator[bool]:
     config = callback.config if callback is not None else None
     if config is None or args.deepspeed_plugin is not None:
         if config is not None:
-            agree(config, args)
+            agree(config, args.deepspeed_plugin)
         elif args.deepspeed_plugin is None and _left_by_callback():
             renew_devices(args)
         yield args.deepspeed_plugin is not None or callback is not None
@@ -161,9 +177,9 @@ def route(trainer: Trainer) -> Iterator[bool]:
         unset_hf_deepspeed_config()
 
 
-def agree(config: dict[str, object], args: Any) -> None:
+def agree(config: dict[str, object], plugin: DeepSpeedPlugin) -> None:
     """Raise ConfigError if the callback's config differs from that of the arguments."""
-    theirs = args.deepspeed_plugin.hf_ds_config.config
+    theirs = plugin.hf_ds_config.config
     differing = [
         f"{path}: {value!r} in ZeroCallback, {other!r} in the arguments"
         for path, value in flattened(config)
@@ -185,7 +201,7 @@ def _left_by_callback() -> bool:
     return getattr(AcceleratorState._shared_state.get("deepspeed_plugins"), BORROWED, False)
 
 
-def renew_devices(args: Any) -> None:
+def renew_devices(args: TrainingArguments) -> None:
     """Make the arguments read ranks and devices again: their cached values are of another Trainer's
     state.
     """
@@ -208,7 +224,7 @@ def verify(trainer: Trainer) -> None:
     _one_device(trainer.args)
 
 
-def state_kind(trainer: Trainer) -> Any:
+def state_kind(trainer: Trainer) -> DistributedType | None:
     """Return the current distributed type of Accelerate's shared state; None if there is no
     state.
     """
@@ -230,7 +246,7 @@ def verify_state(trainer: Trainer) -> None:
         )
 
 
-def _one_device(args: Any) -> None:
+def _one_device(args: TrainingArguments) -> None:
     # nn.DataParallel would use all visible GPUs, unsharded.
     if args.n_gpu > 1:
         logger.warning(
@@ -251,7 +267,7 @@ def read(value: ZeroConfigLike) -> dict[str, object]:
     return ZeroConfig.coerce(value, allow_auto=True, foreign=True).to_dict()
 
 
-def open_left_out(config: dict[str, Any]) -> None:
+def open_left_out(config: JsonObject) -> None:
     """Write "auto", in place, for keys that ``config`` leaves to the training arguments."""
 
     def open_key(section: dict[str, object], key: str, value: object = AUTO) -> None:
@@ -287,7 +303,10 @@ def _schedule_params(kind: object) -> tuple[str, ...]:
 
 
 def fill_from_arguments(
-    original: Original, self: Any, args: Any, auto_find_batch_size: bool = False
+    original: Original,
+    self: HfTrainerDeepSpeedConfig,
+    args: TrainingArguments,
+    auto_find_batch_size: bool = False,
 ) -> None:
     """Wraps ``HfTrainerDeepSpeedConfig.trainer_config_process``: fills missing keys from the
     training arguments.
@@ -328,7 +347,7 @@ def refuse_full_eval(config: Mapping[str, object], args: object) -> None:
             )
 
 
-def refuse_contradictions(live: Any) -> None:
+def refuse_contradictions(live: HfTrainerDeepSpeedConfig) -> None:
     """Raise ConfigError, before training starts, for contradictions that Transformers found while
     filling ``live``.
     """

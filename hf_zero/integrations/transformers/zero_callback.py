@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import TrainerCallback
@@ -20,7 +20,12 @@ from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.transformers.trainer_route import ZeroConfigLike, read
-from hf_zero.logging import log_rank0
+from hf_zero.logging import JsonObject, log_rank0
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+    from transformers import TrainerState, TrainingArguments
 
 MEBIBYTE = 2**20
 
@@ -43,7 +48,7 @@ class ZeroCallback(TrainerCallback):
     def __init__(self, zero_config: ZeroConfigLike | None = None) -> None:
         if zero_config is not None:
             finder.choose()
-        self.config: dict[str, Any] | None = None if zero_config is None else read(zero_config)
+        self.config: JsonObject | None = None if zero_config is None else read(zero_config)
         self.throughput = Throughput()
         self._ready = False
         self._said = False
@@ -55,10 +60,10 @@ class ZeroCallback(TrainerCallback):
 
     def on_train_begin(
         self,
-        args: Any,
-        state: Any,
+        args: TrainingArguments,
+        state: TrainerState,
         control: object,
-        model: Any = None,
+        model: nn.Module | None = None,
         optimizer: object = None,
         **kwargs: object,
     ) -> None:
@@ -85,10 +90,10 @@ class ZeroCallback(TrainerCallback):
 
     def on_log(
         self,
-        args: Any,
-        state: Any,
+        args: TrainingArguments,
+        state: TrainerState,
         control: object,
-        logs: dict[str, Any] | None = None,
+        logs: dict[str, float] | None = None,
         **kwargs: object,
     ) -> None:
         if logs is None or "loss" not in logs:
@@ -151,7 +156,7 @@ class Throughput:
     """Samples and tokens per second between two logs, over the time spent in steps."""
 
     def __init__(self) -> None:
-        self._hook: Any = None
+        self._hook: RemovableHandle | None = None
         self._clear()
         self._mark = 0.0
         self._samples_a_step = self._ranks = 1
@@ -160,7 +165,7 @@ class Throughput:
         self._seconds = 0.0
         self._steps = self._tokens = 0
 
-    def start(self, args: Any, state: Any, model: Any) -> None:
+    def start(self, args: TrainingArguments, state: TrainerState, model: nn.Module | None) -> None:
         """Start measuring; without ``model`` count only samples, and register no hook."""
         self.stop()
         self._clear()
