@@ -26,7 +26,7 @@ from hf_zero.deepspeed.facade import NAME, ORIGIN, FacadeFinder, facade_spec, is
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without the time to import typing
 if TYPE_CHECKING:
-    from typing import Any
+    from collections.abc import Sequence
 
 BACKENDS = ("hf_zero", NAME)
 WATCHED = ("accelerate", "lightning", "peft", "pytorch_lightning", "transformers", "trl")
@@ -71,7 +71,9 @@ class UnknownBackend:
     def __init__(self, backend: str) -> None:
         self.backend = backend
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> None:
         if fullname == NAME:
             raise unknown(self.backend)
 
@@ -135,7 +137,9 @@ class SeamFinder:
     def __init__(self) -> None:
         self.late: set[str] = set()  # modules that were running when the hooks were installed
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname == NAME:
             return self._instead_of_namespace(path, target)
         if fullname.partition(".")[0] not in WATCHED:
@@ -146,9 +150,9 @@ class SeamFinder:
         if fullname not in seams.modules():
             return None
         spec = self._find_elsewhere(fullname, path, target)
-        if spec is None or not hasattr(spec.loader, "exec_module"):
+        loader = None if spec is None else spec.loader
+        if loader is None or not hasattr(loader, "exec_module"):
             return spec
-        loader: Any = spec.loader
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -156,10 +160,12 @@ class SeamFinder:
             run(module)
             seams.apply(module)
 
-        loader.exec_module = exec_module
+        loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
-    def _find_elsewhere(self, fullname: str, path: Any, target: Any) -> ModuleSpec | None:
+    def _find_elsewhere(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
         for other in sys.meta_path:
             if other is not self and hasattr(other, "find_spec"):
                 spec = other.find_spec(fullname, path, target)
@@ -167,7 +173,9 @@ class SeamFinder:
                     return spec
         return None
 
-    def _instead_of_namespace(self, path: object, target: object) -> ModuleSpec | None:
+    def _instead_of_namespace(
+        self, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
         # A folder named deepspeed (of config files beside the script, say) is a namespace package
         # to Python, and would be found before the facade, whose finder is last.
         spec = self._find_elsewhere(NAME, path, target)

@@ -8,9 +8,10 @@ import functools
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint import memory
 from hf_zero.integrations.seams import replaced
@@ -31,19 +32,27 @@ def save_if_due(engine: Engine, write: Callable[[Path], Path]) -> None:
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = Path(mkdtemp(dir=where))
     try:
-        with _saving_nothing(engine) as arguments:
+        with _saving_nothing(engine) as call:
             root = write(folder)
         files = [path for path in root.rglob("*") if path.is_file()]
         beside = {str(path.relative_to(root)): path.read_bytes() for path in files}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    memory.save(engine, beside, arguments.get("client_state"), arguments.get("tag"))
+    memory.save(engine, beside, call.client_state, call.tag)
+
+
+@dataclass
+class _SaveCall:
+    """The arguments of a call of ``engine.save_checkpoint``."""
+
+    tag: str | None = None
+    client_state: dict[str, object] | None = None
 
 
 @contextmanager
-def _saving_nothing(engine: Engine) -> Iterator[dict[str, Any]]:
+def _saving_nothing(engine: Engine) -> Iterator[_SaveCall]:
     """Keep ``engine.save_checkpoint`` from writing; yield the arguments of its call."""
-    arguments: dict[str, Any] = {}
+    call = _SaveCall()
 
     @functools.wraps(engine.save_checkpoint)
     def save_checkpoint(
@@ -52,8 +61,8 @@ def _saving_nothing(engine: Engine) -> Iterator[dict[str, Any]]:
         client_state: dict[str, object] | None = None,
         **others: object,
     ) -> bool:
-        arguments.update(tag=tag, client_state=client_state)
+        call.tag, call.client_state = tag, client_state
         return True
 
     with replaced(engine, save_checkpoint=save_checkpoint):
-        yield arguments
+        yield call

@@ -22,7 +22,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_zero.logging import JsonObject
 
 Original = Callable[..., Any]
 """A wrapped symbol, as its wrapper gets it."""
@@ -54,17 +57,17 @@ class Seam:
         """Releases of the target's package that the tests have run with."""
         return RELEASES[self.package]
 
-    def locate(self, module: ModuleType) -> tuple[Any, str, Any]:
+    def locate(self, module: ModuleType) -> tuple[object, str, Any]:
         """Return ``(holder, name, original)`` in the executed module. Raises AttributeError if the
         symbol is missing.
         """
         *path, name = self.target.partition(":")[2].split(".")
-        holder: Any = module
+        holder: object = module
         for part in path:
             holder = getattr(holder, part)
         return holder, name, inspect.getattr_static(holder, name)
 
-    def fits(self, call: object, original: object) -> bool:
+    def fits(self, call: Original, original: Original) -> bool:
         """Return whether ``call``, the wrapper with its first argument, takes each call that
         ``original`` takes, with the same defaults. A side with ``*args, **kwargs`` takes whatever
         it does not name.
@@ -79,7 +82,7 @@ class Seam:
         return theirs == ours
 
 
-def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
+def _parameters(function: Original) -> list[tuple[str, object, object]]:
     """Return the name, kind and default of each parameter; ``*`` and ``**`` have no name."""
     return [
         ("" if parameter.kind in OPEN else parameter.name, parameter.kind, parameter.default)
@@ -87,7 +90,7 @@ def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def describe(function: Any) -> str:
+def describe(function: Original) -> str:
     """Return the signature of ``function`` without annotations."""
     signature = inspect.signature(getattr(function, "__func__", function))
     bare = [
@@ -97,7 +100,7 @@ def describe(function: Any) -> str:
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
 
 
-TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+TABLE: JsonObject = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 RELEASES: dict[str, str] = TABLE["releases"]
 SEAMS: tuple[Seam, ...] = tuple(
     Seam(target, row["wrapper"], row["why"], tuple(row.get("uses", ())), row.get("prepare", ""))
@@ -143,7 +146,7 @@ def _apply(seam: Seam, module: ModuleType) -> None:
         return
 
     @functools.wraps(function)
-    def replacement(*args: object, **kwargs: object) -> Any:
+    def replacement(*args: object, **kwargs: object) -> object:
         return call(*args, **kwargs)
 
     left_out.pop(seam.target, None)
@@ -151,7 +154,7 @@ def _apply(seam: Seam, module: ModuleType) -> None:
     setattr(holder, name, type(original)(replacement) if function is not original else replacement)
 
 
-def _named(path: str) -> Any:
+def _named(path: str) -> Original:
     home, _, name = path.partition(":")
     return getattr(importlib.import_module(home), name)
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hf_zero.logging import log_rank0
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_zero.engine import Engine
 
 STOPPED = 85  # ERESTART of Linux: a job script queues such a run again
-_ending: list[Any] = []  # keeps the handlers, which hold their requests weakly, until the exit
+_ending: list[object] = []  # keeps the handlers, which hold their requests weakly, until the exit
 
 
 def listen(engine: Engine, *others: int) -> None:

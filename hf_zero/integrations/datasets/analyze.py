@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,11 +33,20 @@ METRICS = (SEQLEN, VOCAB_RARITY)
 MASK = "attention_mask"
 FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
 TOKENS = "input_ids"
+Metric = Callable[[Any], Any]
+"""A function of a sample that returns a number."""
+
+
+class Samples(Protocol):
+    """A map-style dataset."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> object: ...
 
 
 def analyze(
-    dataset: Any,
-    metric: str | Callable[[Any], float] = SEQLEN,
+    dataset: Samples | Mapping[str, Samples] | str | os.PathLike[str],
+    metric: str | Metric = SEQLEN,
     *,
     column: str | None = None,
     split: str | None = None,
@@ -74,9 +83,9 @@ def analyze(
 
 
 def _analyze(
-    dataset: Any,
+    dataset: Samples | Mapping[str, Samples] | str | os.PathLike[str],
     name: str,
-    function: Callable[[Any], Any] | None,
+    function: Metric | None,
     column: str | None,
     split: str | None,
     workers: int,
@@ -89,7 +98,7 @@ def _analyze(
             f"{path.stem if path.is_file() else path.resolve().name}-difficulty"
         )
         out = out or beside / (split or "") / name.replace(":", ".")
-    elif split is not None:
+    else:
         dataset = _one_split(dataset, split, "the dataset")
     if out is None:
         raise ConfigError(
@@ -121,7 +130,7 @@ def _bars(shown: bool) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _opened(path: Path, split: str | None) -> Any:
+def _opened(path: Path, split: str | None) -> Samples:
     """Open the dataset at ``path``. Raises ConfigError if it cannot be read."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist; name a dataset's folder or file")
@@ -147,20 +156,20 @@ def _opened(path: Path, split: str | None) -> Any:
     return _one_split(dataset, split, str(path))
 
 
-def _one_split(dataset: Any, split: str | None, what: str) -> Any:
+def _one_split(dataset: Samples | Mapping[str, Samples], split: str | None, what: str) -> Samples:
     if not isinstance(dataset, Mapping):
         if split is not None:
             raise ConfigError(f"{what} is one dataset without splits; leave out split {split!r}")
         return dataset
     if split is None and len(dataset) == 1:
         return next(iter(dataset.values()))
-    if split not in dataset:
+    if split is None or split not in dataset:
         chosen = "several splits" if split is None else f"no split {split!r}"
         raise ConfigError(f"{what} has {chosen}; choose one of {', '.join(dataset)}")
     return dataset[split]
 
 
-def _tokens(dataset: Any, column: str | None, workers: int) -> tuple[Any, str]:
+def _tokens(dataset: Samples, column: str | None, workers: int) -> tuple[datasets.Dataset, str]:
     """Return a ``datasets.Dataset`` with the tokens of each sample, and the name of their
     column.
     """
@@ -185,13 +194,13 @@ def _tokens(dataset: Any, column: str | None, workers: int) -> tuple[Any, str]:
     return dataset.select_columns(names), column
 
 
-def _holds_tokens(feature: Any) -> bool:
+def _holds_tokens(feature: object) -> bool:
     return isinstance(feature, (datasets.List, datasets.LargeList, list)) or (
         getattr(feature, "dtype", None) in ("string", "large_string")
     )
 
 
-def _field(sample: Any, column: str) -> np.ndarray:
+def _field(sample: object, column: str) -> np.ndarray:
     if not isinstance(sample, Mapping):
         return np.asarray(sample)
     if column not in sample:
@@ -202,10 +211,10 @@ def _field(sample: Any, column: str) -> np.ndarray:
 class _Measured:
     """Callable for ``Dataset.map``: ``function`` of the sample in a row, as a row of a table."""
 
-    def __init__(self, dataset: Any, function: Callable[[Any], Any], called: str = "value"):
+    def __init__(self, dataset: Samples, function: Metric, called: str = "value"):
         self.dataset, self.function, self.called = dataset, function, called
 
-    def __call__(self, row: dict[str, int]) -> dict[str, Any]:
+    def __call__(self, row: dict[str, int]) -> dict[str, object]:
         value = self.function(self.dataset[row["row"]])
         if self.called == "value":
             try:
@@ -217,14 +226,14 @@ class _Measured:
         return {self.called: value}
 
 
-def _mapped(dataset: Any, function: _Measured, workers: int, what: str) -> pa.Table:
+def _mapped(dataset: Samples, function: _Measured, workers: int, what: str) -> pa.Table:
     """Return a table of ``function`` for each row of ``dataset``."""
     rows = datasets.Dataset.from_dict({"row": range(len(dataset))})
     return _result(rows, function, workers, what)
 
 
 def _batches(
-    dataset: Any,
+    dataset: datasets.Dataset,
     function: Callable[[pa.Table, str], pa.Table],
     column: str,
     workers: int,
@@ -241,7 +250,13 @@ def _batches(
     )
 
 
-def _result(dataset: Any, function: Any, workers: int, what: str, **options: Any) -> pa.Table:
+def _result(
+    dataset: datasets.Dataset,
+    function: Callable[..., object],
+    workers: int,
+    what: str,
+    **options: object,
+) -> pa.Table:
     with TemporaryDirectory() as folder:  # the cache must not land beside the dataset's files
         mapped = dataset.map(
             function,
@@ -315,7 +330,7 @@ class Rarity:
         return pa.table({"value": value.astype(np.float64)})
 
 
-def function_of(metric: str) -> Callable[[Any], Any]:
+def function_of(metric: str) -> Metric:
     """Import the function ``module:function``, from an installed module or one in the current
     folder.
 

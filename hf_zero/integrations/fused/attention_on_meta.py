@@ -34,7 +34,7 @@ class _Axis:
 
     def all_to_all(
         self, sent: torch.Tensor, sizes: list[int], counts: list[int], key: str
-    ) -> tuple[Any, torch.Tensor]:
+    ) -> tuple[SimpleNamespace, torch.Tensor]:
         return SimpleNamespace(wait=lambda: None), sent.new_empty(sum(counts))
 
     def send_to_next(self, sent: torch.Tensor, key: str) -> tuple[object, torch.Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -14,7 +13,7 @@ from hf_zero.integrations.fused.rotations import other_rotation, rotating_forwar
 from hf_zero.integrations.fused.sublayers import Mlp, Norm, Sum, while_unchanged
 from hf_zero.logging import log_rank0
 
-Forward = Callable[..., Any]
+Forward = Callable[..., object]
 KERNEL = {Norm: "norms", Mlp: "activations", Sum: "residual"}
 
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from hf_zero.parallel.tensor.axis import TensorAxis, copy_to, gather
 from hf_zero.parallel.tensor.layers import part_of
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.parameter import given_class, owner_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PENDING = "_hf_zero_pending"  # body of the call of a deferred module that is under way
 BEFORE = "_hf_zero_forward_before"
@@ -95,12 +98,13 @@ class DeferredCall:
         named = dict(zip(self.names, tensors))
         if isinstance(self.module, nn.Linear):
             return F.linear(rows, named["weight"], named.get("bias"))
-        module: Any = self.module
+        module = self.module
+        assert isinstance(module, nn.LayerNorm)
         return F.layer_norm(
             rows, module.normalized_shape, named.get("weight"), named.get("bias"), module.eps
         )
 
-    def run(self, rows: torch.Tensor, body: Callable[..., object]) -> Any:
+    def run(self, rows: torch.Tensor, body: Callable[..., object]) -> object:
         module = self.module
         if any(
             module._parameters.get(name) is not tensor
@@ -118,7 +122,7 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     return owner_of(parameter) is not None and hasattr(parameter, "ds_status")
 
 
-def _forward(module: nn.Module, *args: Any, **kwargs: object) -> object:
+def _forward(module: nn.Module, *args: torch.Tensor, **kwargs: object) -> object:
     """Forward of a deferred module: see the note."""
     if torch.compiler.is_compiling():
         return type(module).forward(module, *args, **kwargs)
@@ -132,7 +136,7 @@ def _forward(module: nn.Module, *args: Any, **kwargs: object) -> object:
     return type(module).forward(module, *args, **kwargs)
 
 
-def _deferred(module: nn.Module, rows: torch.Tensor) -> Any:
+def _deferred(module: nn.Module, rows: torch.Tensor) -> DeferredOutput:
     call = DeferredCall(module, rows.device)
     width = call.tensors[0].shape[0] * (1 if call.axis is None else call.axis.size)
     with torch.no_grad():
@@ -236,7 +240,7 @@ def _decoders(model: nn.Module) -> tuple[nn.Module, list[nn.Linear]] | str:
     """Return the output embedding of ``model`` and its linear layers of the most outputs; the
     reason if it has none.
     """
-    get: Any = getattr(model, "get_output_embeddings", None)
+    get = getattr(model, "get_output_embeddings", None)
     if get is None:
         return f"{type(model).__name__} has no get_output_embeddings"
     try:
@@ -256,7 +260,7 @@ def _decoders(model: nn.Module) -> tuple[nn.Module, list[nn.Linear]] | str:
     return head, [layer for layer in linear if layer.out_features == words]
 
 
-def _count_labels(model: Any, args: Any, kwargs: Any) -> None:
+def _count_labels(model: PreTrainedModel, args: object, kwargs: Mapping[str, object]) -> None:
     """Forward pre-hook of a model with row-wise modules before its decoder."""
     labels = kwargs.get("labels")
     if isinstance(labels, torch.Tensor) and not torch.compiler.is_compiling():

@@ -7,9 +7,9 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -32,6 +32,9 @@ from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.wrap import PACKED
 from hf_zero.zero.transaction import on_rollback, transaction
 
+if TYPE_CHECKING:
+    from hf_zero.ops.sparse_attention import SparsityConfig
+
 RECORD = "_hf_zero_fused"
 PRE_LN = "pre_layer_norm"
 
@@ -47,7 +50,7 @@ class Record:
             [replace(one, undo=_copied(one.undo, memo)) for one in self.replacements], self.report
         )
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise KernelError(
             "a model with fused kernels is not pickled; call hf_zero.restore(model) first, or "
             "save model.state_dict()"
@@ -71,7 +74,7 @@ def _copied(undo: Callable[[], None], memo: dict[int, object]) -> Callable[[], N
 def optimize(
     model: nn.Module,
     kernels: str | Iterable[str] = "auto",
-    sparse_attention: object = None,
+    sparse_attention: SparsityConfig | Mapping[str, object] | None = None,
     *,
     pre_layer_norm: bool = False,
 ) -> nn.Module:
@@ -109,7 +112,7 @@ def optimize(
 def prepare(
     model: nn.Module,
     kernels: str | Iterable[str],
-    sparse_attention: object,
+    sparse_attention: SparsityConfig | Mapping[str, object] | None,
     pre_layer_norm: bool,
     compiled: Iterable[nn.Module] = (),
 ) -> None:
@@ -173,7 +176,7 @@ def _names(kernels: str | Iterable[str], device: str) -> tuple[str, ...]:
 def _put_in(
     model: nn.Module,
     names: tuple[str, ...],
-    sparse_attention: Any,
+    sparse_attention: SparsityConfig | Mapping[str, object] | None,
     pre_layer_norm: bool,
     engine: bool,
     compiled: Iterable[nn.Module] = (),
@@ -188,8 +191,8 @@ def _put_in(
         calls = calls_of_model(model) if pre_layer_norm or "qkv" in names else []
         moves = pre_ln.plan(model, calls) if pre_layer_norm else None
         moved = set() if moves is None else moves.norms(model)
-        get_base: Any = getattr(model, "get_base_model", None)  # inside the adapters of PEFT
-        base: Any = model if get_base is None else get_base()
+        get_base = getattr(model, "get_base_model", None)  # inside the adapters of PEFT
+        base: nn.Module = model if get_base is None else get_base()
         of_head: set[nn.Module] = set()
         if "loss" in names:
             from hf_zero.integrations.fused.deferred_heads import defer_head, deferred_before_head

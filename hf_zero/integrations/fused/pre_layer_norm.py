@@ -241,7 +241,7 @@ def _former(module: nn.Module, *args: object, **kwargs: object) -> Any:
     return former(*args, **kwargs)
 
 
-def _apply(norm: Any, x: torch.Tensor, fused: bool) -> torch.Tensor:
+def _apply(norm: nn.LayerNorm, x: torch.Tensor, fused: bool) -> torch.Tensor:
     if fused and norm.weight is not None and takes(x, *norm.parameters(recurse=False)):
         return norms.layer_norm(x, norm.weight, norm.bias, norm.eps)
     return nn.LayerNorm.forward(norm, x)
@@ -265,7 +265,7 @@ def _normed(keys: Keys, fused: bool) -> Callable[..., object]:
 
 @functools.cache
 def _encode(fused: bool) -> Callable[..., object]:
-    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         """Apply the last norm to the output of the module's own forward."""
         outputs, norm = _former(self, *args, **kwargs), self.__dict__[NORM]
         if isinstance(outputs, torch.Tensor):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +59,7 @@ def _version(x: torch.Tensor) -> int:
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
-def _project(self: Any, input: torch.Tensor) -> torch.Tensor:
+def _project(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     return self.__dict__[GROUP].output(self, input)  # type: ignore[no-any-return]
 
 

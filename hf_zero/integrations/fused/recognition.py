@@ -14,10 +14,9 @@ import inspect
 import itertools
 import random
 import types
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -161,7 +160,7 @@ def _state(module: nn.Module) -> list[object]:
     """Return all that a forward without side effects leaves as it is. A forward that draws random
     numbers has one, because dropouts are marks.
     """
-    state: list[Any] = [random.getstate(), torch.get_rng_state().tolist()]
+    state: list[object] = [random.getstate(), torch.get_rng_state().tolist()]
     for submodule in module.modules():
         for key, value in submodule.__dict__.items():
             size = len(value) if isinstance(value, CONTAINERS) else 0
@@ -356,7 +355,11 @@ def _norm(module: nn.Module, width: int) -> Norm | None:
 
 
 def _computes(
-    norm: Norm, module: nn.Module, x: torch.Tensor, parameters: dict[str, Any], eps: float
+    norm: Norm,
+    module: nn.Module,
+    x: torch.Tensor,
+    parameters: Mapping[str, torch.Tensor],
+    eps: float,
 ) -> bool:
     x64, weight = x.double(), parameters[norm.weight].double() if norm.weight else torch.ones(())
     if norm.centered:

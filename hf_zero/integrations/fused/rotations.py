@@ -12,7 +12,6 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from hf_zero.integrations.fused.shells import content, names_used
 from hf_zero.integrations.fused.sublayers import takes
 from hf_zero.ops.rotary import rotary
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
 BOUND = 1e-4
 
 
@@ -29,7 +28,7 @@ def rotating_forward(cls: type) -> Function | None:
     """Return a copy of the forward of ``cls`` that rotates queries and keys in one launch; None if
     it does not rotate, or not in halves as Llama does.
     """
-    forward: object = cls.forward  # type: ignore[attr-defined]
+    forward: types.FunctionType = cls.forward  # type: ignore[attr-defined]
     rotations = tuple((name, f) for name, f in _functions_called(forward) if rotation_of(f))
     return _rebound(forward, rotations) if rotations else None
 
@@ -77,7 +76,7 @@ class Rotation:
     doubled: bool = False
     partial: bool = False
 
-    def fits(self, q: Any, k: Any, cos: Any, sin: Any) -> bool:
+    def fits(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         if not q.dim() == k.dim() == 4 or cos.dim() != 3 or cos.shape != sin.shape:
             return False
         width = cos.shape[2] * (2 if self.doubled else 1)
@@ -90,7 +89,9 @@ class Rotation:
             and takes(q, k, cos, sin)
         )
 
-    def apply(self, q: Any, k: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def apply(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.doubled:
             cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
         return rotary(q, k, cos, sin if self.sign > 0 else -sin)
@@ -137,7 +138,7 @@ def _fused(original: Function) -> Function:
     assert rotation is not None
 
     @functools.wraps(original)
-    def rotate(*args: object, **kwargs: object) -> Any:
+    def rotate(*args: torch.Tensor, **kwargs: object) -> object:
         if len(args) != 4 or kwargs or not rotation.fits(*args):
             return original(*args, **kwargs)
         return rotation.apply(*args)
@@ -146,16 +147,16 @@ def _fused(original: Function) -> Function:
 
 
 @functools.cache
-def _rebound(forward: object, rotations: tuple[tuple[str, Function], ...]) -> Function:
+def _rebound(forward: types.FunctionType, rotations: tuple[tuple[str, Function], ...]) -> Function:
     """Return a copy of ``forward`` that calls functions of other names in place of those of
     ``rotations``, also inside of its decorators.
 
     The globals stay those of its module, where the fused functions are added under these names: a
     copy of the globals would not follow later changes, and torch.compile does not take it.
     """
-    copies: dict[Any, Any] = {}
+    copies: dict[types.FunctionType, types.FunctionType] = {}
 
-    def copied(function: Any) -> Any:
+    def copied(function: types.FunctionType) -> types.FunctionType:
         if function in copies:
             return copies[function]
         copies[function] = function  # as it is, where it holds itself
@@ -180,6 +181,6 @@ def _rebound(forward: object, rotations: tuple[tuple[str, Function], ...]) -> Fu
         copies[function] = new
         return new
 
-    new: Any = copied(forward)
-    new._hf_zero_rotates = True
-    return new  # type: ignore[no-any-return]
+    new = copied(forward)
+    new.__dict__["_hf_zero_rotates"] = True
+    return new

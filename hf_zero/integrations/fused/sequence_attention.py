@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -36,6 +37,9 @@ from hf_zero.parallel.sequence.documents import Documents, knows_positions
 from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel
 from hf_zero.zero.gather.model_patches import Attached, outside_graphs
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 PREFIX = "hf_zero_sequence_"
 DEFAULT, EAGER = "sdpa", "eager"
 _REFUSED = {
@@ -48,6 +52,20 @@ _ROPES = ("dynamic", "longrope")  # their angles depend on the length that a ran
 _under_way = threading.local()  # .documents: of this thread's current forward
 
 
+Attention = Callable[..., tuple[torch.Tensor, object]]
+
+
+@runtime_checkable
+class CountsPositions(Protocol):
+    """Embeddings that compute positions starting after ``padding_idx``."""
+
+    padding_idx: int
+
+    def create_position_ids_from_input_ids(
+        self, input_ids: torch.Tensor, padding_idx: int
+    ) -> torch.Tensor: ...
+
+
 def check(model: nn.Module, division: Division, tensor: int = 1) -> None:
     """Raise ConfigError for a model whose attention cannot be split by ``division`` and among
     ``tensor`` tensor-parallel ranks, which share its heads.
@@ -55,7 +73,7 @@ def check(model: nn.Module, division: Division, tensor: int = 1) -> None:
     _check(_inside(model, division.key)[0], division, tensor)
 
 
-def _inside(model: nn.Module, key: str) -> list[Any]:
+def _inside(model: nn.Module, key: str) -> list[PreTrainedModel]:
     from transformers import PreTrainedModel
 
     inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
@@ -99,17 +117,14 @@ def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
     return Replacement(PREFIX + core, "", undo)
 
 
-def _counts(model: nn.Module) -> torch.nn.Module | None:
+def _counts(model: nn.Module) -> CountsPositions | None:
     """Return the embeddings of ``model`` that compute positions starting after ``padding_idx``
     (RoBERTa and similar); None if positions start at 0.
     """
-    return next(
-        (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids")),
-        None,
-    )
+    return next((m for m in model.modules() if isinstance(m, CountsPositions)), None)
 
 
-def _core(model: Any, sequence: SequenceParallel) -> str:
+def _core(model: PreTrainedModel, sequence: SequenceParallel) -> str:
     kernel, key = model.config._attn_implementation.removeprefix(PREFIX), sequence.division.key
     if kernel == sparse.NAME:
         if sequence.division.context > 1:
@@ -131,7 +146,7 @@ def _core(model: Any, sequence: SequenceParallel) -> str:
     return str(core)
 
 
-def _check(model: Any, division: Division, tensor: int) -> None:
+def _check(model: PreTrainedModel, division: Division, tensor: int) -> None:
     name, config = type(model).__name__, model.config.get_text_config()
 
     def refuse(what: str, remedy: str) -> None:
@@ -183,15 +198,23 @@ class _Forward:
     sequences.
     """
 
-    def __init__(self, sequence: SequenceParallel, core: str, counts: Any, configs: list[Any]):
+    def __init__(
+        self,
+        sequence: SequenceParallel,
+        core: str,
+        counts: CountsPositions | None,
+        configs: list[PreTrainedConfig],
+    ):
         self._sequence, self._name, self._counts = sequence, PREFIX + core, counts
         self._configs = configs if core == EAGER else []
-        self._lent: list[Any] = []  # configurations that have eager attention for one forward
+        self._lent: list[
+            PreTrainedConfig
+        ] = []  # configurations that have eager attention for one forward
         self._key = sequence.division.key
         self._depth = threading.local()
 
     def begin(
-        self, module: Any, args: tuple[object, ...], kwargs: dict[str, object]
+        self, module: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         depth = self._depth.__dict__.setdefault("value", 0)
         self._depth.value = depth + 1
@@ -241,15 +264,16 @@ class _Forward:
         _under_way.read = False
         if self._counts is None or not are_counted(positions):
             return None
-        return args, {**kwargs, "position_ids": self._counted(positions, inputs)}
+        return args, {**kwargs, "position_ids": self._counted(self._counts, positions, inputs)}
 
-    def _counted(self, positions: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    def _counted(
+        self, embeddings: CountsPositions, positions: torch.Tensor, inputs: dict[str, object]
+    ) -> torch.Tensor:
         """Return positions as computed by the model's embeddings, for ``positions`` counted from
         0.
         """
-        embeddings, padding = self._counts, self._counts.padding_idx
-        tokens = inputs.get("input_ids")
-        if tokens is None:
+        tokens, padding = inputs.get("input_ids"), embeddings.padding_idx
+        if not isinstance(tokens, torch.Tensor):
             return positions + padding + 1
         dim, division = self._sequence.dim, self._sequence.division
         parts = all_gather(dim, "padding of rows", tokens.ne(padding).to(torch.uint8))
@@ -257,7 +281,7 @@ class _Forward:
         position_ids: torch.Tensor = embeddings.create_position_ids_from_input_ids(whole, padding)
         return division.part(position_ids, dim.rank).contiguous()
 
-    def end(self, module: Any, args: Any, output: Any) -> None:
+    def end(self, module: PreTrainedModel, args: object, output: object) -> None:
         self._depth.value -= 1
         if not self._depth.value:
             for config in self._lent:
@@ -286,7 +310,7 @@ def _register(core: str) -> None:
     sparse.register_attention(PREFIX + core, attend_by, mask_by)
 
 
-def _mask(core: str, *args: object, **kwargs: object) -> Any:
+def _mask(core: str, *args: object, **kwargs: object) -> object:
     """Mask function for transformers' AttentionMaskInterface."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -308,23 +332,20 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, Any]:
+) -> tuple[torch.Tensor, object]:
     """Attention function for transformers' AttentionInterface: [B, H, s, D] to [B, s, H, D]."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     documents = Documents.from_mask(attention_mask)
-    if documents is None and core == EAGER:
-        raise ConfigError(
-            f"{type(module).__name__} attends to a whole sequence by {PREFIX}{core}, which "
-            "computes parts alone; call the model in eval(), and another model or a copy after "
-            "set_attn_implementation('eager')"
-        )
-    compute: Any = None if core == EAGER else ALL_ATTENTION_FUNCTIONS[core]
+    compute: Attention | None = None if core == EAGER else ALL_ATTENTION_FUNCTIONS[core]
     if documents is None:
-        out: tuple[torch.Tensor, object] = compute(
-            module, query, key, value, attention_mask, **kwargs
-        )
-        return out
+        if compute is None:
+            raise ConfigError(
+                f"{type(module).__name__} attends to a whole sequence by {PREFIX}{core}, which "
+                "computes parts alone; call the model in eval(), and another model or a copy after "
+                "set_attn_implementation('eager')"
+            )
+        return compute(module, query, key, value, attention_mask, **kwargs)
     sequence = SequenceParallel.numbered(documents.number)
     division, sinks = sequence.division, kwargs.get("s_aux")
     for name, what in _REFUSED.items():

@@ -44,26 +44,29 @@ def shell(
     the modules of ``instead`` in place of some, and no hooks and no replaced forwards. Lists,
     dicts and sets are copied, and everything else is shared.
     """
-    copies: dict[int, Any] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    modules: dict[int, nn.Module] = {}
 
-    def copied(value: torch.Tensor | None, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def copied(
+        value: torch.Tensor | None, make: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor | None:
         if value is None:
             return None
-        if id(value) not in copies:
-            copies[id(value)] = make(value)
-        return copies[id(value)]
+        if id(value) not in tensors:
+            tensors[id(value)] = make(value)
+        return tensors[id(value)]
 
     def trained(value: torch.Tensor) -> nn.Parameter:
         new = parameter(value)
         return nn.Parameter(new, new.is_floating_point())
 
     def build(old: nn.Module) -> nn.Module:
-        if id(old) in copies:
-            return copies[id(old)]
+        if id(old) in modules:
+            return modules[id(old)]
         other = instead(old)
         if other is None:
             other = old.__class__.__new__(old.__class__)
-            copies[id(old)] = other
+            modules[id(old)] = other
             other.__dict__.update(
                 (name, _attribute(value, old, other))
                 for name, value in old.__dict__.items()
@@ -78,7 +81,7 @@ def shell(
             other.__dict__["_modules"] = {
                 k: v if v is None else build(v) for k, v in old._modules.items()
             }
-        copies[id(old)] = other
+        modules[id(old)] = other
         return other
 
     return build(module)
@@ -108,7 +111,7 @@ def _attribute(value: object, old: nn.Module, new: nn.Module) -> object:
 
 def layers_of(function: object) -> Iterator[types.FunctionType]:
     """Yield ``function`` and the functions that its decorators wrap."""
-    functions: list[Any] = [function]
+    functions: list[object] = [function]
     for wrapped in functions:
         if isinstance(wrapped, types.FunctionType):
             yield wrapped
@@ -119,7 +122,7 @@ def layers_of(function: object) -> Iterator[types.FunctionType]:
             )
 
 
-def content(cell: Any) -> Any:
+def content(cell: types.CellType) -> object:
     """Return what a cell of a closure holds; None if it is empty."""
     try:
         return cell.cell_contents
@@ -127,7 +130,7 @@ def content(cell: Any) -> Any:
         return None
 
 
-def names_used(function: object) -> Iterator[tuple[str, Any]]:
+def names_used(function: object) -> Iterator[tuple[str, object]]:
     """Yield the global names and the attributes that the code of ``function`` and of its decorators
     uses, with what a global name stands for, or None.
     """
@@ -144,7 +147,7 @@ class ModuleCall:
 
     name: str
     module: nn.Module
-    arguments: tuple[Any, Any]
+    arguments: tuple[tuple[object, ...], Mapping[str, object]]
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
 
@@ -165,7 +168,9 @@ def calls(module: nn.Module, outermost: bool) -> Iterator[list[ModuleCall]]:
         inside += 1
 
     def leave(name: str) -> Callable[..., None]:
-        def hook(called: nn.Module, args: object, kwargs: object, out: object) -> None:
+        def hook(
+            called: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], out: object
+        ) -> None:
             nonlocal inside
             inside -= 1
             if not outermost or inside == 0:
@@ -209,7 +214,7 @@ def calls_of_model(model: nn.Module) -> list[ModuleCall] | str:
     """Return all calls of a training forward of ``model``, a model of transformers, on the meta
     device; or the reason why it cannot run there.
     """
-    base: Any = getattr(model, "get_base_model", lambda: model)()  # inside the adapters of PEFT
+    base = getattr(model, "get_base_model", lambda: model)()  # inside the adapters of PEFT
     inputs = _inputs(base)
     if isinstance(inputs, str):
         return inputs
@@ -232,7 +237,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _call_or_pass(module: nn.Module, *args: object, **kwargs: object) -> Any:
+def _call_or_pass(module: nn.Module, *args: object, **kwargs: object) -> object:
     """Call the forward of the module's class. One that needs values, as experts do, which choose
     rows, returns its first argument instead, of whose shape a sublayer's output is.
     """
@@ -251,7 +256,7 @@ def _inputs(model: torch.nn.Module) -> dict[str, object] | str:
         return f"{type(model).__name__} is not a model of transformers"
     ids = torch.zeros(2, 6, dtype=torch.long, device="meta")
     if main == "input_ids":
-        arguments: dict[str, Any] = {main: ids}
+        arguments: dict[str, object] = {main: ids}
     elif main == "pixel_values":
         size = getattr(config, "image_size", 224)
         sides = (size, size) if isinstance(size, int) else tuple(size)

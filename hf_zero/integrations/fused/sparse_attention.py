@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,10 @@ from hf_zero.ops.sparse_attention import (
 )
 from hf_zero.zero.transaction import on_rollback
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+M = TypeVar("M", bound="PreTrainedModel")
 NAME = "hf_zero_sparse"
 ATTRIBUTE = "hf_zero_sparsity"
 _registering = threading.Lock()
@@ -54,7 +58,9 @@ def register() -> None:
     register_attention(NAME, attend, padding_mask)
 
 
-def register_attention(name: str, function: Any, mask: Any) -> None:
+def register_attention(
+    name: str, function: Callable[..., object], mask: Callable[..., object]
+) -> None:
     """Register an attention function and its mask function with transformers under ``name``. Undone
     with the transaction under way, unless another call has registered the name, too.
     """
@@ -120,14 +126,14 @@ def sparsify(
 
 def layout_of(
     model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, object]
-) -> tuple[Any, SparsityConfig]:
+) -> tuple[PreTrainedModel, SparsityConfig]:
     """Return the model of transformers in ``model`` and the layout of its attention. Raises as
     :func:`sparsify`, and changes nothing.
     """
     from transformers import PreTrainedModel
 
     # also inside a model of PEFT
-    owner: Any = next(
+    owner = next(
         (module for module in model.modules() if isinstance(module, PreTrainedModel)), None
     )
     if owner is None:
@@ -152,7 +158,7 @@ def layout_of(
     return owner, sparse_attention
 
 
-def _refuse_model(model: Any) -> None:
+def _refuse_model(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, model.config.get_text_config()
     if not model._can_set_attn_implementation() or config.model_type in ("deberta", "deberta-v2"):
         raise KernelError(
@@ -268,7 +274,7 @@ def padding_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
+    mask_function: Callable[..., object] | None = None,
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
@@ -309,7 +315,7 @@ def padding_mask(
 _TABLES = ("position_embeddings", "wpe")
 
 
-def extend_position_embedding(model: Any, max_position: int) -> Any:
+def extend_position_embedding(model: M, max_position: int) -> M:
     """Extend ``model`` to ``max_position`` tokens: tile its position table, and adapt its buffers
     over positions and its config, as for Longformer (Beltagy et al., arXiv:2004.05150, section 5).
     Returns ``model``.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard, TypeVar
+from typing import TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +101,7 @@ def while_unchanged(
     constants_of_module = _constants(module)
     parts = [(name, type(part := getattr(module, name)), _constants(part)) for name in skipped]
 
-    def forward(module: torch.nn.Module, *args: Any, **kwargs: object) -> torch.Tensor:
+    def forward(module: torch.nn.Module, *args: torch.Tensor, **kwargs: object) -> torch.Tensor:
         proved = len(args) == arity and not kwargs and args[0].dim() in dims
         if proved and _has(module, constants_of_module):
             for name, kind, constants in parts:
@@ -228,7 +228,7 @@ class Mlp:
             return activations.swiglu(gate, up)
         return activations.geglu(gate, up, approximate=self.act)
 
-    def _of_one(self, x: torch.Tensor, linear: Any) -> torch.Tensor:
+    def _of_one(self, x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
         """Return gelu(linear(x)); the kernel adds the bias of a plain matrix and bias."""
         bias = getattr(linear, "bias", None)
         if bias is not None and takes(x, linear.weight, bias):

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,6 +22,11 @@ from hf_zero.errors import ConfigError
 from hf_zero.zero.layout.parameter import OwnedParameter
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.layout.tree import map_tensors
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from hf_zero.engine import Engine
 
 KINDS = {
     "32-true": "fp32",
@@ -52,7 +57,7 @@ def read(config: object, stage: int | None) -> ZeroConfig:
     return settings
 
 
-def resolve(config: ZeroConfig, trainer: Any, ranks: int) -> ZeroConfig:
+def resolve(config: ZeroConfig, trainer: Trainer, ranks: int) -> ZeroConfig:
     """Return ``config`` completed from the Trainer's arguments. Raises ConfigError if they
     contradict.
 
@@ -70,7 +75,7 @@ def resolve(config: ZeroConfig, trainer: Any, ranks: int) -> ZeroConfig:
     )
 
 
-def _precision(config: ZeroConfig, precision: str) -> dict[str, Any]:
+def _precision(config: ZeroConfig, precision: str) -> dict[str, object]:
     kind = KINDS[precision]
     if config.precision not in ("fp32", kind):
         raise ConfigError(
@@ -88,7 +93,7 @@ def _precision(config: ZeroConfig, precision: str) -> dict[str, Any]:
     }
 
 
-def _clipping(config: ZeroConfig, trainer: Any) -> dict[str, Any]:
+def _clipping(config: ZeroConfig, trainer: Trainer) -> dict[str, object]:
     value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     if value and getattr(algorithm, "value", algorithm) == "value":
         raise ConfigError(
@@ -104,7 +109,7 @@ def _clipping(config: ZeroConfig, trainer: Any) -> dict[str, Any]:
     return {"gradient_clipping": float(value or 0.0)} if "gradient_clipping" in config.autos else {}
 
 
-def _micro_batch(config: ZeroConfig, trainer: Any, ranks: int) -> int | None:
+def _micro_batch(config: ZeroConfig, trainer: Trainer, ranks: int) -> int | None:
     """Return the configured samples of a micro-batch; None: the DataLoader has them."""
     steps = trainer.accumulate_grad_batches
     if config.gradient_accumulation_steps not in (None, steps):
@@ -137,7 +142,7 @@ class PrecisionMethods:
     """
 
     package: str
-    engine: Any = None  # assigned by the strategy
+    engine: Engine  # assigned by the strategy
 
     def __init__(self, precision: object) -> None:
         if precision not in KINDS:
@@ -170,7 +175,7 @@ class PrecisionMethods:
         finally:
             torch.set_default_dtype(before)
 
-    def module_init_context(self) -> Any:
+    def module_init_context(self) -> AbstractContextManager[None]:
         return self.tensor_init_context()
 
     @contextmanager
@@ -184,10 +189,10 @@ class PrecisionMethods:
     def backward(
         self,
         tensor: torch.Tensor,
-        model: Any,
+        model: LightningModule,
         optimizer: torch.optim.Optimizer,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> None:
         helpers = importlib.import_module(f"{self.package}.utilities.model_helpers")
         if args or kwargs.keys() - {"retain_graph"} or helpers.is_overridden("backward", model):
@@ -196,7 +201,8 @@ class PrecisionMethods:
             # Lightning has divided it, also in the short window at the end of an epoch
             steps = model.trainer.accumulate_grad_batches
             self.engine.measures.divided_by(steps if model.automatic_optimization else None)
-            self.engine.backward(tensor, scale_wrt_gas=False, **kwargs)
+            retain_graph = bool(kwargs.get("retain_graph"))
+            self.engine.backward(tensor, retain_graph, scale_wrt_gas=False)
 
     def optimizer_step(
         self,

@@ -12,11 +12,12 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.save_sharded import split
@@ -28,7 +29,7 @@ from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
 from hf_zero.integrations.engine_teardown import destroy_and_restore
-from hf_zero.integrations.lightning.settings import read, resolve
+from hf_zero.integrations.lightning.settings import PrecisionMethods, read, resolve
 from hf_zero.integrations.memory_checkpoints import save_if_due
 from hf_zero.integrations.transformers.loading import made_under
 from hf_zero.loading.shard_only import hold, release_holders
@@ -40,24 +41,44 @@ from hf_zero.techniques.data_sampling import (
     RankSamples,
     sampled_metrics,
 )
-from hf_zero.techniques.registry import follow
+from hf_zero.techniques.registry import follow, phases_of
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.parameter import owner_of
 
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
+    from lightning.pytorch.strategies import DDPStrategy as _Strategy
+    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.strategies.strategy_registry import _StrategyRegistry
+else:
+    _Strategy = object  # ZeroStrategy adds the DDPStrategy of its package
+
 TAG = "checkpoint"  # the name that Lightning expects in the folder of a sharded checkpoint
 STAGES = (0, 1, 2, 3)
-ARGUMENTS = {
-    "accelerator",
-    "checkpoint_io",
-    "cluster_environment",
-    "parallel_devices",
-    "precision_plugin",
-    "process_group_backend",
-    "timeout",
-}
+
+
+class StrategyArguments(TypedDict, total=False):
+    """The arguments of all of Lightning's strategies with ranks."""
+
+    accelerator: Accelerator | None
+    checkpoint_io: CheckpointIO | None
+    cluster_environment: ClusterEnvironment | None
+    parallel_devices: list[torch.device] | None
+    precision_plugin: Precision | None
+    process_group_backend: str | None
+    timeout: timedelta | None
+
+
+ARGUMENTS = StrategyArguments.__optional_keys__
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """Return the list of callbacks that a connector of ``trainer`` has set."""
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
 
 def engine_of(module: torch.nn.Module) -> Engine | None:
@@ -71,7 +92,7 @@ def engine_of(module: torch.nn.Module) -> Engine | None:
 
 
 @contextmanager
-def left_in_place(strategy: Any) -> Iterator[None]:
+def left_in_place(strategy: Strategy) -> Iterator[None]:
     """Keep Lightning's teardown from moving the module and the optimizer to the CPU: an engine's
     memory stays on its device.
     """
@@ -84,26 +105,31 @@ def left_in_place(strategy: Any) -> Iterator[None]:
 
 
 def call_after_batches(
-    trainer: Any, base: Any, act: Callable[[], None], at_end: Callable[[], None] = lambda: None
+    trainer: Trainer,
+    base: type[Callback],
+    act: Callable[[], None],
+    at_end: Callable[[], None] = lambda: None,
 ) -> None:
     """Have ``trainer`` call ``act`` after the other callbacks of each batch of the present fit, and
     ``at_end`` when it ends. ``base``: the class ``Callback`` of its library.
     """
 
-    class AfterBatches(base):  # type: ignore[misc]
+    class AfterBatches(base):  # type: ignore[misc, valid-type]
         def on_train_batch_end(self, *args: object) -> None:
             act()
 
         def on_train_end(self, *args: object) -> None:
-            trainer.callbacks = [c for c in trainer.callbacks if c is not self]
+            # another list: the Trainer is iterating over this one
+            others = [c for c in callbacks_of(trainer) if c is not self]
+            trainer.callbacks = others  # type: ignore[attr-defined]
             at_end()
 
         on_exception = on_train_end
 
-    trainer.callbacks.append(AfterBatches())
+    callbacks_of(trainer).append(AfterBatches())
 
 
-class StrategyMethods:
+class StrategyMethods(_Strategy):
     """Train with sharded parameters, gradients and optimizer state, on CPU ranks (gloo) or GPUs
     (nccl).
 
@@ -120,7 +146,7 @@ class StrategyMethods:
     """
 
     package: str
-    precision_class: Any
+    precision_class: type[PrecisionMethods]
 
     def __init__(
         self,
@@ -128,7 +154,7 @@ class StrategyMethods:
         stage: int | None = None,
         *,
         exclude_frozen_parameters: bool = False,
-        **arguments: object,
+        **arguments: Unpack[StrategyArguments],
     ) -> None:
         finder.choose()
         if unknown := sorted(arguments.keys() - ARGUMENTS):
@@ -140,40 +166,46 @@ class StrategyMethods:
         self.exclude_frozen_parameters = exclude_frozen_parameters
         self.engine: Engine | None = None
         if arguments.get("timeout") is None:
-            arguments["timeout"] = self.zero_config.timeout
+            arguments["timeout"] = timedelta(seconds=self.zero_config.timeout)
         super().__init__(**arguments)
+
+    @property
+    def _module(self) -> LightningModule:
+        """The LightningModule, once the Trainer has connected it."""
+        module = self.lightning_module
+        assert module is not None
+        return module
 
     def _library(self, module: str) -> ModuleType:
         return importlib.import_module(f"{self.package}.{module}")
 
     def setup_distributed(self) -> None:
-        this: Any = self
         self._library("strategies.ddp").reset_seed()
-        this.set_world_ranks()
-        process_group.choose_device(this.root_device)
-        if process_group.is_initialized() and process_group.get_world_size() != this.world_size:
+        self.set_world_ranks()
+        process_group.choose_device(self.root_device)
+        if process_group.is_initialized() and process_group.get_world_size() != self.world_size:
             raise ConfigError(
                 f"a process group of {process_group.get_world_size()} rank(s) exists and the "
-                f"Trainer wants {this.world_size}; something made it before the "
+                f"Trainer wants {self.world_size}; something made it before the "
                 "Trainer started its ranks: load models in configure_model, or start the "
                 "script with torchrun"
             )
-        os.environ["MASTER_ADDR"] = this.cluster_environment.main_address
-        os.environ["MASTER_PORT"] = str(this.cluster_environment.main_port)
+        assert self.cluster_environment is not None
+        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
         if not process_group.is_initialized():
             atexit.register(process_group.destroy_process_group)
         init.init_distributed(
-            this._process_group_backend, this._timeout, "env://", this.global_rank, this.world_size
+            self._process_group_backend, self._timeout, "env://", self.global_rank, self.world_size
         )
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        this: Any = self
         if self.zero_config.stage < 3:
-            with super().tensor_init_context(empty_init):  # type: ignore[misc]
+            with super().tensor_init_context(empty_init):
                 yield
             return
-        with this.precision_plugin.tensor_init_context():
+        with self.precision_plugin.tensor_init_context():
             yield
 
     @contextmanager
@@ -182,30 +214,31 @@ class StrategyMethods:
         with made_under(self.zero_config), Init(config=self.zero_config):
             yield
 
-    def setup(self, trainer: Any) -> None:
-        this: Any = self
-        module = this.lightning_module
-        this.accelerator.setup(trainer)
+    def setup(self, trainer: Trainer) -> None:
+        module = self._module
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
         self._refuse(trainer, module)
-        this.precision_plugin.convert_module(module)
+        self.precision_plugin.convert_module(module)
         engine: Engine | None = engine_of(module)
-        if trainer.state.fn.value == "fit":
-            if this._layer_sync:
-                this._layer_sync.apply(module)
+        if trainer.state.fn == "fit":
+            if self._layer_sync:
+                self._layer_sync.apply(module)
             if engine is not None and not engine.shard_only:
                 destroy_and_restore(engine)
             engine = self._start_training(trainer, module)
         elif engine is None:
             release_holders(module)
             engine = hold(module, self.zero_config, self.zero_config.stage)
-        self.engine = this.precision_plugin.engine = engine
-        this.model = engine
-        module.to(this.root_device)
-        this.barrier()
+        self.engine = engine
+        self.precision_plugin.engine = engine  # type: ignore[attr-defined]
+        self.model = engine
+        module.to(self.root_device)
+        self.barrier()
 
-    def _refuse(self, trainer: Any, module: torch.nn.Module) -> None:
+    def _refuse(self, trainer: Trainer, module: torch.nn.Module) -> None:
         callbacks = self._library("callbacks")
-        for callback in trainer.callbacks:
+        for callback in callbacks_of(trainer):
             if isinstance(
                 callback, (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging)
             ):
@@ -220,17 +253,16 @@ class StrategyMethods:
             )
 
         # checked now rather than at the first checkpoint
-        if trainer.state.fn.value == "fit" and trainer.checkpoint_callbacks:
-            for part in filter(None, (module, trainer.datamodule)):
+        if trainer.state.fn == "fit" and trainer.checkpoint_callbacks:
+            for part in filter(None, (module, getattr(trainer, "datamodule", None))):
                 split(
                     f"what save_hyperparameters(ignore=...) keeps of {type(part).__name__}",
                     dict(part.hparams),
                 )
 
-    def _start_training(self, trainer: Any, module: torch.nn.Module) -> Engine:
-        this: Any = self
+    def _start_training(self, trainer: Trainer, module: torch.nn.Module) -> Engine:
         core, types = self._library("core.optimizer"), self._library("utilities.types")
-        settings = resolve(self.zero_config, trainer, this.world_size)
+        settings = resolve(self.zero_config, trainer, self.world_size)
         optimizer, schedulers = None, []
         if settings.optimizer is None or self._library("utilities.model_helpers").is_overridden(
             "configure_optimizers", module
@@ -251,8 +283,7 @@ class StrategyMethods:
         engine, chosen, _, scheduler = initialize(
             model=module, optimizer=optimizer, config=settings
         )
-        techniques: Any = engine.techniques
-        phases = techniques.by_key.get(PHASES)
+        phases = phases_of(engine)
         if phases is not None and (phases.changes_batches or phases.changes_micro_batches):
             engine.destroy()
             raise ConfigError(
@@ -267,11 +298,11 @@ class StrategyMethods:
             self._save_into_memory(engine, trainer)
         engine.lr_scheduler = None  # Lightning steps the scheduler
         engine.set_gradient_accumulation_boundary(True)
-        this.optimizers = [core._MockOptimizer() if chosen is None else chosen]
+        self.optimizers = [core._MockOptimizer() if chosen is None else chosen]
         # the wrapper's zero_grad is that of the optimizer's class and would not reach the engine
-        for wrapped in this._lightning_optimizers:
-            wrapped.zero_grad = wrapped.optimizer.zero_grad
-        this.lr_scheduler_configs = (
+        for wrapped in self._lightning_optimizers:
+            wrapped.zero_grad = wrapped.optimizer.zero_grad  # type: ignore[attr-defined]
+        self.lr_scheduler_configs = (
             schedulers
             if scheduler is None
             else [types.LRSchedulerConfig(scheduler, interval="step")]
@@ -282,18 +313,17 @@ class StrategyMethods:
         """Record the number of steps of the run, where Lightning knows it: for as many steps in
         each epoch, which end with batches.
         """
-        super().on_train_start()  # type: ignore[misc]
-        this: Any = self
-        module, changes = this.lightning_module, self._library("callbacks")
+        super().on_train_start()
+        module, changes = self._module, self._library("callbacks")
         trainer, steps = module.trainer, module.trainer.estimated_stepping_batches
         varies = any(
-            isinstance(c, changes.GradientAccumulationScheduler) for c in trainer.callbacks
+            isinstance(c, changes.GradientAccumulationScheduler) for c in callbacks_of(trainer)
         )
         if module.automatic_optimization and not varies and 0 < steps < math.inf:
             assert self.engine is not None
             self.engine.measures.plan_steps(int(steps))
 
-    def _save_into_memory(self, engine: Engine, trainer: Any) -> None:
+    def _save_into_memory(self, engine: Engine, trainer: Trainer) -> None:
         """Have ``trainer`` save into the memory of the hosts, after the callbacks of a batch, what
         it saves on disk.
         """
@@ -309,7 +339,7 @@ class StrategyMethods:
 
     def teardown(self) -> None:
         with left_in_place(self):
-            super().teardown()  # type: ignore[misc]
+            super().teardown()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -317,21 +347,22 @@ class StrategyMethods:
         ranks, rank = readers()
         return {"num_replicas": ranks, "rank": rank}
 
-    def process_dataloader(self, dataloader: Any) -> object:
+    def process_dataloader(self, dataloader: object) -> object:
         """Let a shuffling training loader draw by difficulty if so configured. Raises ConfigError
         for a callback that changes the accumulation.
         """
-        this: Any = self
-        engine, trainer = self.engine, this.lightning_module.trainer
+        engine, trainer = self.engine, self._module.trainer
         if engine is None or not (trainer.training and sampled_metrics(engine.config)):
-            return super().process_dataloader(dataloader)  # type: ignore[misc]
+            return super().process_dataloader(dataloader)
         scheduler = self._library("callbacks").GradientAccumulationScheduler
-        if any(isinstance(callback, scheduler) for callback in trainer.callbacks):
+        if any(isinstance(callback, scheduler) for callback in callbacks_of(trainer)):
             raise ConfigError(
                 f"{scheduler.__name__} changes how many samples a step has, and {METRICS} draws "
                 "equally many for each step; leave one of them out"
             )
-        batches: object = getattr(dataloader, "batch_sampler", None)
+        if not isinstance(dataloader, DataLoader):
+            return super().process_dataloader(dataloader)
+        batches = dataloader.batch_sampler
         shuffles = getattr(dataloader.sampler, "shuffle", False)  # a DistributedSampler
         if type(batches) is BatchSampler and (
             shuffles or isinstance(dataloader.sampler, RandomSampler)
@@ -342,25 +373,31 @@ class StrategyMethods:
             follow(engine.techniques, sampler)
             shares = RankSamples(RankBatches(sampler, micro, ranks, rank))
             dataloader = self._library("utilities.data")._update_dataloader(dataloader, shares)
-        return super().process_dataloader(dataloader)  # type: ignore[misc]
+        return super().process_dataloader(dataloader)
 
-    def training_step(self, *args: object, **kwargs: object) -> object:
-        this: Any = self
-        if this.lightning_module.automatic_optimization:
-            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+    def training_step(
+        self, *args: object, **kwargs: object
+    ) -> torch.Tensor | Mapping[str, object] | None:
+        if self._module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
         # Backwards and steps happen inside: the engine's forward must not wrap it, only the calls
         # of modules inside are forwards.
-        with this.precision_plugin.train_step_context():
-            return this.lightning_module.training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            return self._module.training_step(*args, **kwargs)
 
-    def optimizer_step(self, *args: object, **kwargs: object) -> object:
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], object],
+        model: torch.nn.Module | None = None,
+        **kwargs: object,
+    ) -> object:
         """Step, and give the engine's figures to the loggers every ``log_every_n_steps`` steps."""
-        result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
-        this: Any = self
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.engine is not None
-        trainer, number = this.lightning_module.trainer, self.engine.global_steps
+        trainer, number = self._module.trainer, self.engine.global_steps
         figures = tracked(self.engine.figures)
-        every = trainer.log_every_n_steps
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if figures and every and number % every == 0 and self.engine.was_step_applied():
             for logger in trainer.loggers:
                 logger.log_metrics(figures, step=number)
@@ -390,18 +427,17 @@ class StrategyMethods:
         """
         return {}
 
-    def optimizer_state(self, optimizer: object) -> dict[str, object]:
+    def optimizer_state(self, optimizer: object) -> dict[str, torch.Tensor]:
         return {}
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: object, storage_options: Any = None
+        self, checkpoint: dict[str, object], filepath: str | Path, storage_options: object = None
     ) -> None:
         """Write a folder with ``checkpoint/`` and ``latest``, or with ``weights_only=True`` a file
         for ``load_from_checkpoint``. Collective.
         """
-        this: Any = self
         assert self.engine is not None
-        filepath = this.broadcast(filepath)
+        filepath = self.broadcast(filepath)
         if "optimizer_states" not in checkpoint:
             self._save_weights(checkpoint, filepath, storage_options)
             return
@@ -420,28 +456,26 @@ class StrategyMethods:
         )
 
     def _save_weights(
-        self, checkpoint: dict[str, object], filepath: object, storage_options: object
+        self, checkpoint: dict[str, object], filepath: str | Path, storage_options: object
     ) -> None:
-        this: Any = self
         assert self.engine is not None
         checkpoint["state_dict"] = whole_state_dict(
             self.engine, everywhere=False, dtype=torch.float32
         )
-        if this.is_global_zero:
-            this.checkpoint_io.save_checkpoint(
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(
                 checkpoint, filepath, storage_options=storage_options
             )
 
     def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, object]:
         """Resume on any number of ranks and at any stage; return the Trainer's state. Collective.
 
         Raises CheckpointError for a file of whole weights in a fit: it can only be evaluated.
         """
-        this: Any = self
         assert self.engine is not None
-        fitting = this.lightning_module.trainer.state.fn.value == "fit"
+        fitting = self._module.trainer.state.fn == "fit"
         if Path(checkpoint_path).is_file():
             if fitting:
                 raise CheckpointError(
@@ -449,12 +483,12 @@ class StrategyMethods:
                     "not resume from; pass the folder that ZeroStrategy "
                     "saved, or read the weights with load_from_checkpoint and train from them"
                 )
-            return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
+            return super().load_checkpoint(checkpoint_path, weights_only)
         if fitting:
             self._add_saved_groups(Path(checkpoint_path))
         _, state = self.engine.load_checkpoint(
             str(checkpoint_path),
-            load_module_strict=this.lightning_module.strict_loading,
+            load_module_strict=self._module.strict_loading,
             load_optimizer_states=fitting,
             load_lr_scheduler_states=False,
             load_module_only=not fitting,
@@ -466,9 +500,11 @@ class StrategyMethods:
         optimizer by the save in ``folder``, and add them again. Lightning restores its callbacks
         later.
         """
-        engine, trainer = self.engine, self.lightning_module.trainer  # type: ignore[attr-defined]
+        engine, trainer = self.engine, self._module.trainer
         base = self._library("callbacks").BaseFinetuning
-        if engine is None or not any(isinstance(callback, base) for callback in trainer.callbacks):
+        if engine is None or not any(
+            isinstance(callback, base) for callback in callbacks_of(trainer)
+        ):
             return
         saved = Manifest.read(folder / TAG / MANIFEST_NAME).optimizer
         names = dict(engine.module.named_parameters())
@@ -480,13 +516,13 @@ class StrategyMethods:
 
     def load_model_state_dict(self, checkpoint: Mapping[str, object], strict: bool = True) -> None:
         if "state_dict" in checkpoint:  # from a file; a folder was read into the shards already
-            super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
+            super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, object]) -> None:
         """No-op: ``load_checkpoint`` has read the state into the shards."""
 
 
-def register(registry: Any, strategy: Any) -> None:
+def register(registry: _StrategyRegistry, strategy: Callable[..., Strategy]) -> None:
     """Register ``zero_stage_0`` … ``zero_stage_3`` with Lightning's registry of strategies, and
     ``…_offload`` of each.
 

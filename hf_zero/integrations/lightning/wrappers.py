@@ -7,9 +7,9 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import remove
@@ -39,14 +39,24 @@ from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.parameter import owner_of
 
 if TYPE_CHECKING:
-    pass
+    import torch
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
+    from lightning.pytorch.strategies.strategy_registry import _StrategyRegistry
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+    from lightning.pytorch.trainer.states import TrainerFn
 
 LAST = "_hf_zero_last"  # whether a connector was asked for the last checkpoint, not for a named one
 # saved by a job that is asked to end; a SLURM job resumes from it automatically
 HPC = "hpc_ckpt_"
 
 
-def register_stages(original: Original, cls: Any, strategy_registry: object) -> None:
+def register_stages(
+    original: Original, cls: type[DeepSpeedStrategy], strategy_registry: _StrategyRegistry
+) -> None:
     """Wraps ``DeepSpeedStrategy.register_strategies``: adds ``zero_stage_0`` …
     ``zero_stage_3_offload`` to the registry.
     """
@@ -55,13 +65,13 @@ def register_stages(original: Original, cls: Any, strategy_registry: object) -> 
     register(strategy_registry, functools.partial(_make, package))
 
 
-def _make(package: str, **arguments: object) -> object:
+def _make(package: str, **arguments: object) -> Strategy:
     # Imported on use: the names are registered while the library is still being imported.
     home = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}[package]
     return importlib.import_module(f"hf_zero.integrations.{home}").ZeroStrategy(**arguments)
 
 
-def choose_precision(original: Original, self: Any) -> Any:
+def choose_precision(original: Original, self: _AcceleratorConnector) -> object:
     """Wraps ``_AcceleratorConnector._check_and_init_precision``: a ZeroStrategy gets its own
     precision, fp16 on CPUs too.
     """
@@ -76,7 +86,9 @@ def choose_precision(original: Original, self: Any) -> Any:
     return plugin or self.strategy.precision_class(self._precision_flag)
 
 
-def leave_out_by_identity(original: Original, optimizer: Any, params: Any) -> Any:
+def leave_out_by_identity(
+    original: Original, optimizer: torch.optim.Optimizer, params: Iterable[torch.nn.Parameter]
+) -> object:
     """Wraps ``BaseFinetuning.filter_on_optimizer``: returns those parameters that the optimizer of
     an engine does not have.
     """
@@ -91,11 +103,11 @@ def leave_out_by_identity(original: Original, optimizer: Any, params: Any) -> An
 
 def store_names_of_groups(
     original: Original,
-    self: Any,
-    pl_module: Any,
+    self: BaseFinetuning,
+    pl_module: LightningModule,
     opt_idx: int,
     num_param_groups: int,
-    current_param_groups: Any,
+    current_param_groups: list[dict[str, object]],
 ) -> None:
     """Wraps ``BaseFinetuning._store``: stores the groups of an engine's optimizer with the model's
     parameters, not with shards.
@@ -109,7 +121,9 @@ def store_names_of_groups(
     original(self, pl_module, opt_idx, num_param_groups, current_param_groups)
 
 
-def add_groups_again(original: Original, self: Any, trainer: Any, pl_module: Any) -> None:
+def add_groups_again(
+    original: Original, self: BaseFinetuning, trainer: Trainer, pl_module: LightningModule
+) -> None:
     """Wraps ``BaseFinetuning.on_fit_start``: gives the optimizer of an engine the groups that the
     run had when it was saved.
     """
@@ -127,7 +141,7 @@ def add_groups_again(original: Original, self: Any, trainer: Any, pl_module: Any
         engine.add_param_group({**values, "params": params})
 
 
-def keep_engines_in_place(original: Original, self: Any) -> None:
+def keep_engines_in_place(original: Original, self: DDPStrategy) -> None:
     """Wraps ``DDPStrategy.teardown``: keeps the memory of an engine on its device at the end of a
     fit.
     """
@@ -138,7 +152,7 @@ def keep_engines_in_place(original: Original, self: Any) -> None:
         original(self)
 
 
-def go_on_with_an_engine(original: Original, self: Any) -> None:
+def go_on_with_an_engine(original: Original, self: DeepSpeedStrategy) -> None:
     """Wraps ``DeepSpeedStrategy.init_deepspeed``: evaluates with the engine that has trained, and
     trains a model that was evaluated.
 
@@ -146,8 +160,10 @@ def go_on_with_an_engine(original: Original, self: Any) -> None:
     zeroes gradients first; so ``zero_grad`` does nothing here, and the engine clears gradients
     after its steps.
     """
-    engine = engine_of(self.lightning_module)
-    if engine is not None and not self.lightning_module.trainer.training:
+    module = self.lightning_module
+    assert module is not None
+    engine = engine_of(module)
+    if engine is not None and not module.trainer.training:
         self.model = engine
         return
     if engine is not None:
@@ -155,10 +171,10 @@ def go_on_with_an_engine(original: Original, self: Any) -> None:
     original(self)
     if isinstance(self.model, Engine):  # rather than an engine of the real DeepSpeed
         for optimizer in self.optimizers:
-            optimizer.zero_grad = _nothing
+            optimizer.zero_grad = _nothing  # type: ignore[method-assign]
 
 
-def find_whole_ones(original: Callable[..., Any], self: Any, trainer: Any) -> set[str]:
+def find_whole_ones(original: Original, self: ModelCheckpoint, trainer: Trainer) -> set[str]:
     """Wraps ``ModelCheckpoint._find_last_checkpoints``: ``ckpt_path="last"`` finds a complete
     folder; incomplete ones are skipped with a warning.
 
@@ -191,12 +207,12 @@ def find_whole_ones(original: Callable[..., Any], self: Any, trainer: Any) -> se
 
 def refuse_torn_ones(
     original: Original,
-    self: Any,
-    state_fn: Any,
-    ckpt_path: Any,
+    self: _CheckpointConnector,
+    state_fn: TrainerFn,
+    ckpt_path: str | Path | None,
     model_provided: bool,
     model_connected: bool,
-) -> Any:
+) -> str | Path | None:
     """Wraps ``_CheckpointConnector._parse_ckpt_path``: a folder loaded by name, or as the best,
     must be complete.
 
@@ -237,7 +253,10 @@ def refuse_torn_ones(
 
 
 def resume_from_memory(
-    original: Original, self: Any, checkpoint_path: Any = None, weights_only: Any = None
+    original: Original,
+    self: _CheckpointConnector,
+    checkpoint_path: str | Path | None = None,
+    weights_only: bool | None = None,
 ) -> None:
     """Wraps ``_CheckpointConnector.resume_start``: ``ckpt_path="last"``, and a SLURM job that goes
     on by itself, resume from the newest of memory and disk.
@@ -247,7 +266,7 @@ def resume_from_memory(
     if (
         isinstance(engine, Engine)
         and engine.memory is not None
-        and trainer.state.fn.value == "fit"
+        and trainer.state.fn == "fit"
         and getattr(self, LAST, False)
     ):
         checkpoint = newest(engine, checkpoint_path)
@@ -257,7 +276,7 @@ def resume_from_memory(
     original(self, checkpoint_path, weights_only)
 
 
-def save_after_a_step(original: Original, self: Any) -> None:
+def save_after_a_step(original: Original, self: _SignalConnector) -> None:
     """Wraps ``_SignalConnector.register_signal_handlers``: a fit of an engine saves and ends after
     the same step on all ranks.
 
@@ -268,7 +287,7 @@ def save_after_a_step(original: Original, self: Any) -> None:
     engine = trainer.strategy.model
     if not (
         isinstance(engine, Engine)
-        and trainer.state.fn.value == "fit"
+        and trainer.state.fn == "fit"
         and engine.config.checkpoint.save_on_signal
     ):
         original(self)
@@ -278,14 +297,15 @@ def save_after_a_step(original: Original, self: Any) -> None:
     exceptions = importlib.import_module(f"{package}.utilities.exceptions")
     slurm = trainer._accelerator_connector.cluster_environment
     # the signal on which Lightning queues a job of SLURM again
-    requeue = slurm.requeue_signal if getattr(slurm, "auto_requeue", False) else None
+    requeues = getattr(slurm, "auto_requeue", False)
+    requeue = getattr(slurm, "requeue_signal", None) if requeues else None
     listen(engine, *filter(None, [requeue]))
 
     def save_if_requested() -> None:
         if not engine.stop_requested:
             return
         if decide_on_rank_0(lambda: requeue in engine.stop_requests.received):
-            self._slurm_sigusr_handler_fn(requeue, None)
+            self._slurm_sigusr_handler_fn(requeue, None)  # type: ignore[arg-type]
         else:
             path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
             trainer.save_checkpoint(path)
@@ -330,7 +350,7 @@ def _nothing(set_to_none: bool = True) -> None:
     """
 
 
-def remove_once_replaced(original: Original, self: Any, filepath: Any) -> None:
+def remove_once_replaced(original: Original, self: Strategy, filepath: str | Path) -> None:
     """Wraps ``Strategy.remove_checkpoint``: removes an old folder once the new one is complete,
     after a rename.
     """
@@ -341,14 +361,16 @@ def remove_once_replaced(original: Original, self: Any, filepath: Any) -> None:
         after_commit(folder.parent, lambda: remove([folder]))
 
 
-def end_with_whole_ones(original: Original, self: Any) -> None:
+def end_with_whole_ones(original: Original, self: Strategy) -> None:
     """Wraps ``Strategy.on_train_end``: waits until the last checkpoint is complete."""
     if isinstance(self.model, Engine):
         self.model.wait_for_checkpoint()
     original(self)
 
 
-def leave_weights_in_shards(original: Callable[..., Any], self: Any) -> dict[str, Any]:
+def leave_weights_in_shards(
+    original: Callable[[Strategy], dict[str, object]], self: Strategy
+) -> dict[str, object]:
     """Wraps ``Strategy.lightning_module_state_dict``: returns an empty dict under
     DeepSpeedStrategy, which drops the weights from its checkpoints anyway.
     """

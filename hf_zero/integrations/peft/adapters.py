@@ -18,7 +18,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from hf_zero.integrations.seams import Original
 from hf_zero.logging import logger, parse_json
 
 if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+
     from hf_zero.zero.training_engine import TrainingEngine
 
 # attributes that hold modules by the name of their adapter
@@ -36,7 +39,7 @@ ASKED = ("modules_to_save", "prompt_encoder")
 
 def read_token_rows(
     original: Callable[..., torch.Tensor],
-    self: Any,
+    self: TrainableTokensLayer,
     weight: torch.Tensor,
     rows: torch.Tensor,
     embed_dim: int,
@@ -56,12 +59,12 @@ def read_token_rows(
 
 def read_state_dict(
     original: Original,
-    model: Any,
-    state_dict: Any = None,
+    model: PeftModel,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
     adapter_name: str = "default",
     unwrap_compiled: bool = False,
-    save_embedding_layers: Any = "auto",
-) -> Any:
+    save_embedding_layers: bool | str = "auto",
+) -> object:
     """Wraps ``get_peft_model_state_dict``: extracts the adapter from the given state dict without a
     gather, and returns {} for the empty one of other ranks.
     """
@@ -76,7 +79,7 @@ def read_state_dict(
 
 def leave_files_to_rank_0(
     original: Original,
-    self: Any,
+    self: PeftModel,
     save_directory: str,
     safe_serialization: bool = True,
     selected_adapters: object = None,
@@ -102,7 +105,7 @@ def leave_files_to_rank_0(
 
 
 @contextmanager
-def whole_copies(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+def whole_copies(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Replace modules that PEFT reads while it saves, and of which other ranks hold shards or
     parts, by copies with values of ``state``.
     """
@@ -142,7 +145,7 @@ def _is_in(module: nn.Module, path: str, state: Mapping[str, object]) -> bool:
     return all(f"{path}.{name}" in state for name, _ in module.named_parameters())
 
 
-def _copy(module: nn.Module, path: str, state: Mapping[str, Any]) -> nn.Module:
+def _copy(module: nn.Module, path: str, state: Mapping[str, torch.Tensor]) -> nn.Module:
     values = {
         id(parameter): nn.Parameter(state[f"{path}.{name}"], requires_grad=False)
         for name, parameter in module.named_parameters()
@@ -156,10 +159,11 @@ def keep_what_is_written(engine: TrainingEngine) -> None:
     """
     model = engine.module
     if hasattr(model, "peft_config") and hasattr(model, "get_input_embeddings"):
-        engine.kept_when_frozen = frozenset(written(model))
+        # of PEFT, or of transformers with the same methods
+        engine.kept_when_frozen = frozenset(written(model))  # type: ignore[arg-type]
 
 
-def written(model: Any) -> set[str]:
+def written(model: PeftModel) -> set[str]:
     """Return the first names of the parameters that PEFT may write: every adapter, trained or not
     (a reference model's, say), modules that are saved whole, and the embeddings, which are written
     if they were resized or have adapters.
@@ -198,7 +202,9 @@ def _parts_of(adapter: str, model: torch.nn.Module) -> set[int]:
     return {id(tensors[name]) for name, shell in shells.items() if id(shell) in chosen}
 
 
-def described(model: Any, buffers: set[str]) -> dict[str, tuple[dict[str, object], dict[str, str]]]:
+def described(
+    model: PeftModel, buffers: set[str]
+) -> dict[str, tuple[dict[str, object], dict[str, str]]]:
     """Return, for each adapter, what ``save_pretrained`` would write: its configuration, and a map
     from names in its file to names in ``model``.
 
@@ -226,7 +232,7 @@ def described(model: Any, buffers: set[str]) -> dict[str, tuple[dict[str, object
 
 
 def _tensors(
-    model: torch.nn.Module, adapter: str, config: Any, buffers: set[str]
+    model: torch.nn.Module, adapter: str, config: PeftConfig, buffers: set[str]
 ) -> dict[str, str]:
     from peft import PeftModel, get_peft_model_state_dict
 
@@ -261,7 +267,7 @@ def _tensors(
     return {prefix + name: by_shell[id(value)] for name, value in chosen.items()}
 
 
-def _configuration(model: object, config: Any) -> dict[str, object]:
+def _configuration(model: object, config: PeftConfig) -> dict[str, object]:
     """Return what ``PeftConfig.save_pretrained`` writes for ``config``, for inference, with the
     base model's name.
     """
@@ -283,7 +289,7 @@ def _configuration(model: object, config: Any) -> dict[str, object]:
     return plain
 
 
-def _with_embeddings(model: torch.nn.Module, config: Any) -> bool:
+def _with_embeddings(model: torch.nn.Module, config: PeftConfig) -> bool:
     """Return whether PEFT's ``save_embedding_layers="auto"`` would write embeddings, determined
     without a request to the hub.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,11 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations.peft.adapters import described
 from hf_zero.zero.access.weight_stream import WRAPPERS, Names
 from hf_zero.zero.layout.sharding import persistent_buffers
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+M = TypeVar("M", bound=nn.Module)
 
 # parts of a path that PEFT adds around a module
 ADDED = WRAPPERS | {"base_layer", "original_module", "token_adapter"}
@@ -28,7 +33,7 @@ class AdapterNames(Names):
     into them; else the parameters of these adapters are sent beside them.
     """
 
-    def __init__(self, model: Any, merged: bool):
+    def __init__(self, model: PeftModel, merged: bool):
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -41,7 +46,7 @@ class AdapterNames(Names):
         self._layers: list[tuple[Any, dict[str, str], dict[int, str]]] = []
         adapters: set[str] = set()
         base_layers: set[str] = set()
-        layers: list[Any] = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+        layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
         for layer in layers:
             base_layer = layer.get_base_layer()
             paths = {first[id(parameter)]: p for p, parameter in base_layer.named_parameters()}
@@ -117,7 +122,7 @@ class AdapterNames(Names):
         return result
 
 
-def _active(model: nn.Module) -> Iterator[tuple[Any, ...]]:
+def _active(model: nn.Module) -> Iterator[tuple[object, ...]]:
     """Yield the path of each module with adapters, and its active adapters with their scales; no
     module whose adapters are disabled.
     """
@@ -148,7 +153,7 @@ def _unused_copies(model: nn.Module, merged: bool) -> Iterator[str]:
         yield from (f"{path}.modules_to_save.{name}." for name in copies if name not in active)
 
 
-def _twin(module: nn.Module, whole: Mapping[int, torch.Tensor | None]) -> Any:
+def _twin(module: M, whole: Mapping[int, torch.Tensor | None]) -> M:
     """Return a copy of ``module`` without hooks whose parameters are those of ``whole`` by id;
     zeros where it has None.
     """

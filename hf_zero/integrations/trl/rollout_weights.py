@@ -9,17 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original
 
+if TYPE_CHECKING:
+    from trl.experimental.online_dpo import OnlineDPOTrainer
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    from hf_zero.engine import Engine
+    from hf_zero.zero.access.weight_stream import WeightStream
+
 Named = tuple[str, torch.Tensor]
 
 
-def engine_of(model: torch.nn.Module) -> Any:
+def engine_of(model: torch.nn.Module) -> Engine | None:
     """Return the engine that trains ``model``; None before it is made."""
     from hf_zero.zero.layout.parameter import owner_of
 
@@ -27,14 +34,14 @@ def engine_of(model: torch.nn.Module) -> Any:
     return None if flat is None or flat.retired else flat.engine()
 
 
-def stream_of(engine: Any, server: bool) -> Any:
+def stream_of(engine: Engine, server: bool) -> WeightStream:
     """Return the weights as TRL sends them: each in its own dtype, with adapters merged; to a
     server from rank 0.
     """
     return engine.iter_weights(dtype=None, rank0_only=server)
 
 
-def copies(stream: Any, device: torch.device) -> Iterator[Iterator[Named]]:
+def copies(stream: WeightStream, device: torch.device) -> Iterator[Iterator[Named]]:
     """Return the buckets of ``stream``, each a loop over copies that the caller may keep: vLLM
     packs tensors later, and on several streams in turn. Gathers run on the stream that is current
     now; each copy is made on the one that is current when it is asked for. Finish each bucket's
@@ -71,7 +78,9 @@ def copies(stream: Any, device: torch.device) -> Iterator[Iterator[Named]]:
     return buckets()
 
 
-def iter_in_buckets(original: Callable[..., Iterator[Named]], self: Any) -> Iterator[Named]:
+def iter_in_buckets(
+    original: Callable[..., Iterator[Named]], self: VLLMGeneration
+) -> Iterator[Named]:
     """Wraps ``VLLMGeneration._iter_named_params``, by which GRPO, RLOO and others send weights. The
     first loop of a server's client, for names and shapes only, gathers nothing.
     """
@@ -87,9 +96,10 @@ def iter_in_buckets(original: Callable[..., Iterator[Named]], self: Any) -> Iter
     return chain.from_iterable(copies(stream, engine.device))
 
 
-def move_in_buckets(original: Original, self: Any) -> None:
+def move_in_buckets(original: Original, self: OnlineDPOTrainer) -> None:
     """Wraps ``OnlineDPOTrainer._move_model_to_vllm_inner``: one message to the server a bucket."""
-    engine = engine_of(self.model) if finder.chosen() else None
+    model = self.model
+    engine = engine_of(model) if model is not None and finder.chosen() else None
     if engine is None:
         original(self)
         return
