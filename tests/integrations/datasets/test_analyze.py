@@ -119,6 +119,8 @@ def test_paths(stored: Path) -> None:
         assert index.folder == stored / beside
         assert index.values.tolist() == [len(row) for row in samples()]
         index.check(tokenised())
+    alone = hf_zero.analyze(datasets.DatasetDict(train=tokenised()), out=stored / "alone")
+    assert alone.values.tolist() == index.values.tolist()
     shared = hf_zero.analyze(stored / "saved", "vocab_rarity", workers=2)
     assert shared.values == pytest.approx(rarities(samples()), rel=1e-12)
     assert not list((stored / "saved").glob("cache-*"))  # nothing is left in the dataset
@@ -150,6 +152,7 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (TWO, {}, "no column 'input_ids'; name the column.*title, text"),
     (TWO.select([]), {}, "no samples"),
     (BOTH, {"split": "c"}, "no split 'c'; choose one of a, b"),
+    (BOTH, {}, "the dataset has several splits; choose one of a, b"),
     ([{3: 1}], {}, "a sample has no field 'input_ids'; it has 3"),
 ]
 
