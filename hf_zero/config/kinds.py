@@ -406,7 +406,7 @@ class Key:
 
     @property
     def off_note(self) -> str:
-        """What to say of a feature that is not built, where the value disables it."""
+        """Note on a feature that is not built, where the value disables it."""
         return f"it is off; hf-zero does not provide {self.note.partition('; ')[0]}"
 
 

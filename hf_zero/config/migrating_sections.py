@@ -18,8 +18,8 @@ Outcome = Literal["taken", "translated", "no effect", "left out", "to fix"]
 
 
 class KeyFinding(NamedTuple):
-    """What became of one key: ``taken`` as it is, ``translated`` into other keys, without effect
-    here, left out of the result, or to fix by hand: a wrong value or a contradiction.
+    """Outcome of one key: ``taken`` as it is, ``translated`` into other keys, without effect here,
+    left out of the result, or to fix by hand: a wrong value or a contradiction.
     """
 
     key: str
@@ -194,8 +194,8 @@ def translate_fsdp(
 
 
 def is_trainer(mapping: Mapping[str, object]) -> bool:
-    """Whether ``mapping`` is a file of the Trainer: its arguments with FSDP among them, or the file
-    that its ``fsdp_config`` names.
+    """Return whether ``mapping`` is a file of the Trainer: its arguments with FSDP among them, or
+    the file that its ``fsdp_config`` names.
     """
     if mapping.get("fsdp") and not isinstance(mapping["fsdp"], Mapping):
         return True

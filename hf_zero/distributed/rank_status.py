@@ -236,7 +236,7 @@ class RankStatus:
         self._find_dead()
 
     def _leads(self, leader: str) -> bool:
-        """Whether this rank makes the next digest; it takes the lead if it must."""
+        """Return whether this rank makes the next digest; it takes the lead if it must."""
         name = str(self.rank)
         if leader != self._leader:
             self._leader, self._old_looks = leader, 0
@@ -290,7 +290,7 @@ class RankStatus:
         return rank in self._identities
 
     def _dead(self, rank: int) -> bool:
-        """Whether the process of ``rank`` is known to be dead: it ran on this host, or the
+        """Return whether the process of ``rank`` is known to be dead: it ran on this host, or the
         heartbeats between hosts have found its exit.
         """
         if self.heartbeats is not None and rank in self.heartbeats.exited():
@@ -627,7 +627,9 @@ def _same(text: str) -> HangDiagnosis:
 
 
 def _lacks(post: StatusPost, stuck: Mapping[int, StatusPost], rank: int) -> bool:
-    """Whether the wait of ``rank`` needs a rank of ``stuck`` that has not issued its collective."""
+    """Return whether the wait of ``rank`` needs a rank of ``stuck`` that has not issued its
+    collective.
+    """
     log, number, _, needs = post["wait"]
     return any(
         peer != rank and sequence_number(other, log) <= number and peer in needs

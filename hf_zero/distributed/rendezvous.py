@@ -179,7 +179,7 @@ def discover(
 
 
 def is_loopback(address: str) -> bool:
-    """Whether ``address`` is written as a loopback address: localhost, 127.0.0.2, ::1."""
+    """Return whether ``address`` is written as a loopback address: localhost, 127.0.0.2, ::1."""
     try:
         return ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError:
@@ -222,8 +222,8 @@ def _launcher(environ: Mapping[str, str]) -> Launcher | None:
 def _agree(
     own_rank: Number | None, own_size: Number | None, rank: Number | None, size: Number | None
 ) -> bool:
-    """Whether the launcher started only this process's parents (torchrun, for instance), so that
-    its variables do not apply. Raises LaunchError if they contradict RANK or WORLD_SIZE.
+    """Return whether the launcher started only this process's parents (torchrun, for instance), so
+    that its variables do not apply. Raises LaunchError if they contradict RANK or WORLD_SIZE.
     """
     if own_rank and own_size and size:
         if own_size.value > size.value:

@@ -208,9 +208,9 @@ class StageMessages:
     def receive_gradients(
         self, peer: int, outputs: Sequence[torch.Tensor], key: str, blocks: bool
     ) -> tuple[list[torch.Tensor], list[dist.P2POp]]:
-        """Memory for the gradients of ``outputs`` that ``peer`` sends next, and the operations that
-        fill it. ``blocks``: the caller waits for them before it does anything else, and calls
-        :meth:`came`.
+        """Return memory for the gradients of ``outputs`` that ``peer`` sends next, and the
+        operations that fill it. ``blocks``: the caller waits for them before it does anything else,
+        and calls :meth:`came`.
         """
         pending = self._issue(peer, self.rank, f"{key} backward")
         if blocks:
@@ -261,7 +261,7 @@ def receives(operation: dist.P2POp) -> bool:
 
 
 def _places(shapes: Sequence[Shape]) -> tuple[list[int], int]:
-    """At which byte each of ``shapes`` begins in a message, and how many bytes that has."""
+    """Return at which byte of a message each of ``shapes`` begins, and the size of the message."""
     starts, at = [], 0
     for shape, dtype in shapes:
         at = -(-at // ALIGNED) * ALIGNED
@@ -283,7 +283,8 @@ def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _room(shapes: Sequence[Shape], device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Memory for tensors of ``shapes``, and all of it as the bytes of the message that brings them.
+    """Return memory for tensors of ``shapes``, and all of it as the bytes of the message that
+    brings them.
 
     No tensor is a view of it, so that one may be changed in place where another is saved for a
     backward.

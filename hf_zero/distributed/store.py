@@ -417,12 +417,12 @@ class StoreWait:
         return str(self._store.get(key).decode())
 
     def is_over(self, ranks: Sequence[int]) -> bool:
-        """Whether all of ``ranks`` are known to have failed, died or ended."""
+        """Return whether all of ``ranks`` are known to have failed, died or ended."""
         status = self._watchdog.rank_status
         return not ranks or (status is not None and len(status.exit_reasons(ranks)) == len(ranks))
 
     def hosts_store(self) -> bool:
-        """Whether this rank hosts the store, and no rank is known to have failed or died."""
+        """Return whether this rank hosts the store, and no rank is known to have failed or died."""
         status = self._watchdog.rank_status
         return status is not None and status.store_host == self._rank and not status.troubled
 

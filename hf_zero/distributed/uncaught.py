@@ -181,7 +181,7 @@ def _record(error: BaseException, trace: TracebackType | None) -> None:
 
 
 class _Said:
-    """Which texts ranks have printed, recorded in the store of torchrun's agent, which outlives an
+    """Texts that ranks have printed, recorded in the store of torchrun's agent, which outlives an
     attempt: a text of an earlier one does not count.
 
     Before the ranks have met, restarts tell attempts apart. Each agent counts its own, and not all:
@@ -206,7 +206,7 @@ class _Said:
         return f"{key}/{self._rounds[key]}"
 
     def within(self, seconds: float, text: str) -> bool:
-        """Whether ``text`` has been printed, or is before ``seconds`` have passed."""
+        """Return whether ``text`` has been printed, or is before ``seconds`` have passed."""
         if self._store is None:
             return False
         with suppress(Exception):
@@ -219,7 +219,7 @@ class _Said:
         return False
 
     def claim(self, text: str) -> bool:
-        """Whether this rank is the first to print ``text``."""
+        """Return whether this rank is the first to print ``text``."""
         with suppress(Exception):
             return self._store is None or self._store.add(self._key(text), 1) == 1
         return True

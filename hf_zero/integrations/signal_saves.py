@@ -35,7 +35,7 @@ def listen(engine: Engine, *others: int) -> None:
 
 
 def _is_handled(number: int) -> bool:
-    """Whether Python or native code, such as faulthandler's, handles signal ``number``."""
+    """Return whether Python or native code, such as faulthandler's, handles signal ``number``."""
     status = Path("/proc/self/status")
     caught = re.search(r"SigCgt:\s*(\w+)", status.read_text()) if status.exists() else None
     native = caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)

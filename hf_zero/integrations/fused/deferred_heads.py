@@ -164,8 +164,8 @@ def _dtype(call: DeferredCall, rows: torch.Tensor) -> torch.dtype:
 
 
 def _may_defer(module: nn.Module, rows: object) -> bool:
-    """Whether this call returns a deferred tensor: not under torch.func or a trace, not with hooks
-    that read or change the output, not for a single token of a generation.
+    """Return whether this call returns a deferred tensor: not under torch.func or a trace, not with
+    hooks that read or change the output, not for a single token of a generation.
     """
     if not isinstance(rows, torch.Tensor) or rows.dim() < 2 or not rows.is_floating_point():
         return False
@@ -189,7 +189,7 @@ def _may_defer(module: nn.Module, rows: object) -> bool:
 
 
 def _watched(module: nn.Module) -> bool:
-    """Whether hooks other than an engine's are on the module, or on all modules."""
+    """Return whether hooks other than an engine's are on the module, or on all modules."""
     if torch_modules._has_any_global_hook():
         return True
     return any(
@@ -270,12 +270,12 @@ def _count_labels(model: PreTrainedModel, args: object, kwargs: Mapping[str, obj
 
 
 def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether the forward of ``module`` is that of torch's ``kind``, of whole parameters."""
+    """Return whether the forward of ``module`` is that of torch's ``kind``, of whole parameters."""
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear layer of torch, or has a part of the outputs of one."""
+    """Return whether ``module`` is a linear layer of torch, or has a part of the outputs of one."""
     return isinstance(module, nn.Linear) and _torchs_forward(module) is nn.Linear.forward
 
 
@@ -307,7 +307,7 @@ def _before(model: torch.nn.Module, head: nn.Module, width: int) -> Iterator[nn.
 
 
 def _draws(model: nn.Module, body: nn.Module) -> bool:
-    """Whether modules outside ``body`` draw random numbers, in an order that deferring would
+    """Return whether modules outside ``body`` draw random numbers, in an order that deferring would
     change.
     """
     inside = {*body.modules()}
@@ -329,7 +329,9 @@ def _remove(module: nn.Module) -> None:
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    """Whether the class of ``module`` has torch's forward: another may have been put on since."""
+    """Return whether the class of ``module`` has torch's forward: another may have been put on
+    since.
+    """
     return _torchs_forward(module) in (nn.Linear.forward, nn.LayerNorm.forward)
 
 

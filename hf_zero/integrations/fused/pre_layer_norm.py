@@ -55,8 +55,8 @@ class _Moved:
 
 @dataclass(frozen=True)
 class PreLayerNorm:
-    """What changes in a model: the norms of each block, the last norm, and the module whose output
-    it normalizes.
+    """Changes of a model: the norms of each block, the last norm, and the module whose output it
+    normalizes.
     """
 
     blocks: dict[str, tuple[_Moved, ...]]

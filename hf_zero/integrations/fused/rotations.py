@@ -67,9 +67,8 @@ def _is_of_torch_alone(function: types.FunctionType, visited: set[types.Function
 
 @dataclass(frozen=True)
 class Rotation:
-    """How a function rotates pairs from the first and second half of each head: by ``sign`` times
-    the sine; by cosines of half the width if ``doubled``; only the first columns of wider heads if
-    ``partial``.
+    """Rotation of pairs from the first and second half of each head: by ``sign`` times the sine; by
+    cosines of half the width if ``doubled``; only the first columns of wider heads if ``partial``.
     """
 
     sign: int = 1

@@ -132,7 +132,7 @@ def whole_copies(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterato
 
 
 def _needs_other_ranks(module: nn.Module) -> bool:
-    """Whether the state dict of ``module`` takes what other ranks hold."""
+    """Return whether the state dict of ``module`` takes what other ranks hold."""
     from hf_zero.zero.layout.parameter import owner_of
     from hf_zero.zero.layout.sharding import sharding_of
 

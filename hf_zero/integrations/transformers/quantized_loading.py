@@ -39,8 +39,8 @@ IN_SHARDS = {"Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer", "TorchAoHfQuantizer"}
 
 
 def quantizes_in_shards(quantizer: object) -> bool:
-    """Whether weights that ``quantizer`` of transformers makes are read into shards: by an engine,
-    which is made at the end of the loading.
+    """Return whether weights that ``quantizer`` of transformers makes are read into shards: by an
+    engine, which is made at the end of the loading.
     """
     return type(quantizer).__name__ in IN_SHARDS and postponed.get() is None
 
@@ -191,7 +191,7 @@ def quantize_parts_in_shards(
 
 
 def _is_by_rows(both: dict[str, torch.Tensor], alone: list[dict[str, torch.Tensor]]) -> bool:
-    """Whether the tensors made of two rows are those made of each of them."""
+    """Return whether the tensors made of two rows are those made of each of them."""
 
     def raw(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -345,7 +345,7 @@ def save_untrained(
 
 
 def _is_adapted(model: object) -> bool:
-    """Whether ``model`` is one of PEFT, whose small weights are in every checkpoint."""
+    """Return whether ``model`` is one of PEFT, whose small weights are in every checkpoint."""
     from transformers.trainer import _is_peft_model
 
     return bool(_is_peft_model(model))
