@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers.models.bert.modeling_bert import BertLayer
 
+import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.techniques.layer_drop import draw
@@ -21,13 +22,14 @@ from hf_zero.zero.reduce.norm import Usage
 from tests.helpers import oracle
 from tests.helpers.capability import WithoutGradients
 from tests.helpers.cells import in_turn
-from tests.helpers.engines import OnEngine, config_of, start, train_on_threads
+from tests.helpers.engines import OnEngine, config_of, full_weights, start, train_on_threads
 from tests.helpers.layer_drop import DEPTH, LayerDropJob, left_out, probabilities
 from tests.helpers.models import Stack, features, floats, seeded, tokens
 from tests.helpers.plans import APART
 from tests.helpers.ranks import RankFailed
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, Trace, adamw, plain_sgd
+from tests.ranks.cases import expect, values_of
 
 KEYS = LayerDropJob("stack").keys
 MICRO = 2
@@ -158,6 +160,52 @@ def test_a_penalty_on_one_rank_alone_is_refused_where_it_would_part_the_ranks():
 
     with pytest.raises(RankFailed, match=r"blocks\.4.* got a gradient on some ranks only"):
         on_ranks(2, run, build=small)
+
+
+def assigned(parameter, value):
+    parameter.grad = value
+
+
+CPU = {"offload_optimizer": {"device": "cpu"}}
+
+
+@in_turn(
+    "stage, write, zero",
+    [
+        (1, assigned, {}),
+        (2, hf_zero.safe_set_full_grad, TOGETHER),
+        (3, assigned, CPU),
+        (3, hf_zero.safe_set_full_grad, {}),
+    ],
+)
+def test_a_gradient_that_a_script_writes_to_a_dropped_block_is_used(stage, write, zero):
+    """In every step one is written to a weight of each block, its bias stays as it is."""
+    job, steps = ByItself(), range(LATE, LATE + 3)
+
+    def written(model, step, write):
+        for block in model.blocks:
+            write(block.up.weight, torch.full((16, 8), 0.1 * (step - LATE) + 0.2))
+
+    def run(rank, model):
+        engine = opened(model, stage, units=APART | zero)
+        engine.counters.global_steps = LATE
+        for step in steps:
+            engine.backward(squared(engine, At(step, 0, rank)))
+            written(model, step, write)
+            engine.step()
+        return full_weights(engine)
+
+    plain = small()
+    optimizer = adamw(plain)
+    for step in steps:
+        for rank in range(2):
+            LayerDropJob.by_hand(job, plain, At(step, 0, rank))
+            (squared(plain, At(step, 0, rank)) / 2).backward()
+        written(plain, step, assigned)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sum(map(sum, job.left_out.values())) > 6
+    expect(values_of(plain), run, build=small, tolerance=1e-4, floor=1e-5)
 
 
 class Several(ByItself):

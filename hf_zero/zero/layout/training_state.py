@@ -265,7 +265,10 @@ class GradientBuffer:
         """
         slot, (first, start, stop) = self.layout.by_name[name], self.spec.own_range(name)
         bit = 1 << self.layout.slots.index(slot)
-        self.used = self.used & ~bit if value is None else self.used | bit
+        if value is None:
+            self.used &= ~bit
+        else:
+            self.mark_used(bit)
         flattened = (
             None
             if value is None
@@ -295,7 +298,7 @@ class GradientBuffer:
         assert self.shard is not None
         self.shard[start:stop].copy_(value)
         self.grad_sq_norm = None
-        self.used |= 1 << self.layout.slots.index(self.layout.by_name[name])
+        self.mark_used(1 << self.layout.slots.index(self.layout.by_name[name]))
 
     # ---- 16 bits, then 32 ----
 
