@@ -111,3 +111,50 @@ def test_the_engine_of_released_parameters_is_gone(rank, model):
         hf_zero.GatheredParameters(model.parameters()),
     ):
         pass
+
+
+def writes_to_its_weight(module, *_):
+    with torch.no_grad():
+        module.weight[0, 0] = 0.5
+
+
+@on_each_rank(RANKS)
+def test_a_context_that_cannot_begin_pins_nothing(rank, model):
+    """A rounded weight has been written to in the forward: its gather is refused."""
+    zero = {"stage": 3, "zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
+    zero["stage3_module_granularity_threshold"] = 0
+    engine = start(model, adamw(model), config_of(3, zero_optimization=zero))
+    run_steps(engine, rank, [0, 1])
+    hook = model.blocks[2].up.register_forward_hook(writes_to_its_weight)
+    squared(engine, At(2, 0, rank))
+    hook.remove()
+    with (
+        pytest.raises(PartitionError, match=r"up\.weight was written to in a forward") as refused,
+        hf_zero.GatheredParameters(model.parameters()),
+    ):
+        pass
+    assert not any(unit.pins for unit in engine.units), refused
+    assert_released(model.blocks[1].up.weight)
+    run_steps(engine, rank, [3, 4])
+    with hf_zero.GatheredParameters(model.blocks[2].up.weight):
+        pass
+    assert_released(model.blocks[2].up.weight)
+
+
+@on_each_rank(RANKS)
+def test_a_context_over_two_engines_one_of_which_refuses_it_pins_nothing(rank, model):
+    other = stack()
+    engine = start(model, adamw(model), config_of(3))
+    early = {"stage": 3, "update_in_backward": True}
+    second = start(other, adamw(other), config_of(3, zero_optimization=early))
+    second.backward(squared(second, At(0, 0, rank)))
+    with (
+        pytest.raises(PartitionError, match="with a modifier_rank comes after") as refused,
+        hf_zero.GatheredParameters([*model.parameters(), *other.parameters()], modifier_rank=0),
+    ):
+        pass
+    assert not any(unit.pins for each in (engine, second) for unit in each.units), refused
+    assert_released(model.blocks[1].up.weight)
+    second.step()
+    for each in (engine, second):
+        run_steps(each, rank, [1])

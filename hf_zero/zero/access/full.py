@@ -98,15 +98,19 @@ class GatheredParameters:
         units = {
             flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.number)
         }
-        for unit, engine in units.items():
-            if self._modifier is not None:
+        if self._modifier is not None:
+            for engine in dict.fromkeys(units.values()):
                 engine.changes.refuse_half_done("GatheredParameters with a modifier_rank")
-            watched = unit.guard.watched
-            self._gathered.enter_context(engine.gathered(unit))
-            self._gathered.callback(engine.schedule.shards.end_asking)
-            if not watched:
-                unit.take_user_writes()  # writes of a forward, not of this context
-            self._gathered.callback(unit.drop_user_writes)
+        # ``__exit__`` does not run after an exception here
+        with ExitStack() as entered:
+            for unit, engine in units.items():
+                watched = unit.guard.watched
+                entered.enter_context(engine.gathered(unit))
+                entered.callback(engine.schedule.shards.end_asking)
+                if not watched:
+                    unit.take_user_writes()  # writes of a forward, not of this context
+                entered.callback(unit.drop_user_writes)
+            self._gathered.push(entered.pop_all())
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -326,15 +326,17 @@ class Schedule:
                 self._to_release.append(unit)
 
     def pin(self, unit: Unit) -> None:
-        """Keep ``unit`` whole until :meth:`unpin`. All ranks must pin together."""
-        unit.pins += 1
+        """Keep ``unit`` whole until :meth:`unpin`. All ranks must pin together; an exception leaves
+        the unit unpinned.
+        """
         gathered = unit.sharded and unit.state is not State.RELEASED
         current = unit in self._kept and not unit.is_rounded
-        if self._pass is None and unit.pins == 1 and gathered and not current:
+        if self._pass is None and not unit.pins and gathered and not current:
             # It is gathered only on this rank (by a graph that is still alive, say): the other
             # ranks need this one to join their gather. Or its values are rounded.
             self._agree_on_gather(GATHER, unit)
         self.ensure_gathered(unit, for_script=True)
+        unit.pins += 1
 
     def unpin(self, unit: Unit) -> None:
         unit.pins -= 1
