@@ -125,6 +125,50 @@ def test_states_of_a_part_bad_ones_and_those_without_what_is_frozen(rank, model,
     assert not torch.equal(model.state_dict()["head.weight"], state["head.weight"])
 
 
+class Broken(Exception):
+    """Raised by a part of the model."""
+
+
+def break_off(model, loads):
+    """Break a call at one part of the model, twice."""
+
+    def raises(*_):
+        raise Broken
+
+    part = model.blocks[1].up
+    method = "_load_from_state_dict" if loads else "_save_to_state_dict"
+    setattr(part, method, raises)
+    for _ in range(2):
+        with pytest.raises(Broken):
+            model.load_state_dict(plain_state(scaled)) if loads else model.state_dict()
+    delattr(part, method)
+
+
+@in_turn("stage, loads", [(1, True), (3, True), (3, False)])
+def test_a_call_that_an_exception_breaks_leaves_no_unit_gathered(stage, loads):
+    """What it has loaded before stays, as in a plain model."""
+
+    def partly():
+        model = stack()
+        break_off(model, loads)
+        return model
+
+    def run(rank, model):
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        engine = start(model, plain_sgd(model), config_of(stage, zero_optimization=zero))
+        break_off(model, loads)
+        run_steps(engine, rank, [0])
+        engine.schedule.check_all_released()
+        run_steps(engine, rank, [1])
+        break_off(model, loads=False)
+        same(model.state_dict(), full_weights(engine))
+        engine.schedule.check_all_released()
+        return full_weights(engine)
+
+    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS, build=partly)
+    expect(want, run)
+
+
 @in_turn("stage", (1, 3))
 @on_each_rank(RANKS)
 def test_weights_of_a_model_in_16_bits(rank, model, stage):

@@ -5,7 +5,7 @@ state_dict, load_state_dict, ``.to``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter, is_
@@ -180,11 +180,21 @@ class _StateDictCall:
     """A call of ``state_dict`` of ``module``, during which the units ``pinned`` are whole."""
 
     module: nn.Module
-    pinned: list[Unit]
+    pinned: list[Unit] = field(default_factory=list)
 
     @cached_property
     def inside(self) -> set[nn.Module]:
-        return set(self.module.modules())
+        return {*self.module.modules()} - {self.module}
+
+
+@dataclass
+class _LoadCall:
+    """A call of ``load_state_dict`` of one module, during which the units ``pinned`` are whole;
+    ``named``: its parameters in the state dict.
+    """
+
+    pinned: list[Unit] = field(default_factory=list)
+    named: set[str] = field(default_factory=set)
 
 
 class ModuleGuards:
@@ -210,8 +220,8 @@ class ModuleGuards:
         self._model = model
         self._part = False  # the state_dict call under way is for a part of the model
         self._own: dict[nn.Module, dict[str, OwnedParameter]] = {}
-        # names in the state dict of the load_state_dict call under way, by module
-        self._named: dict[nn.Module, set[str]] = {}
+        # load_state_dict calls under way, by module
+        self._loads: dict[nn.Module, _LoadCall] = {}
         # Result of the last walk: modules, their numbers of parameters and children, all of these
         # objects, and parameters that the engine does not train.
         self._walked: list[nn.Module] = [model]
@@ -235,7 +245,7 @@ class ModuleGuards:
                     Attached(self._before_state_dict, pinned),
                     Attached(self._after_state_dict, pinned),
                     Attached(self._before_load, pinned),
-                    Attached(self._after_load, pinned),
+                    Attached(self._after_load),
                 ]
             before, after, before_load, after_load = hooks_of[tuple(pinned)]
             self._removable += [
@@ -258,8 +268,11 @@ class ModuleGuards:
 
     def check(self) -> None:
         """Raise PartitionError if a parameter of the model was replaced or added since initialize:
-        the engine would not train it.
+        the engine would not train it. End state_dict and load_state_dict calls that an exception
+        has broken.
         """
+        if self._entered or self._loads:
+            self._end_broken()
         # Runs in each step: as long as no module has changed since the last walk, this executes no
         # Python per module.
         registries = [*map(_parameters, self._walked), *map(_children, self._walked)]
@@ -313,7 +326,8 @@ class ModuleGuards:
             self._leave_one()  # an exception has broken that call
         if not self._entered:
             self._part = module is not self._model
-        self._entered.append(_StateDictCall(module, pinned))
+        call = _StateDictCall(module)
+        self._entered.append(call)
         if pinned:
             self._unpin_kept(except_for=pinned)
         for unit in pinned:
@@ -321,6 +335,7 @@ class ModuleGuards:
                 self._kept.remove(unit)
             else:
                 self._schedule.pin(unit)
+            call.pinned.append(unit)
 
     def _after_state_dict(
         self,
@@ -400,29 +415,47 @@ class ModuleGuards:
         }:
             if engine is not None:
                 engine.changes.refuse_half_done("load_state_dict()")
+        if self._loads:
+            self._end_loads(module)
+        call = self._loads[module] = _LoadCall()
         for unit in pinned:
             self._schedule.pin(unit)
+            call.pinned.append(unit)
         for name, weight in weights_of_parts(module):
             if prefix + name in state:
                 whole = state.pop(prefix + name)
                 for part, path in names_of_parts(name, weight, prefix).items():
                     state[path] = getattr(whole, part)
         parameters = self._own.get(module, {})
-        self._named[module] = {name for name in parameters if prefix + name in state}
+        call.named.update(name for name in parameters if prefix + name in state)
         for name, parameter in parameters.items():
             whole = state.get(prefix + name)
             if sharding_of(parameter).axes and isinstance(whole, torch.Tensor):
                 state[prefix + name] = own_part(sharding_of(parameter), whole)
 
     @torch.no_grad()
-    def _after_load(self, pinned: list[Unit], module: nn.Module, incompatible: object) -> None:
-        named = self._named.pop(module, set())
+    def _after_load(self, module: nn.Module, incompatible: object) -> None:
+        # a module with a ``_load_from_state_dict`` of its own may have called no pre-hook
+        call = self._loads.get(module, _LoadCall())
         with self._schedule.shards.writing():
             for name, parameter in self._own.get(module, {}).items():
-                if name in named and module._parameters.get(name) is parameter:
+                if name in call.named and module._parameters.get(name) is parameter:
                     owner_of(parameter).adopt(name_of(parameter))
-        for unit in pinned:
-            self._schedule.unpin(unit)
+        self._end_loads(module)
+
+    def _end_loads(self, module: nn.Module) -> None:
+        """End the loads of ``module`` and of the modules inside it: an exception has broken those
+        whose post-hook has not run.
+        """
+        for part in [part for part in module.modules() if part in self._loads]:
+            for unit in self._loads.pop(part).pinned:
+                self._schedule.unpin(unit)
+
+    def _end_broken(self) -> None:
+        """End the state_dict and load_state_dict calls that an exception has broken."""
+        while self._entered:
+            self._leave_one()
+        self._end_loads(self._model)
 
     def _apply(
         self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
