@@ -118,6 +118,43 @@ def test_gradients_lost_in_a_broken_backward_forbid_the_step(stage, together):
     expect(want, run, build=armed)
 
 
+ENDS = {  # of a backward: what an interrupt breaks off
+    "the last gathers": lambda engine: (engine.schedule, "issue_rest"),
+    "the last reductions": lambda engine: (engine.backward_pass.reducer, "finish"),
+}
+
+
+@in_turn("end, stage", [("the last gathers", 1), *((end, 3) for end in ENDS)])
+def test_an_interrupt_at_the_end_of_a_backward_forbids_the_step(end, stage):
+    """Reductions are on the wire then, and no gradient is left on a parameter."""
+    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 3, RANKS)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def run(rank, model):
+        engine = start(
+            model, plain_sgd(model), config_of(stage, zero_optimization=APART | {"stage": stage})
+        )
+        for step in range(3):
+            owner, name = ENDS[end](engine)
+            if step != 1:
+                loss = squared(engine, At(8, 0, rank))
+                setattr(owner, name, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.backward(loss)
+                delattr(owner, name)
+                assert engine.schedule.between_passes
+                engine.schedule.check_all_released()
+                with pytest.raises(PartitionError, match=r"are lost.*engine\.restart_window\(\)"):
+                    engine.step()
+                engine.restart_window()
+            run_steps(engine, rank, [step])
+        return full_weights(engine)
+
+    expect(want, run)
+
+
 def test_ranks_keep_one_window_where_one_of_them_broke_alone():
     """In the middle of a window: the passes of this stage have no collectives there."""
 

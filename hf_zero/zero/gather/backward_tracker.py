@@ -318,16 +318,17 @@ class BackwardTracker:
         self._end()
 
     def _end(self) -> None:
-        self._reducer.note_unfinished()
-        self._forget_calls()
-        # Gathers first: other ranks need them before they launch the reductions that this one waits
-        # for.
-        recorded = self._schedule.recording
-        self._schedule.issue_rest()
         try:
+            self._reducer.note_unfinished()
+            self._forget_calls()
+            # Gathers first: other ranks need them before they launch the reductions that this one
+            # waits for.
+            recorded = self._schedule.recording
+            self._schedule.issue_rest()
             self._reducer.finish(recorded)
         except BaseException:
             self._reducer.lose_gradients()
+            self._schedule.abandon()
             raise
         self._schedule.end(keep_last=False)
 

@@ -451,9 +451,10 @@ class Reducer:
         self._drop()
 
     def lose_gradients(self) -> None:
-        """Mark the window as spoiled until :meth:`clear`: some of its gradients are in no
-        reduction.
+        """End the backward under way, whose end an exception has broken, and mark the window as
+        spoiled until :meth:`clear`: some of its gradients are in no finished reduction.
         """
+        self._leave()
         self.broken = Broken.GRADIENTS_LOST
 
     @property
