@@ -63,6 +63,8 @@ class AccumulationWindow:
         # Backwards since the last step() or zero_grad(): each that was announced not to end the
         # window is a micro-batch, the others together are one.
         self.announced, self.others = 0, False
+        # these counts before the last backward
+        self.counts_before = (0, 0, False)
 
     @property
     def ends(self) -> bool:
@@ -83,6 +85,10 @@ class AccumulationWindow:
         count = max(1, self.announced + self.others) if self.managed else self.micro_batches
         self.announced, self.others = 0, False
         return count
+
+    def uncount(self) -> None:
+        """Take the last backward out of the counts: an exception has broken it."""
+        self.micro_batches, self.announced, self.others = self.counts_before
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Set whether the next backward ends the window; raises as :meth:`refuse_unmanaged`."""
@@ -167,6 +173,7 @@ class Backward:
             self.reducer,
             self._begins,
             lambda: self.losses.part_joins(),
+            self._window.uncount,
         )
         self.hooks = Hooks(
             model.module,
@@ -274,7 +281,8 @@ class Backward:
             refuse_switched(self._model.flats)
             refuse_half_done(update.updater, "another backward")
             self._sanity.on_backward(window.managed and closes)
-        alone = not (window.micro_batches or window.announced or window.others)
+        window.counts_before = window.micro_batches, window.announced, window.others
+        alone = not any(window.counts_before)
         if not window.managed:
             window.micro_batches += 1
         elif closes:

@@ -172,6 +172,29 @@ def test_ranks_keep_one_window_where_one_of_them_broke_alone():
     assert on_ranks(RANKS, run, build=armed) == [[1, 0]] * RANKS
 
 
+@in_turn("managed", [True, False])
+def test_a_backward_that_breaks_before_any_gradient_is_not_counted(managed):
+    """On one rank alone: the ranks then have counted the same samples."""
+
+    def run(rank, model):
+        config = config_of(1, Plan(), managed_gradient_accumulation=managed)
+        engine = start(model, plain_sgd(model), config)
+        with engine.no_sync():
+            if rank == 1:
+                broken(engine, At(0, 0, rank), "loss")
+            engine.backward(squared(engine, At(0, 0, rank)))
+        if rank == 0:
+            broken(engine, At(0, 1, rank), "loss")
+        engine.backward(squared(engine, At(0, 1, rank)))
+        if rank == 1:
+            broken(engine, At(0, 2, rank), "loss")
+        engine.step()
+        return engine.micro_steps, engine.global_samples
+
+    (one, other) = on_ranks(RANKS, run, build=armed)
+    assert one == other and one[0] == 2
+
+
 # ---- graphs ----
 
 

@@ -50,14 +50,15 @@ class BackwardTracker:
         reducer: Reducer,
         on_begin: Callable[[], None],
         on_part: Callable[[], None],
+        on_abandon: Callable[[], None],
     ):
         """``on_begin`` is called before a backward, ``on_part`` when it reaches a submodule called
-        directly.
+        directly, ``on_abandon`` when it is aborted after an exception.
         """
         self._units = list(units)
         self._schedule = schedule
         self._reducer = reducer
-        self._on_begin, self._on_part = on_begin, on_part
+        self._on_begin, self._on_part, self._on_abandon = on_begin, on_part, on_abandon
         self.outstanding = Outstanding()
         # graph tasks under way, outermost first, and their callbacks
         self.tasks: list[tuple[int, weakref.ref[object]]] = []
@@ -335,6 +336,7 @@ class BackwardTracker:
     def _abandon(self) -> None:
         """Abort a backward after an exception and discard its results."""
         self.tasks = []
+        self._on_abandon()
         self._forget_calls()
         self._reducer.abandon()
         self._schedule.abandon()
