@@ -8,7 +8,9 @@ Afterwards each rank publishes the outcome of its file in the store; rank 0 comm
 have succeeded, and publishes the result. A thread that waits for another rank therefore never
 interleaves with a collective of the training. Every rank adopts the result of rank 0, so that a
 call that waits for the save (another save, a load, ``wait_for_checkpoint``) raises on all ranks or
-on none. A rank that has lost the store reads the result from the folder instead.
+on none. Rank 0 waits for the outcomes for ``timeout``; the others wait for its result as long as it
+lives, since another rank's disk and the removal of old checkpoints may take longer. A rank that has
+lost the store, or rank 0, reads the result from the folder instead.
 
 The threads are not daemons: an interpreter that exits, even by an exception, waits for them. A
 process that is killed leaves a temporary folder and no checkpoint.

@@ -383,10 +383,11 @@ class Mesh:
         """
         if self.consensus is None:
             return None
-        rank_status = self.watchdog.rank_status
-        return StoreMessages(
-            dist.PrefixStore(topic, self._store()),
-            self.rank,
-            self.timeout,
-            rank_status.exit_reasons if rank_status is not None else lambda ranks: {},
-        )
+        store, rank_status = dist.PrefixStore(topic, self._store()), self.watchdog.rank_status
+        if rank_status is None:
+            return StoreMessages(store, self.rank, self.timeout, lambda ranks: {})
+
+        def all_live() -> bool:
+            return not rank_status.troubled
+
+        return StoreMessages(store, self.rank, self.timeout, rank_status.exit_reasons, all_live)

@@ -265,6 +265,7 @@ class StoreMessages:
 
     gone(ranks): of these, the ranks from which nothing more will come, and why; called only while a
     message is missing. timeout: seconds after which a missing message is an error.
+    all_live(): whether ``gone`` would name a rank that ends, and no rank has failed so far.
     """
 
     def __init__(
@@ -273,9 +274,11 @@ class StoreMessages:
         rank: int,
         timeout: float,
         gone: Callable[[Sequence[int]], Mapping[int, str]],
+        all_live: Callable[[], bool] = lambda: False,
     ):
         self._store = TimeoutStore(store, STORE_SECONDS)
         self._rank, self._timeout, self._gone = rank, timeout, gone
+        self._all_live = all_live
         # starts the calling thread: none can be started once the interpreter ends
         self._store.add("opened", 1)
 
@@ -302,24 +305,30 @@ class StoreMessages:
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def receive(self, topic: str, number: int, rank: int) -> str:
-        """Return the ``number``-th message of ``rank``, the only one on ``topic``.
+        """Return the ``number``-th message of ``rank``, the only one on ``topic``. While all ranks
+        live, the wait has no time limit.
 
         Raises RankMismatchError if it will not come, RuntimeError if the store is gone.
         """
-        message = self.receive_all(topic, number, [rank])[rank]
+        message = self.receive_all(topic, number, [rank], self._all_live)[rank]
         if isinstance(message, RankMismatchError):
             raise message
         return message
 
     def receive_all(
-        self, topic: str, number: int, ranks: Sequence[int]
+        self,
+        topic: str,
+        number: int,
+        ranks: Sequence[int],
+        patient: Callable[[], bool] = lambda: False,
     ) -> dict[int, str | RankMismatchError]:
         """Return by rank the ``number``-th messages of ``ranks``, which alone send on ``topic``; an
-        error in place of one that will not come.
+        error in place of one that will not come. The timeout does not end the wait while
+        ``patient()``.
 
         Raises RuntimeError if the store is gone.
         """
-        missing = self._await(topic, number, ranks)
+        missing = self._await(topic, number, ranks, patient)
         came = [rank for rank in ranks if rank not in missing]
         messages: dict[int, str | RankMismatchError] = {}
         for at in range(0, len(came), AT_ONCE):
@@ -336,7 +345,9 @@ class StoreMessages:
             )
         return messages
 
-    def _await(self, topic: str, number: int, ranks: Sequence[int]) -> dict[int, str]:
+    def _await(
+        self, topic: str, number: int, ranks: Sequence[int], patient: Callable[[], bool]
+    ) -> dict[int, str]:
         """Wait for the messages of ``ranks``. Return those that will not come, and why."""
         late = f"no message of it for {self._timeout:g} s (the timeout of the configuration)"
         begun, gone, over = time.monotonic(), dict[int, str](), False
@@ -351,7 +362,7 @@ class StoreMessages:
                 if over or missing.keys() <= gone.keys():
                     return missing
             waited = time.monotonic() - begun
-            over = waited > self._timeout
+            over = waited > self._timeout and not patient()
             gone = {**self._gone(ranks)} if waited >= SLICE_SECONDS or over else {}
             time.sleep(next_pause(waited))
         return {}

@@ -1,5 +1,6 @@
 """Saves in the background into a folder: what `latest` names is whole and never older than a save
-that has succeeded, wherever processes end; the agent starts all ranks again.
+that has succeeded, wherever processes end; the agent starts all ranks again. While all live, a save
+succeeds on all ranks or on none, however long disks take.
 """
 
 from __future__ import annotations
@@ -80,21 +81,44 @@ def damage(folder: Path) -> str:
 
 
 def write_image(path: Path, parts: Iterator[memoryview], plan: Any) -> FileHashes:
+    hold_up("write")
     storage.write_file(path, b"".join(parts))
     return FileHashes("hash", BlockHashes(1, ""))
 
 
+def retain(*args: Any) -> list[Any]:
+    hold_up("removal")
+    return commit.retain(*args)
+
+
+def hold_up(what: str) -> None:
+    """Sleep as long as ``what`` takes on the disk of the process that runs."""
+    simulation = running()
+    assert simulation is not None and simulation.current is not None
+    simulation.sleep(simulation.current.process.variables.get(what, 0.0))
+
+
 class Job:
     """A job of ``size`` ranks that saves under one tag again and again, or under new ones, of which
-    it keeps some.
+    it keeps some. write: seconds that the disks of ranks take for a file. removal: seconds that
+    rank 0's takes to remove old checkpoints.
     """
 
-    def __init__(self, size: int, same_tag: bool, keep: int | None) -> None:
+    def __init__(
+        self,
+        size: int,
+        same_tag: bool,
+        keep: int | None,
+        write: Sequence[float] = (),
+        removal: float = 0.0,
+    ) -> None:
         self.size, self.same_tag, self.keep = size, same_tag, keep
+        self.write, self.removal = write or [0.0] * size, removal
 
     def __call__(self, simulation: Simulation) -> Judge:
         folder, faults = folder_of(simulation), list[str]()
         succeeded, newest = [0], [0]  # numbers of saves, and of what `latest` has named
+        self.outcomes: dict[int, set[bool]] = {}  # of each save, on the ranks that have waited
 
         def start(attempt: int) -> World:
             train = partial(self.train, folder, 1 + attempt * SAVES, succeeded)
@@ -110,6 +134,8 @@ class Job:
             wrong = simulation.wrong(end, faults, CheckpointError, CollectiveFailed)
             if wrong:
                 return wrong
+            if not simulation.killed and any(len(each) > 1 for each in self.outcomes.values()):
+                return f"a save has failed on some ranks alone: {errors}"
             if simulation.untroubled(TIMEOUT / 2) and (errors or newest[0] < ATTEMPTS * SAVES):
                 return f"save {newest[0]} is the latest though nothing has happened: {errors}"
             return ""
@@ -122,9 +148,14 @@ class Job:
         def gone(ranks: Sequence[int]) -> dict[int, str]:
             return {each: "it died" for each in ranks if not world.processes[each].alive}
 
-        mesh = SimpleNamespace(
-            store_messages=lambda name: StoreMessages(world.store(name), rank, TIMEOUT, gone)
-        )
+        def all_live() -> bool:
+            return not gone(range(self.size))
+
+        def messages(name: str) -> StoreMessages:
+            return StoreMessages(world.store(name), rank, TIMEOUT, gone, all_live)
+
+        mesh = SimpleNamespace(store_messages=messages)
+        world.processes[rank].variables |= {"write": self.write[rank], "removal": self.removal}
         try:
             saver = AsyncSaver(mesh, rank, self.size, torch.device("cpu"))
         except RuntimeError as error:  # the store does not answer, and no engine is made
@@ -134,7 +165,7 @@ class Job:
             for number in range(first, first + SAVES):
                 self.save(saver, folder, number, world, rank)
                 world.collective("training", rank, f"after save {number}")
-            saver.wait()
+            self.wait(saver, number)
             if rank == 0:
                 succeeded.append(number)
         finally:
@@ -145,7 +176,8 @@ class Job:
 
     def save(self, saver: AsyncSaver, folder: Path, number: int, world: World, rank: int) -> None:
         """Begin a save as ``save_checkpoint`` does, without an engine."""
-        saver.wait()
+        if saver.number:  # a save of this attempt may be under way
+            self.wait(saver, number - 1)
         tag, save_id = "tag" if self.same_tag else f"step-{number}", f"{number:08d}" + "f" * 24
         target = FolderTarget(folder, tag, save_id)
         if rank == 0:
@@ -159,6 +191,16 @@ class Job:
         plan: Any = SimpleNamespace(size=content.numel())
         saver.copy_to_host(plan, {}, content)
         saver.start(job, plan)
+
+    def wait(self, saver: AsyncSaver, number: int) -> None:
+        """Wait for save ``number`` and note its outcome."""
+        outcomes = self.outcomes.setdefault(number, set())
+        try:
+            saver.wait()
+        except CheckpointError:
+            outcomes.add(False)
+            raise
+        outcomes.add(True)
 
     def wrong(self, folder: Path, least: int, newest: list[int]) -> str:
         """Return what a restart would find that is wrong, with the save ``least`` or a later one;
@@ -183,6 +225,9 @@ JOBS = {
     "one tag": Job(2, True, None),
     "the newest is kept": Job(2, False, 1),
     "three ranks": Job(3, False, None),
+    # each rank waits for the next one, for less than the timeout
+    "slow disks": Job(3, False, None, write=[20.0, 0.0, 40.0]),
+    "a slow removal": Job(2, False, 1, removal=40.0),
 }
 
 
@@ -200,6 +245,7 @@ def processes() -> Iterator[None]:
         patch.setattr(storage, "exchange", exchanged)
         patch.setattr(save_job, "_in_flight", PerProcess("_in_flight", dict))
         patch.setattr(save_job, "write_image", write_image)
+        patch.setattr(save_job, "retain", retain)
         for module in (commit, save_job):
             patch.setattr(module, "Manifest", Manifest)
         patch.setattr(commit, "integrity_error", damage)
@@ -222,3 +268,9 @@ def test_latest_is_written_before_the_checkpoint(monkeypatch: pytest.MonkeyPatch
     held = {"deaths": 2, "seconds": 1500.0, "at": "rename"}
     fault = find(JOBS["three ranks"], 1000, **held)
     assert "names nothing" in fault.text
+
+
+def test_the_wait_for_the_result_ends_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed_fault(monkeypatch, StoreMessages, "_await", (" and not patient()", ""))
+    for job in ("slow disks", "a slow removal"):
+        assert "on some ranks alone" in find(JOBS[job], 1, **SETTINGS).text
