@@ -367,9 +367,11 @@ class AsyncSaver:
         try:
             self._thread.start()
         except BaseException:
-            if self._thread.ident is None:  # no thread will end the waits
+            if self._thread.ident is None:  # no thread will end the save
                 staged.close()
                 self._running = None
+                if job.rank == 0:
+                    finished(job.target.final, whole=False)
             raise
 
     def withdraw(
@@ -390,8 +392,6 @@ class AsyncSaver:
         failed.set_exception(CheckpointError(failure))
         job = SaveJob(target, target.final, self._rank, self._world, None)
         self.number, self._running = before + 1, (job, failed) if fails else None
-        if self._rank == 0:
-            finished(target.final, whole=False)
         exchange = _ByStore(self._mail, self.number, job)
         if self._rank > 0:
             exchange.gather(Outcome(None, why))

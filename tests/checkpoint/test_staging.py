@@ -449,10 +449,12 @@ def test_a_thread_that_cannot_start_holds_no_update(
             with pytest.raises(RuntimeError, match="can't start"):
                 engine.save_checkpoint(tmp_path, blocking=False)
         engine.wait_for_checkpoint()
+        save_job.after_commit(tmp_path, lambda: removed.append("now: no save is under way"))
         train(engine, rank, range(1, 2))
 
+    removed = list[str]()
     Setup(ranks=1).run(run)
-    assert not staging.waits
+    assert removed and not staging.waits
 
 
 @pytest.mark.parametrize("way", ["", "half on cpu"])
