@@ -16,8 +16,7 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.match import LoadTarget
 from hf_zero.checkpoint.memory.resume import newest_in_memory
 from hf_zero.checkpoint.reader import recognise
-from hf_zero.checkpoint.save_job import decide_on_rank_0
-from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try
+from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, decide_on_rank_0
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
 from hf_zero.distributed.parallel_dims import ParallelDims
@@ -165,7 +164,7 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
         whole = newest_whole(as_path(folder)) if folder else None
         return whole and _resumed(*whole)
 
-    chosen: Resumed | None = decide_on_rank_0(choose)
+    chosen: Resumed | None = decide_on_rank_0(get_world_group(), choose)
     if chosen is None or as_path(folder or "") != locate(chosen.directory, chosen.tag):
         older = (None, None) if chosen is None else (chosen.directory, chosen.tag)
         checkpoint = newest_in_memory(config, *older)

@@ -39,7 +39,6 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.staging import DeferredState, StagedFile, Tensors, memory_at_once
 from hf_zero.checkpoint.storage import AnyPath, describe_error, describe_failures, is_remote
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, BlockHashes, FileHashes, FilePlan
-from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError
 from hf_zero.logging import in_units, logger
 from hf_zero.ops.host_memory import HostArena
@@ -518,22 +517,3 @@ class _ByStore:
             f"rank {self._job.rank} does not know what became of {final} ({error}); hf-zero verify "
             "says whether it is whole"
         )
-
-
-def decide_on_rank_0(choose: Callable[[], Any]) -> Any:
-    """Return the result of ``choose()`` on rank 0 to all ranks. Collective.
-
-    Raises CheckpointError on all ranks if ``choose`` raises CheckpointError or OSError on rank 0.
-    """
-    answer: tuple[Any, str] = (None, "")
-    if process_group.get_rank() == 0:
-        try:
-            answer = choose(), ""
-        except (CheckpointError, OSError) as error:
-            answer = None, describe_error(error)
-    chosen, failure = world_group.get_world_group().broadcast_object(
-        answer, what="which checkpoint is whole"
-    )
-    if failure:
-        raise CheckpointError(failure)
-    return chosen

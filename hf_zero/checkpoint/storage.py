@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
@@ -454,6 +454,24 @@ def collective_try(
         return value_here, [value for _, value in outcomes]
     message = describe_failures(failed, len(outcomes))
     raise CheckpointError(message + (f". {after}" if after else "")) from cause
+
+
+def decide_on_rank_0(world: Any, choose: Callable[[], T]) -> T:
+    """Return the result of ``choose()`` on rank 0 of the group ``world`` to all ranks. Collective.
+
+    If ``choose`` raises, all ranks raise a CheckpointError with its error.
+    """
+    cause: Exception | None = None
+    answer: tuple[Any, str] = (None, "")
+    if world.rank == 0:
+        try:
+            answer = choose(), ""
+        except Exception as error:
+            cause, answer = error, (None, describe_error(error))
+    chosen, failure = world.broadcast_object(answer, what="the choice of rank 0")
+    if failure:
+        raise CheckpointError(failure) from cause
+    return cast(T, chosen)
 
 
 Tick = Callable[[int], None]

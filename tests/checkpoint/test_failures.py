@@ -20,6 +20,7 @@ from hf_zero.checkpoint import file_writer, save_sharded, storage
 from hf_zero.checkpoint.commit import CommitTarget
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
+from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.sharding import Sharding, set_sharding
 from tests.checkpoint.jobs import (
@@ -267,3 +268,20 @@ def test_ranks_that_load_different_checkpoints(tmp_path):
     # one folder that two machines have mounted under different names
     shutil.copytree(tmp_path / "0", tmp_path / "1")
     each_loads(lambda rank: [tmp_path / str(rank)])
+
+
+# ---- choices of rank 0 ----
+
+
+@pytest.mark.parametrize("error", [KeyError("step"), OSError(errno.EIO, "failed", "latest")])
+def test_a_choice_that_fails_on_rank_0_raises_on_all_ranks(error: Exception) -> None:
+    def choose() -> None:
+        raise error
+
+    def run(rank: int) -> str:
+        with pytest.raises(CheckpointError) as raised:
+            storage.decide_on_rank_0(get_world_group(), choose)
+        return str(raised.value)
+
+    first, second = run_ranks(2, run)
+    assert first == second == storage.describe_error(error)

@@ -21,8 +21,13 @@ from hf_zero.checkpoint.memory import folders, saving
 from hf_zero.checkpoint.memory.inventory import Generation, Held
 from hf_zero.checkpoint.memory.job_folders import Hosts, JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, join_records, record_path
-from hf_zero.checkpoint.save_job import decide_on_rank_0
-from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, remove_tree
+from hf_zero.checkpoint.storage import (
+    AnyPath,
+    as_path,
+    collective_try,
+    decide_on_rank_0,
+    remove_tree,
+)
 from hf_zero.checkpoint.tensorfile import Hash, algorithm_of, bytes_view, hash_of_file
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
@@ -130,7 +135,9 @@ def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, stri
                 "job again: an older one, or a checkpoint on disk, is taken"
             )
         return checkpoint
-    named = tag is not None or decide_on_rank_0(lambda: find.is_checkpoint(where))
+    named = tag is not None or decide_on_rank_0(
+        get_world_group(), lambda: find.is_checkpoint(where)
+    )
     looks = not named and not memory.by_route and not memory.has_stepped
     chosen = newest(engine, directory, strict) if looks else None
     return chosen or Newest(directory, tag, -1, in_memory=False)

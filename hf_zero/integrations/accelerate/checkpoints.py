@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint.commit import excess, remove
 from hf_zero.checkpoint.find import DROPPED
-from hf_zero.checkpoint.save_job import after_commit, decide_on_rank_0
+from hf_zero.checkpoint.save_job import after_commit
+from hf_zero.checkpoint.storage import decide_on_rank_0
+from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.accelerator import keep_measures_in
@@ -66,7 +68,8 @@ def keep_until_saved(
     keep_measures_in(self, Path(self.project_dir))
     settings, parts = self.project_configuration, StateContents.of(self)
     settings.iteration = decide_on_rank_0(
-        lambda: _first_free_number(_states(self), settings.iteration, parts)
+        get_world_group(),
+        lambda: _first_free_number(_states(self), settings.iteration, parts),
     )
     limit = settings.total_limit
     with replaced(settings, total_limit=None):
@@ -137,15 +140,18 @@ def resume_from_whole(
     last, named = input_dir is None, _names_itself(self)
     if last and named:
         checkpoint = decide_on_rank_0(
+            get_world_group(),
             lambda: last_complete(
                 numbered_folders(_states(self), PREFIX), StateContents.of(self).error
-            )
+            ),
         )
         input_dir = None if checkpoint is None else str(checkpoint)
     if last and _under_zero(self):
         input_dir = newer_in_memory(self, input_dir)
     if input_dir is not None and _under_zero(self):
-        decide_on_rank_0(lambda: _refuse_trainer_folder(Path(input_dir).expanduser()))
+        decide_on_rank_0(
+            get_world_group(), lambda: _refuse_trainer_folder(Path(input_dir).expanduser())
+        )
         if named:
             keep_measures_in(self, Path(self.project_dir))
         elif not last:
@@ -153,7 +159,8 @@ def resume_from_whole(
     result = original(self, input_dir, load_kwargs, **load_model_func_kwargs)
     if last and named:
         self.project_configuration.iteration = decide_on_rank_0(
-            lambda: _next_number(_states(self), self.project_configuration.iteration)
+            get_world_group(),
+            lambda: _next_number(_states(self), self.project_configuration.iteration),
         )
     if input_dir is not None and _under_zero(self):
         # Accelerate's count of micro-batches in a window: unknown for new ranks, and the window

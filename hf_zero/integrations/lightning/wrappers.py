@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import remove
 from hf_zero.checkpoint.memory import newest
-from hf_zero.checkpoint.save_job import after_commit, decide_on_rank_0
+from hf_zero.checkpoint.save_job import after_commit
+from hf_zero.checkpoint.storage import decide_on_rank_0
+from hf_zero.distributed.world_group import get_world_group
 from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations import finder
@@ -304,7 +306,7 @@ def save_after_a_step(original: Original, self: _SignalConnector) -> None:
     def save_if_requested() -> None:
         if not engine.stop_requested:
             return
-        if decide_on_rank_0(lambda: requeue in engine.stop_requests.received):
+        if decide_on_rank_0(get_world_group(), lambda: requeue in engine.stop_requests.received):
             self._slurm_sigusr_handler_fn(requeue, None)  # type: ignore[arg-type]
         else:
             path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)

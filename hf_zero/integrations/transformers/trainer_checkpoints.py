@@ -15,10 +15,11 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import excess, remove
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.memory import newest_in_memory
-from hf_zero.checkpoint.save_job import after_commit, decide_on_rank_0
+from hf_zero.checkpoint.save_job import after_commit
+from hf_zero.checkpoint.storage import decide_on_rank_0
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ACCUMULATION, TOTAL
-from hf_zero.distributed import world_group
+from hf_zero.distributed.world_group import barrier, get_world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
 from hf_zero.integrations.checkpoint_folders import (
@@ -70,12 +71,13 @@ def whole_to_resume(trainer: Trainer, resume: str | bool | None) -> str | bool |
         return resume
     if resume is True:
         checkpoint = decide_on_rank_0(
-            lambda: last_complete(numbered_folders(output, PREFIX), trainer_folder_error)
+            get_world_group(),
+            lambda: last_complete(numbered_folders(output, PREFIX), trainer_folder_error),
         )
         folder, last = None if checkpoint is None else Path(checkpoint), True
     else:
         named = folder = Path(resume)
-        last = decide_on_rank_0(lambda: _refuse_torn(named, output))
+        last = decide_on_rank_0(get_world_group(), lambda: _refuse_torn(named, output))
     if last:  # what scripts find by get_last_checkpoint counts as True
         folder = _newer_in_memory(trainer, folder)
     if folder is None:
@@ -149,7 +151,7 @@ def _keep_samples_of_a_step(trainer: Trainer, folder: Path) -> None:
         path = find.locate(folder) / MANIFEST_NAME
         return Manifest.read(path).batch if path.is_file() else {}
 
-    saved, args = decide_on_rank_0(batch_of), trainer.args
+    saved, args = decide_on_rank_0(get_world_group(), batch_of), trainer.args
     readers = args.world_size // trainer.get_tp_size() // trainer.get_sp_size()
     micro = args.per_device_train_batch_size
     if not saved or readers == saved["readers"]:
@@ -216,7 +218,7 @@ def end_with_whole_ones(
         best = self.state.best_model_checkpoint
         if best is not None and used and not self.args.save_only_model:
             self.state.best_model_checkpoint, self.state.best_metric = decide_on_rank_0(
-                lambda: _best_whole(self, Path(best))
+                get_world_group(), lambda: _best_whole(self, Path(best))
             )
     return original(self, trial, num_train_samples, start_time)
 
@@ -228,7 +230,7 @@ def push_whole_ones(original: Original, self: Trainer, checkpoint_folder: str) -
     engine = engine_of(self)
     if engine is not None and self.args.hub_strategy in ("checkpoint", "all_checkpoints"):
         engine.wait_for_checkpoint()
-        world_group.barrier()
+        barrier()
     original(self, checkpoint_folder)
 
 
