@@ -424,9 +424,18 @@ class _Load(StateSource):
             log_rank0(text, logging.WARNING)
 
     def _load_scaler(self) -> None:
-        precision = self.engine.config.precision
-        if self.manifest.scaler is not None and precision == "fp16":
-            self.engine.scaler.load_state_dict(self.manifest.scaler)
+        precision, saved = self.engine.config.precision, self.manifest.scaler
+        if saved is not None and precision == "fp16":
+            scaler = self.engine.scaler
+            if scaler.dynamic:
+                scaler.load_state_dict(saved)
+            elif saved["scale"] != scaler.scale:
+                log_rank0(
+                    f"{self.checkpoint.folder} has a loss scale of {saved['scale']:g}, which is "
+                    f"not loaded: fp16.loss_scale keeps {scaler.scale:g}; set it to 0 for the "
+                    "dynamic scale of the checkpoint",
+                    logging.WARNING,
+                )
         elif (self.manifest.precision == "fp16") != (precision == "fp16"):
             log_rank0(
                 f"{self.checkpoint.folder} was saved in {self.manifest.precision}, this run is in "

@@ -258,3 +258,27 @@ def test_floats_for_an_integer_buffer_are_refused_before_anything_changes(tmp_pa
     for text in errors(run, TWO, make, load):
         assert "has other values of phase, which the model cannot take" in text
         assert "Nothing was loaded" in text
+
+
+class Scaled(Job):
+    """A job in fp16 with a constant loss scale."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return super().config | {"fp16": {"enabled": True, "loss_scale": 64.0}}
+
+
+def test_a_constant_loss_scale_stays_over_loads(tmp_path: Path, heard: list[str]) -> None:
+    dynamic, constant = Job(1, 2, precision="fp16"), Scaled(1, 2, precision="fp16")
+    (saver,) = saved(tmp_path / "dynamic", dynamic)
+    assert saver.scaler.scale > 64.0
+    (engine,), _ = loaded(constant, tmp_path / "dynamic")
+    assert engine.scaler.scale == 64.0 and not engine.scaler.dynamic
+    (told,) = (line for line in heard if "fp16.loss_scale" in line)
+    assert f"has a loss scale of {saver.scaler.scale:g}" in told
+
+    saved(tmp_path / "constant", constant)
+    loaded(constant, tmp_path / "constant")
+    assert len([line for line in heard if "fp16.loss_scale" in line]) == 1
+    (engine,), _ = loaded(dynamic, tmp_path / "constant")
+    assert engine.scaler.scale == 64.0 and engine.scaler.dynamic
