@@ -7,8 +7,8 @@ continue from it. A stream (an ``IterableDataset``) knows its own place, on each
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,8 @@ Collate = Callable[[Any], Any]
 
 class EpochSampler(DistributedSampler[Any]):
     """A ``DistributedSampler`` whose next iteration leaves out the first ``skip`` samples of all
-    ranks. ``announced``: the epoch that the script has set since the last iteration began.
+    ranks, any number of them: the ranks divide those that follow. ``announced``: the epoch that the
+    script has set since the last iteration began.
     """
 
     skip = 0
@@ -35,7 +36,15 @@ class EpochSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[object]:
         skip, self.skip = self.skip, 0
-        return islice(super().__iter__(), skip // self.num_replicas, None)
+        whole = copy.copy(self)  # as one rank would draw the epoch
+        whole.rank, whole.num_replicas, whole.num_samples = 0, 1, self.total_size
+        epoch = list(DistributedSampler.__iter__(whole))
+        rest = epoch[skip:]
+        if self.drop_last:
+            del rest[len(rest) // self.num_replicas * self.num_replicas :]
+        else:  # filled up like a whole epoch, with its first samples
+            rest += epoch[: -len(rest) % self.num_replicas]
+        return iter(rest[self.rank :: self.num_replicas])
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)

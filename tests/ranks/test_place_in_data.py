@@ -159,3 +159,34 @@ def test_a_loader_whose_state_is_not_known_is_refused(tmp_path: Path) -> None:
         engine.destroy()
 
     run_ranks(RANKS, over)
+
+
+def test_ranks_that_do_not_divide_the_samples_go_on_with_the_next_one(tmp_path: Path) -> None:
+    """Eight samples of an epoch are read on two ranks, and the others on three."""
+
+    def saved(rank: int) -> list[list[int]]:
+        engine, loader = initialized("map", rank, window=1)
+        train(engine, loader, 2)
+        engine.save_checkpoint(str(tmp_path))
+        return train(engine, loader, 3)  # from the beginning of the epoch
+
+    def resumed(rank: int) -> tuple[list[list[int]], list[int]]:
+        engine, loader = initialized("map", rank, window=1)
+        engine.load_checkpoint(str(tmp_path), load_loader=True)
+        seen, places = [], []
+        for _, numbers in loader:
+            seen.append(numbers.tolist())
+            places.append(loader.samples)
+        return seen, places
+
+    before = run_ranks(2, saved)
+    after = run_ranks(3, resumed)
+    read = {number for seen in before for batch in seen[:2] for number in batch}
+    # the three ranks begin with the samples that followed on two
+    following = [each for pair in zip(*(seen[2] for seen in before)) for each in pair]
+    first = [each for row in zip(*(seen[0] for seen, _ in after)) for each in row]
+    assert first[: len(following)] == following
+    rest = [number for seen, _ in after for batch in seen for number in batch]
+    assert len(rest) == 15  # the epoch is filled up to a multiple of the ranks
+    assert set(rest) | read == set(range(SAMPLES))
+    assert [places for _, places in after] == [[14, 20, 26]] * 3
