@@ -29,7 +29,7 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.storage import (
     AnyPath,
     describe_error,
-    fsync_folder,
+    fsync_path,
     is_remote,
     make_folder,
     objects_in,
@@ -161,10 +161,10 @@ class FolderTarget(CommitTarget):
         publish_folder(self._temporary, self.tag)
 
     def finish(self, above: Mapping[str, bytes]) -> None:
-        storage.fsync_folder(self.directory)  # `latest` names the checkpoint once it is durable
+        storage.fsync_path(self.directory)  # `latest` names the checkpoint once it is durable
         for name in above:
             os.replace(self.final / (find.NEW + name), self.directory / name)
-        storage.fsync_folder(self.directory)
+        storage.fsync_path(self.directory)
         discard_replaced(self.final)
 
     def abort(self) -> None:
@@ -315,7 +315,7 @@ def publish_folder(temporary: Path, tag: str) -> Path:
     """
     directory = temporary.parent
     final, replaced = directory / tag, directory / (REPLACED + tag)
-    fsync_folder(temporary)
+    fsync_path(temporary)
     if final.exists():
         if _exchange(temporary, replaced, final):
             return final

@@ -223,7 +223,7 @@ def save_whole(
             raise failed[0]
         if engine.global_rank == 0:
             os.replace(temporary, path)
-            storage.fsync_folder(path.parent)
+            storage.fsync_path(path.parent)
 
     collective_try(engine.mesh, finish, path)
     return path

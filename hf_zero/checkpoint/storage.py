@@ -269,9 +269,9 @@ def _renameat2() -> Any:
 def rename_durably(source: Path, target: Path) -> None:
     """Rename ``source`` to ``target``, and flush the folders that change."""
     os.rename(source, target)
-    fsync_folder(source.parent)
+    fsync_path(source.parent)
     if target.parent != source.parent:
-        fsync_folder(target.parent)
+        fsync_path(target.parent)
 
 
 def remove_tree(folder: Path) -> None:
@@ -290,7 +290,7 @@ def make_folder(path: Path) -> None:
     for folder in reversed(missing):
         if not folder.is_dir():
             folder.mkdir(exist_ok=True)
-            fsync_folder(folder.parent)
+            fsync_path(folder.parent)
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -307,7 +307,8 @@ def write_file(path: Path, content: bytes) -> None:
         os.close(fd)
 
 
-def fsync_folder(path: Path) -> None:
+def fsync_path(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the device."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -179,6 +179,31 @@ def test_a_conversion_on_a_storage_that_fails_for_good_loses_no_file(
     assert "could not be put back after an error" in caplog.text
 
 
+@pytest.mark.parametrize("to", ["dcp", "universal"])
+def test_a_folder_has_its_name_once_its_files_are_durable(
+    to: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, flushed, lacking = tmp_path / "new" / "out", set[Path](), list[Path]()
+    fsync, rename = os.fsync, os.rename
+
+    def flush(fd: int) -> None:
+        flushed.add(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    def publish(folder: Any, name: Any) -> None:
+        if Path(name) == target:
+            written = [Path(folder), *Path(folder).rglob("*"), tmp_path]
+            lacking.extend(path for path in written if path not in flushed)
+            flushed.clear()
+        rename(folder, name)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    for call in ("rename", "replace"):
+        monkeypatch.setattr(os, call, publish)
+    convert_checkpoint(source, target, to=to)
+    assert not lacking and target.parent in flushed
+
+
 def _refuse(*_: Any, **__: Any) -> None:
     raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 

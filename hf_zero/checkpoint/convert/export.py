@@ -574,4 +574,4 @@ def _publish(layout: _Layout, target: Path, publication: Publication) -> None:
     for name in (*layout.parts, *layout.beside):
         publication.replace(temporary_path(target, name), name)
     for folder in {(target / name).parent for name in layout.parts} | {target}:
-        storage.fsync_folder(folder)
+        storage.fsync_path(folder)

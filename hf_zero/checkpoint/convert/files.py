@@ -27,7 +27,15 @@ import torch
 from hf_zero.checkpoint import find, storage
 from hf_zero.checkpoint.convert.outputs import OutputTensor
 from hf_zero.checkpoint.reader import Checkpoint, Scratch
-from hf_zero.checkpoint.storage import AnyPath, Tick, is_remote, write_all
+from hf_zero.checkpoint.storage import (
+    AnyPath,
+    Tick,
+    fsync_path,
+    is_remote,
+    make_folder,
+    rename_durably,
+    write_all,
+)
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject, logger, parse_json
@@ -97,17 +105,20 @@ def refuse_target(target: Path, source: AnyPath, may_hold: bool = False) -> None
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to ``target`` if the ``with`` block succeeds, else
-    removed. Raises CheckpointError if ``target`` exists and is not an empty folder.
+    """Yield an empty folder that is renamed to ``target`` if the ``with`` block succeeds, once all
+    in it is on the device, else removed. Raises CheckpointError if ``target`` exists and is not an
+    empty folder.
     """
     target = Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists; remove it, or name another folder")
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-    unfinished.mkdir(parents=True)
+    make_folder(unfinished)
     try:
         yield unfinished
-        os.replace(unfinished, target)
+        for path in (*unfinished.rglob("*"), unfinished):
+            fsync_path(path)
+        rename_durably(unfinished, target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

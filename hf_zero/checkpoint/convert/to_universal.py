@@ -51,7 +51,7 @@ def name_latest(folder: Path) -> None:
     new, latest = (path.with_name(prefix + LATEST_UNIVERSAL) for prefix in (find.NEW, ""))
     try:
         storage.write_file(new, path.name.encode())
-        os.replace(new, latest)
+        storage.rename_durably(new, latest)
     except OSError as error:
         raise CheckpointError(
             f"{storage.describe_error(error, latest)}. {folder} itself is whole; write "
