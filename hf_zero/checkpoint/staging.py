@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
 Tensors = Mapping[str, torch.Tensor | Callable[[], torch.Tensor]]
-PATIENCE = 0.8  # part of the timeout of collectives for which changes wait for the copies of a save
+# of the timeout of collectives: for so long changes wait for the copies of a save
+WAITED_PART_OF_TIMEOUT = 0.8
 WARN_SECONDS = 60.0
 HOST = torch.device("cpu")
 
@@ -146,8 +147,31 @@ def _versions(state: DeferredState) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in state.watched)
 
 
-def _since(begun: float) -> float:
-    return time.perf_counter() - begun
+class _Waits:
+    """Seconds for which at least one thread has waited: threads that wait at the same time hold up
+    other ranks together. A ``with`` block is one wait.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting, self._begun, self._ended = 0, 0.0, 0.0  # number, and seconds
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            return self._ended + (time.perf_counter() - self._begun if self._waiting else 0.0)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                self._begun = time.perf_counter()
+            self._waiting += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._waiting -= 1
+            if not self._waiting:
+                self._ended += time.perf_counter() - self._begun
 
 
 def memory_at_once(plan: FilePlan, deferred: Sequence[DeferredState]) -> int:
@@ -183,8 +207,8 @@ class StagedFile:
         self._copies: list[_PendingCopy] = []
         self._filling = threading.Lock()  # held while a part is copied beside the training
         self._abandoned = ""  # why what was left has not been copied
-        self._timeout, self._waited = timeout, 0.0
-        self._trains = threading.get_ident()
+        self._timeout, self._waits = timeout, _Waits()
+        self._training_thread = threading.get_ident()
         if memory.numel() < plan.size:
             self._copy_at_once(deferred)
         if tensors is not None:
@@ -289,21 +313,21 @@ class StagedFile:
         """Wait on the thread of a change until it is ``copied``, or abandon it before the other
         ranks end their waits for this one.
         """
-        begun, limit = time.perf_counter(), PATIENCE * self._timeout - self._waited
-        with span("wait_save", ""):
-            while not copied.wait(max(min(WARN_SECONDS, limit - _since(begun)), 0.0)):
-                if _since(begun) >= limit:
-                    self._abandon(self._waited + _since(begun))
+        begun, limit = time.perf_counter(), WAITED_PART_OF_TIMEOUT * self._timeout
+        with span("wait_save", ""), self._waits:
+            while not copied.wait(max(min(WARN_SECONDS, limit - self._waits.seconds), 0.0)):
+                waited = self._waits.seconds
+                if waited >= limit:
+                    self._abandon(waited)
                     continue
                 logger.warning(
                     "training has waited %.0f s for a save in the background to copy its state: "
                     "this rank's storage takes the file slower than steps come; raise "
                     "checkpoint.staging_bytes",
-                    self._waited + _since(begun),
+                    waited,
                 )
-        self._waited += _since(begun)
-        if threading.get_ident() == self._trains:
-            self.stall += _since(begun)
+        if threading.get_ident() == self._training_thread:
+            self.stall += time.perf_counter() - begun
 
     def _abandon(self, waited: float) -> None:
         """Let all changes continue after a wait of ``waited`` seconds, and the save fail, unless

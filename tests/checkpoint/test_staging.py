@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -463,7 +464,7 @@ def test_a_save_that_holds_up_the_other_ranks_is_abandoned(
 ) -> None:
     """Its storage takes nothing until the step is over: the save fails, and the step is right."""
     setup, staging.at_first_wait = Setup(way=way), False
-    monkeypatch.setattr(staging_module, "PATIENCE", 0.0)
+    monkeypatch.setattr(staging_module, "WAITED_PART_OF_TIMEOUT", 0.0)
 
     def plain(engine: Any, rank: int) -> Any:
         return train(engine, rank, range(3)), full_weights(engine)
@@ -489,6 +490,24 @@ def test_a_save_that_holds_up_the_other_ranks_is_abandoned(
     for (losses, weights), (found, after) in zip(expected, setup.run(run)):
         assert losses == found and same(weights, after)
     assert staging.waits and run_holds(tmp_path) == ["whole"]
+
+
+def test_threads_that_wait_at_the_same_time_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr(staging_module, "time", clock)
+    now, waits, seconds = 0.0, staging_module._Waits(), []
+    for now, change in [(0, waits.__enter__), (2, waits.__enter__), (5, waits.__exit__)]:
+        change()
+        seconds.append(waits.seconds)
+    now = 6
+    seconds.append(waits.seconds)
+    waits.__exit__()
+    now = 10
+    seconds.append(waits.seconds)
+    with waits:
+        now = 11
+        seconds.append(waits.seconds)
+    assert seconds == [0, 2, 5, 6, 6, 7]
 
 
 def test_a_long_wait_is_reported(
