@@ -23,7 +23,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hf_zero.checkpoint.memory.folders import PATIENCE, bases, job_identity, lock_in, refuse_foreign
+from hf_zero.checkpoint.memory.folders import (
+    CLAIM_SECONDS,
+    bases,
+    job_identity,
+    lock_in,
+    refuse_foreign,
+)
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger, parse_json
 from hf_zero.ops.file_locks import FileLock
@@ -59,7 +65,7 @@ class SaveLog:
         try:
             if self._lock is None and not self._failed:
                 name = secrets.token_hex(8)
-                self._lock = lock_in(_folder(), HIDDEN + name, fcntl.LOCK_EX, PATIENCE)
+                self._lock = lock_in(_folder(), HIDDEN + name, fcntl.LOCK_EX, CLAIM_SECONDS)
                 own = Writer(_job(), socket.gethostname(), os.getpid())
                 self._lock.path.write_text(json.dumps(vars(own)) + "\n")
                 # Seen once it is locked: others remove a file that nobody has locked.

@@ -114,7 +114,7 @@ JOBS = {
 @pytest.fixture(autouse=True)
 def processes() -> Iterator[None]:
     with memory.processes() as patch:
-        patch.setattr(folders, "PATIENCE", PATIENCE)
+        patch.setattr(folders, "CLAIM_SECONDS", PATIENCE)
         patch.setattr(save_log, "_folder", lambda: _folders._value())
         patch.setattr(save_log, "_job", job)
         patch.setattr(save_log, "_is_related", lambda writer: writer.job == job())

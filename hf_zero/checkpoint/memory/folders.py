@@ -45,7 +45,7 @@ PREFIX = "hf-zero-"
 IN_USE = "in-use"
 CLAIM = "claim"
 REMOVED = "~"  # in the name of a job's folder that is being removed: no job has such a name
-PATIENCE = 10.0  # seconds in which a process that is ending gives up its claim
+CLAIM_SECONDS = 10.0  # seconds in which a process that is ending gives up its claim
 MOMENT = 0.2  # seconds in which a process that looks whether a folder is empty is done
 SLOTS = ("slot-0", "slot-1")
 RESUME = "resume"
@@ -153,7 +153,7 @@ class Claim(InUse):
         if former is not None:  # of an engine that nobody has destroyed
             former.close()
         try:
-            self._lock = lock_in(folder, CLAIM, fcntl.LOCK_EX, PATIENCE)
+            self._lock = lock_in(folder, CLAIM, fcntl.LOCK_EX, CLAIM_SECONDS)
         except BlockingIOError as error:
             raise CheckpointError(
                 f"another job that is running saves into {folder}: both have the same name; name "

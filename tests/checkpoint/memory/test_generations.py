@@ -185,7 +185,7 @@ sys.stdin.read()
 
 def test_two_living_jobs_of_one_name_are_refused(tmp_path, monkeypatch):
     """At the first save of the second, if neither has saved before."""
-    monkeypatch.setattr(folders, "PATIENCE", 0.0)
+    monkeypatch.setattr(folders, "CLAIM_SECONDS", 0.0)
     setup = Kept().at(tmp_path)
     engine = folders.job_folder(setup.base, "job") / "b" / "engine-0"
     others: list[subprocess.Popen[bytes]] = []
