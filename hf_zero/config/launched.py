@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 from hf_zero.config.files import flattened, merge
 from hf_zero.config.refusals import STAGE
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.logging import JsonObject, logger
+from hf_zero.logging import logger
 
 LAUNCH_FILE = "HF_ZERO_LAUNCH_FILE"  # the configuration file given to accelerate launch
 LAUNCHED_BY = "HF_ZERO_LAUNCHED_BY"  # the command that wrote the options of accelerate launch
@@ -38,7 +39,7 @@ def launched_values() -> dict[str, object]:
     named = os.environ.get(FILE, "none")
     if named != "none":
         config = ZeroConfig.coerce(named, allow_auto=True, foreign=True)
-        values: JsonObject = {STAGE: config.stage}
+        values: dict[str, Any] = {STAGE: config.stage}
         values |= {name: getattr(config, name).device for name in OFFLOAD}
         precision: str | None = config.precision if config.precision != "fp32" else None
     else:
@@ -56,7 +57,7 @@ def launched_values() -> dict[str, object]:
     return values | ({PRECISION: precision} if precision else {}) | _passed_on(values.get(STAGE, 0))
 
 
-def _passed_on(stage: int) -> JsonObject:
+def _passed_on(stage: int) -> dict[str, object]:
     """Return the values of the keys that the launch passes on to the ranks in ``WRITTEN``."""
     written = json.loads(os.environ.get(WRITTEN, "{}"))
     if not written:
@@ -87,7 +88,7 @@ def check_launch(config: ZeroConfig) -> None:
     command = launch_command()
     if command is None:
         return
-    own_values: JsonObject = {STAGE: config.stage, PRECISION: config.precision}
+    own_values: dict[str, object] = {STAGE: config.stage, PRECISION: config.precision}
     own_values |= {name: getattr(config, name).device for name in OFFLOAD}
     launched = launched_values()
     if launched.keys() - own_values.keys():

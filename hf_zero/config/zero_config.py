@@ -27,7 +27,6 @@ from hf_zero.config.sections import LaunchSection, OptimizerConfig, SchedulerCon
 from hf_zero.config.settings import Settings
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
-from hf_zero.logging import JsonObject
 
 if TYPE_CHECKING:
     from hf_zero.config.keywords import Keywords
@@ -320,7 +319,7 @@ class ZeroConfig(Settings):
         complete(reading)
         check_reading(reading)
         table = [*KEYS.items(), *ACCELERATE_KEYS.items()]
-        values: JsonObject = {
+        values: dict[str, Any] = {
             key.field: reading.values.get(path, key.default) for path, key in table if key.field
         }
         for name, (_, made_of) in sections_of(type(self)).items():
@@ -341,7 +340,7 @@ def _as_dialect(given: Mapping[str, object]) -> dict[str, object]:
     """Return keyword arguments as a mapping of the dialect: non-default fields of sections, and
     ``enabled`` for a precision given as a boolean.
     """
-    mapping: JsonObject = {}
+    mapping: dict[str, object] = {}
     for name, value in given.items():
         if is_dataclass(value) and not isinstance(value, type):
             value = {

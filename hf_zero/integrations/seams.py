@@ -22,10 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from hf_zero.logging import JsonObject
+from typing import Any, NotRequired, TypedDict
 
 Original = Callable[..., Any]
 """A wrapped symbol, as its wrapper gets it."""
@@ -100,8 +97,26 @@ def describe(function: Original) -> str:
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
 
 
-TABLE: JsonObject = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-RELEASES: dict[str, str] = TABLE["releases"]
+class SeamRow(TypedDict):
+    """A row of ``seams.toml``: one wrapper of several symbols."""
+
+    targets: list[str]
+    wrapper: str
+    why: str
+    uses: NotRequired[list[str]]
+    prepare: NotRequired[str]
+
+
+class SeamTable(TypedDict):
+    """The whole of ``seams.toml``."""
+
+    releases: dict[str, str]
+    seam: list[SeamRow]
+
+
+_TEXT = Path(__file__).with_suffix(".toml").read_text("utf-8")
+TABLE: SeamTable = tomllib.loads(_TEXT)  # type: ignore[assignment]
+RELEASES = TABLE["releases"]
 SEAMS: tuple[Seam, ...] = tuple(
     Seam(target, row["wrapper"], row["why"], tuple(row.get("uses", ())), row.get("prepare", ""))
     for row in TABLE["seam"]

@@ -34,13 +34,6 @@ def engine_of(model: torch.nn.Module) -> Engine | None:
     return None if flat is None or flat.retired else flat.engine()
 
 
-def stream_of(engine: Engine, server: bool) -> WeightStream:
-    """Return the weights as TRL sends them: each in its own dtype, with adapters merged; to a
-    server from rank 0.
-    """
-    return engine.iter_weights(dtype=None, rank0_only=server)
-
-
 def copies(stream: WeightStream, device: torch.device) -> Iterator[Iterator[Named]]:
     """Return the buckets of ``stream``, each a loop over copies that the caller may keep: vLLM
     packs tensors later, and on several streams in turn. Gathers run on the stream that is current
@@ -87,7 +80,8 @@ def iter_in_buckets(
     engine = engine_of(self.model) if finder.chosen() else None
     if engine is None:
         return original(self)
-    stream = stream_of(engine, self.mode == "server")
+    # in their own dtypes, with adapters merged; to a server from rank 0
+    stream = engine.iter_weights(dtype=None, rank0_only=self.mode == "server")
     if self.mode == "server" and self._weight_metadata is None:
         return (
             (name, torch.empty(shape, dtype=dtype, device="meta"))
@@ -104,7 +98,8 @@ def move_in_buckets(original: Original, self: OnlineDPOTrainer) -> None:
         original(self)
         return
     server = self.vllm_mode == "server"
-    for bucket in map(list, copies(stream_of(engine, server), engine.device)):
+    stream = engine.iter_weights(dtype=None, rank0_only=server)
+    for bucket in map(list, copies(stream, engine.device)):
         if server:
             infos = [
                 (name, str(value.dtype).removeprefix("torch."), list(value.shape))
