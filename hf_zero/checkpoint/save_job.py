@@ -36,7 +36,7 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import CommitTarget, retain
 from hf_zero.checkpoint.file_writer import write_image
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.staging import DeferredState, StagedFile, Tensors, memory_at_once
+from hf_zero.checkpoint.staging import DeferredState, DividedFile, StagedFile, Tensors
 from hf_zero.checkpoint.storage import AnyPath, describe_error, describe_failures, is_remote
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, BlockHashes, FileHashes, FilePlan
 from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError
@@ -315,12 +315,12 @@ class AsyncSaver:
         if self._mail is None and self._world > 1:
             return "the ranks of this process group share no store"
         if image is not None:
-            self._staged = StagedFile(plan, None, image, self._device)
+            self._staged = StagedFile(DividedFile(plan), None, image, self._device)
             return ""
-        size, bound, later = plan.size, self._staging_bytes, tuple[DeferredState, ...]()
+        size, bound, divided = plan.size, self._staging_bytes, DividedFile(plan)
         if bound is not None and bound < size:
-            later = tuple(deferred())
-            needs = memory_at_once(plan, later)
+            divided = DividedFile(plan, deferred())
+            needs = divided.in_call.size
             size = bound - (bound - needs) % DATA_ALIGNMENT
             if size < needs + DATA_ALIGNMENT:
                 return (
@@ -337,8 +337,7 @@ class AsyncSaver:
                 memory = self._arena.take(size, torch.uint8, huge_pages=huge_pages)
             except HostMemoryError as error:
                 return str(error)
-        staged = memory[:size]
-        self._staged = StagedFile(plan, tensors, staged, self._device, later, self._timeout)
+        self._staged = StagedFile(divided, tensors, memory[:size], self._device, self._timeout)
         if self._keeps_staging:
             self._memory = memory
         return ""

@@ -24,8 +24,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -174,16 +174,31 @@ class _Waits:
                 self._ended += time.perf_counter() - self._begun
 
 
-def memory_at_once(plan: FilePlan, deferred: Sequence[DeferredState]) -> int:
-    """Return the bytes of the file that must be copied in the call."""
-    later = frozenset[str]().union(*(state.names for state in deferred))
-    return sum(entry.nbytes for entry in plan.entries if entry.name not in later)
+@dataclass(frozen=True, eq=False)
+class DividedFile:
+    """The file of ``plan``, divided into what a save copies in its call and ``deferred`` state,
+    which it may copy later.
+    """
+
+    plan: FilePlan
+    deferred: Sequence[DeferredState] = ()
+
+    @cached_property
+    def in_call(self) -> FilePlan:
+        """The tensors that are copied in the call, one after another, without a header."""
+        later = frozenset[str]().union(*(state.names for state in self.deferred))
+        at, entries = 0, list[TensorEntry]()
+        for entry in self.plan.entries:
+            if entry.name not in later:
+                entries.append(replace(entry, begin=at, end=at + entry.nbytes))
+                at = entries[-1].end
+        return FilePlan(tuple(entries), b"")
 
 
 class StagedFile:
-    """The file of ``plan`` with the values of ``tensors``, as parts in ``memory``: [bytes] of
-    uint8 on the host, page-aligned. If it is smaller than the file, its end takes what is not
-    ``deferred``, and the rest, a multiple of :data:`DATA_ALIGNMENT`, a part of the file.
+    """The file that ``divided`` describes, with the values of ``tensors``, as parts in ``memory``:
+    [bytes] of uint8 on the host, page-aligned. If it is smaller than the file, its end takes what
+    is copied in the call, and the rest, a multiple of :data:`DATA_ALIGNMENT`, a part of the file.
 
     On return, the first part is copied, and changes of what is left wait. ``tensors`` None: the
     memory is the file. ``timeout``: seconds for which other ranks wait for this one.
@@ -191,14 +206,14 @@ class StagedFile:
 
     def __init__(
         self,
-        plan: FilePlan,
+        divided: DividedFile,
         tensors: Tensors | None,
         memory: torch.Tensor,
         device: torch.device,
-        deferred: Sequence[DeferredState] = (),
         timeout: float = math.inf,
     ) -> None:
-        begun, header = time.perf_counter(), 0 if tensors is None else len(plan.header)
+        begun, plan = time.perf_counter(), divided.plan
+        header = 0 if tensors is None else len(plan.header)
         self._plan, self._memory, self._device = plan, memory[: plan.size], device
         self._tensors = {name: self._fetching(name, of) for name, of in (tensors or {}).items()}
         self._fetched: tuple[str, torch.Tensor] | None = None  # the last of those fetched
@@ -210,7 +225,7 @@ class StagedFile:
         self._timeout, self._waits = timeout, _Waits()
         self._training_thread = threading.get_ident()
         if memory.numel() < plan.size:
-            self._copy_at_once(deferred)
+            self._copy_in_call(divided)
         if tensors is not None:
             self._fill(0, device)
         self._take_copied()
@@ -219,28 +234,19 @@ class StagedFile:
                 waiting.begin_copy(partial(self._wait, copy.copied))
         self.stall = time.perf_counter() - begun  # seconds for which training has waited
 
-    def _copy_at_once(self, deferred: Sequence[DeferredState]) -> None:
-        """Copy what is not ``deferred`` to the end of the memory, whose beginning is left for parts
-        of the file.
+    def _copy_in_call(self, divided: DividedFile) -> None:
+        """Copy what is not deferred to the end of the memory, whose beginning is left for parts of
+        the file.
         """
-        plan, ends = self._plan, self._ends
-        for state in deferred:
+        plan, ends = divided.in_call, self._ends
+        for state in divided.deferred:
             end = max((ends[name] for name in state.names if name in ends), default=0)
             self._copies.append(_PendingCopy(state, end, _versions(state)))
-        size = memory_at_once(plan, deferred)
-        later = frozenset[str]().union(*(state.names for state in deferred))
-        at, entries = 0, list[TensorEntry]()
-        for entry in plan.entries:
-            if entry.name not in later:
-                entries.append(
-                    TensorEntry(entry.name, entry.dtype, entry.shape, at, at + entry.nbytes)
-                )
-                at = entries[-1].end
-        room = self._memory.numel() - size
+        room = self._memory.numel() - plan.size
         room -= room % DATA_ALIGNMENT
         beside, self._memory = self._memory[room:], self._memory[:room]
-        copy_to_memory(beside, FilePlan(tuple(entries), b""), self._tensors, self._device)
-        for entry in entries:
+        copy_to_memory(beside, plan, self._tensors, self._device)
+        for entry in plan.entries:
             self._tensors[entry.name] = beside[entry.begin : entry.end]
 
     def _fetching(

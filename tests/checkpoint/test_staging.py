@@ -19,7 +19,7 @@ import torch
 import hf_zero
 from hf_zero.checkpoint import file_writer, save_job
 from hf_zero.checkpoint import staging as staging_module
-from hf_zero.checkpoint.staging import DeferredState, StagedFile, memory_at_once
+from hf_zero.checkpoint.staging import DeferredState, DividedFile, StagedFile
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT as PAGE
 from hf_zero.checkpoint.tensorfile import TensorFile, plan_file
 from hf_zero.config import ZeroConfig
@@ -60,7 +60,7 @@ class Staging:
         copy, write, wait = save_job.AsyncSaver.copy_to_host, save_job.write_image, StagedFile._wait
 
         def small(saver: Any, plan: Any, tensors: Any, image: Any, deferred: Any) -> str:
-            saver._staging_bytes = memory_at_once(plan, deferred()) + self.pages * PAGE
+            saver._staging_bytes = DividedFile(plan, deferred()).in_call.size + self.pages * PAGE
             why = copy(saver, plan, tensors, image, deferred)
             assert why or saver.nbytes <= -(-saver._staging_bytes // PAGE) * PAGE
             return why
@@ -493,21 +493,14 @@ def test_a_save_that_holds_up_the_other_ranks_is_abandoned(
 
 
 def test_threads_that_wait_at_the_same_time_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(perf_counter=lambda: now)
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(staging_module, "time", clock)
-    now, waits, seconds = 0.0, staging_module._Waits(), []
-    for now, change in [(0, waits.__enter__), (2, waits.__enter__), (5, waits.__exit__)]:
+    waits, seconds = staging_module._Waits(), []
+    begin, end = waits.__enter__, waits.__exit__
+    for clock.now, change in enumerate([begin, begin, end, end, lambda: None, begin, end]):
         change()
         seconds.append(waits.seconds)
-    now = 6
-    seconds.append(waits.seconds)
-    waits.__exit__()
-    now = 10
-    seconds.append(waits.seconds)
-    with waits:
-        now = 11
-        seconds.append(waits.seconds)
-    assert seconds == [0, 2, 5, 6, 6, 7]
+    assert seconds == [0, 1, 2, 3, 3, 3, 4]
 
 
 def test_a_long_wait_is_reported(
@@ -552,7 +545,7 @@ def test_what_is_copied_is_dropped_and_the_rest_uses_no_device(
     state = DeferredState("moment", frozenset({"moment"}), (), (moment,))
     memory = file_writer.aligned_buffer(buffer.nbytes + PAGE)
     tensors = {"moment": moment, "buffer": buffer}
-    staged = StagedFile(plan, tensors, memory, device, (state,))
+    staged = StagedFile(DividedFile(plan, (state,)), tensors, memory, device)
     end = len(plan.header) + plan.entries[0].end
     content, held = b"", []
     for part in staged.parts():
