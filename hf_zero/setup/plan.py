@@ -97,13 +97,16 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
     that. Collective: an error on one rank is raised on all.
     """
     model = request.model
-    before, values = snapshot_of(model, request.user_optimizer), snapshot_of_parameters(model)
     # the plan is of the model as it will be: its ties and marks are made for the plan alone
     with trial():
-        on_rollback(before)
-        on_rollback(values)
         with raise_on_all_ranks("plan its engine"):
-            resolved = resolve(request, checkpoint)
+            # before the snapshots: changes that the script's callable makes to its model stay
+            optimizer = request.make_optimizer()
+            before = snapshot_of(model, request.user_optimizer)
+            values = snapshot_of_parameters(model)
+            on_rollback(before)
+            on_rollback(values)
+            resolved = resolve(request, optimizer, checkpoint)
             check_features(resolved)
             scheduler = _trial_scheduler(resolved)
         # apart: the plan of a model in stages is collective, which a refusal before must not meet
@@ -122,8 +125,10 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
     return Planned(resolved, report, is_final, inputs)
 
 
-def resolve(request: SetupRequest[E], checkpoint: Resumed | None) -> Resolved[E]:
-    """Return ``request`` with the sizes and values in effect."""
+def resolve(
+    request: SetupRequest[E], optimizer: torch.optim.Optimizer | None, checkpoint: Resumed | None
+) -> Resolved[E]:
+    """Return ``request`` with the sizes and values in effect, for ``optimizer``."""
     model, mpu = request.model, request.mpu
     tied = tie_shared_memory(model, logs=False)
     if isinstance(model, StagedModule):
@@ -140,7 +145,6 @@ def resolve(request: SetupRequest[E], checkpoint: Resumed | None) -> Resolved[E]
         check_mpu(mpu, process_group.get_world_size())
     if settings.kernels == "auto":
         settings = settings.on_device(kind_for_auto(process_group.default_device()))
-    optimizer = request.make_optimizer()
     if optimizer is not None:
         without_tied(optimizer, tied)
         without_parts(optimizer)

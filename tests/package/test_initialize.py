@@ -221,6 +221,27 @@ def test_a_model_that_a_wrapper_reduces_is_refused() -> None:
     assert engine.world_size == 1
 
 
+def test_what_a_callable_optimizer_changes_in_the_model_stays() -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    first, last = model
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        first.weight.requires_grad_(False)
+        last.weight = nn.Parameter(torch.full_like(last.weight, 2.0))
+        model.register_forward_hook(lambda module, inputs, output: output * 2)
+        model.groups = 1
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    engine = hf_zero.initialize(model=model, optimizer=make, config="zero1")[0]
+    x = torch.ones(2, 3)
+    with torch.no_grad():
+        assert torch.equal(engine(x), 2 * last(first(x)))
+    assert not first.weight.requires_grad
+    assert torch.equal(last.weight, torch.full_like(last.weight, 2.0))
+    assert model.groups == 1
+    engine.destroy()
+
+
 def deepspeed_at(where: str | None) -> ModuleType:
     module = ModuleType("deepspeed")
     module.__file__ = where
