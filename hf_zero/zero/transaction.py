@@ -126,9 +126,12 @@ def _restore_all(snapshots: Sequence[_Snapshot]) -> None:
 
 
 def config_of_module(module: nn.Module) -> object:
-    """Return the configuration of a model of transformers."""
+    """Return the configuration of a model of transformers; None for another one, as a class or an
+    object without a dictionary of attributes.
+    """
     config = vars(module).get("config")
-    return config if hasattr(config, "to_dict") else None
+    has_attributes = isinstance(getattr(config, "__dict__", None), dict)
+    return config if has_attributes and hasattr(config, "to_dict") else None
 
 
 class _Snapshot(Protocol):

@@ -221,6 +221,24 @@ def test_a_model_that_a_wrapper_reduces_is_refused() -> None:
     assert engine.world_size == 1
 
 
+class Configuration:
+    """The configuration of a model that has no dictionary of attributes."""
+
+    __slots__ = ("width",)
+
+    def to_dict(self) -> dict[str, int]:
+        return {}
+
+
+@pytest.mark.parametrize("config", [Configuration(), Configuration])
+def test_the_configuration_of_a_model_may_be_any_object(config: object) -> None:
+    model = stack()
+    model.config = config
+    engine = hf_zero.initialize(model=model, config="zero3")[0]
+    assert model.config is config
+    engine.destroy()
+
+
 def test_what_a_callable_optimizer_changes_in_the_model_stays() -> None:
     model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     first, last = model
