@@ -215,9 +215,16 @@ def _no_model(value: object) -> ConfigError:
 
 def _refuse_wrapped(model: nn.Module) -> None:
     """Raise ConfigError for a wrapper of torch in ``model``, which reduces gradients (DDP), shards
-    parameters (FSDP) or copies the model to devices (DataParallel) besides the engine.
+    parameters (FSDP), copies the model to devices (DataParallel) or holds tensors outside Python
+    (TorchScript) besides the engine.
     """
     for name, module in named_modules_of(model):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or 'the model'} is compiled by torch.jit, which holds parameters and "
+                "buffers outside Python, where hf-zero cannot replace them; pass the module as it "
+                "was before torch.jit.script or torch.jit.trace"
+            )
         for cls in type(module).__mro__:
             if cls.__name__ in WRAPPERS and cls.__module__.startswith("torch."):
                 raise ConfigError(

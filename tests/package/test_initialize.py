@@ -221,6 +221,16 @@ def test_a_model_that_a_wrapper_reduces_is_refused() -> None:
     assert engine.world_size == 1
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compiled", ["script", "trace"])
+def test_a_model_that_torch_jit_compiles_is_refused(compiled: str) -> None:
+    model, part = stack(), nn.Linear(2, 2)
+    example = torch.ones(1, 2)
+    model.block = torch.jit.script(part) if compiled == "script" else torch.jit.trace(part, example)
+    said = r"block is compiled by torch\.jit.*pass the module as it was before torch\.jit\.script"
+    refused(ConfigError, said, model=model, config="zero3")
+
+
 class Configuration:
     """The configuration of a model that has no dictionary of attributes."""
 
