@@ -15,6 +15,7 @@ from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
 import hf_zero
+from hf_zero.distributed import init, process_group
 from hf_zero.errors import (
     ConfigError,
     DoesNotFitError,
@@ -148,6 +149,15 @@ def test_refused(case):
     with pytest.raises(RankFailed) as raised:
         run_ranks(ranks, lambda rank: call(models[rank]))
     assert isinstance(raised.value.__cause__, ConfigError) and words in str(raised.value.__cause__)
+
+
+def test_the_ranks_that_a_launcher_has_started_are_counted(monkeypatch):
+    """Without a process group, as in a plain loop under torchrun."""
+    ranks = [1]
+    monkeypatch.setattr(process_group, "get_world_size", lambda: ranks[-1])
+    monkeypatch.setattr(init, "init_distributed", lambda: ranks.append(2))
+    with pytest.raises(ConfigError, match="no tensor-parallel plan"):
+        hf_zero.tensor_parallel(nn.Linear(4, 4), 2)
 
 
 def test_a_style_that_is_not_built():

@@ -87,12 +87,14 @@ def tensor_parallel(
             f"tensor_parallel() got {what}, which is not a module; pass the model itself, as "
             "AutoModelForCausalLM.from_pretrained(path)"
         )
+    check_size(size, TENSOR_SIZE)
+    if size > 1:
+        init.init_distributed()  # it says how many ranks the launcher has started
     _check_divides(size)
     record = model_record(model)
     _check_same_size(record, size)
     if size == 1:
         return model
-    init.init_distributed()
     make_pending(model)  # values still in files are cut without being read
     path, inner = planned_model(model)
     dims = dims_of(size)
