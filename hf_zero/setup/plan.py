@@ -101,7 +101,10 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
     with trial():
         with raise_on_all_ranks("plan its engine"):
             # before the snapshots: changes that the script's callable makes to its model stay
-            optimizer = request.make_optimizer()
+            with trial():
+                if request.user_optimizer is None:  # parameters that are one memory are one
+                    tie_shared_memory(model, logs=False, on_rollback=on_rollback)
+                optimizer = request.make_optimizer()
             before = snapshot_of(model, request.user_optimizer)
             values = snapshot_of_parameters(model)
             on_rollback(before)

@@ -270,6 +270,20 @@ def test_what_a_callable_optimizer_changes_in_the_model_stays() -> None:
     engine.destroy()
 
 
+def test_a_callable_optimizer_gets_parameters_of_one_memory_once() -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.data = model[0].weight.data
+    first, bias, last = model[0].weight, model[0].bias, model[1].bias
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        assert list(map(id, parameters)) == list(map(id, (first, bias, last)))
+        return torch.optim.SGD([{"params": [first]}, {"params": [bias, last]}], lr=0.1)
+
+    engine = hf_zero.initialize(model=model, optimizer=make, config="zero1")[0]
+    assert model[0].weight is model[1].weight
+    engine.destroy()
+
+
 def deepspeed_at(where: str | None) -> ModuleType:
     module = ModuleType("deepspeed")
     module.__file__ = where

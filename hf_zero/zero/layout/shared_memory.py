@@ -4,7 +4,7 @@ b.weight.data``: the engine gives each parameter memory of its own, which would 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -60,9 +60,12 @@ class _SharedView(NamedTuple):
         return bool(others.any())
 
 
-def tie_shared_memory(model: nn.Module, logs: bool = True) -> Tied:
+def tie_shared_memory(
+    model: nn.Module, logs: bool = True, on_rollback: Callable[..., None] | None = None
+) -> Tied:
     """Tie parameters of ``model`` that are the same elements of one memory: one parameter takes the
-    place of all and gets the sum of their gradients. Return {replaced: kept}.
+    place of all and gets the sum of their gradients. Return {replaced: kept}. ``on_rollback`` takes
+    the inverse of each replacement.
 
     Raises PartitionError for tensors that share memory with a trainable parameter in another way:
     other views of it, buffers, frozen parameters.
@@ -83,6 +86,8 @@ def tie_shared_memory(model: nn.Module, logs: bool = True) -> Tied:
     for module in model.modules() if tied else ():
         for name, parameter in list(module._parameters.items()):
             if parameter in tied:
+                if on_rollback is not None:
+                    on_rollback(setattr, module, name, parameter)
                 setattr(module, name, tied[parameter])
     return tied
 
