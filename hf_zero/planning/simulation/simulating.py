@@ -160,7 +160,7 @@ class Simulation:
 
     def to_dict(self) -> dict[str, object]:
         """Return all of it as values for JSON."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"store": self.store.to_dict()}
 
 
 class PlanOptions(JobOptions, total=False):

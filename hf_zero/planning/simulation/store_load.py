@@ -20,16 +20,35 @@ FIRST_COMMIT = 5  # of the first rank for it, and one for each AT_ONCE outcomes
 @dataclass(frozen=True)
 class StoreLoad:
     """Requests of all training threads to the store as a job begins, as one is restarted and loads
-    a checkpoint, and in a save in the background; seconds that the store takes for each, None
-    without a rate. Requests of a launcher, of other threads and of waits come on top.
+    a checkpoint, and in a save in the background; ``rate``: requests that the store answers in a
+    second, None if that is not known. Requests of a launcher, of other threads and of waits come on
+    top.
     """
 
     start: int
     restart: int
     save: int
-    start_seconds: float | None = None
-    restart_seconds: float | None = None
-    save_seconds: float | None = None
+    rate: float | None
+
+    @property
+    def start_seconds(self) -> float | None:
+        return self._seconds(self.start)
+
+    @property
+    def restart_seconds(self) -> float | None:
+        return self._seconds(self.restart)
+
+    @property
+    def save_seconds(self) -> float | None:
+        return self._seconds(self.save)
+
+    def _seconds(self, requests: int) -> float | None:
+        return None if self.rate is None else requests / self.rate
+
+    def to_dict(self) -> dict[str, float | None]:
+        """Return the requests and the seconds as values for JSON."""
+        requests = {name: getattr(self, name) for name in ("start", "restart", "save")}
+        return requests | {f"{name}_seconds": self._seconds(n) for name, n in requests.items()}
 
 
 def store_load(ranks: int, rate: float | None) -> StoreLoad:
@@ -37,6 +56,4 @@ def store_load(ranks: int, rate: float | None) -> StoreLoad:
     start, others = START * ranks + ENGINE, ranks - 1
     restart = start + LOAD * ranks
     save = FIRST_COMMIT - (-others // AT_ONCE) + COMMIT * others if others else 0
-    if rate is None:
-        return StoreLoad(start, restart, save)
-    return StoreLoad(start, restart, save, start / rate, restart / rate, save / rate)
+    return StoreLoad(start, restart, save, rate)
