@@ -58,7 +58,7 @@ class CommitTarget(ABC):
         other running jobs, by id and place, and their jobs. The number of checkpoints to keep does
         not count these.
         """
-        self.others, path = others, place_of(self.final)
+        self.others, path = others, canonical_path(self.final)
         replaced = self._replaced_ids() if others else []
         for (save_id, place), writer in others.items():
             if place == path and save_id.startswith(tuple(replaced)):
@@ -284,7 +284,7 @@ def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
     return temporary
 
 
-def place_of(final: AnyPath) -> str:
+def canonical_path(final: AnyPath) -> str:
     """Return the path of a checkpoint, which is the same for all processes of a host."""
     return str(final) if is_remote(final) else str(final.parent.resolve() / final.name)
 
@@ -456,7 +456,7 @@ def retain(final: AnyPath, keep: int, others: Mapping[tuple[str, str], object]) 
         if _stem(folder) == _stem(final) and find.is_checkpoint(folder)
     ]
     for folder in list(family) if others else ():
-        writer = others.get((_save_id(folder), place_of(folder)))
+        writer = others.get((_save_id(folder), canonical_path(folder)))
         if writer is not None:
             family.remove(folder)
             logger.warning(

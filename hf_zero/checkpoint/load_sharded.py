@@ -129,16 +129,16 @@ def _change(
     replaces: bool,
     module_only: bool,
     rng: bool,
-    place: bool,
+    restores_loader: bool,
 ) -> None:
     """Read what ``loader`` has found into ``engine`` (collective), and refresh what depends on it.
 
-    ``replaces``: all state is loaded. ``module_only``, ``rng``, ``place``: load_module_only,
-    load_rng and load_loader of :func:`load`.
+    ``replaces``: all state is loaded. ``module_only``, ``rng``, ``restores_loader``:
+    load_module_only, load_rng and load_loader of :func:`load`.
     """
 
     def apply() -> None:
-        _suggest_other_tags(folder, lambda: loader.apply(module_only, rng, place))
+        _suggest_other_tags(folder, lambda: loader.apply(module_only, rng, restores_loader))
 
     with engine.changes.change(f"the load of {folder}", replaces=replaces):
         engine.changes.drop_half_done(engine.updater)
@@ -148,7 +148,7 @@ def _change(
             collective_try(engine.mesh.job, apply, folder, partly)
         engine.refresh_params()
         engine.restart_window()
-        if not place and engine.training_dataloader is not None:
+        if not restores_loader and engine.training_dataloader is not None:
             engine.window_start.note(engine)
         engine.publish_scale()
 

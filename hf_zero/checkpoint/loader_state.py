@@ -58,7 +58,7 @@ class WindowStart:
         counted = window.managed and window.micro_batches > 0 and engine.window_is_open
         return window.before if counted and window.before is not None else engine.counters
 
-    def place(self, engine: TrainingEngine) -> dict[str, int]:
+    def data_position(self, engine: TrainingEngine) -> dict[str, int]:
         """Return the place in the training data from which a resumed run continues, equal on all
         ranks; {} for a loader without one.
         """

@@ -291,17 +291,17 @@ class Checkpoint(ClosedAtExit):
         """
         scratch = Scratch() if scratch is None else scratch
         for run in runs:
-            file, key = self._place(run, tensor)
+            file, key = self._locate(run, tensor)
             read_range(file, key, run.source, out[run.target : run.target + run.length], scratch)
             if tick is not None:
                 tick(run.length * file.entries[key].dtype.itemsize)
 
     def nbytes(self, runs: Iterable[CopyRange], tensor: str = MASTER) -> int:
         """Return the bytes that ``runs`` occupy in the files; ``tensor`` as in :meth:`fill`."""
-        places = [(run, *self._place(run, tensor)) for run in runs]
+        places = [(run, *self._locate(run, tensor)) for run in runs]
         return sum(run.length * file.entries[key].dtype.itemsize for run, file, key in places)
 
-    def _place(self, run: CopyRange, tensor: str) -> tuple[TensorFile, str]:
+    def _locate(self, run: CopyRange, tensor: str) -> tuple[TensorFile, str]:
         """Return the file of ``run``, and the name in it of the tensor to read."""
         file = self.file(run.flat.chunks[run.chunk].file)
         return file, f"{run.flat.key}::{run.flat.weights if tensor == MASTER else tensor}"

@@ -24,7 +24,7 @@ import torch
 
 import hf_zero
 from hf_zero.checkpoint import find
-from hf_zero.checkpoint.commit import CommitTarget, check_keep, commit_target, place_of
+from hf_zero.checkpoint.commit import CommitTarget, canonical_path, check_keep, commit_target
 from hf_zero.checkpoint.engine_state import (
     Described,
     RankReport,
@@ -133,7 +133,7 @@ def save(
             # first: state that cannot be saved must raise before anything is written
             extra = non_tensor_state(engine, client_state or {})
             target.refuse_others(engine.save_log.others())
-            engine.save_log.note((target.save_id, place_of(target.final)))
+            engine.save_log.note((target.save_id, canonical_path(target.final)))
             target.begin()
         save_id, left_out = target.save_id, exclude_frozen_parameters
         own = plan_save(engine, path.name, save_id, left_out, names, buffers)
@@ -296,7 +296,7 @@ def manifest_head(
         lr_scheduler=extra.lr_scheduler,
         counters=asdict(engine.window_start.counters(engine)),
         techniques=engine.techniques.state_dict(),
-        loader=engine.window_start.place(engine),
+        loader=engine.window_start.data_position(engine),
         batch=batch_of(engine),
         client_state=extra.client_state,
         objects=None,

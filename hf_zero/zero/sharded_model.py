@@ -122,7 +122,7 @@ class ShardedModel:
     def wait_for_copy(self) -> None:
         """Wait until a save under way in the background has copied all training state."""
         for flat in self.flats:
-            if flat.optimizer_shard.finish_copy is not None:
+            if flat.optimizer_shard.wait_until_copied is not None:
                 flat.optimizer_shard.wait_for_copy()
 
     def forget_streams(self) -> None:

@@ -249,7 +249,7 @@ def _fill(
 ) -> None:
     """Write the part of :func:`transfer` that is in ``flat``."""
     shard = flat.optimizer_shard
-    if shard.finish_copy is not None:
+    if shard.wait_until_copied is not None:
         shard.wait_for_copy()
     begun = optimizer and state.bound.create_offloaded(shard)
     arrays = state.arrays(flat, optimizer)

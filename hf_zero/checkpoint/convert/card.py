@@ -40,7 +40,7 @@ DATASET = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")  # a name on the Hub
 _BEGIN, _END = "<!-- hf-zero: run -->", "<!-- hf-zero: end of run -->"
 
 
-def places(folder: AnyPath) -> list[AnyPath]:
+def searched_folders(folder: AnyPath) -> list[AnyPath]:
     """Return the folders to search for such files: the checkpoint, its parent, and for a Trainer's
     ``checkpoint-N`` the folder above that.
     """
@@ -54,7 +54,7 @@ def companions(folder: AnyPath) -> dict[str, AnyPath]:
     in the place of one.
     """
     paths: dict[str, AnyPath] = {}
-    for parent in places(folder):
+    for parent in searched_folders(folder):
         for pattern in PATTERNS:
             for path in sorted(parent.glob(pattern)):
                 if not is_remote(path) and (path.is_fifo() or path.is_char_device()):
@@ -167,7 +167,7 @@ def described(text: str, folder: AnyPath, manifest: Manifest) -> str:
     """Return the card ``text`` with the facts and the evaluations of the run that saved
     ``manifest`` in ``folder``.
     """
-    beside = places(folder)
+    beside = searched_folders(folder)
     results, record = logged(beside[:2]), recorded(beside, manifest.counters)
     others = (
         path.read_text(encoding="utf-8", errors="replace")

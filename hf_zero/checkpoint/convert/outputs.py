@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from hf_zero.checkpoint.convert.card import json_object, places
+from hf_zero.checkpoint.convert.card import json_object, searched_folders
 from hf_zero.checkpoint.manifest import Adapter, Export, Manifest, is_plain, strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.storage import AnyPath
@@ -241,7 +241,7 @@ def _beside(
     folder: AnyPath, adapters: Mapping[str, object]
 ) -> tuple[dict[str, object], AnyPath | None]:
     """Return the nearest configuration of a single adapter, and its path; else {} and None."""
-    for parent in places(folder) if len(adapters) == 1 else ():
+    for parent in searched_folders(folder) if len(adapters) == 1 else ():
         path = parent / CONFIG
         if path.is_file():
             return json_object(path), path

@@ -240,7 +240,7 @@ class FlatBuffer:
         """Overwrite elements of ``owned`` from ``start`` on. Does not wait for the update under
         way, which calls it; the host waits for gathers that still read an offloaded shard.
         """
-        if self.optimizer_shard.finish_copy is not None:
+        if self.optimizer_shard.wait_until_copied is not None:
             self.optimizer_shard.wait_for_copy()
         reads = streams.shard_stream(self.full.device) if self.is_away else None
         if reads is not None:

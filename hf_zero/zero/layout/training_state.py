@@ -458,22 +458,22 @@ class CopiedState:
     before it changes, or before its memory is freed.
     """
 
-    # waits for the copy under way; None if there is none
-    finish_copy: Callable[[], None] | None = None
+    # of the copy under way; None if there is none
+    wait_until_copied: Callable[[], None] | None = None
 
-    def begin_copy(self, finish: Callable[[], None]) -> None:
-        """Register a copy; ``finish`` waits for it."""
-        self.finish_copy = finish
+    def begin_copy(self, wait_until_copied: Callable[[], None]) -> None:
+        """Register a copy, for which ``wait_until_copied`` waits."""
+        self.wait_until_copied = wait_until_copied
 
     def end_copy(self) -> None:
         """Record the end of the copy, on any thread."""
-        self.finish_copy = None
+        self.wait_until_copied = None
 
     def wait_for_copy(self) -> None:
         """Wait for the copy under way, if any. Returns also if the save has failed."""
-        finish = self.finish_copy  # another thread may end the copy
-        if finish is not None:
-            finish()
+        wait = self.wait_until_copied  # another thread may end the copy
+        if wait is not None:
+            wait()
 
 
 class OptimizerShard(CopiedState):
@@ -546,7 +546,7 @@ class OptimizerShard(CopiedState):
         """Overwrite the master weights from element ``start`` of ``owned`` on."""
         if self.has_master:
             self.wait_for_update()
-            if self.finish_copy is not None:
+            if self.wait_until_copied is not None:
                 self.wait_for_copy()
             self.storage.store(MASTER, start, values)
 

@@ -490,7 +490,7 @@ class SharedShards(CopiedState):
         """Context around every change of this rank's shards: gathers, other ranks that fetch them,
         and a save in the background may be reading them.
         """
-        if self.finish_copy is not None:
+        if self.wait_until_copied is not None:
             self.wait_for_copy()
         consensus = self._mesh.consensus
         if consensus is None:
