@@ -359,10 +359,10 @@ class AsyncSaver:
         work = partial(_run, job, staged, plan, exchange)
         run = partial(_set_result, ended, work)
         self._thread = threading.Thread(target=run, name="hf-zero save")
-        if job.rank == 0:
-            started(job.target.final)
         self._running = (job, ended)
         try:
+            if job.rank == 0:
+                started(job.target.final)
             self._thread.start()
         except BaseException:
             if self._thread.ident is None:  # no thread will end the save
@@ -372,16 +372,17 @@ class AsyncSaver:
                     finished(job.target.final, whole=False)
             raise
 
-    def withdraw(
-        self, before: int, target: CommitTarget, error: BaseException, fails: bool
+    def report_not_started(
+        self, number: int, target: CommitTarget, error: BaseException, others_started: bool
     ) -> None:
-        """Report ``error``, raised by this rank alone, to threads of other ranks, which may wait
-        for this one in the save after number ``before``. If its thread runs, that reports itself.
+        """Send ``error``, which keeps this rank alone from starting save ``number``, to the threads
+        of the other ranks, which may wait for it. Does nothing if this rank's thread runs: that
+        sends its own outcome.
 
-        ``fails``: the others have started, so that the save fails on all ranks, this one included.
+        ``others_started``: they have certainly started, so that the next wait raises here, too.
         """
         runs = self._thread is not None and self._thread.ident is not None
-        if self._mail is None or (self.number > before and runs):
+        if self._mail is None or (self.number >= number and runs):
             return
         why = describe_error(error, target.final)
         failure = f"{describe_failures({self._rank: why}, self._world)}. "
@@ -389,7 +390,7 @@ class AsyncSaver:
         failed: Future[None] = Future()
         failed.set_exception(CheckpointError(failure))
         job = SaveJob(target, target.final, self._rank, self._world, None)
-        self.number, self._running = before + 1, (job, failed) if fails else None
+        self.number, self._running = number, (job, failed) if others_started else None
         exchange = _ByStore(self._mail, self.number, job)
         if self._rank > 0:
             exchange.gather(Outcome(None, why))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -68,6 +69,16 @@ if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
 SCRIPT = "zero_to_fp32.py"
+
+
+class _Exchanged(Enum):
+    """What the ranks have exchanged of a background save. After the plans another rank may start
+    its thread, after the manifest it does.
+    """
+
+    NOTHING = "nothing"
+    PLANS = "plans"
+    MANIFEST = "manifest"
 
 
 class Offered(Protocol):
@@ -155,20 +166,21 @@ def save(
         with progress_bar(shown, own.file.size, f"saving {target.directory}") as tick:
             return write_tensors(path, own.file, own.tensors, tick)
 
-    before, exchanges = 0 if background is None else background.number, 0
+    number = 0 if background is None else background.number + 1
+    exchanged = _Exchanged.NOTHING
     try:
         (own, _, extra, buffers), planned = collective_try(
             job_ranks, plan, path, nothing_saved, lambda result: (result[0].report, result[1])
         )
-        exchanges = 1
+        exchanged = _Exchanged.PLANS
         shared, _ = collective_try(job_ranks, describe, path.parent, nothing_saved)
-        exchanges = 2
+        exchanged = _Exchanged.MANIFEST
         job = SaveJob(target, path, rank, world, shared, keep)
         not_staged = [f"rank {at}: {why}" for at, (_, why) in enumerate(planned) if why]
         if background is not None and not not_staged:
             background.start(job, own.file)
             return target.final
-        exchanges = 0  # this save is not one in the background
+        exchanged = _Exchanged.NOTHING  # that a thread depends on: this rank writes in the call
         if background is not None:
             background.discard()
         if not_staged and rank == 0:
@@ -183,8 +195,10 @@ def save(
         if background is not None:
             background.discard()
             # Any other error has ended the save on this rank alone: others may have started theirs.
-            if exchanges and not isinstance(error, CheckpointError):
-                background.withdraw(before, target, error, fails=exchanges == 2)
+            alone = not isinstance(error, CheckpointError)
+            if alone and exchanged is not _Exchanged.NOTHING:
+                others_started = exchanged is _Exchanged.MANIFEST
+                background.report_not_started(number, target, error, others_started)
         if rank == 0:
             target.abort()
         raise
