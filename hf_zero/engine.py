@@ -43,7 +43,7 @@ from hf_zero.zero.training_engine import TrainingEngine
 SAVE_FAILED = STOP - 1  # minus the number of the save: the event announced to all ranks
 
 
-class AsyncSaves:
+class BackgroundSaves:
     """Saves that a thread writes while training goes on, and their failures.
 
     ``writer`` exists from the first such save on.
@@ -122,7 +122,7 @@ class Engine(TrainingEngine):
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         super()._build(plan, mesh, installed)
         torch_state_dict.install()
-        self.async_saves = AsyncSaves(mesh, self.schedule.shards, self.config.checkpoint)
+        self.async_saves = BackgroundSaves(mesh, self.schedule.shards, self.config.checkpoint)
         self.measures = measures_of(self, plan)
         self.memory = MemoryCheckpoints.of(self, plan)
         self.window_start = WindowStart()
