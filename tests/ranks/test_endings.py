@@ -16,6 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_zero.errors import PartitionError
+from hf_zero.zero.gather.schedule import Schedule
 from tests.helpers import oracle
 from tests.helpers.broken_stacks import Armed
 from tests.helpers.cells import in_turn
@@ -31,11 +32,11 @@ from tests.helpers.leftovers import (
     settle,
     working,
 )
-from tests.helpers.models import ARCHITECTURES, Block, Stack, floats, seeded
+from tests.helpers.models import ARCHITECTURES, Block, Stack, features, floats, seeded
 from tests.helpers.offloads import DEVICE, offload, opened, train
 from tests.helpers.plans import APART
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 from tests.ranks.cases import expect, trains_alike
 
@@ -82,6 +83,76 @@ def test_a_pass_that_breaks_is_forgotten(way, stage, ending, tmp_path):
 
     floor = 0.0 if way == DEVICE else oracle.ADAM_ROUNDING
     expect(want, run, build=armed, floor=floor)
+
+
+class Quiet(Stack):
+    """Returns nothing: its loss is an attribute."""
+
+    def forward(self, x):
+        self.loss = super().forward(x).float().pow(2).mean()
+
+
+class Skipping(Stack):
+    """Skips a block whose forward cannot begin."""
+
+    def body(self, x):
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except Skipped:
+                x = x * 2.0
+        return x
+
+
+class Skipped(Exception):
+    """A block is left out."""
+
+
+def skip(*_):
+    raise Skipped
+
+
+def handled(net, at):
+    """A retry after an error, inside its handler."""
+    try:
+        raise ValueError
+    except ValueError:
+        net(features(at.step, at.micro, at.rank).to(net.dtype))
+    return net.module.loss
+
+
+def skipped(net, at):
+    hook = net.module.blocks[1].register_forward_pre_hook(skip, prepend=True)
+    loss = squared(net, at)
+    hook.remove()
+    return loss
+
+
+@in_turn("make, loss_of", [(Quiet, handled), (Skipping, skipped)])
+def test_a_forward_during_or_beside_another_exception_is_no_broken_pass(make, loss_of, monkeypatch):
+    abandoned, abandon = [], Schedule.abandon
+
+    def micro(net, at):
+        loss = loss_of(net, at)
+        net.backward(loss)
+        return loss
+
+    monkeypatch.setattr(Schedule, "abandon", lambda self: (abandoned.append(1), abandon(self)))
+    trains_alike(micro, 3, Plan(RANKS, 3), make, zero_optimization=APART | {"stage": 3})
+    assert not abandoned
+
+
+@on_each_rank(RANKS)
+def test_a_forward_breaks_in_a_hook_from_before_the_engine(rank, model):
+    hook = model.register_forward_hook(skip)
+    engine, abandoned = start(model, plain_sgd(model), config_of(3)), []
+    abandon = engine.schedule.abandon
+    engine.schedule.abandon = lambda: (abandoned.append(1), abandon())
+    with pytest.raises(Skipped):
+        squared(engine, At(0, 0, rank))
+    assert abandoned
+    hook.remove()
+    run_steps(engine, rank, [0, 1])
 
 
 LOST = {

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ from hf_zero.zero.layout.tree import (
 from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
 from hf_zero.zero.layout.walk import modules_of, named_modules_of
 
+_module = itemgetter(0)
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # The sequence number of this thread's next autograd node; a backward runs higher numbers first.
@@ -125,7 +127,9 @@ class Hooks:
         self._units = list(units)
         self._schedule = schedule
         self._tracker = tracker
-        self._nested = 0  # number of hooked modules whose forward is running
+        # hooked modules whose forward is running, outermost first, and the exception that was being
+        # handled as each began
+        self._running: list[tuple[nn.Module, BaseException | None]] = []
         self._outer: RootForward | None = None  # the forward under way
         # the last call that has ended, an output of it, and the marks of its inputs
         self._last: tuple[UnitForward, torch.Tensor, Sequence[Node]] | None = None
@@ -196,7 +200,7 @@ class Hooks:
         """
         if (
             not self._tracker.tasks
-            and not self._nested
+            and not self._running
             and graph_task() == -1
             and any_raw_grad(self._training)
         ):
@@ -220,7 +224,7 @@ class Hooks:
     @property
     def forward_runs(self) -> bool:
         """Whether a forward is under way."""
-        return self._nested > 0
+        return bool(self._running)
 
     def _pre_forward(
         self, unit: Unit | None, name: str, module: nn.Module, args: Any, kwargs: Any
@@ -235,9 +239,9 @@ class Hooks:
         elif tracker.tasks:
             tracker.put_away_broken()
         grads = torch.is_grad_enabled()
-        if self._nested == 0 and not inside:
+        if not self._running and not inside:
             self._begin_pass(name, module, kwargs, grads)
-        self._nested += 1
+        self._running.append((module, sys.exc_info()[1]))
         last, self._last = self._last, None
         if unit is None:
             return None
@@ -331,7 +335,7 @@ class Hooks:
         """Gather ``unit`` for a module that reads another module's parameter in its forward; return
         False outside forwards.
         """
-        if not self._nested:
+        if not self._running:
             return False
         self._tracker.enter()
         self._tracker.refuse_updated(unit)
@@ -393,7 +397,7 @@ class Hooks:
         """Keep ``unit`` gathered for the backward of ``node``, which was recorded outside the
         unit's own forward.
         """
-        outer = RootForward(of_whole_model=self._nested > 0 or graph_task() != -1)
+        outer = RootForward(of_whole_model=self.forward_runs or graph_task() != -1)
         keep_for_backward(unit, outer)
         node.register_prehook(partial(self._tracker.reach, outer))
 
@@ -403,22 +407,31 @@ class Hooks:
         # post-forward hook: release ``unit`` later, and watch the outputs for its backward
         if _transforms() and transformed():
             return None
-        inside = graph_task() != -1
-        raised = sys.exc_info()[1] if output is None else None
-        self._nested = max(0, self._nested - 1)
+        inside, running = graph_task() != -1, self._running
+        # The hook also runs after an exception, which is then being handled. One that was handled
+        # before, around the call, is none of this forward.
+        raised, handled = sys.exc_info()[1], None
+        begun = module in map(_module, running)  # else a pre-hook, of ours or ahead, has raised
+        last: nn.Module | None = None
+        while begun and last is not module:  # an interrupt bypasses the hooks of modules inside
+            last, handled = running.pop()
+        if raised is handled:
+            raised = None
         if spans.blocks:
             spans.ended(module)
         returned = None
-        if unit is not None and unit.forwards.in_forward:
+        if begun and unit is not None and unit.forwards.in_forward:
             call = unit.forwards.in_forward.pop()
             if call is not None:
                 call.left = self._tracker.outstanding.moment()
+                # an output with an exception is that of a forward whose next hook has raised
+                output = output if raised is None else None
                 returned = self._watch_output(call, module, output, raised)
                 if inside:
                     self._last = None
             if not inside:
                 self._schedule.release_later(unit)
-        if self._nested == 0 and not inside:
+        if not running and not inside:
             outer, self._outer, self._last = self._outer, None, None
             if outer is not None:
                 self._tracker.end_forward(outer, torch.is_grad_enabled())
@@ -506,8 +519,8 @@ class Hooks:
         """
         if self._tracker.tasks:
             self._tracker.put_away_broken()
-        if self._nested and graph_task() == -1:
-            self._nested, self._outer, self._last = 0, None, None
+        if self._running and graph_task() == -1:
+            self._running, self._outer, self._last = [], None, None
             for unit in self._units:
                 unit.forwards.in_forward.clear()
             self._schedule.abandon()
