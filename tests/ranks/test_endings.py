@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.schedule import Schedule
 from tests.helpers import oracle
-from tests.helpers.broken_stacks import Armed
+from tests.helpers.broken_stacks import Armed, Bomb
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.leftovers import (
@@ -153,6 +153,33 @@ def test_a_forward_breaks_in_a_hook_from_before_the_engine(rank, model):
     assert abandoned
     hook.remove()
     run_steps(engine, rank, [0, 1])
+
+
+class Uneven(Armed):
+    """The first rank leaves out a block; backwards break below it."""
+
+    rank = 0
+
+    def body(self, x):
+        for index, block in enumerate(self.blocks):
+            if index == 2 and self.at == "backward":
+                x = Bomb.apply(x)
+            if index != 2 or self.rank:
+                x = block(x)
+        return x
+
+
+@on_each_rank(RANKS, build=lambda: seeded(lambda: Uneven(4)), timeout=60.0)
+def test_ranks_abort_a_backward_of_which_one_waits_for_a_gather(rank, model):
+    """The other leaves that block out, and has launched its reduction."""
+    model.rank = rank
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": 0, "reduce_bucket_size": 0}
+    engine = start(model, plain_sgd(model), config_of(3, zero_optimization=APART | zero))
+    run_steps(engine, rank, range(2))
+    broken(engine, At(2, 0, rank), "backward")
+    engine.zero_grad()
+    run_steps(engine, rank, range(2, 4))
+    engine.destroy()
 
 
 LOST = {

@@ -447,8 +447,8 @@ class Reducer:
             brought = any(any_raw_grad(flat.members) for flat in flats)
             if brought or backward.ready or backward.next:
                 self.broken = Broken.GRADIENTS_LOST
-        self._leave()
         self._drop()
+        self._leave()
 
     def lose_gradients(self) -> None:
         """End the backward under way, whose end an exception has broken, and mark the window as

@@ -225,7 +225,9 @@ class Reductions:
             self._finish_oldest()
 
     def drop(self) -> None:
-        """Drop all reductions and their results."""
+        """Drop all reductions and their results, once other ranks have them."""
+        if self._messages:
+            self._before_wait()
         for message in self._messages:
             for reduction, handle in zip(message.reductions, message.handles):
                 handle.drop()
