@@ -241,6 +241,9 @@ class PassTracker:
         # this rank may still reach the same place
         if not parted and all(at[role] <= theirs[role] for role in at):
             return None
+        # its training thread has issued more meanwhile, so that these reads do not fit together
+        if self.numbers() != at:
+            return None
         return (
             f"rank {peer} goes on with another {statement['what']} after an exception, having "
             f"issued {statement['last']}, but rank {self._rank} has issued "

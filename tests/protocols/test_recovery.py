@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -104,6 +105,32 @@ def run_passes(scripts: list[Passes], alike: bool, simulation: Simulation) -> Ju
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_go_on_alike(case: str, schedules: Callable[..., int]) -> None:
     explore(partial(run_passes, *CASES[case]), schedules(30, len(CASES)), **SETTINGS)
+
+
+def test_a_rank_that_issues_during_its_answer_is_asked_again() -> None:
+    log = CollectiveLog("gathers", range(2), TIMEOUT, native=False)
+    tracker = PassTracker("engine", 0, range(2), {"gathers": log}, Watchdog(enabled=False), TIMEOUT)
+
+    class Busy(deque[str]):
+        """Issues another collective as its length is read, as the training thread may."""
+
+        def __len__(self) -> int:
+            log.recent = deque(self)
+            log.issue("third")
+            return len(log.recent)
+
+    tracker.begin("forward", "kind")
+    log.issue("first")
+    tracker.end()
+    log.issue("second")
+    broken = ["forward 'kind'", [0], [1]]
+    statement = {"at": {"gathers": 1}, "kind": "", "first": ["gathers", 1, "second"]}
+    statement |= {"what": "second", "broken": broken, "last": "first"}
+    log.recent = Busy(log.recent)
+    assert tracker.answer_to(1, statement) is None
+    assert tracker.answer_to(1, statement) == ""
+    answer = tracker.answer_to(1, statement | {"first": ["gathers", 1, "another"]})
+    assert answer is not None and "rank 1 goes on with another second" in answer
 
 
 def test_a_rank_goes_on_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
