@@ -172,8 +172,8 @@ class BackwardTracker:
         self._schedule.release_later(unit)
         if len(self.tasks) > 1 and call.outer is outstanding.recomputation:
             outstanding.reruns_seen = True
-            unit.forwards.reruns = max(0, unit.forwards.reruns - 1)
-            unit.forwards.rerun += 1
+            unit.forwards.expected_reruns = max(0, unit.forwards.expected_reruns - 1)
+            unit.forwards.seen_reruns += 1
         if not outstanding.awaits_calls(unit) and not outstanding.awaits_reruns(unit, False):
             self._reducer.mark_complete(unit)
         self._advance_to(call, call.began)
@@ -294,10 +294,11 @@ class BackwardTracker:
         kind = tuple(kinds)
         follows = not self._forwards and not self._untracked
         for unit in self._units:
-            if unit.forwards.rerun:
+            forwards = unit.forwards
+            if forwards.seen_reruns:
                 if follows:  # another backward over the same graphs
-                    unit.forwards.reruns = max(unit.forwards.reruns, unit.forwards.rerun)
-                unit.forwards.rerun = 0
+                    forwards.expected_reruns = max(forwards.expected_reruns, forwards.seen_reruns)
+                forwards.seen_reruns = 0
         self._forwards.clear()
         recomputation = RootForward(True)  # stand-in for forwards recomputed in this backward
         self.outstanding.begin(recomputation)
@@ -358,7 +359,7 @@ class BackwardTracker:
         self.outstanding.end()
         if not pending:
             for unit in self._units:
-                unit.forwards.reruns = 0  # these forwards are not rerun by a checkpoint
+                unit.forwards.expected_reruns = 0  # these forwards are not rerun by a checkpoint
 
     def _end_reads(self, roots: set[RootForward]) -> None:
         for unit in self._units:

@@ -251,7 +251,7 @@ class Hooks:
             spans.began(module, "forward", name or unit.label)
         if not grads:
             if module.training and unit.trainable and not inside:
-                unit.forwards.reruns += 1
+                unit.forwards.expected_reruns += 1
             unit.forwards.in_forward.append(None)
             self._schedule.ensure_gathered(unit, module)
             if unit.device_of_streams is not None:

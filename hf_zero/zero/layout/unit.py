@@ -124,9 +124,9 @@ class UnitForwards:
         self.in_forward: list[UnitForward | None] = []  # forwards under way, innermost last
         # forwards without a graph in training; a reentrant checkpoint may rerun them in the
         # backward
-        self.reruns = 0
+        self.expected_reruns = 0
         # those that the last backward has rerun, and a second one over its graph reruns again
-        self.rerun = 0
+        self.seen_reruns = 0
         # forwards with this unit in ``reads``: it stays gathered for their backward
         self.read_by: weakref.WeakSet[RootForward] = weakref.WeakSet()
 

@@ -23,8 +23,8 @@ forwards of another graph are not part of this backward. Forwards entered before
 graph, may still follow.
 
 Reentrant checkpointing runs a forward without a graph and reruns it inside the backward: such
-forwards are counted (``UnitForwards.reruns``) if checkpoints of that kind have been seen, and in
-the first backward of each kind.
+forwards are counted (``UnitForwards.expected_reruns``) if checkpoints of that kind have been seen,
+and in the first backward of each kind.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class Outstanding:
 
         ``learning``: this backward is the first of its kind.
         """
-        return unit.forwards.reruns > 0 and (learning or self.reruns_seen)
+        return unit.forwards.expected_reruns > 0 and (learning or self.reruns_seen)
 
     def awaits(self, unit: Unit, learning: bool) -> bool:
         """Whether ``unit`` may still get gradients."""
