@@ -8,6 +8,7 @@ from torch import nn
 from hf_zero.engine import Engine
 from hf_zero.zero.access.full import GatheredParameters, safe_get_full_fp32_param
 from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.parameter_handles import forget
 
 
 @torch.no_grad()
@@ -33,7 +34,5 @@ def destroy_and_restore(engine: Engine) -> None:
         whole.append((parameter, values.to(dtype)))
     engine.destroy()
     for parameter, values in whole:
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-        for key in [key for key in parameter.__dict__ if key.startswith("_hf_zero_")]:
-            del parameter.__dict__[key]
+        forget(parameter)  # its sharding stays: the module still holds a part
         parameter.data = values

@@ -38,7 +38,7 @@ def compare(out, ranks, stages):
         want = alone()
     files = load_file(out / "alone" / "trainer-None" / "saved" / "model.safetensors")
     for stage in stages:
-        for case in ("trainer", "loop"):
+        for case in ("trainer", "twice", "loop", "experts_twice"):
             nearly(reports[0][f"{case} {stage}"], want[f"{case} None"], f"{case} {stage}")
         saved = load_file(out / "ranks" / f"trainer-{stage}" / "saved" / "model.safetensors")
         assert saved.keys() == files.keys()

@@ -14,6 +14,7 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError, RankMismatchError, ReleasedParameterError
+from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.loading.shard_only import hold
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.attributes import refusal
@@ -68,6 +69,10 @@ def build(storage=torch.uint8, width=HIDDEN):
 
 def adam(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-6)
+
+
+def sgd(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
 def adapters(weights):
@@ -163,6 +168,25 @@ def test_class_name_and_attributes_are_there_in_every_state(rank, model):
         type(weight) is Params4bit and torch.equal(weight, values) and weight.quant_state is state
     )
     assert not any(name.startswith("_hf_zero") for name in weight.__dict__)
+
+
+@in_turn("stage", [0, 3])
+def test_a_trainer_s_second_engine_gets_the_classes_of_the_first(stage):
+    """Whole again, with the weights that one engine reaches in the steps of both."""
+
+    def run(rank, model):
+        classes = {name: type(parameter) for name, parameter in model.named_parameters()}
+        for step in range(STEPS):
+            engine = start(model, sgd(model), config_of(stage))
+            run_steps(engine, rank, [step])
+            destroy_and_restore(engine)
+            after = {name: type(model.get_parameter(name)) for name in classes}
+            assert after == classes and Params4bit in classes.values()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    want, _ = by_hand(sgd, [[(1.0, 0)]] * STEPS, RANKS, build=build())
+    for weights in on_ranks(RANKS, run, build=build()):
+        oracle.compare_tensors("weights", adapters(weights), adapters(want))
 
 
 def test_ranks_with_other_scales_are_told():

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import hf_zero
 from tests.helpers.models import seeded
-from tests.helpers.tensor_parallel import VOCAB, gpt2, llama
+from tests.helpers.tensor_parallel import VOCAB, gpt2, llama, mixtral
 from tests.helpers.trainers import options
 
 GROUPS = max(WORLD // 2, 1)
@@ -67,6 +67,31 @@ def trainer(out, stage, start):
     }
 
 
+def twice(out, stage, start, build=gpt2, readers=GROUPS, parallel=None):
+    """A second ``train()`` of a model that is cut, with a new optimizer."""
+    zero = config(stage) | (parallel or {})
+    chosen = options(
+        out / "trainer", per_device_train_batch_size=4 // readers, max_steps=2, seed=5,
+        **({} if stage is None else {"deepspeed": zero}),
+    )  # fmt: skip
+    run = transformers.Trainer(
+        model=seeded(build), args=transformers.TrainingArguments(**chosen), train_dataset=rows(),
+        data_collator=together,
+    )  # fmt: skip
+    run.train()
+    first = run.state.log_history
+    if stage is None:  # a plain Trainer keeps the first optimizer
+        run.optimizer = None
+    run.train()
+    log = [*first, *run.state.log_history]
+    return {"log": [{key: entry[key] for key in KEPT if key in entry} for entry in log]}
+
+
+def experts_twice(out, stage, start):
+    experts = {"tensor_parallel": {}, "expert_parallel": {"enabled": True, "autoep_size": 2}}
+    return twice(out, stage, start, mixtral, WORLD, experts)
+
+
 def loop(out, stage, start):
     plugin = None
     if stage is not None:
@@ -100,7 +125,7 @@ def loop(out, stage, start):
 def main():
     args, seen = given(model="", stages=[]), {}
     for stage in map(int, args.stages) if args.stages else [None]:
-        for case in (trainer, loop):
+        for case in (trainer, twice, loop, experts_twice):
             accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
             name = case.__name__
             seen[f"{name} {stage}"] = case(args.out / f"{name}-{stage}", stage, args.model)
