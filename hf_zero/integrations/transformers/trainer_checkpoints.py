@@ -125,11 +125,14 @@ def save_into_memory(
     def write(folder: Path) -> Path:
         checkpoint = folder / f"{PREFIX}{self.state.global_step}"
         checkpoint.mkdir()
-        with replaced(
-            self,
-            _get_output_dir=lambda trial: str(folder),
-            save_model=lambda *args, **kwargs: None,
-            _push_from_checkpoint=lambda folder: None,
+        with (
+            replaced(
+                self,
+                _get_output_dir=lambda trial: str(folder),
+                save_model=lambda *args, **kwargs: None,
+                _push_from_checkpoint=lambda folder: None,
+            ),
+            replaced(self.args, save_strategy="no"),  # it takes no folder as the best checkpoint
         ):
             self._save_checkpoint(model, trial)
         return checkpoint

@@ -286,3 +286,30 @@ def test_the_best_whole_model_is_loaded_at_the_end(
         assert any(stays in text for text in heard)
     expected = left[chosen] if left else losses[-1]
     assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("best", [3, 6])
+def test_saves_into_memory_leave_the_best_checkpoint_to_saves_into_folders(
+    best: int, tmp_path: Path, heard: list[str]
+) -> None:
+    """Of six steps, of which every second one is saved into a folder."""
+    told = []
+    for memory in (False, True):
+        forget()
+        folder, scores = (
+            tmp_path / str(memory),
+            iter([1, 2, *(float(s == best) * 3 for s in range(3, 7))]),
+        )
+        keys = {"memory": {"every": 1, "folder": str(tmp_path / "memory")}} if memory else {}
+        run = routed(
+            "ours", 2, folder, config={"checkpoint": keys}, max_steps=6, save_strategy="steps",
+            save_steps=2, save_total_limit=2, eval_strategy="steps", eval_steps=1,
+            metric_for_best_model="score", load_best_model_at_end=True,
+            compute_metrics=lambda predicted, scores=scores: {"score": next(scores)},
+        )  # fmt: skip
+        run.train()
+        left = {name: str(folder / name) for name in kept(folder)}
+        told.append(([*left], run.state.best_model_checkpoint in left.values()))
+    names = ["checkpoint-2", "checkpoint-6"] if best == 3 else ["checkpoint-4", "checkpoint-6"]
+    assert told == [(names, True)] * 2
+    assert not [text for text in heard if "whole" in text]
