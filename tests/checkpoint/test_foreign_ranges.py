@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,8 +22,9 @@ from safetensors.torch import load_file
 import hf_zero
 from hf_zero.checkpoint.foreign import torch_files
 from hf_zero.checkpoint.foreign.assembled import Table, Widened
-from hf_zero.checkpoint.foreign.deepspeed import scaler_of
-from hf_zero.checkpoint.foreign.torch_files import MappedFiles, SavedTensor
+from hf_zero.checkpoint.foreign.deepspeed import CLASSES, scaler_of
+from hf_zero.checkpoint.foreign.torch_files import MappedFiles, SavedTensor, load_pickle
+from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from tests.checkpoint.setups import Setup
@@ -28,6 +32,7 @@ from tests.helpers.engines import full_weights
 from tests.helpers.models import ARCHITECTURES
 
 VALUES = torch.arange(5000.0)
+UNIVERSAL = Path(__file__).parent / "deepspeed_inputs" / "stage1-universal"
 
 
 @pytest.fixture
@@ -155,6 +160,26 @@ def test_the_scale_goes_on_as_it_would_have_there() -> None:
     assert scaler_of(kept) == {"scale": 256.0, "left": 1, "since": 2}
     assert scaler_of({"cur_scale": 8.0}) == {"scale": 8.0, "left": 1, "since": -1}
     assert scaler_of({"state": {}}) is None
+
+
+def test_a_universal_folder_has_the_scale_beside_the_settings_of_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ds_to_universal puts it."""
+    module = ModuleType(DynamicLossScaler.__module__)
+    monkeypatch.setattr(module, "DynamicLossScaler", DynamicLossScaler, raising=False)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    theirs = DynamicLossScaler(256.0, cur_iter=7, last_overflow_iter=3, cur_hysteresis=1)
+    folder = Path(shutil.copytree(UNIVERSAL, tmp_path / "run"))
+    for path, changes in (
+        (folder / "zero" / "optimizer_state.pt", {"loss_scaler": theirs}),
+        (folder / "mp_rank_00_model_states.pt", {"ds_config": {"fp16": {"enabled": True}}}),
+    ):
+        content = load_pickle(path, CLASSES)
+        torch.save({**content, "zero_stage": 1, **changes}, path.with_name("new"))
+        path.with_name("new").replace(path)
+    saved = open_checkpoint(folder).manifest
+    assert saved.precision == "fp16" and saved.scaler == {"scale": 256.0, "left": 1, "since": 2}
 
 
 # ---- folders of save_pretrained ----

@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -481,9 +482,14 @@ class Universal(DeepSpeedFolder):
                 }
                 yield Parameter(name, shape, self._dtype(name), True, (ParameterPart(0, flat),))
 
+    @cached_property
+    def _settings(self) -> Mapping[str, Any]:
+        """The state of the optimizer beside the parameters'."""
+        settings: Mapping[str, Any] = load_pickle(self.folder / FOLDER / SETTINGS, CLASSES)
+        return settings
+
     def _groups(self) -> tuple[OptimizerGroup, ...] | None:
-        saved = load_pickle(self.folder / FOLDER / SETTINGS, CLASSES)
-        base: Mapping[str, object] = saved.get("optimizer_state_dict", saved)
+        base: Mapping[str, object] = self._settings.get("optimizer_state_dict", self._settings)
         places = {name: self.folder / FOLDER / name for group in self.shapes() for name in group}
         steps = {
             name: load_pickle(path / f"{STEP}.pt", CLASSES)
@@ -491,6 +497,9 @@ class Universal(DeepSpeedFolder):
             if (path / f"{STEP}.pt").is_file()
         }
         return groups_of(base, self.shapes(), steps)
+
+    def _scaler(self) -> dict[str, Any] | None:
+        return scaler_of(self._settings)
 
     @staticmethod
     def _tensor(path: Path) -> torch.Tensor:
