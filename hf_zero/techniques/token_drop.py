@@ -65,7 +65,7 @@ def sample(
     """Return the indices of the ``read`` of ``tokens`` tokens that each of ``rows`` sequences
     keeps: [rows, read], int64, ascending.
 
-    ``at``: step, forward and rank.
+    ``at``: step, forward and data-parallel rank.
     """
     step, forward, rank = at
     counter = (block, step, forward << 16 | rank)
@@ -235,7 +235,7 @@ class TokenDrop(DrawsForBlocks):
             return ()
         self._rows = set()
         step = self._engine.global_steps
-        forward.drawn[self] = (step, self._count.next(step), self._engine.global_rank)
+        forward.drawn[self] = (step, self._count.next(step), self._engine.data_rank)
         self._before.clear()
         return ()
 

@@ -279,6 +279,14 @@ class EngineParts(AroundModel):
     skipped_steps: int = reading("counters.skipped_steps")
 
     @property
+    def data_rank(self) -> int:
+        """Index of this rank among the :attr:`data_ranks` that read batches of their own; equal
+        on the ranks of a tensor-parallel or sequence-parallel group, which are neighbours.
+        """
+        ranks = self.mesh.dims.in_a_stage
+        return self.global_rank % ranks * self.data_ranks // ranks
+
+    @property
     def local_rank(self) -> int:
         """Rank of this process on its host."""
         return process_group.get_local_rank()

@@ -23,6 +23,7 @@ from tests.helpers.causal_zoo import batch_of
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, start
 from tests.helpers.host_syncs import HostSyncs
+from tests.helpers.layer_drop import DEPTH
 from tests.helpers.models import seeded
 from tests.helpers.oracle import (
     FP32_TOLERANCE,
@@ -46,6 +47,7 @@ from tests.helpers.tensor_parallel import (
     qwen3,
     train_tensor_parallel,
 )
+from tests.helpers.token_drop import TokenDropJob
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 from tests.parallel.expert_cases import OnSpreadExperts, keys
 from tests.parallel.test_tensor_layers import loss_and_gradients
@@ -91,6 +93,13 @@ def test_with_other_features(case):
     job = TensorJob("llama", None if "zero_optimization" in keys else plain_sgd)
     plan = Plan(accumulation=2, steps=2)
     compare(train_tensor_parallel(job, plan, 2, stage, **keys), kept(job, plan))
+
+
+def test_a_group_drops_the_same_tokens(monkeypatch):
+    plan, job = Plan(ranks=2, accumulation=2, steps=2), TokenDropJob("llama")
+    monkeypatch.setattr(job, "name", f"tensor-parallel {job.name}")
+    monkeypatch.setattr(job, "build", lambda: seeded(lambda: llama(num_hidden_layers=DEPTH)))
+    compare(train_tensor_parallel(job, plan, 2, 1, **job.keys), kept(job, plan))
 
 
 class _Adapted(TensorJob):
