@@ -188,8 +188,8 @@ class TrainingPhases:
         """
         if plan.optimizer is None or self._engine is not None:  # its sizes may be those of a phase
             return
-        settings, ranks = plan.settings, plan.dims.in_a_stage
-        batch = settings.train_batch_size or plan.data_ranks
+        settings, ranks = plan.settings, plan.data_ranks
+        batch = settings.train_batch_size or ranks
         self.resize(batch, settings.train_micro_batch_size_per_gpu or 1)
         grown = self._batches.values[:-1] if self._batches is not None else ()
         sizes = {(size, self._sizes[1]) for size in grown} or {
@@ -236,7 +236,7 @@ class TrainingPhases:
         step = self._counters.global_steps + 1
         phase, _ = self.at(step)
         micro = phase.train_micro_batch_size_per_gpu or self._sizes[1]
-        steps = self.batch_size(step) // (micro * engine.world_size)
+        steps = self.batch_size(step) // (micro * engine.data_ranks)
         now = (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps())
         if self.changes_batches or self.changes_micro_batches:
             if self._set not in (None, now):

@@ -18,6 +18,7 @@ from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, ROWS
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tensor_parallel import llama
 from tests.helpers.training import adamw
 
 # By step: micro-batches of a rank, tokens of a row, and what multiplies the learning rate.
@@ -215,6 +216,25 @@ def test_a_batch_that_grows_as_megatrons():
         return micros
 
     assert run_ranks(1, run) == [[1, 1, 2, 3]]
+
+
+@in_turn("key", [{"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}])
+def test_ranks_that_read_the_same_batches_count_once(key):
+    models = [llama() for _ in range(4)]
+    keys = {"gradient_accumulation_steps": 4, "training_phases": {"phases": [{"steps": 2}, {}]}}
+    keys["training_phases"]["phases"][1]["train_batch_size"] = 2 * ROWS * 2
+
+    def run(rank):
+        engine = start(models[rank], adamw(models[rank]), config_of(1, **keys, **key))
+        found = [(engine.gradient_accumulation_steps(), engine.train_batch_size())]
+        engine.counters.global_steps = 2
+        engine.techniques.load_state_dict({})
+        found.append((engine.gradient_accumulation_steps(), engine.train_batch_size()))
+        engine.destroy()
+        return found
+
+    # two ranks read batches of their own
+    assert run_ranks(4, run) == [[(4, 4 * ROWS * 2), (2, 2 * ROWS * 2)]] * 4
 
 
 CURRICULUM = {"enabled": True, "min_difficulty": 2, "max_difficulty": 4, "schedule_type": "custom"}
