@@ -170,6 +170,9 @@ class TrainingPhases:
             return self._batches.at(step)
         return self._schedule.at(step).train_batch_size or self._sizes[0]
 
+    def _micro_batch(self, phase: Phase) -> int:
+        return phase.train_micro_batch_size_per_gpu or self._sizes[1]
+
     def lr_scale(self, step: int) -> float:
         """Return the factor of the schedule's learning rate in optimizer step ``step``."""
         phase, within = self.at(step)
@@ -191,14 +194,9 @@ class TrainingPhases:
         settings, ranks = plan.settings, plan.data_ranks
         batch = settings.train_batch_size or ranks
         self.resize(batch, settings.train_micro_batch_size_per_gpu or 1)
-        grown = self._batches.values[:-1] if self._batches is not None else ()
-        sizes = {(size, self._sizes[1]) for size in grown} or {
-            (
-                phase.train_batch_size or self._sizes[0],
-                phase.train_micro_batch_size_per_gpu or self._sizes[1],
-            )
-            for phase in self.phases
-        }
+        ends = [*self._schedule.ends, *(self._batches.ends if self._batches is not None else ())]
+        firsts = {1, *(int(end) + 1 for end in ends)}  # steps with which sizes may change
+        sizes = {(self.batch_size(step), self._micro_batch(self.at(step)[0])) for step in firsts}
         for size, micro in sorted(sizes):
             if size % (micro * ranks):
                 raise ConfigError(
@@ -235,7 +233,7 @@ class TrainingPhases:
         """Prepare the engine for the next step: batch sizes and learning rate."""
         step = self._counters.global_steps + 1
         phase, _ = self.at(step)
-        micro = phase.train_micro_batch_size_per_gpu or self._sizes[1]
+        micro = self._micro_batch(phase)
         steps = self.batch_size(step) // (micro * engine.data_ranks)
         now = (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps())
         if self.changes_batches or self.changes_micro_batches:

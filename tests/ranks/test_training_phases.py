@@ -258,6 +258,14 @@ def relative(model):
         ({"rampup_batch_size": [2, 3, 9]}, "train_batch_size = 4", {}),
         ({"rampup_batch_size": [2, 2, 9], **LARGER}, "both say", {}),
         ({"phases": [{"train_batch_size": 3}]}, "steps of 3 samples", {}),
+        (
+            {
+                "rampup_batch_size": [2, 2, 9],
+                "phases": [{"steps": 5}, {"train_micro_batch_size_per_gpu": 8}],
+            },
+            "steps of 4 samples, no multiple of the 8",
+            {},
+        ),
         ({"phases": [{"train_micro_batch_size_per_gpu": 1}]}, "the loader is made, is 2", {}),
         (
             LARGER,
