@@ -87,8 +87,10 @@ class Phase:
             return self.lr_scale * step / self.warmup_steps
         if not self.lr_decay_power or self.steps is None:
             return self.lr_scale
+        if step > self.steps:  # the last phase is over; it may have been warmup only
+            return 0.0
         remaining = (self.steps - step + 1) / (self.steps - self.warmup_steps)
-        return self.lr_scale * max(0.0, remaining) ** self.lr_decay_power
+        return self.lr_scale * remaining**self.lr_decay_power
 
 
 def rampup(start: int, increment: int, samples: int, end: int) -> Stairs[int]:

@@ -307,8 +307,11 @@ def test_a_batch_that_the_script_sets():
     engine.destroy()
 
 
-def test_steps_beyond_a_decay_to_zero_are_told_once(caplog):
-    section = {"phases": [{"steps": 1}, {"steps": 2, "lr_decay_power": 1}]}
+@in_turn("warmup", [0, 2])
+def test_steps_beyond_a_decay_to_zero_are_told_once(warmup, caplog):
+    last = {"steps": 2, "lr_decay_power": 1, "warmup_steps": warmup}
+    section = {"phases": [{"steps": 1}, last]}
+    caplog.clear()
     model = ARCHITECTURE.build()
     engine = start(model, adamw(model), config_of(0, training_phases=section))
     trained(engine, 0, range(5), [], [])
