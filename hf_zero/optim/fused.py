@@ -4,10 +4,12 @@ the optimizer's own step.
 [Note: state under a fused step]
 State stays in ``optimizer.state`` under torch's names, shapes and dtypes, so checkpoints and state
 dicts do not depend on the kernel. Moments are views of one arena for each name; step counters are
-views of one tensor with an entry per group, or an entry per segment from the first step on that
-leaves a segment out. Replaced tensors (``load_state_dict``, a checkpoint) are detected by identity
-at the next step and moved into the arenas. Before the optimizer's own step runs, the shared
-counters are cloned: torch increments each entry, and would increment a shared one several times.
+views of one tensor with an entry per group, or an entry per segment once segments of a group differ
+in their counts: from the first step on that leaves a segment out, or if state that is moved into
+the arenas has different counts. Replaced tensors (``load_state_dict``, a checkpoint) are detected
+by identity at the next step and moved into the arenas. Before the optimizer's own step runs, and
+before numbers are loaded segment by segment, the shared counters are cloned: torch increments each
+entry, and would increment a shared one several times.
 """
 
 from __future__ import annotations
@@ -112,7 +114,10 @@ class FusedStep:
         return [launch for tables in self._tables.values() for launch in tables.launches]
 
     def divide(self) -> None:
-        """Count steps per segment from now on: segments have been split, with their state."""
+        """Count steps per segment from now on: segments are split, with their state, or have made
+        different numbers of steps.
+        """
+        self.part()  # until the next launch, the counters of a group would still be one
         self._apart, self._homes, self._rows, self._steps, self._tables = True, {}, {}, None, {}
 
     # ---- support ----
@@ -146,7 +151,9 @@ class FusedStep:
         """Whether the next step over all of ``segments`` launches what that of another step did,
         with settings from the device.
         """
-        return self.takes(segments) and not self._apart
+        if self._apart or not self.takes(segments):
+            return False
+        return self._is_home(segments) or not self._counts_differ(segments)
 
     def prepare(
         self,
@@ -194,8 +201,6 @@ class FusedStep:
         device = segments[0].tensor.device
         if len(stepped) < len(segments) and not self._apart:
             self.divide()
-        if self._apart and not self._rows:
-            self._rows = {segment: row for row, segment in enumerate(segments)}
         if not self._is_home(stepped):
             self._bring_home(regions, segments)
         divisor = (
@@ -390,6 +395,10 @@ class FusedStep:
     def _bring_home(self, regions: Sequence[MemoryRegion], segments: Sequence[Segment]) -> None:
         """Move the state of ``segments`` into the arenas; create missing state there."""
         assert self._kernel is not None
+        if not self._apart and self._counts_differ(segments):
+            self.divide()
+        if self._apart and not self._rows:
+            self._rows = {segment: row for row, segment in enumerate(segments)}
         places, total = self._places(regions)
         device = segments[0].tensor.device
         state = self._optimizer.state
@@ -420,6 +429,22 @@ class FusedStep:
         self._homes = homes
         for tables in self._tables.values():
             tables.launches = []
+
+    def _counts_differ(self, segments: Sequence[Segment]) -> bool:
+        """Whether segments of one group have made different numbers of steps."""
+        if self._kernel is not ADAM:
+            return False
+        steps = [self._optimizer.state.get(segment.tensor, {}).get("step") for segment in segments]
+        device, kind = segments[0].tensor.device, torch.float32
+        known = [torch.as_tensor(s, dtype=kind, device=device) for s in steps if s is not None]
+        if not known:
+            return False
+        numbers = iter(torch.stack(known).tolist())  # one copy to the host
+        counts = {
+            (segment.group, 0.0 if step is None else next(numbers))
+            for segment, step in zip(segments, steps)
+        }
+        return len(counts) > len({group for group, _ in counts})
 
     def _row_of(self, segment: Segment) -> int:
         return self._rows[segment] if self._apart else segment.group
@@ -458,7 +483,7 @@ class FusedStep:
         """
         if self._kernel is ADAM:
             for segment, homes in self._homes.items():
-                entries = self._optimizer.state[segment.tensor]
+                entries = self._optimizer.state.get(segment.tensor, {})
                 if entries.get("step") is homes["step"]:
                     entries["step"] = homes["step"].clone()
         self._homes = {}

@@ -214,6 +214,8 @@ class SegmentTable:
     def replace(self, pieces: Mapping[Segment, list[Segment]]) -> None:
         """Replace segments by the pieces they were cut into, with their state."""
         changed = {segment: parts for segment, parts in pieces.items() if len(parts) > 1}
+        if changed:
+            self._fused.divide()
         for segment, parts in changed.items():
             entries: StateArrays = self._optimizer.state.pop(segment.tensor, {})
             for piece in parts:
@@ -229,7 +231,6 @@ class SegmentTable:
                 piece for segment in self.segments for piece in changed.get(segment, [segment])
             ]
             self._list()
-            self._fused.divide()
             self.offloaded.replace(changed)
 
     def rest(self, names: frozenset[str]) -> None:
@@ -248,6 +249,10 @@ class SegmentTable:
             if isinstance(entries.get("step"), torch.Tensor):
                 entries["step"] = entries["step"].clone()
         self._fused.divide()
+
+    def part_counters(self) -> None:
+        """Give each segment its own step counter: one launch over all of them shares counters."""
+        self._fused.part()
 
     def count_resting(self) -> None:
         """Count a step of the parameters that other code updates."""
@@ -351,6 +356,7 @@ class GroupNumbers:
                 if segment.parts and not segment.names.isdisjoint(by_name)
             ]
             self._table.parted |= {index for index, group in enumerate(apart) if group}
+            self._table.part_counters()
             self._table.divide(concerned, numbers_of.get)
         for segment in self._table.segments:
             values = (

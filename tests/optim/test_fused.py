@@ -196,6 +196,65 @@ def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):
     assert forced.count("adam_") == 6
 
 
+def counts(bound):
+    """The step counts of the parameters that begin segments."""
+    state = bound.optimizer.state
+    return {min(s.names): float(state[s.tensor]["step"]) for s in bound._table.segments}
+
+
+LATE = [{"c.weight": 2.0}, {"c.weight": None}, {"a.weight": 2.0}]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("late", LATE)
+def test_counts_of_whole_segments_that_differ_in_a_load_stay_apart(late, begun, forced):
+    """Also in an engine whose launches have shared counters."""
+    ours, theirs = pair(together=False)
+    steps = dict.fromkeys(GROUP_OF, 3.0) | late
+    numbers = {name: step and {"step": step} for name, step in steps.items()}
+    for each in (ours, theirs):
+        if begun:
+            each.step(1)
+        for flat in each.flats:
+            for name in ("exp_avg", "exp_avg_sq"):
+                each.bound.load_tensor(flat, name, torch.full_like(flat.master, 0.01))
+        each.bound.load_by_parameter(numbers, ())
+        assert not ours.bound.repeats_launch()
+        each.step(0)
+    same(ours, theirs)
+    assert counts(ours.bound) == counts(theirs.bound) and "adam_" in forced
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_counts_stay_apart_after_the_optimizer_s_own_step_leaves_segments_out(together, forced):
+    """A hook makes the optimizer step by itself, with whole segments or parts of them unused."""
+    ours, theirs = pair(together=together)
+    for each in (ours, theirs):
+        each.step(0)
+        hook = each.optimizer.register_step_pre_hook(lambda *_: None)
+        each.flats[2].unused = frozenset({"c.weight", "c.bias"})
+        each.step(1)
+        hook.remove()
+        each.flats[2].unused = frozenset()
+        each.step(2)
+    same(ours, theirs)
+    assert counts(ours.bound) == counts(theirs.bound)
+    assert counts(ours.bound)["c.weight"] == 2.0 and counts(ours.bound)["a.weight"] == 3.0
+
+
+def test_a_state_dict_with_other_counts_is_moved_in_apart(forced):
+    """torch's own ``load_state_dict``, which writes entries past the engine."""
+    ours, theirs = pair(together=False)
+    for each in (ours, theirs):
+        each.step(0)
+        saved = copy.deepcopy(torch.optim.AdamW.state_dict(each.optimizer))
+        saved["state"][0]["step"] = torch.tensor(5.0)
+        torch.optim.AdamW.load_state_dict(each.optimizer, saved)
+        each.step(1)
+    same(ours, theirs)
+    assert counts(ours.bound) == counts(theirs.bound) and 6.0 in counts(ours.bound).values()
+
+
 OPTIONS = {"amsgrad": {"amsgrad": True}, "foreach": {"foreach": True}, "unfused": {"fused": False}}
 UNKNOWN = (*OPTIONS, "hook", "subclass", "wrapped", "gradient", "off")
 

@@ -20,7 +20,14 @@ from hf_zero.optim import Adafactor
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.checked_triton import checked_triton
-from tests.helpers.engines import OnEngine, config_of, engine_opener, start, train_on_threads
+from tests.helpers.engines import (
+    OnEngine,
+    config_of,
+    engine_opener,
+    full_weights,
+    start,
+    train_on_threads,
+)
 from tests.helpers.models import Block, features, seeded
 from tests.helpers.offloads import DEVICE, offload
 from tests.helpers.optimizers import OF_GROUPS
@@ -152,11 +159,30 @@ class Skipping(nn.Module):
         return x.square().mean()
 
 
-@in_turn("ways", [("optimizer on cpu", DEVICE), ("half on cpu", "optimizer in files")])
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    weights, biases = (
+        [p for p in model.parameters() if (p.ndim > 1) is of] for of in (True, False)
+    )
+    return torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], 1e-2)
+
+
+WAYS = [
+    (("optimizer on cpu", DEVICE), False),
+    (("half on cpu", "optimizer in files"), False),
+    ((DEVICE, DEVICE), True),
+]
+
+
+@in_turn("ways, launched", WAYS)
 @in_turn("skipped", [(0, None), (None, 1, 1, None)])
-def test_a_whole_unit_that_steps_leave_out_is_saved_with_its_steps(ways, skipped, tmp_path):
+def test_a_whole_unit_that_steps_leave_out_is_saved_with_its_steps(
+    ways, launched, skipped, tmp_path, monkeypatch
+):
+    """Also if one launch updates all segments, by its reference."""
+    monkeypatch.setattr(dispatch, "wanted", lambda name, *_: launched and name == "optimizer")
+    stage = 3 if launched else 2
     plain, folder = seeded(Skipping), str(tmp_path / "saved")
-    optimizer = torch.optim.AdamW(plain.parameters(), 1e-2)
+    optimizer = two_groups(plain)
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
     for place in skipped:
         plain(x, place).backward()
@@ -164,8 +190,8 @@ def test_a_whole_unit_that_steps_leave_out_is_saved_with_its_steps(ways, skipped
         optimizer.zero_grad()
 
     def run(rank, model, part):
-        config = config_of(2, zero_optimization=offload(ways[part], 2, tmp_path))
-        engine = start(model, torch.optim.AdamW(model.parameters(), 1e-2), config)
+        config = config_of(stage, zero_optimization=offload(ways[part], stage, tmp_path))
+        engine = start(model, two_groups(model), config)
         if part:
             engine.load_checkpoint(folder)
         for place in skipped[-1:] if part else skipped[:-1]:
@@ -173,7 +199,7 @@ def test_a_whole_unit_that_steps_leave_out_is_saved_with_its_steps(ways, skipped
             engine.step()
         if not part:
             engine.save_checkpoint(folder)
-        weights = {name: each.clone() for name, each in engine.state_dict().items()}
+        weights = full_weights(engine)
         engine.destroy()
         return weights
 
