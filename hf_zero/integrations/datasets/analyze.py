@@ -175,7 +175,7 @@ def _tokens(dataset: Samples, column: str | None, workers: int) -> tuple[dataset
     """
     if not isinstance(dataset, datasets.Dataset):
         chosen = column or TOKENS
-        read = _Measured(dataset, lambda sample: _field(sample, chosen).tolist(), chosen)
+        read = _Measured(dataset, lambda sample: _unmasked(sample, chosen).tolist(), chosen)
         return datasets.Dataset(_mapped(dataset, read, workers, chosen)), chosen
     if column is None:
         fit = [name for name, feature in dataset.features.items() if _holds_tokens(feature)]
@@ -206,6 +206,17 @@ def _field(sample: object, column: str) -> np.ndarray:
     if column not in sample:
         raise ConfigError(f"a sample has no field {column!r}; it has {', '.join(map(str, sample))}")
     return np.asarray(sample[column])
+
+
+def _unmasked(sample: object, column: str) -> np.ndarray:
+    """Return the tokens in the field ``column`` of ``sample`` under its attention mask, if it has
+    one.
+    """
+    tokens = _field(sample, column)
+    if not isinstance(sample, Mapping) or MASK not in sample or column == MASK:
+        return tokens
+    mask = np.asarray(sample[MASK])
+    return tokens[mask != 0] if mask.shape == tokens.shape else tokens
 
 
 class _Measured:
