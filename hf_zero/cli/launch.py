@@ -260,7 +260,13 @@ def _written(pairs: list[str], preset: str | None) -> dict[str, object]:
             f"--set {pairs[0]} goes with --preset; a file of --config has its keys under "
             "deepspeed_config, and with torchrun the script's configuration has them"
         )
-    if "stage" in sections.get("zero_optimization", {}):
+    zero = sections.get("zero_optimization", {})
+    if not isinstance(zero, dict):  # it would also replace the stage of --preset
+        raise ConfigError(
+            f"--set zero_optimization={zero} is not a key of that section; write --set "
+            "zero_optimization.KEY=VALUE"
+        )
+    if "stage" in zero:
         raise ConfigError("--set zero_optimization.stage: --preset names the stage; leave this out")
     for name in {"bf16", "fp16"} & sections.keys():
         raise ConfigError(f"--set {name}: write --precision {name} in place of it")

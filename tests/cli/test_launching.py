@@ -87,6 +87,8 @@ def test_keys_and_files_that_launch_does_not_take(tmp_path: Path) -> None:
         ("--preset zero2 --set metrics=1 --set metrics.enabled=true", "contradict; keep one"),
         ("--preset zero2 --set metrics.enabled=[", "not valid YAML"),
         ("--preset zero2 --set zero_optimization.stage=3", "--preset names the stage"),
+        ("--preset zero2 --set zero_optimization=1", "--set zero_optimization=1 is not a key"),
+        ("--preset zero2 --set zero_optimization=", "write --set zero_optimization.KEY=VALUE"),
         ("--preset zero2 --set bf16.enabled=true", "write --precision bf16 in place of it"),
         ("--preset zero3 --set zero_optimization.prefetch=x", "zero_optimization.prefetch"),
     ):
