@@ -14,7 +14,7 @@ import torch
 
 from hf_zero.checkpoint.convert.to_universal import LATEST_UNIVERSAL
 from hf_zero.checkpoint.find import LATEST, find_checkpoint
-from hf_zero.checkpoint.storage import as_path
+from hf_zero.checkpoint.storage import as_path, decide_on_rank_0
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError, ConfigError, TargetMismatchError
 from hf_zero.logging import log_rank0, logger
@@ -139,13 +139,17 @@ def _shown(target: Target) -> str:
 
 def tag_of(engine: object, load_dir: str | os.PathLike[str], tag: object) -> str | None:
     """Return ``tag``; for None that in ``latest_universal``, under ``checkpoint.load_universal`` or
-    where there is no ``latest``.
+    where there is no ``latest``. Rank 0 looks (collective).
     """
+    if tag is not None:
+        return str(tag)
     named, latest = (as_path(load_dir) / name for name in (LATEST_UNIVERSAL, LATEST))
-    universal = tag is None and (_section(engine).get("load_universal") or not latest.is_file())
-    if universal and named.is_file():
-        return str(named.read_text()).strip()
-    return None if tag is None else str(tag)
+
+    def universal() -> str | None:
+        chosen = _section(engine).get("load_universal") or not latest.is_file()
+        return str(named.read_text()).strip() if chosen and named.is_file() else None
+
+    return decide_on_rank_0(get_world_group(), universal)
 
 
 def nothing_to_load(engine: TrainingEngine, load_dir: str | os.PathLike[str], tag: object) -> bool:

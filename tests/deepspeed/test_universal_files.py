@@ -16,6 +16,7 @@ from deepspeed.checkpoint import ds_to_universal
 from typer.testing import CliRunner
 
 from hf_zero.cli.app import app
+from hf_zero.deepspeed.checkpoint_files import tag_of
 from hf_zero.deepspeed.state_dicts import parse_arguments
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.deepspeed_inputs.model import (
@@ -99,6 +100,20 @@ def test_a_save_of_ours_goes_on_from_a_universal_folder(tmp_path):
     assert (tmp_path / "out" / "latest_universal").read_text() == "universal"
     got = run_ranks(2, go_on, [build(True) for _ in range(2)], tmp_path / "out", 1, "fp32")
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=2e-6, atol=0)
+
+
+def test_rank_0_alone_looks_for_the_tag(tmp_path):
+    """The folder of the other rank is not there yet, as on a file system that lags."""
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "latest_universal").write_text("universal\n")
+
+    def run(rank: int, models: list[Any]) -> Any:
+        engine = started(models[rank], 2, 1, "fp32")
+        found = tag_of(engine, tmp_path / str(rank), None), tag_of(engine, tmp_path, "given")
+        engine.destroy()
+        return found
+
+    assert run_ranks(2, run, [build(True) for _ in range(2)]) == [("universal", "given")] * 2
 
 
 def test_folders_that_cannot_be(tmp_path):

@@ -82,10 +82,17 @@ def whole_to_resume(trainer: Trainer, resume: str | bool | None) -> str | bool |
         folder = _newer_in_memory(trainer, folder)
     if folder is None:
         return resume  # the Trainer raises that there is none
-    if folder.is_dir() and has_engine_checkpoint(folder):
+    resumed = folder
+    checkpoint = decide_on_rank_0(
+        get_world_group(),
+        lambda: (
+            find.locate(resumed) if resumed.is_dir() and has_engine_checkpoint(resumed) else None
+        ),
+    )
+    if checkpoint is not None:
         rank, ranks = trainer.args.process_index, trainer.args.world_size
         name = f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
-        warn_lost_random_states(folder, find.locate(folder), name, rank, ranks)
+        warn_lost_random_states(folder, Path(str(checkpoint)), name, rank, ranks)
         _keep_samples_of_a_step(trainer, folder)
     return str(folder)
 
