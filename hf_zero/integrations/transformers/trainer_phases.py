@@ -157,13 +157,21 @@ def count_windows(
     """Wraps ``Trainer.set_initial_training_values``: computes epochs and steps for growing
     windows.
     """
+    from transformers.trainer_utils import has_length
+
+    windows = windows_of(self)
+    if windows is not None and not has_length(dataloader):
+        raise ConfigError(
+            f"{PHASES} change the batch, for which the epochs of the Trainer are counted by the "
+            f"length of its loader, and the {type(self.train_dataset).__name__} of train_dataset "
+            "has none; pass a dataset with __len__, or leave the batch sizes out of the phases"
+        )
     with _lengths_as_they_are(self, args, dataloader):
         values = original(self, args, dataloader)
-    windows = windows_of(self)
     if windows is None:
         return values
     length, last = values[5], values[6]
-    assert length is not None
+    assert length is not None  # the loader has a length
     if args.max_steps <= 0:
         needed = math.ceil(args.num_train_epochs * length)
         passed = (ended * length + used for ended, used in epochs(windows, length))

@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -158,6 +159,11 @@ def test_what_the_trainer_cannot_change(tmp_path: Path) -> None:
     micro = {"phases": [{"steps": 1}, {"train_micro_batch_size_per_gpu": 2}]}
     with pytest.raises(ConfigError, match="that was prepared brings batches of one size"):
         phased(tmp_path, phases=micro)
+    stream = datasets.Dataset.from_list(uneven("llama")).to_iterable_dataset()
+    args = ours(tmp_path, {"training_phases": PHASES}, **CHOSEN)
+    run = transformers.Trainer(model=model("llama"), args=args, train_dataset=stream)
+    with pytest.raises(ConfigError, match="the IterableDataset of train_dataset has none"):
+        run.train()
     index = hf_zero.analyze([[1] * 3, [1] * 4] * 8, out=tmp_path / "index", progress=False)
     args = ours(tmp_path, section(seqlen=metric(index)), train_sampling_strategy="sequential")
     run = transformers.Trainer(model=model("gpt2"), args=args, train_dataset=uneven("gpt2"))
