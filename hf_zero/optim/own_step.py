@@ -17,7 +17,7 @@ from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.offloaded_state import BEGIN_WITH_GRADIENT
 from hf_zero.optim.segments import Segment, StateArrays
-from hf_zero.optim.state import kept, step_dtype
+from hf_zero.optim.state import bare_step, kept, step_dtype
 
 # Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with its op.
 _OPS: dict[type, str] = {
@@ -214,8 +214,7 @@ class OwnStep:
 
     def bare(self) -> None:
         """Run the class's own step without hooks, which run once for the whole step."""
-        own = type(self._optimizer).step
-        getattr(own, "__wrapped__", own)(self._optimizer)
+        bare_step(self._optimizer)
 
     # ---- torch's fused kernels ----
 

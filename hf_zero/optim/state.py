@@ -146,8 +146,14 @@ def _stepped_twin(
     if isinstance(twin, MADE_BY_CONSTRUCTORS):
         begun = float(settings["initial_accumulator_value"])
         twin.state = torch.optim.Adagrad(twin.param_groups, initial_accumulator_value=begun).state
-    twin.step()
+    bare_step(twin)
     return twin, probe
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> None:
+    """Run the step of the class of ``optimizer`` without hooks, those of all optimizers included."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
 
 
 def kept_states(optimizer: torch.optim.Optimizer, group: ParamGroup) -> set[str]:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.bound_optimizer import BoundOptimizer
-from hf_zero.optim.state import is_elementwise, is_scalar
+from hf_zero.optim.state import counted_elsewhere, fresh_state, is_elementwise, is_scalar
 from tests.helpers.cells import in_one_item
 from tests.helpers.flats import shard
 
@@ -151,3 +152,22 @@ def test_a_class_that_only_claims_to_be_element_wise_is_found_out_at_its_first_s
     assert is_scalar("count", torch.tensor([1.0]), (3,)) and is_scalar("count", 2, (1,))
     assert is_elementwise("exp_avg", torch.zeros(1), (1,))
     assert is_elementwise("exp_avg", torch.zeros(0, 3), (0, 3))
+
+
+def test_hooks_of_all_optimizers_see_no_step_of_a_throw_away_one():
+    optimizer, seen = stepped(torch.optim.AdamW, fresh()), []
+    hooks = [
+        register(lambda optimizer, *_: seen.append(optimizer))
+        for register in (
+            torch_optimizer.register_optimizer_step_pre_hook,
+            torch_optimizer.register_optimizer_step_post_hook,
+        )
+    ]
+    try:
+        group = optimizer.param_groups[0]
+        assert set(fresh_state(optimizer, group, torch.zeros(1))) > {"exp_avg", "exp_avg_sq"}
+        assert counted_elsewhere(optimizer, group) == []
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert seen == []
