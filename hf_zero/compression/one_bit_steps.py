@@ -455,14 +455,17 @@ class OneBitSteps(StepExtension):
             yield False
             return
         variances = [m.state(name) for m in self._momenta for name in m.VARIANCES]
-        copies, frozen_at = [variance.clone() for variance in variances], self._frozen_at
+        copies = [variance.clone() for variance in variances]
+        notes = {key: self._bound.groups[0].get(key) for key in (FROZEN_AT, ALL_FROZEN_AT)}
         self._count_variance()
         try:
             yield True
         finally:
             for variance, before in zip(variances, copies):
                 variance.copy_(before)
-            note(self._bound, FROZEN_AT, frozen_at)
+            for key, value in notes.items():
+                if value is not None:
+                    note(self._bound, key, value)
 
     def state_bytes(self) -> Mapping[str, int]:
         nbytes = sum(momentum.nbytes() for momentum in self._chosen) + self._local.nbytes()

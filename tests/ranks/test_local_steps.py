@@ -160,6 +160,21 @@ def test_an_engine_that_made_local_steps_goes_back(tmp_path):
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
+def test_a_read_of_counted_state_leaves_the_notes_of_groups():
+    def run(rank, model):
+        engine = started(model)
+        run_steps(engine, rank, range(10))
+        before = [
+            {k: v for k, v in group.items() if "frozen" in k} for group in engine.bound.groups
+        ]
+        with one_bit_steps(engine).counted_state() as rescaled:
+            assert rescaled and engine.bound.groups[0]["all_frozen_at"] == 10
+        after = [{k: v for k, v in group.items() if "frozen" in k} for group in engine.bound.groups]
+        assert after == before and before[0]["all_frozen_at"] < 10
+
+    on_ranks(2, run)
+
+
 def test_unused_parameters_stay():
     """Since the last synchronisation on any rank; one that any rank has used moves."""
 
