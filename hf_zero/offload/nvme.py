@@ -295,7 +295,12 @@ class NvmeStorage:
         if not pool.prefetches or sub_group in self._blocks or sub_group in self._unwritten:
             return
         with pool.lock:
-            if pool.is_writing(self, sub_group) or sub_group in self._unwritten:
+            # another thread may have acquired it since
+            if (
+                sub_group in self._blocks
+                or sub_group in self._unwritten
+                or pool.is_writing(self, sub_group)
+            ):
                 return
             memory = pool.acquire(must=False)
             if memory is not None:

@@ -137,6 +137,31 @@ def test_what_was_read_ahead_and_not_acquired_is_not_released(tmp_path):
     assert torch.equal(first.fetch(SHARD), torch.full((4096,), 7.0))
 
 
+def test_what_another_thread_acquires_before_a_prefetch_has_the_lock_is_not_read_again(tmp_path):
+    class Late:
+        """A lock that another thread takes first, to acquire and change a sub-group."""
+
+        taken = False
+
+        def __enter__(self):
+            if not self.taken:
+                self.taken = True
+                numbers(storage.acquire(0, overwrite=True)[SHARD]).fill_(7.0)
+            return lock.__enter__()
+
+        def __exit__(self, *raised):
+            return lock.__exit__(*raised)
+
+    files, pool = NvmeFiles([tmp_path], 0), BufferPool(3, zeros)
+    storage = in_files("a", 4096, torch.float32, files, pool)
+    storage.store(SHARD, 0, torch.zeros(4096))
+    pool.flush()
+    lock, pool.lock = pool.lock, Late()
+    storage.prefetch(0)
+    assert torch.equal(numbers(storage.acquire(0)[SHARD]), torch.full((4096,), 7.0))
+    storage.release(0)
+
+
 def test_a_write_keeps_masters_that_round_to_it():
     master = torch.tensor([1.0001, -0.0, 2.0, float("nan"), 3.0])
     shard = CastStorage(master, torch.bfloat16)
