@@ -131,7 +131,7 @@ class CPUOptimizer(torch.optim.Optimizer):
                 continue
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and name != "step":
-                    self.state[param][name] = value.float().clone()
+                    self.state[param][name] = value.to(param.device, torch.float32, copy=True)
 
     def __setstate__(self, state: ParamState) -> None:
         super().__setstate__(state)

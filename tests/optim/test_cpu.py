@@ -296,3 +296,16 @@ def test_groups_in_one_bit_agree_on_the_correction(rank, model):
     one_bit = {"bits": 1, "freeze_step": 2}
     with pytest.raises(ConfigError, match="bias_correction: groups differ"):
         start(model, optimizers.FusedAdam(groups), config_of(1, compressed_communication=one_bit))
+
+
+def test_a_loaded_state_is_on_the_device_of_its_parameter():
+    """Whatever device the state dict was read to."""
+    kept = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    kept.grad = torch.ones_like(kept)
+    before = CPUAdam([kept])
+    before.step()
+    elsewhere = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16, device="meta"))
+    after = CPUAdam([elsewhere])
+    after.load_state_dict(before.state_dict())
+    loaded = [after.state[elsewhere][name] for name in ("exp_avg", "exp_avg_sq", "master")]
+    assert all(value.is_meta and value.dtype == torch.float32 for value in loaded)
