@@ -151,7 +151,7 @@ def _stepped_twin(
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> None:
-    """Run the step of the class of ``optimizer`` without hooks, those of all optimizers included."""
+    """Run the step of the class of ``optimizer`` without hooks, torch's global ones included."""
     step = type(optimizer).step
     getattr(step, "__wrapped__", step)(optimizer)
 
