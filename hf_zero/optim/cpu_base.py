@@ -5,7 +5,7 @@ dicts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -190,6 +190,32 @@ class CPUOptimizer(torch.optim.Optimizer):
         if param.grad.is_sparse and not self.leaves_zeros(group):
             raise UnsupportedOptimizerError(
                 f"{kind}: the gradient of {where} is sparse; make it dense"
+            )
+
+
+def refuse_on_device(
+    optimizer: torch.optim.Optimizer, groups: Iterable[int], device: torch.device, key: str
+) -> None:
+    """Raise UnsupportedOptimizerError if ``optimizer`` cannot update state of ``groups`` in the
+    flat buffer ``key``, which is not offloaded: the update runs on the CPU, and shards on a device
+    keep moments in numbers or in bitsandbytes' 8 bits.
+    """
+    for index in groups if isinstance(optimizer, CPUOptimizer) else ():
+        kind, moments = type(optimizer).__name__, optimizer.param_groups[index].get("moments")
+        where = f"state of {key!r} in group {index}, which is not offloaded"
+        remedy = (
+            '"offload_optimizer": {"device": "cpu"} in zero_optimization without a ratio, and '
+            '"stage3_param_persistence_threshold": 0 at stage 3'
+        )
+        if device.type != "cpu" and moments != "dynamic8":
+            raise UnsupportedOptimizerError(
+                f"{kind} runs on the CPU and cannot update {where} and on {device}; use "
+                f"torch.optim's class of the same update, or set {remedy}"
+            )
+        if moments == "int8":
+            raise UnsupportedOptimizerError(
+                f"{kind} has moments='int8' and cannot update {where}; write moments 'bf16' or "
+                f"'fp32', or set {remedy}"
             )
 
 

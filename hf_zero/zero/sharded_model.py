@@ -21,6 +21,7 @@ from hf_zero.offload.placement import Placement
 from hf_zero.ops import native
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.bound_optimizer import BoundOptimizer
+from hf_zero.optim.cpu_base import refuse_on_device
 from hf_zero.optim.elementwise import check, check_bf16
 from hf_zero.optim.offloaded_state import refuse_offload
 from hf_zero.optim.state import collect
@@ -328,6 +329,12 @@ def check_optimizer(plan: EnginePlan) -> None:
     offloaded = [flat for flat in plan.trainable if flat.sub_groups is not None]
     if offloaded:
         refuse_offload(optimizer)
+    for flat in plan.trainable:
+        if flat.sub_groups is None:
+            groups = sorted(
+                {plan.group_of[name] for name in flat.parameters if name in plan.group_of}
+            )
+            refuse_on_device(optimizer, groups, plan.device, flat.spec.key)
     for flat in offloaded:
         plan.piece_bytes(flat)  # raises for formats that its moments are not kept in
     # state that cannot be carried over

@@ -31,6 +31,7 @@ from hf_zero.optim import (
     build_optimizer,
     build_scheduler,
 )
+from hf_zero.optim.cpu_base import refuse_on_device
 from hf_zero.optim.one_bit import one_bit_of
 from tests.helpers.cells import in_one_item
 
@@ -158,6 +159,11 @@ TAKEN: list[Row] = [
         for cls in (CPUAdam, CPULion, CPUAdagrad, CPUSGD)
     ),
     (lambda: stepped(CPUAdam, **WIDE), UnsupportedOptimizerError, "is torch.float64"),
+    (
+        lambda: refuse_on_device(CPULion([matrix()]), [0], torch.device("cuda", 1), "root"),
+        UnsupportedOptimizerError,
+        "CPULion runs on the CPU .*'root' in group 0.* on cuda:1; .*offload_optimizer",
+    ),
 ]
 
 

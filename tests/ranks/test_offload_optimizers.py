@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops import native
 from hf_zero.ops.native import Share
 from hf_zero.optim import CPUSGD, CPUAdam, Lion
 from tests.helpers.cells import in_turn
+from tests.helpers.engines import config_of, start
 from tests.helpers.offloads import DEVICE, PLACES, ended, offload, opened, same, train, trained
-from tests.helpers.stacks import on_ranks, stack
+from tests.helpers.stacks import on_ranks, run_steps, stack
 from tests.helpers.training import adamw
 
 
@@ -199,3 +201,17 @@ def test_a_checkpoint_from_before_the_first_step_has_no_state(make, tmp_path):
         return ended(engine)
 
     same(on_ranks(2, run)[0], trained({"stage": 3}, make, ranks=2, steps=2))
+
+
+def test_moments_in_int8_blocks_need_offload():
+    """Refused before the model is changed; bf16 moments train without."""
+
+    def run(rank, model):
+        optimizer = CPUAdam(model.parameters(), moments="int8")
+        with pytest.raises(UnsupportedOptimizerError, match=r"moments='int8'.*'bf16' or 'fp32'"):
+            start(model, optimizer, config_of(1))
+        engine = start(model, CPUAdam(model.parameters(), moments="bf16"), config_of(1))
+        run_steps(engine, rank, range(2))
+        engine.destroy()
+
+    on_ranks(1, run)
