@@ -86,7 +86,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.back(grads[0]), None
+        return _Exchange.apply(grads[0], ctx.back), None
 
 
 @torch.compiler.disable

@@ -168,7 +168,7 @@ def gather_heads(dim: MeshDim, key: str, tensor: torch.Tensor) -> torch.Tensor:
     """
     if dim.size == 1:
         return tensor
-    return _GatherHeads.apply(dim, key, tensor)  # type: ignore[no-any-return]
+    return _GatherHeads.apply(dim, key, tensor)[0]  # type: ignore[no-any-return]
 
 
 def gather(dim: MeshDim, key: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -196,18 +196,20 @@ class _ScatterHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *_to_tokens(ctx.dim, f"gradients of {ctx.key}", grads)
+        return None, None, *_GatherHeads.apply(ctx.dim, _gradients_of(ctx.key), *grads)
 
 
 class _GatherHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dim: MeshDim, key: str, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, dim: MeshDim, key: str, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.dim, ctx.key = dim, key
-        return _to_tokens(dim, key, [tensor])[0]
+        return tuple(_to_tokens(dim, key, tensors))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *_to_heads(ctx.dim, f"gradients of {ctx.key}", [grad])
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *_ScatterHeads.apply(ctx.dim, _gradients_of(ctx.key), *grads)
 
 
 class _GatherTensors(torch.autograd.Function):
@@ -221,9 +223,26 @@ class _GatherTensors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total = torch.stack(grads)
-        ctx.dim.all_reduce(total, f"gradients of {ctx.key}").wait()
-        return None, None, total[ctx.dim.rank]
+        return None, None, _SumOwn.apply(ctx.dim, _gradients_of(ctx.key), *grads)
+
+
+class _SumOwn(torch.autograd.Function):
+    """Sum of the tensors of this rank's index over all ranks, of one for each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, dim: MeshDim, key: str, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.dim, ctx.key = dim, key
+        total = torch.stack(tensors)
+        dim.all_reduce(total, key).wait()
+        return total[dim.rank]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *_GatherTensors.apply(ctx.dim, _gradients_of(ctx.key), grad)
+
+
+def _gradients_of(key: str) -> str:
+    return f"gradients of {key}"
 
 
 def _to_heads(dim: MeshDim, key: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

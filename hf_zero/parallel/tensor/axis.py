@@ -10,7 +10,9 @@ Megatron's f and g (arXiv 1909.08053, section 3), and the two that result in who
     split      own part            parts joined
     own_part   own part            own part, zeros elsewhere: a partial sum, not reduced here
 
-Each is correct if the gradient of a replicated tensor is the same on all ranks.
+Each is correct if the gradient of a replicated tensor is the same on all ranks. Their backwards are
+differentiable, as each is the forward of another: so are second derivatives, but not those beside
+the sum.
 
 [Note: beside the sum]
 Layers that read the same input (queries, keys and values; gate and up) share one sum in the
@@ -38,6 +40,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hf_zero.distributed.collectives import Handle, MeshDim
+from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.parameter import owner_of
 
 STRETCH = 64 << 20  # bytes of joined tensors per all-gather
@@ -150,7 +153,14 @@ class _CopyTo(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         if ctx.beside is None:
-            return _sum(grad, ctx.axis, ctx.name), None, None, None
+            return _SumOver.apply(grad, ctx.axis, ctx.name), None, None, None
+        if torch.is_grad_enabled():
+            raise PartitionError(
+                f"a backward with create_graph=True passes the inputs of {ctx.name}, whose layers "
+                "are cut over tensor-parallel ranks and multiply with their weights as constants, "
+                "so second derivatives would lack these weights; freeze the weights, or train "
+                "without tensor_parallel"
+            )
         total, under_way = _axes[ctx.axis].launch_sum(grad, ctx.name)
         gradients = ctx.beside.compute(*ctx.saved_tensors)
         under_way.wait()
@@ -166,17 +176,20 @@ class _CopyLast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         complete, parts = grad.split([grad.shape[-1] - ctx.width, ctx.width], -1)
-        return torch.cat([complete, _sum(parts, ctx.axis, ctx.name)], -1), None, None, None
+        total = _SumOver.apply(parts, ctx.axis, ctx.name)
+        return torch.cat([complete, total], -1), None, None, None
 
 
 class _SumOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
-        ctx.name = name
+        ctx.axis, ctx.name = axis, name
         return _sum(x, axis, name)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():  # the identity of a first derivative
+            grad = _CopyTo.apply(grad, ctx.axis, ctx.name, None)
         return grad, None, None
 
 
@@ -185,12 +198,13 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, axis: int, name: str, start: int, width: int
     ) -> torch.Tensor:
-        ctx.start, ctx.width, ctx.name = start, width, name
+        ctx.start, ctx.width, ctx.axis, ctx.name = start, width, axis, name
         return _join(x, axis, name)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return grad.narrow(-1, ctx.start, ctx.width), None, None, None, None
+        part = _Split.apply(grad, ctx.axis, ctx.name, ctx.start, ctx.width)
+        return part, None, None, None, None
 
 
 class _Split(torch.autograd.Function):
@@ -198,12 +212,13 @@ class _Split(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, axis: int, name: str, start: int, width: int
     ) -> torch.Tensor:
-        ctx.axis, ctx.name = axis, name
+        ctx.start, ctx.width, ctx.axis, ctx.name = start, width, axis, name
         return x.narrow(-1, start, width)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return _join(grad, ctx.axis, ctx.name), None, None, None, None
+        whole = _Gather.apply(grad, ctx.axis, ctx.name, ctx.start, ctx.width)
+        return whole, None, None, None, None
 
 
 class _OwnPart(torch.autograd.Function):
