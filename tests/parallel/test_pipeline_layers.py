@@ -22,7 +22,13 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.distributed.stage_messages import StageMessages
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.errors import ConfigError, PipelineError, RankMismatchError, UnmanagedWindowError
+from hf_zero.errors import (
+    ConfigError,
+    PartitionError,
+    PipelineError,
+    RankMismatchError,
+    UnmanagedWindowError,
+)
 from hf_zero.parallel.expert.moe_layer import MoE
 from hf_zero.parallel.pipeline.module import LayerSpec, PipelineModule, bounds_of
 from hf_zero.parallel.pipeline.topology import (
@@ -446,3 +452,45 @@ def test_the_communicator_is_made_with_its_group(monkeypatch):
     assert bound == [("cpu:gloo,cuda:nccl", DEVICE)] * 2
     monkeypatch.setattr(dist, "all_reduce", None)  # the host needs none
     flat_mesh.connect(None, (0, 1), torch.device("cpu"), Watchdog(enabled=False), "an axis")
+
+
+def test_a_step_that_failed_is_repeated():
+    data = batches(4)
+
+    def run(rank, call):
+        failing, calls = call is not None, []
+
+        def loss(output, labels):
+            calls.append(len(calls))
+            if failing and calls[-1] == 2:
+                raise torch.OutOfMemoryError("of a test")
+            return loss_of(output, labels)
+
+        torch.manual_seed(0)
+        module = PipelineModule(layers(), num_stages=1, loss_fn=loss)
+        keys = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+        engine = hf_zero.initialize(model=module, config=keys, optimizer=sgd)[0]
+        if failing:
+            with pytest.raises(torch.OutOfMemoryError):
+                getattr(engine, call)(iter(data))
+            failing = False
+        mean = engine.train_batch(iter(data))
+        found = mean.item(), engine.get_global_grad_norm(), engine.global_steps
+        engine.destroy()
+        return found
+
+    (wanted,) = run_ranks(1, run, None)
+    for call in ("train_batch", "eval_batch"):
+        assert run_ranks(1, run, call) == [wanted]
+
+
+def test_a_tied_weight_that_one_stage_freezes():
+    def run(rank):
+        module = PipelineModule(layers(), num_stages=2, loss_fn=loss_of)
+        if rank == 1:
+            module.tied_modules.requires_grad_(False)
+        keys = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+        with pytest.raises(PartitionError, match=r"stages \[0, 1\] .* or freeze them, on all"):
+            hf_zero.initialize(model=module, config=keys, optimizer=sgd)
+
+    run_ranks(2, run)

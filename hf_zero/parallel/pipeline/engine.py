@@ -106,7 +106,11 @@ class PipelineTraining(TrainingEngine):
         before = window.boundary
         try:
             window.boundary = False
-            losses = self._run(steps, training=True)
+            try:
+                losses = self._run(steps, training=True)
+            except BaseException:
+                self.restart_window()  # the next train_batch runs all micro-batches again
+                raise
             window.boundary = True
             self.reduce_gradients()
             self.tied.add_up(self.flats)

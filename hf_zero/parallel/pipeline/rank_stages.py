@@ -340,8 +340,9 @@ class PipelineRun:
         run = schedule.step if training else schedule.eval
         try:
             run(losses=losses, return_outputs=False, **arguments)
-        except RuntimeError as error:
-            if not _is_of_a_message(error):
+        except BaseException as error:
+            del self._schedules[micro_batches]  # holds losses of the run that failed
+            if not isinstance(error, RuntimeError) or not _is_of_a_message(error):
                 raise
             raise self.messages.explain(error) from error
         finally:
@@ -358,9 +359,13 @@ class PipelineRun:
 
 
 def _is_of_a_message(error: RuntimeError) -> bool:
-    """Whether ``error`` was raised in a wait for a message, judged by the module that waits."""
-    trace, where = error.__traceback__, ""
+    """Whether ``error`` was raised in the launch of a message or a wait for one, judged by the
+    function that raised it: schedules have checks of their own.
+    """
+    trace, where, function = error.__traceback__, "", ""
     while trace is not None:
         where = trace.tb_frame.f_globals.get("__name__", "")
-        trace = trace.tb_next
-    return where.startswith(("torch.distributed.pipelining.schedules", "torch.distributed.dist"))
+        function, trace = trace.tb_frame.f_code.co_name, trace.tb_next
+    if where == "torch.distributed.pipelining.schedules":
+        return function in ("_batch_p2p", "_wait_batch_p2p")
+    return where.startswith("torch.distributed.dist")

@@ -248,7 +248,8 @@ class TiedParameters:
         }
         every = get_world_group().all_gather_object(local, "tied parameters")
         for stages, column in itertools.product(self._along, self._columns):
-            shared = [every[rank][stages] for rank in column if every[rank].get(stages)]
+            # empty where a stage has frozen them all
+            shared = [every[rank].get(stages, []) for at, rank in enumerate(column) if at in stages]
             if any(entry != shared[0] for entry in shared):
                 raise PartitionError(
                     f"the parameters tied over stages {list(stages)} of the pipeline lie in "
