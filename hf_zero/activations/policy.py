@@ -229,6 +229,8 @@ class AttentionOrder:
     torch's own order.
     """
 
+    _live: list[AttentionOrder] = []  # of all engines, by the time they were set
+
     def __init__(self, backend: str, device: torch.device):
         self._before: list[int] = []
         backend = chosen(backend, device)
@@ -244,11 +246,18 @@ class AttentionOrder:
         torch._C._set_sdp_priority_order(self._set)
         self._tag = f" attention={backend}"
         compiler.cache_key_tag += self._tag
+        self._live.append(self)
 
     def restore(self) -> None:
         """Restore the former order, unless it was changed since."""
-        if self._before and list(torch._C._get_sdp_priority_order()) == self._set:
+        if self not in self._live:
+            return
+        at = self._live.index(self)
+        later = self._live[at + 1 :]
+        del self._live[at]
+        if later:  # the order in effect is that of another engine, which restores this one's
+            if later[0]._before == self._set:
+                later[0]._before = self._before
+        elif list(torch._C._get_sdp_priority_order()) == self._set:
             torch._C._set_sdp_priority_order(self._before)
-        if self._before:
-            compiler.cache_key_tag = compiler.cache_key_tag.removesuffix(self._tag)
-        self._before = []
+        compiler.cache_key_tag = compiler.cache_key_tag.replace(self._tag, "", 1)

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.compiler import config as compiler_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.activations import checkpointing as recompute
+from hf_zero.activations.policy import AttentionOrder
 from hf_zero.errors import ConfigError
 from tests.helpers.caches import cache_argument
 from tests.helpers.cells import in_one_item
@@ -243,3 +245,16 @@ def test_profile_tells_a_line_for_each_backward(heard_in_full: list[str]) -> Non
     engine.destroy()
     first, second = (line for line in heard_in_full if "recomputations in" in line)
     assert "8 forwards in" in first and "4 recomputations" in first and "4 forwards" in second
+
+
+def test_orders_of_two_engines_leave_none_behind():
+    def state():
+        return list(torch._C._get_sdp_priority_order()), compiler_config.cache_key_tag
+
+    before, device = state(), torch.device("cpu")
+    for ends in ((0, 1), (1, 0)):
+        orders = [AttentionOrder(name, device) for name in ("math", "efficient")]
+        for at in ends:
+            orders[at].restore()
+            orders[at].restore()
+        assert state() == before
