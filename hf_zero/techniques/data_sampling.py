@@ -214,6 +214,7 @@ class CurriculumSampler(Sampler[int]):
 
     skip = 0
     announced: int | None = None
+    follows_steps = True  # an iteration begins with the samples of the next step
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool = False):
         self.dataset = dataset

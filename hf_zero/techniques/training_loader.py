@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from hf_zero.checkpoint.loader_state import is_stateful
 from hf_zero.config import ZeroConfig
 from hf_zero.config.techniques import METRICS
+from hf_zero.distributed.parallel_groups import dims_in_effect
 from hf_zero.errors import ConfigError
 from hf_zero.logging import log_rank0, logger
 from hf_zero.parallel.tensor.model import readers
@@ -184,12 +185,17 @@ def data_loader(data: Any, collate_fn: Collate | None, config: ZeroConfig) -> An
     ranks, rank = readers()
     drop_last = bool(config.dataloader_drop_last)
     if sampled_metrics(config):
+        # the ranks of a sequence yield their batches in turn, which are those of successive steps
+        sequence = max(config.ranks_of_a_sequence, dims_in_effect().tokens)
+        turn, group = rank % sequence, rank // sequence
         by_difficulty = CurriculumSampler(data, config.train_batch_size or micro * ranks, drop_last)
         return TrainingLoader(
             data,
             ranks,
             by_difficulty,
-            batch_sampler=RankBatches(by_difficulty, micro, ranks, rank),
+            batch_sampler=RankBatches(
+                by_difficulty, micro, ranks, turn * (ranks // sequence) + group
+            ),
             collate_fn=collate_fn,
             num_workers=config.data_sampling.num_workers,
             pin_memory=config.data_sampling.pin_memory,

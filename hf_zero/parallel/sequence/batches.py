@@ -212,7 +212,9 @@ class SequenceBatches:
         extra = position["samples"] % turns
         self.loader.continue_from({**position, "samples": position["samples"] - extra})
         self.loader.resumed = position["samples"] > 0
-        self._skip = extra * self.turns // turns
+        # a sampler that starts with the next step leaves nothing to skip
+        follows = getattr(getattr(self.loader, "data_sampler", None), "follows_steps", False)
+        self._skip = 0 if follows else extra * self.turns // turns
 
     def __len__(self) -> int:
         return len(self.loader) * self.turns - self._skip
