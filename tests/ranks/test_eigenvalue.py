@@ -16,6 +16,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.techniques.eigenvalue import direction_of
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, Stack, features, seeded
+from tests.helpers.sequences import llama
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps
 from tests.helpers.training import plain_sgd
 
@@ -160,3 +161,9 @@ def test_batches_that_phases_have_cut(tmp_path):
     engine.load_checkpoint(str(tmp_path))
     assert technique.state_dict() == begin
     engine.destroy()
+
+
+@on_each_rank(2, build=lambda: seeded(llama))
+def test_refuses_parts_of_sequences(rank, model):
+    with pytest.raises(ConfigError, match="only a part of each sequence"):
+        engine_of(model, 1, {"sequence_parallel_size": 2}, layer_name="model.layers", layer_num=2)
