@@ -494,3 +494,33 @@ def test_a_tied_weight_that_one_stage_freezes():
             hf_zero.initialize(model=module, config=keys, optimizer=sgd)
 
     run_ranks(2, run)
+
+
+def test_seeds_of_layers_follow_the_micro_batch():
+    """On any number of stages, and in a run that begins after a step."""
+    data = batches(4)
+
+    def run(rank, stages, begins):
+        torch.manual_seed(0)
+        module = PipelineModule(
+            [
+                LayerSpec(nn.Embedding, 11, 8),
+                LayerSpec(nn.Dropout, 0.5),
+                LayerSpec(nn.Linear, 8, 11),
+                LayerSpec(nn.Dropout, 0.5),
+            ],
+            num_stages=1, stages_per_rank=stages, seed_layers=True, loss_fn=loss_of,
+            partition_method="uniform",
+        )  # fmt: skip
+        keys = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+        engine = hf_zero.initialize(
+            model=module, config=keys, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0)
+        )[0]
+        engine.counters.micro_steps = begins
+        steps = [engine.train_batch(iter(data[at : at + 2])).item() for at in range(begins, 4, 2)]
+        engine.destroy()
+        return steps
+
+    (wanted,) = run_ranks(1, run, 1, 0)
+    assert run_ranks(1, run, 2, 0) == [wanted]
+    assert run_ranks(1, run, 1, 2) == [wanted[1:]]

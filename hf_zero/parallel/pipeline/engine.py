@@ -82,6 +82,7 @@ class PipelineTraining(TrainingEngine):
         self._batches: Iterator[object] | None = None
         self._batch_function: Callable[[object], object] | None = None
         self._window: list[tuple[object, object]] = []  # inputs and labels of the micro-batches
+        self._done = 0  # micro-batches before the window
         self._calls = Calls()
 
     # ---- training and evaluation ----
@@ -184,7 +185,7 @@ class PipelineTraining(TrainingEngine):
                 return torch.zeros((), device=self.device)
             return self.module.loss(output, self._window[number][1])
 
-        self._window = list(self._load(micro_batches))
+        self._window, self._done = list(self._load(micro_batches)), self.micro_steps
         if self._calls.due(training):
             self._compare_batches()
         try:
@@ -246,6 +247,8 @@ class PipelineTraining(TrainingEngine):
             )
 
     def _run_forward(self, stage: int, number: int, inputs: object) -> object:
+        # the same on every number of stages and in a resumed run: it seeds layers
+        self.module.micro_offset = self._done + number
         return super().forward(self._window[number][0] if inputs is None else inputs, stage=stage)
 
     def batch_of(self, args: object, kwargs: Any) -> Any:

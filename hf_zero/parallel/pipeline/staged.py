@@ -45,6 +45,8 @@ class StagedModule(nn.Module):
     elsewhere: frozenset[str] = frozenset()
     tied: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
+    micro_offset = 0  # micro-batches before that of the next forward; seeds layers
+
     def __init__(
         self,
         num_stages: int | None,
