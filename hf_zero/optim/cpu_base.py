@@ -5,7 +5,7 @@ dicts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -193,30 +193,26 @@ class CPUOptimizer(torch.optim.Optimizer):
             )
 
 
-def refuse_on_device(
-    optimizer: torch.optim.Optimizer, groups: Iterable[int], device: torch.device, key: str
-) -> None:
-    """Raise UnsupportedOptimizerError if ``optimizer`` cannot update state of ``groups`` in the
-    flat buffer ``key``, which is not offloaded: the update runs on the CPU, and shards on a device
-    keep moments in numbers or in bitsandbytes' 8 bits.
+def updates_in_host_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether ``optimizer`` cannot update state on ``device``: its update runs on the CPU, and only
+    offloaded state has moments in blocks of int8. Moments in bitsandbytes' 8 bits have a kernel.
     """
-    for index in groups if isinstance(optimizer, CPUOptimizer) else ():
-        kind, moments = type(optimizer).__name__, optimizer.param_groups[index].get("moments")
-        where = f"state of {key!r} in group {index}, which is not offloaded"
-        remedy = (
-            '"offload_optimizer": {"device": "cpu"} in zero_optimization without a ratio, and '
-            '"stage3_param_persistence_threshold": 0 at stage 3'
+    moments = {group.get("moments") for group in optimizer.param_groups}
+    on_device = device.type != "cpu" and moments != {"dynamic8"}
+    return isinstance(optimizer, CPUOptimizer) and (on_device or "int8" in moments)
+
+
+def refuse_on_device(optimizer: torch.optim.Optimizer, device: torch.device, key: str) -> None:
+    """Raise UnsupportedOptimizerError if ``optimizer`` cannot update the state of the flat buffer
+    ``key``, which is not offloaded.
+    """
+    if updates_in_host_memory(optimizer, device):
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} updates state in host memory, and that of {key!r} is on "
+            f"{device.type!r} without offload; set zero_optimization.offload_optimizer to "
+            '{"device": "cpu"}, without a ratio, or use the class of torch.optim, or moments in '
+            "'fp32' or 'bf16' in place of 'int8'"
         )
-        if device.type != "cpu" and moments != "dynamic8":
-            raise UnsupportedOptimizerError(
-                f"{kind} runs on the CPU and cannot update {where} and on {device}; use "
-                f"torch.optim's class of the same update, or set {remedy}"
-            )
-        if moments == "int8":
-            raise UnsupportedOptimizerError(
-                f"{kind} has moments='int8' and cannot update {where}; write moments 'bf16' or "
-                f"'fp32', or set {remedy}"
-            )
 
 
 def in_8_bits(group: ParamGroup, param: Tensor, numel: int) -> bool:

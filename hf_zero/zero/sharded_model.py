@@ -331,10 +331,7 @@ def check_optimizer(plan: EnginePlan) -> None:
         refuse_offload(optimizer)
     for flat in plan.trainable:
         if flat.sub_groups is None:
-            groups = sorted(
-                {plan.group_of[name] for name in flat.parameters if name in plan.group_of}
-            )
-            refuse_on_device(optimizer, groups, plan.device, flat.spec.key)
+            refuse_on_device(optimizer, plan.device, flat.spec.key)
     for flat in offloaded:
         plan.piece_bytes(flat)  # raises for formats that its moments are not kept in
     # state that cannot be carried over

@@ -22,6 +22,7 @@ FAST = (
     "stage 3, branches on two streams in a unit",
     "stage 3, activations on the host, branches on two streams",
     "stage 3, all on the host, built again between steps",
+    "stage 3, an optimizer of the CPU, small parameters whole",
 )
 # Again where streams are handed out twice: what has collectives in several threads or on several
 # communicators.

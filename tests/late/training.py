@@ -75,6 +75,11 @@ JOBS: Jobs = {
     "stage 3, all on the host, one micro-batch": (3, BOTH, UNCLIPPED),
     "stage 3, all on the host, updated in the backward": (3, {**BOTH, **AT_ONCE}, UNCLIPPED),
     "stage 3, optimizer on the host": (3, OPTIMIZER, {}),
+    "stage 3, an optimizer of the CPU, small parameters whole": (
+        3,
+        {**OPTIMIZER, **WHOLE},
+        by("CPUAdam", lr=1e-2, weight_decay=0.01),
+    ),
     "stage 3, activations on the host": (3, {}, ACTIVATIONS),
     "stage 3, activations on the host, some without a use": (3, {}, {**ACTIVATIONS, "aside": True}),
     "stage 2, half of the optimizer on the host, SGD": (2, HALF, MOMENTUM),
@@ -344,7 +349,7 @@ def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
     micros, clip = chosen["gradient_accumulation_steps"], chosen["gradient_clipping"]
     left_out = chosen.get("left_out", ((-1,) * steps,) * world)
     kind, settings = chosen["optimizer"]["type"], chosen["optimizer"]["params"]
-    if kind == "ZeroOneAdam":
+    if kind in ("ZeroOneAdam", "CPUAdam"):
         kind, settings = "AdamW", {"lr": settings["lr"]}
     make = {"Adafactor": Adafactor, "Lion": Lion, "Muon": Muon}.get(kind) or getattr(
         torch.optim, kind

@@ -23,7 +23,7 @@ from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.offload.placement import PlacementRules, ShardSpec
 from hf_zero.offload.storage import SubGroup
 from hf_zero.optim.bf16_state import Bf16State
-from hf_zero.optim.cpu_base import names_in_8_bits
+from hf_zero.optim.cpu_base import names_in_8_bits, updates_in_host_memory
 from hf_zero.optim.fused import reads_16_bits
 from hf_zero.optim.segments import sub_groups
 from hf_zero.optim.whole_tensor import moments_by_group
@@ -98,8 +98,14 @@ def plan(
         )
     policy, zero = POLICIES[settings.stage], settings.zero
     sizes = {p: math.prod(shape_of(p, cuts)) for p in parameters_of(model)}
-    persistent = persistent_names(
-        model, zero.param_persistence_threshold, zero.model_persistence_threshold, sizes
+    # an update in host memory cannot reach the state of parameters that stay whole on the device
+    in_host = optimizer is not None and updates_in_host_memory(optimizer, device)
+    persistent = (
+        frozenset[str]()
+        if in_host
+        else persistent_names(
+            model, zero.param_persistence_threshold, zero.model_persistence_threshold, sizes
+        )
     )
     cuts_units = dims.tensor > 1 and policy.shards_parameters
     in_root = _uncut_vectors(model, persistent, cuts) if cuts_units else ()

@@ -22,6 +22,7 @@ from hf_zero.offload.placement import room_beside_a_step
 from hf_zero.offload.storage import MASTER
 from hf_zero.offload.sub_group_update import Update
 from hf_zero.offload.update import StagedCopies, Updater
+from hf_zero.optim.cpu_base import updates_in_host_memory
 from hf_zero.optim.segment_table import plain_settings
 from hf_zero.zero.extensions import StepExtension
 from hf_zero.zero.layout.engine_plan import shard_spec
@@ -334,6 +335,8 @@ class OptimizerStep:
         """
         model = self.model
         model.placement.measures = False
+        if updates_in_host_memory(self.bound.optimizer, model.mesh.device):
+            return
         self.updater.finish()
         chunks = [
             shard_spec(flat.spec) for flat in self.model.trainable if flat.optimizer_shard.offloaded
