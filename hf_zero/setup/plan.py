@@ -100,6 +100,8 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
     # the plan is of the model as it will be: its ties and marks are made for the plan alone
     with trial():
         with raise_on_all_ranks("plan its engine"):
+            if isinstance(model, StagedModule):
+                check_uncut(request.config, model)
             # before the snapshots: changes that the script's callable makes to its model stay
             with trial():
                 if request.user_optimizer is None:  # parameters that are one memory are one
@@ -134,8 +136,6 @@ def resolve(
     """Return ``request`` with the sizes and values in effect, for ``optimizer``."""
     model, mpu = request.model, request.mpu
     tied = tie_shared_memory(model, logs=False)
-    if isinstance(model, StagedModule):
-        check_uncut(request.config, model)
     settings = with_tensor_size(model, request.config)
     dims = dims_in_effect()
     if settings.tensor_parallel.size > 1:
