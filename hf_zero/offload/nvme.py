@@ -295,11 +295,11 @@ class NvmeStorage:
         if not pool.prefetches or sub_group in self._blocks or sub_group in self._unwritten:
             return
         with pool.lock:
-            # another thread may have acquired it since
+            # another thread may have acquired it since; a write that has failed makes it unwritten
             if (
                 sub_group in self._blocks
-                or sub_group in self._unwritten
                 or pool.is_writing(self, sub_group)
+                or sub_group in self._unwritten
             ):
                 return
             memory = pool.acquire(must=False)
