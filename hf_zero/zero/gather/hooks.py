@@ -53,7 +53,7 @@ from hf_zero.zero.layout.tree import (
     with_replaced,
 )
 from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
-from hf_zero.zero.layout.walk import modules_of, named_modules_of
+from hf_zero.zero.layout.walk import named_modules_of
 
 _module = itemgetter(0)
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -152,7 +152,7 @@ class Hooks:
         }
         root = self._units[0]
         in_root = {id(parameter) for flat in root.flats for parameter, _ in flat.items}
-        for module in modules_of(model):
+        for module in names:
             # A script may call a submodule directly, so each module with a parameter of the root
             # gathers the root.
             if module not in around and any(
