@@ -138,7 +138,7 @@ def restore(engine: TrainingEngine, manifest: Manifest, file: TensorFile | None)
     if hasattr(loader, "place") and manifest.loader:
         loader.continue_from(in_next_epoch(loader, manifest.loader))
         engine.window_start.note(engine)
-        _tell_of_other_samples(loader, manifest)
+        _warn_other_samples(loader, manifest)
         return
     if is_stateful(loader) and file is not None and LOADER in file.entries:
         content = torch.empty(file.entries[LOADER].numel, dtype=torch.uint8)
@@ -168,7 +168,7 @@ def restore(engine: TrainingEngine, manifest: Manifest, file: TensorFile | None)
     )
 
 
-def _tell_of_other_samples(loader: Any, manifest: Manifest) -> None:
+def _warn_other_samples(loader: Any, manifest: Manifest) -> None:
     """Log that the steps from the end of the epoch on have other samples than on the ranks that
     saved: an epoch that is no multiple of a step is filled up, and micro-batches cut, by ranks.
     """

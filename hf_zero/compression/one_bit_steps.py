@@ -189,7 +189,7 @@ class OneBitSteps(StepExtension):
         if not self._chosen:
             return
         flats = [momentum.flat for momentum in self._momenta] if self.sends else []
-        self._bound.rest(frozenset(name for flat in flats for name in flat.layout.by_name))
+        self._bound.exclude(frozenset(name for flat in flats for name in flat.layout.by_name))
         if self.sends and not self._compressing:
             self._freeze()
         elif not self.sends:

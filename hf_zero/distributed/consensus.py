@@ -27,7 +27,7 @@ from hf_zero.distributed.store import ENDED, RollCall, StoreWait
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
 
-Wish = tuple[int, int]
+Proposal = tuple[int, int]
 APART = "apart"  # the outcome if some ranks gather for a script while the others are in a pass
 
 
@@ -53,21 +53,25 @@ class GatherAgreement:
         self._askers = RollCall(store, "asking", 0)
         self.all_launched = 0  # reductions that every rank had launched at the last agreement
 
-    def agree(self, where: str, wish: Wish, name: Callable[[Wish], str], launched: int = 0) -> Wish:
-        """Return the largest wish of all ranks, each a pair ``(kind, unit)``, for the next gather
-        (collective).
+    def agree(
+        self, where: str, proposal: Proposal, name: Callable[[Proposal], str], launched: int = 0
+    ) -> Proposal:
+        """Return the largest proposal of all ranks, each a pair ``(kind, unit)``, for the next
+        gather (collective).
 
-        ``name`` describes a wish in messages. ``launched``: number of reductions that this rank has
-        launched; :attr:`all_launched` is set to the least of all ranks. Ranks in different passes
-        (``where``) can never match: RankMismatchError on all of them. A missing rank is named in a
-        warning every minute and in the error at the timeout.
+        ``name`` describes a proposal in messages. ``launched``: number of reductions that this rank
+        has launched; :attr:`all_launched` is set to the least of all ranks. Ranks in different
+        passes (``where``) can never match: RankMismatchError on all of them. A missing rank is
+        named in a warning every minute and in the error at the timeout.
         """
         while True:
-            agreed = self._agree(where, wish, name, launched, may_leave=False)
+            agreed = self._agree(where, proposal, name, launched, may_leave=False)
             if agreed is not None:
                 return agreed
 
-    def agree_or_leave(self, where: str, wish: Wish, name: Callable[[Wish], str]) -> Wish | None:
+    def agree_or_leave(
+        self, where: str, proposal: Proposal, name: Callable[[Proposal], str]
+    ) -> Proposal | None:
         """Agree like :meth:`agree` on a gather outside passes, which one rank alone may ask for.
         Return None if this rank is alone: the others are in a pass, have ended, or wait for
         something that needs this rank.
@@ -75,7 +79,7 @@ class GatherAgreement:
         if not self._asking:
             self._asking = True
             self._askers.enter(self._rank)
-        agreed = self._agree(where, wish, name, 0, may_leave=True)
+        agreed = self._agree(where, proposal, name, 0, may_leave=True)
         self._left = agreed is None
         if agreed is not None:
             self.end_asking()
@@ -94,17 +98,22 @@ class GatherAgreement:
         return [rank for rank in self._askers.entries() if rank != self._rank]
 
     def _agree(
-        self, where: str, wish: Wish, name: Callable[[Wish], str], launched: int, may_leave: bool
-    ) -> Wish | None:
+        self,
+        where: str,
+        proposal: Proposal,
+        name: Callable[[Proposal], str],
+        launched: int,
+        may_leave: bool,
+    ) -> Proposal | None:
         """Run one agreement; return None if ranks that may leave are on their own."""
         step, self._sequence = self._sequence, self._sequence + 1
-        what = f"join the {name(wish)} in {where}"
+        what = f"join the {name(proposal)} in {where}"
         pending = self._log.issue("agreement on the next gather")._replace(
             what=f"all ranks to {what}", warns=True
         )
         call = self._call(step)
         publish = partial(self._publish, step, call, name)
-        if call.enter(self._rank, f"{where}|{wish[0]}|{wish[1]}|{launched}|{may_leave:d}"):
+        if call.enter(self._rank, f"{where}|{proposal[0]}|{proposal[1]}|{launched}|{may_leave:d}"):
             publish()
         outcome = None
         while outcome is None:
@@ -134,7 +143,7 @@ class GatherAgreement:
     def _call(self, step: int) -> RollCall:
         return RollCall(self._store, str(step), len(self._ranks))
 
-    def _publish(self, step: int, call: RollCall, name: Callable[[Wish], str]) -> None:
+    def _publish(self, step: int, call: RollCall, name: Callable[[Proposal], str]) -> None:
         """Publish the outcome of agreement ``step``, whose ``call`` is complete."""
         self._store.set(f"{step}/go", self._outcome(call.entries(), name))
         if step:  # every rank has arrived here, hence has read the last outcome
@@ -149,18 +158,20 @@ class GatherAgreement:
         self._log.withdraw()
         return True
 
-    def _outcome(self, entries: Mapping[int, str], name: Callable[[Wish], str]) -> str:
+    def _outcome(self, entries: Mapping[int, str], name: Callable[[Proposal], str]) -> str:
         """Return the outcome of the ``entries`` of all ranks: ``kind|unit|launched``;
         :data:`APART` if ranks that may leave meet others; or an exclamation mark and the ranks'
-        wishes if they are in different passes.
+        proposals if they are in different passes.
         """
         split = [entries[rank].rsplit("|", 4) for rank in self._ranks]
         if len({where for where, *_ in split}) > 1:
             if len({where for where, *_, may_leave in split if may_leave == "0"}) == 1:
                 return APART
-            wishes = [f"{where}: {name((int(kind), int(unit)))}" for where, kind, unit, *_ in split]
+            proposals = [
+                f"{where}: {name((int(kind), int(unit)))}" for where, kind, unit, *_ in split
+            ]
             return "!" + "; ".join(
-                f"rank {rank}: {wish}" for rank, wish in zip(self._ranks, wishes)
+                f"rank {rank}: {proposal}" for rank, proposal in zip(self._ranks, proposals)
             )
         kind, unit = max((int(kind), int(unit)) for _, kind, unit, *_ in split)
         return f"{kind}|{unit}|{min(int(count) for *_, count, _ in split)}"

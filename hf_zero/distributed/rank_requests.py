@@ -109,7 +109,7 @@ class StepEvents:
         self._due.add((max(steps), min(about, RENEW)))
         return number
 
-    def hear(self, number: int, asking: int, about: int) -> int:
+    def note_request(self, number: int, asking: int, about: int) -> int:
         """Note request ``number`` of rank ``asking``; return this rank's current step."""
         with self._lock:
             self._heard.add((number, asking, about))
@@ -365,7 +365,7 @@ class ShardFetches:
         rank = self._rank
         if alone and rank not in peers:
             return
-        step = 0 if alone else self._events.hear(number, requester, unit)
+        step = 0 if alone else self._events.note_request(number, requester, unit)
         try:
             with self._writes:
                 data = read(unit, epoch) if rank in peers else b""

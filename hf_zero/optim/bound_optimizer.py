@@ -102,7 +102,7 @@ class BoundOptimizer:
         self.scalars, self.apart = self.numbers.scalars, self.numbers.apart
         self.memory, self.address = self._table.device.memory, self._table.device.address
         self.fresh, self.is_switched_off = self._entries.fresh, self._entries.is_switched_off
-        self.rest, self.offloaded_segments = self._table.rest, self._table.offloaded.segments
+        self.exclude, self.offloaded_segments = self._table.exclude, self._table.offloaded.segments
         self.step_sub_group = self._own.sub_group
         self._flats, self.ranks = [flat for flat in flats if flat.trainable], ranks or OneRank()
         self.sums: ShardedTensors | None = None  # set only for an update that needs whole tensors
@@ -158,8 +158,8 @@ class BoundOptimizer:
         optimizer knows.
         """
         table, fused = self._table, self._fused
-        apart = table.resting or table.stand_ins_apart
-        return fused.ready and not apart and fused.repeats(table.stepped)
+        separate = table.excluded or table.offloaded_stand_ins
+        return fused.ready and not separate and fused.repeats(table.stepped)
 
     def prepare_launch(self, shards: Mapping[str, Tensor]) -> list[Tensor]:
         """Write what the host decides of the next :meth:`step` with ``shards``, which is launched
@@ -224,8 +224,8 @@ class BoundOptimizer:
         """
         optimizer: Any = self.optimizer
         table = self._table
-        if table.resting:
-            table.count_resting()
+        if table.excluded:
+            table.count_excluded()
 
         def rest() -> list[Segment]:
             return [s for s in table.stepped if not s.parts or s.parts[0].flat not in without]
@@ -238,9 +238,9 @@ class BoundOptimizer:
         if written is None:
             return set()
         # without a gradient scale on the device, unlike the other segments
-        if table.stand_ins_apart and (found_inf is None or not bool(found_inf.ne(0))):
-            table.begin(table.stand_ins_apart)
-            self._own.stand_ins(table.stand_ins_apart)
+        if table.offloaded_stand_ins and (found_inf is None or not bool(found_inf.ne(0))):
+            table.begin(table.offloaded_stand_ins)
+            self._own.stand_ins(table.offloaded_stand_ins)
         return written
 
     def step_some(self, flats: Collection[Flat], number: int) -> None:
@@ -282,7 +282,7 @@ class BoundOptimizer:
             table.device.together = True  # in the arenas
             return written
         if fused.ready:
-            fused.part()
+            fused.separate_counters()
         if self._bf16 is not None or table.by_constructor:
             table.begin(segments)
         begins = not hooks and any(map(table.is_unstepped, segments))
@@ -335,7 +335,7 @@ class BoundOptimizer:
             counted[segment] = Counted(number, fresh, self.factors.of(segment))
         return counted
 
-    def bring_back(self, moved: Mapping[str, Callable[[], None]]) -> None:
+    def move_to_device(self, moved: Mapping[str, Callable[[], None]]) -> None:
         """Move the states of some flat buffers back to the device for good. ``moved``: key of a
         flat buffer -> a function that moves its masters there.
         """

@@ -101,8 +101,8 @@ class FusedStep:
             and dispatch.wanted("optimizer", self._kernels, device)
         )
         self._arenas: dict[str, Tensor] = {}
-        self._homes: dict[Segment, dict[str, Tensor]] = {}
-        self._apart = False  # count steps per segment, not per group
+        self._slices: dict[Segment, dict[str, Tensor]] = {}
+        self._counts_by_segment = False  # count steps per segment, not per group
         self._rows: dict[Segment, int] = {}  # segment -> its row of the tables, if counted so
         self._steps: Tensor | None = None
         # by the first of the segments that are stepped together
@@ -117,8 +117,10 @@ class FusedStep:
         """Count steps per segment from now on: segments are split, with their state, or have made
         different numbers of steps.
         """
-        self.part()  # until the next launch, the counters of a group would still be one
-        self._apart, self._homes, self._rows, self._steps, self._tables = True, {}, {}, None, {}
+        # until the next launch, the counters of a group would still be one
+        self.separate_counters()
+        self._counts_by_segment = True
+        self._slices, self._rows, self._steps, self._tables = {}, {}, None, {}
 
     # ---- support ----
 
@@ -151,9 +153,9 @@ class FusedStep:
         """Whether the next step over all of ``segments`` launches what that of another step did,
         with settings from the device.
         """
-        if self._apart or not self.takes(segments):
+        if self._counts_by_segment or not self.takes(segments):
             return False
-        return self._is_home(segments) or not self._counts_differ(segments)
+        return self._in_arenas(segments) or not self._counts_differ(segments)
 
     def prepare(
         self,
@@ -165,8 +167,8 @@ class FusedStep:
         its launches if a place has changed; return the tensors from outside that a captured launch
         of this step reads and writes.
         """
-        if not self._is_home(segments):
-            self._bring_home(regions, segments)
+        if not self._in_arenas(segments):
+            self._move_to_arenas(regions, segments)
         tables = self._plan(segments, shards)
         assert self._steps is not None
         settings = self._settings_of(tables, segments, self._steps.device)
@@ -199,10 +201,10 @@ class FusedStep:
         Return the keys of the flat buffers among ``shards`` whose new values were written there.
         """
         device = segments[0].tensor.device
-        if len(stepped) < len(segments) and not self._apart:
+        if len(stepped) < len(segments) and not self._counts_by_segment:
             self.divide()
-        if not self._is_home(stepped):
-            self._bring_home(regions, segments)
+        if not self._in_arenas(stepped):
+            self._move_to_arenas(regions, segments)
         divisor = (
             None
             if grad_scale is None
@@ -258,7 +260,7 @@ class FusedStep:
         self, tables: _Tables, steps: Tensor, segments: Sequence[Segment], skip: Tensor | None
     ) -> Tensor:
         """Count the step of ``segments``; return the coefficients of each row for the kernel."""
-        if not self._apart:
+        if not self._counts_by_segment:
             settings = tables.settings  # of :meth:`prepare`, for a launch that is captured
             if settings is None or not graphs.capturing():
                 settings = self._settings_of(tables, segments, steps.device)
@@ -369,7 +371,7 @@ class FusedStep:
                     self._row_of(segment),
                     _begin(segment.tensor) + part.offset,
                     _begin(grad) + part.start,
-                    _begin(self._homes[segment]["exp_avg"]) + part.offset,
+                    _begin(self._slices[segment]["exp_avg"]) + part.offset,
                     None if shard is None else _begin(shard) + part.start,
                 )
                 together.setdefault(kind, (segment, part, []))[2].append(piece)
@@ -384,49 +386,51 @@ class FusedStep:
         tables.key = key
         return tables
 
-    def _is_home(self, segments: Sequence[Segment]) -> bool:
+    def _in_arenas(self, segments: Sequence[Segment]) -> bool:
         state = self._optimizer.state
-        return bool(self._homes) and all(
-            state[segment.tensor].get(name) is home
+        return bool(self._slices) and all(
+            state[segment.tensor].get(name) is slice_
             for segment in segments
-            for name, home in self._homes[segment].items()
+            for name, slice_ in self._slices[segment].items()
         )
 
-    def _bring_home(self, regions: Sequence[MemoryRegion], segments: Sequence[Segment]) -> None:
+    def _move_to_arenas(self, regions: Sequence[MemoryRegion], segments: Sequence[Segment]) -> None:
         """Move the state of ``segments`` into the arenas; create missing state there."""
         assert self._kernel is not None
-        if not self._apart and self._counts_differ(segments):
+        if not self._counts_by_segment and self._counts_differ(segments):
             self.divide()
-        if self._apart and not self._rows:
+        if self._counts_by_segment and not self._rows:
             self._rows = {segment: row for row, segment in enumerate(segments)}
         places, total = self._places(regions)
         device = segments[0].tensor.device
         state = self._optimizer.state
-        homes: dict[Segment, dict[str, Tensor]] = {segment: {} for segment in segments}
+        slices: dict[Segment, dict[str, Tensor]] = {segment: {} for segment in segments}
         for name in _MOMENTS[self._kernel.name]:
             if name not in self._arenas:
                 self._arenas[name] = torch.zeros(total, dtype=torch.float32, device=device)
             arena = self._arenas[name]
             for segment in segments:
                 numel = segment.tensor.numel()
-                home = (
+                slice_ = (
                     arena[places[segment] : places[segment] + numel]
                     if segment.parts
                     else torch.zeros(numel, device=device)
                 )
-                self._move(state[segment.tensor], name, homes[segment], home)
+                self._move(state[segment.tensor], name, slices[segment], slice_)
         if self._steps is None:
-            number = len(self._rows) if self._apart else len(self._optimizer.param_groups)
+            number = (
+                len(self._rows) if self._counts_by_segment else len(self._optimizer.param_groups)
+            )
             self._steps = torch.zeros(number, dtype=torch.float32, device=device)
         if self._kernel is ADAM:
             for segment in segments:
                 self._move(
                     state[segment.tensor],
                     "step",
-                    homes[segment],
+                    slices[segment],
                     self._steps[self._row_of(segment)],
                 )
-        self._homes = homes
+        self._slices = slices
         for tables in self._tables.values():
             tables.launches = []
 
@@ -447,18 +451,20 @@ class FusedStep:
         return len(counts) > len({group for group, _ in counts})
 
     def _row_of(self, segment: Segment) -> int:
-        return self._rows[segment] if self._apart else segment.group
+        return self._rows[segment] if self._counts_by_segment else segment.group
 
-    def _move(self, state: ParamState, name: str, homes: dict[str, Tensor], home: Tensor) -> None:
+    def _move(
+        self, state: ParamState, name: str, slices: dict[str, Tensor], slice_: Tensor
+    ) -> None:
         value = state.get(name)
         if value is None:
-            home.zero_()
+            slice_.zero_()
         elif isinstance(value, Tensor):
-            if value.data_ptr() != home.data_ptr():
-                home.copy_(value)
+            if value.data_ptr() != slice_.data_ptr():
+                slice_.copy_(value)
         else:
-            home.fill_(value)
-        state[name] = homes[name] = home
+            slice_.fill_(value)
+        state[name] = slices[name] = slice_
 
     @staticmethod
     def _places(regions: Sequence[MemoryRegion]) -> tuple[dict[Segment, int], int]:
@@ -477,16 +483,16 @@ class FusedStep:
             total += region.numel
         return places, total
 
-    def part(self) -> None:
+    def separate_counters(self) -> None:
         """Give each tensor its own step counter, because the optimizer's step increments them one
         by one.
         """
         if self._kernel is ADAM:
-            for segment, homes in self._homes.items():
+            for segment, slices in self._slices.items():
                 entries = self._optimizer.state.get(segment.tensor, {})
-                if entries.get("step") is homes["step"]:
-                    entries["step"] = homes["step"].clone()
-        self._homes = {}
+                if entries.get("step") is slices["step"]:
+                    entries["step"] = slices["step"].clone()
+        self._slices = {}
 
 
 def _place(tensor: Tensor | None) -> tuple[int, int, torch.dtype] | None:

@@ -34,7 +34,7 @@ from hf_zero.optim.segments import (
     ParamState,
     Segment,
     StateArrays,
-    apart,
+    offloaded_region,
 )
 from hf_zero.optim.state import StateEntries
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
@@ -131,7 +131,7 @@ class OffloadedState:
         """Cut ``flats``, whose state is offloaded, into bound segments."""
         self._made.clear()
         self._fresh = set()
-        self._region_of = {flat.key: apart(flat, group_of) for flat in flats}
+        self._region_of = {flat.key: offloaded_region(flat, group_of) for flat in flats}
         for segment in self._all:
             self.bind(segment)
 

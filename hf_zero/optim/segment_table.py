@@ -74,9 +74,9 @@ class SegmentTable:
         self.stand_ins: list[Segment] = []
         # those that are in host memory, whatever device the others of their group are on: they are
         # stepped separately
-        self.stand_ins_apart: list[Segment] = []
-        self.resting_names: frozenset[str] = frozenset()
-        self.resting: list[Segment] = []  # their segments, which other code updates
+        self.offloaded_stand_ins: list[Segment] = []
+        self.excluded_names: frozenset[str] = frozenset()
+        self.excluded: list[Segment] = []  # their segments, which other code updates
         # groups whose parameters, as far as this rank has them, have made different numbers of
         # steps
         self.parted: set[int] = set()
@@ -101,7 +101,7 @@ class SegmentTable:
             self.stand_ins.append(stand_in)
         self.segments = segments + self.stand_ins
         self.offloaded.names_in_8_bits = self.names_in_8_bits
-        self.stand_ins_apart = self.stand_ins if away and not self._adds_up else []
+        self.offloaded_stand_ins = self.stand_ins if away and not self._adds_up else []
         self.parted = set()
         dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state
         self._list()
@@ -146,14 +146,13 @@ class SegmentTable:
     def _list(self) -> None:
         """Write the current segments into the optimizer's groups and rebuild the lists by kind."""
         self.stepped = [segment for segment in self.segments if not segment.offloaded]
-        if self.stand_ins_apart:
+        if self.offloaded_stand_ins:
             self.stepped = [segment for segment in self.stepped if segment.parts]
-        if self.resting_names or self.resting:
-            rests = [
-                s for s in self.stepped if s.parts and not self.resting_names.isdisjoint(s.names)
+        if self.excluded_names or self.excluded:
+            self.excluded = [
+                s for s in self.stepped if s.parts and not self.excluded_names.isdisjoint(s.names)
             ]
-            self.resting = rests
-            self.stepped = [segment for segment in self.stepped if segment not in rests]
+            self.stepped = [s for s in self.stepped if s not in self.excluded]
         self._segment_of = {segment.tensor: segment for segment in self.segments}
         self._parts = {}
         for live in self._optimizer.param_groups:
@@ -233,30 +232,30 @@ class SegmentTable:
             self._list()
             self.offloaded.replace(changed)
 
-    def rest(self, names: frozenset[str]) -> None:
+    def exclude(self, names: frozenset[str]) -> None:
         """Leave the parameters ``names`` to other code (hf_zero/compression): from now on only
         their steps are counted here. Create missing state, as of before the first step.
         """
-        if names == self.resting_names:
+        if names == self.excluded_names:
             return
-        self.resting_names = names
+        self.excluded_names = names
         self.divide([s for s in self.segments if s.parts], names.__contains__)
         self._list()
         # each needs a counter of its own from now on
-        for segment in self.resting:
+        for segment in self.excluded:
             self.state_of(segment).create(segment)
             entries = self._optimizer.state[segment.tensor]
             if isinstance(entries.get("step"), torch.Tensor):
                 entries["step"] = entries["step"].clone()
         self._fused.divide()
 
-    def part_counters(self) -> None:
+    def separate_counters(self) -> None:
         """Give each segment its own step counter: one launch over all of them shares counters."""
-        self._fused.part()
+        self._fused.separate_counters()
 
-    def count_resting(self) -> None:
+    def count_excluded(self) -> None:
         """Count a step of the parameters that other code updates."""
-        for segment in self.resting:
+        for segment in self.excluded:
             self._optimizer.state[segment.tensor]["step"] += 1
 
     def leave_out(self, segments: Iterable[Segment], unused: frozenset[str]) -> set[Segment]:
@@ -335,7 +334,7 @@ class GroupNumbers:
         """Record that state with these numbers, equal on all ranks, has replaced the former."""
         entries = [*scalars, *(numbers for group in apart for numbers in group.values())]
         self.loads += 1
-        self._table.rest(frozenset())  # the loaded state may lack theirs
+        self._table.exclude(frozenset())  # the loaded state may lack theirs
         self.loaded_steps = int(max((numbers.get("step", 0) for numbers in entries), default=0))
 
     def load(
@@ -356,7 +355,7 @@ class GroupNumbers:
                 if segment.parts and not segment.names.isdisjoint(by_name)
             ]
             self._table.parted |= {index for index, group in enumerate(apart) if group}
-            self._table.part_counters()
+            self._table.separate_counters()
             self._table.divide(concerned, numbers_of.get)
         for segment in self._table.segments:
             values = (

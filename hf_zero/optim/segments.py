@@ -311,7 +311,7 @@ def sub_groups(
     return groups
 
 
-def apart(flat: Flat, group_of: Mapping[str, int]) -> MemoryRegion:
+def offloaded_region(flat: Flat, group_of: Mapping[str, int]) -> MemoryRegion:
     """Return the region of a flat buffer with offloaded states: each of their sub-groups is a
     segment, bound by the storage.
     """

@@ -506,8 +506,8 @@ class DeviceState:
         numel = flat.owned[1] - flat.owned[0]
         for segment in region.segments:
             if segment.start < base + numel and base < segment.stop:
-                for name, home in self._homes(region, segment).items():
-                    arrays[name] = home[base : base + numel]
+                for name, whole in self._region_tensors(region, segment).items():
+                    arrays[name] = whole[base : base + numel]
         return arrays
 
     def _has_blocks(self, region: MemoryRegion) -> bool:
@@ -601,7 +601,7 @@ class DeviceState:
                     for name in self._entries.elementwise(segment)
                 }
                 for name in sorted(names):
-                    self._gather_home(region, name)
+                    self._gather_in_region(region, name)
         self.together = True
 
     def _refuse_unknown(self, segment: Segment) -> None:
@@ -616,7 +616,7 @@ class DeviceState:
                 what = f"a segment of {segment.parts[0].flat.key!r}"
                 refuse_unknown(self._entries.optimizer, name, value, what)
 
-    def _homes(self, region: MemoryRegion, segment: Segment) -> dict[str, Tensor]:
+    def _region_tensors(self, region: MemoryRegion, segment: Segment) -> dict[str, Tensor]:
         """Return for each state of ``segment`` the tensor over the whole region that it is a slice
         of (after :meth:`bring_together`).
         """
@@ -625,7 +625,7 @@ class DeviceState:
             for name, value in self._entries.elementwise(segment).items()
         }
 
-    def _gather_home(self, region: MemoryRegion, name: str) -> None:
+    def _gather_in_region(self, region: MemoryRegion, name: str) -> None:
         entries = self._entries
         owners = [segment for segment in region.segments if name in entries.elementwise(segment)]
         values = [entries.optimizer.state[segment.tensor][name] for segment in owners]
@@ -640,15 +640,15 @@ class DeviceState:
             and size - next(iter(origins))[1] >= region.numel
         ):
             return
-        home = values[0].new_zeros(region.numel)
+        whole = values[0].new_zeros(region.numel)
         for other in region.segments:
             if other not in owners:  # not stepped yet: the initial value of its state
                 first = entries.fresh(other.group, other.tensor).get(name)
                 if first is not None:
-                    home[other.start : other.stop] = first
+                    whole[other.start : other.stop] = first
         for owner, value in zip(owners, values):
-            home[owner.start : owner.stop].copy_(value)
-            entries.optimizer.state[owner.tensor][name] = home[owner.start : owner.stop]
+            whole[owner.start : owner.stop].copy_(value)
+            entries.optimizer.state[owner.tensor][name] = whole[owner.start : owner.stop]
 
 
 def _decoded(

@@ -11,19 +11,19 @@ from hf_zero.checkpoint.engine_state import restorer_of_generators
 from hf_zero.setup.plan import Planned
 from hf_zero.setup.steps import (
     Setup,
+    build_engine,
+    create_scheduler,
     cut_layers,
-    fuse,
+    fuse_modules,
     load_data,
     mark_units,
     materialize_meta,
-    quantize,
+    place_experts,
+    prepare_optimizer,
+    quantize_modules,
     resume,
-    schedule,
-    shard,
     split_sequences,
-    spread_out,
-    take_optimizer,
-    tie,
+    tie_parameters,
 )
 from hf_zero.zero.transaction import (
     on_rollback,
@@ -34,17 +34,17 @@ from hf_zero.zero.transaction import (
 
 ORDER: tuple[Callable[[Setup], None], ...] = (
     materialize_meta,  # the steps after this one read shapes, names and memory of parameters
-    tie,  # before cuts, which give each parameter memory of its own
+    tie_parameters,  # before cuts, which give each parameter memory of its own
     cut_layers,  # first of the axes: the others count the ranks that it leaves
-    spread_out,  # experts that tensor parallelism has cut are cut again, among the ranks it leaves
+    place_experts,  # experts that tensor parallelism has cut are cut again, among the rest
     split_sequences,  # after both, which regroup the ranks that share a sequence
-    quantize,  # torchao's layers replace linear layers, which kernels must find in their place
-    fuse,  # last change of forwards: kernels recognise modules by what they compute
+    quantize_modules,  # torchao's layers replace linear layers: kernels must find them
+    fuse_modules,  # last change of forwards: kernels recognise modules by what they compute
     mark_units,  # units are formed of the final modules
-    take_optimizer,  # over the final parameters
+    prepare_optimizer,  # over the final parameters
     load_data,  # among the ranks that read different batches
-    shard,  # ZeRO and offload: flat buffers of final parameters, hooks around final forwards
-    schedule,  # steps the optimizer that the engine has patched
+    build_engine,  # ZeRO and offload: flat buffers of final parameters, hooks around final forwards
+    create_scheduler,  # steps the optimizer that the engine has patched
     resume,  # fills the state of everything before
 )
 

@@ -99,7 +99,7 @@ class SetupRequest(Generic[E]):
         """Raise ConfigError for arguments that contradict the configuration."""
         config, optimizer, scheduler = self.config, self.optimizer, self.lr_scheduler
         warn_of_variables()
-        _tell_of_other_devices()
+        _warn_other_devices()
         if self.dist_init_required is False and not process_group.is_initialized():
             raise ConfigError(
                 "dist_init_required=False but no process group exists; call "
@@ -248,7 +248,7 @@ def _second(second: object, config: object) -> object:
 
 
 @functools.cache
-def _tell_of_other_devices() -> None:
+def _warn_other_devices() -> None:
     """Warn once that this process trains alone although it sees accelerators that it does
     not use.
     """

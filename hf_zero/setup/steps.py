@@ -27,7 +27,7 @@ from hf_zero.planning.start_summary import describe
 from hf_zero.setup.plan import Planned, plan_of_engine, sparse_section
 from hf_zero.techniques.quantized_linears import quantize_linears
 from hf_zero.techniques.registry import follow
-from hf_zero.techniques.training_loader import data_loader, tell_of_lost_place
+from hf_zero.techniques.training_loader import data_loader, warn_lost_position
 from hf_zero.zero.layout.attributes import register_attached, without_parts
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
 from hf_zero.zero.layout.walk import parameters_of
@@ -61,7 +61,7 @@ def materialize_meta(setup: Setup) -> None:
         give_values(setup.model)
 
 
-def tie(setup: Setup) -> None:
+def tie_parameters(setup: Setup) -> None:
     setup.tied = tie_shared_memory(setup.model)
 
 
@@ -71,7 +71,7 @@ def cut_layers(setup: Setup) -> None:
         tensor_parallel(setup.model, section.size, verify=section.verify)
 
 
-def spread_out(setup: Setup) -> None:
+def place_experts(setup: Setup) -> None:
     spread_experts(setup.model, setup.settings)
 
 
@@ -81,11 +81,11 @@ def split_sequences(setup: Setup) -> None:
     )
 
 
-def quantize(setup: Setup) -> None:
+def quantize_modules(setup: Setup) -> None:
     quantize_linears(setup.model, setup.settings)
 
 
-def fuse(setup: Setup) -> None:
+def fuse_modules(setup: Setup) -> None:
     settings, chooses = setup.settings, setup.planned.resolved.request.config.kernels == "auto"
     sparse = sparse_section(settings)
     if settings.kernels != "off" or sparse is not None or settings.pre_layer_norm:
@@ -100,7 +100,7 @@ def mark_units(setup: Setup) -> None:
     mark_configured(setup.model, setup.settings.zero.leaf_module)
 
 
-def take_optimizer(setup: Setup) -> None:
+def prepare_optimizer(setup: Setup) -> None:
     """Replace tied parameters in the optimizer, and its class by one that updates shards. One that
     created state of parameters before they were cut is built again.
     """
@@ -119,12 +119,12 @@ def load_data(setup: Setup) -> None:
     loader: Any = data_loader(request.training_data, request.collate_fn, setup.settings)
     if loader is not None and setup.sequence is not None:
         loader = setup.sequence.batches(loader)
-    tell_of_lost_place(loader)
+    warn_lost_position(loader)
     follow(techniques, getattr(loader, "data_sampler", None))
     setup.loader = loader
 
 
-def shard(setup: Setup) -> None:
+def build_engine(setup: Setup) -> None:
     """Build the engine: parameters, optimizer state and offloaded memory in shards, and hooks."""
     resolved, model = setup.planned.resolved, setup.model
     if resolved.request.takes_over is not None:
@@ -144,7 +144,7 @@ def shard(setup: Setup) -> None:
         describe(setup.planned.report)
 
 
-def schedule(setup: Setup) -> None:
+def create_scheduler(setup: Setup) -> None:
     request = setup.planned.resolved.request
     scheduler = request.make_scheduler(setup.settings, setup.optimizer)
     if isinstance(scheduler, ReduceLROnPlateau):

@@ -212,7 +212,7 @@ def data_loader(data: Any, collate_fn: Collate | None, config: ZeroConfig) -> An
     )
 
 
-def tell_of_lost_place(loader: object) -> None:
+def warn_lost_position(loader: object) -> None:
     """Log that checkpoints do not hold the place of ``loader`` in the data, if so."""
     if loader is not None and not hasattr(loader, "place") and not is_stateful(loader):
         data = getattr(loader, "dataset", loader)

@@ -220,7 +220,7 @@ class Backward:
                 "outside torch.no_grad(), and pass it without .detach(); or no parameter that it "
                 "depends on trains"
             )
-        self.take_in_unannounced()
+        self.reduce_stray_gradients()
         self._sanity.on_loss(loss)
         with self.losses.carrying(loss.dtype, weight) as scale:
             root = loss.float() * scale if scale != 1.0 else loss
@@ -236,12 +236,12 @@ class Backward:
         """Backpropagate ``root``, a loss with ``factors``, while a captured forward awaits its
         backward.
         """
-        before, self.runs = self.reducer.backward, True
+        before, self.runs = self.reducer.progress, True
         try:
             root.backward(retain_graph=retain_graph)
         finally:
             self.runs = False
-        captured.end_backward(factors, self.reducer.backward is not before)
+        captured.end_backward(factors, self.reducer.progress is not before)
 
     def begin_replay(self) -> None:
         """Begin a backward that is launched from a graph: no hook of it runs."""
@@ -258,7 +258,7 @@ class Backward:
         """Backpropagate ``gradients`` of ``outputs``, for a micro-batch whose loss is on another
         rank: they carry its loss scale.
         """
-        self.take_in_unannounced()
+        self.reduce_stray_gradients()
         with self.losses.carrying(torch.float32, None), ExitStack() as announced:
             for output in outputs:
                 announced.enter_context(self.hooks.announced(output))
@@ -301,17 +301,17 @@ class Backward:
     def _update_early(self, flats: Sequence[FlatBuffer]) -> None:
         self._update.update_early(flats, self._counters.global_steps)
 
-    def take_in_unannounced(self) -> None:
+    def reduce_stray_gradients(self) -> None:
         """Take in gradients that no hook has announced, and abort a backward that an exception has
         left open (collective).
         """
         if self.tracker.tasks:
-            self.tracker.put_away_broken()
-        self.hooks.take_in_unannounced()
+            self.tracker.abort_broken_backward()
+        self.hooks.reduce_stray_gradients()
 
     def reduce(self) -> None:
         """Reduce the unreduced gradients of earlier backwards (collective)."""
-        self.take_in_unannounced()
+        self.reduce_stray_gradients()
         self._reduce_accumulated()
 
     def _reduce_accumulated(self) -> None:

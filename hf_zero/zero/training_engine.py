@@ -120,10 +120,10 @@ class TrainingEngine(EngineParts):
         Stages 2 and 3 keep no whole gradient and reduce in every backward even so; the result is
         equal.
         """
-        self.backward_pass.take_in_unannounced()
+        self.backward_pass.reduce_stray_gradients()
         with self.accumulation.no_sync():
             yield
-            self.backward_pass.take_in_unannounced()
+            self.backward_pass.reduce_stray_gradients()
 
     @property
     def in_no_sync(self) -> bool:
@@ -328,7 +328,7 @@ class TrainingEngine(EngineParts):
             self.changes.refuse("step()")
         ends_window = self.accumulation.ends_by_step
         self.backward_pass.reset(counts_only=not ends_window)
-        self.backward_pass.take_in_unannounced()
+        self.backward_pass.reduce_stray_gradients()
         self.sharded_model.guards.check()
         self.backward_pass.refuse_unusable()
         self.optimizer_step.applied = False

@@ -114,8 +114,8 @@ def on_threads(calls: Sequence[Callable[[], Any]], timeout: float = 120.0) -> li
     return answers
 
 
-def say(wish: tuple[int, int]) -> str:
-    return f"gather of unit {wish[1]}"
+def say(proposal: tuple[int, int]) -> str:
+    return f"gather of unit {proposal[1]}"
 
 
 def together(

@@ -174,7 +174,7 @@ def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):
         each.bound.numbers.note_load(each.bound.scalars())
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", lambda *shape, **m: made.append(shape) or zeros(*shape, **m))
-        ours.bound._fused._homes = {}
+        ours.bound._fused._slices = {}
         ours.step(4)
     assert forced.count("adam_") == 4 and (arena,) not in made
     theirs.step(4)

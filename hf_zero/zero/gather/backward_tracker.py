@@ -67,9 +67,9 @@ class BackwardTracker:
         self._first = False  # no call has been reached by the backward under way
         self._older: weakref.WeakSet[RootForward] = weakref.WeakSet()  # forwards with a graph
         # forwards reached by the backward under way
-        self._reached: set[RootForward] = set()
+        self._roots_reached: set[RootForward] = set()
         # The forward that the backward has reached last.
-        self.reached: RootForward | None = None
+        self.current_root: RootForward | None = None
         # units left out by all forwards that the backward under way has reached
         self._left_out: frozenset[Unit] = frozenset()
         # forwards without hooks: any backward may be theirs
@@ -147,15 +147,15 @@ class BackwardTracker:
                 "use stage 2 for losses with gradients of gradients"
             )
         outer = call.outer
-        if outer is not self.reached and outer is not self.outstanding.recomputation:
+        if outer is not self.current_root and outer is not self.outstanding.recomputation:
             if self._left_out or outer.left_out:
                 self._leave_out(outer.left_out)
-            self._reducer.idle.reach(outer.idle)
-            self.reached = outer
+            self._reducer.idle.add_forward(outer.idle)
+            self.current_root = outer
         # A submodule called directly calls ``_on_part`` each time: a loss scale may have been put
         # at other outputs since.
-        if not outer.of_whole_model or outer not in self._reached:
-            self.reach(outer)
+        if not outer.of_whole_model or outer not in self._roots_reached:
+            self.reach_root(outer)
         self._advance_to(call, call.left)
         call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))
         call.unit.forwards.in_backward.add(call)
@@ -178,21 +178,21 @@ class BackwardTracker:
             self._reducer.mark_complete(unit)
         self._advance_to(call, call.began)
 
-    def reach(self, root: RootForward, grads: object = None) -> None:
+    def reach_root(self, root: RootForward, grads: object = None) -> None:
         """Gather the units that the backward of ``root`` reads, also for a second backward over its
         graph. Also a prehook of an autograd node, hence ``grads``.
         """
         self.enter()
         if not root.of_whole_model:
             self._on_part()
-        if root in self._reached:
+        if root in self._roots_reached:
             return
-        self._reached.add(root)
+        self._roots_reached.add(root)
         for call in root.calls:
             # pending again in a second backward over its graph
             call.unit.forwards.pending.add(call)
         if self._left_out:
-            self._bring_back(self._left_out & root.reads)
+            self._restore_left_out(self._left_out & root.reads)
         for unit in root.reads:
             unit.forwards.read_by.add(root)
             self._schedule.ensure_gathered(unit)
@@ -205,21 +205,21 @@ class BackwardTracker:
         their place. Forwards that this backward does not reach have no influence, since one rank
         may have run them alone.
         """
-        if self.reached is not None:
-            self._bring_back(self._left_out - units)
+        if self.current_root is not None:
+            self._restore_left_out(self._left_out - units)
         elif units:
-            reads = (root.reads for root in self._reached)
+            reads = (root.reads for root in self._roots_reached)
             self._left_out = units.difference(*reads)
             self._schedule.leave_out(self._left_out)
             self._reducer.leave_out(self._left_out)
 
-    def _bring_back(self, units: frozenset[Unit]) -> None:
+    def _restore_left_out(self, units: frozenset[Unit]) -> None:
         """Undo leaving out ``units``, which the backward under way uses: they are fetched, and
         reduced last.
         """
         if units:
             self._left_out -= units
-            self._reducer.bring_back(units)
+            self._reducer.restore_left_out(units)
 
     def _advance_to(self, call: UnitForward, moment: int) -> None:
         """Advance the backward to ``moment`` and reduce the units that are complete by then."""
@@ -230,22 +230,22 @@ class BackwardTracker:
                     if root is not call.outer and root.began < moment and root.pending:
                         self._reducer.wait_for_older()
                         break
-            for unit in self.outstanding.reach(moment):
+            for unit in self.outstanding.advance_to(moment):
                 self._reducer.mark_complete(unit)
         while (complete := self._reducer.take_next()) is not None:
             self._reducer.launch(complete)
         if self._schedule.gathered_for_others:
-            self._schedule.release_skipped(self._reducer.backward.depth, self._awaits)
+            self._schedule.release_skipped(self._reducer.progress.depth, self._awaits)
 
     def _awaits(self, unit: Unit) -> bool:
-        return self.outstanding.awaits(unit, self._reducer.backward.learns)
+        return self.outstanding.awaits(unit, self._reducer.progress.learns)
 
     def refuse_updated(self, unit: Unit) -> None:
         """Raise PartitionError for a forward of ``unit`` inside the backward under way, if that has
         changed its values already.
         """
-        backward = self._reducer.backward
-        changed = backward.under_way and unit in backward.updated
+        progress = self._reducer.progress
+        changed = progress.under_way and unit in progress.updated
         if changed and any(flat.follows_updates for flat in unit.trainable):
             raise PartitionError(
                 f"{unit.label} runs again inside a backward that has updated it, in a "
@@ -272,13 +272,13 @@ class BackwardTracker:
         self.tasks.append((task, weakref.ref(callback)))
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
-    def take_in(self) -> None:
+    def reduce_stray_gradients(self) -> None:
         """Take in the gradients of a backward that triggered no hooks (collective)."""
         with torch.inference_mode(False), torch.no_grad():
             self._begin()
             self._end()
 
-    def put_away_broken(self) -> None:
+    def abort_broken_backward(self) -> None:
         """Abort a backward that an exception has left open, if any. Called outside forward and
         backward.
         """
@@ -286,7 +286,7 @@ class BackwardTracker:
             self._abandon()
 
     def _begin(self) -> None:
-        self._left_out, self.reached = frozenset(), None
+        self._left_out, self.current_root = frozenset(), None
         kinds: list[Hashable] = ["backward"]
         for forward, count in self._forwards.items():
             if forward is not None:
@@ -302,7 +302,7 @@ class BackwardTracker:
         self._forwards.clear()
         recomputation = RootForward(True)  # stand-in for forwards recomputed in this backward
         self.outstanding.begin(recomputation)
-        self._reached, self._first = {recomputation}, True
+        self._roots_reached, self._first = {recomputation}, True
         self._on_begin()
         # Without sharded parameters a forward involves no other rank: ranks may have run different
         # numbers of them.
@@ -353,8 +353,8 @@ class BackwardTracker:
             forwards.in_backward.clear()
             pending = pending or bool(forwards.pending)
         # The backward is attributed to the oldest forward without hooks.
-        self._end_reads({*self._reached, *self._untracked[:1]})
-        self._reached.clear()
+        self._end_reads({*self._roots_reached, *self._untracked[:1]})
+        self._roots_reached.clear()
         del self._untracked[:1]
         self.outstanding.end()
         if not pending:

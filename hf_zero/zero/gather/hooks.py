@@ -192,7 +192,7 @@ class Hooks:
             for parameter in self._training
         ]
 
-    def take_in_unannounced(self) -> None:
+    def reduce_stray_gradients(self) -> None:
         """Take in ``.grad`` left by a backward that our hooks did not see, from a penalty on the
         weights, or assigned by a script (collective).
 
@@ -204,7 +204,7 @@ class Hooks:
             and graph_task() == -1
             and any_raw_grad(self._training)
         ):
-            self._tracker.take_in()
+            self._tracker.reduce_stray_gradients()
 
     @contextmanager
     def announced(self, loss: torch.Tensor) -> Iterator[None]:
@@ -237,7 +237,7 @@ class Hooks:
         if inside:
             tracker.enter()
         elif tracker.tasks:
-            tracker.put_away_broken()
+            tracker.abort_broken_backward()
         grads = torch.is_grad_enabled()
         if not self._running and not inside:
             self._begin_pass(name, module, kwargs, grads)
@@ -294,7 +294,7 @@ class Hooks:
         """Begin the forward pass of ``module``, the outermost one, at path ``name`` of the model;
         ``grads``: it records a graph.
         """
-        self.take_in_unannounced()
+        self.reduce_stray_gradients()
         self._refuse("a forward")
         kind: tuple[Any, ...] = (name, grads, module.training)
         for key, value in kwargs.items():
@@ -391,7 +391,7 @@ class Hooks:
     @property
     def forward_at_work(self) -> RootForward | None:
         """The outermost forward under way; in a backward, the one that is recomputed."""
-        return self._outer if graph_task() == -1 else self._tracker.reached
+        return self._outer if graph_task() == -1 else self._tracker.current_root
 
     def keep_for_backward(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
         """Keep ``unit`` gathered for the backward of ``node``, which was recorded outside the
@@ -399,7 +399,7 @@ class Hooks:
         """
         outer = RootForward(of_whole_model=self.forward_runs or graph_task() != -1)
         keep_for_backward(unit, outer)
-        node.register_prehook(partial(self._tracker.reach, outer))
+        node.register_prehook(partial(self._tracker.reach_root, outer))
 
     def _post_forward(
         self, unit: Unit | None, module: nn.Module, args: object, kwargs: object, output: object
@@ -518,7 +518,7 @@ class Hooks:
         KeyboardInterrupt bypasses the post-forward hooks.
         """
         if self._tracker.tasks:
-            self._tracker.put_away_broken()
+            self._tracker.abort_broken_backward()
         if self._running and graph_task() == -1:
             self._running, self._outer, self._last = [], None, None
             for unit in self._units:

@@ -32,7 +32,7 @@ from hf_zero.zero.layout.compute_copy import ComputedValues
 from hf_zero.zero.layout.unit import SharedShards, State, Unit
 from hf_zero.zero.reduce.reduction_order import merged, places
 
-GATHER, END = 1, 0
+GATHER, END_OF_PASS = 1, 0
 _pins, _nbytes = attrgetter("pins"), attrgetter("nbytes")
 AHEAD = 2  # maximum number of prefetched units; the configuration sets a limit in bytes
 
@@ -181,7 +181,7 @@ class Schedule:
             self._issued = Pass(None, False, [])
             return
         if under_way.plan is None:
-            while self._agree_on_gather(END, None):
+            while self._agree_on_gather(END_OF_PASS, None):
                 pass
             # Units that no rank used in this pass keep their places, since they may be used again:
             # a fetch of a unit outside the plan is slow.
@@ -354,7 +354,7 @@ class Schedule:
         """
         if self._mesh.consensus is None:
             return value
-        return self._mesh.consensus.gathers.agree(what, (0, value), lambda wish: "agreement")[1]
+        return self._mesh.consensus.gathers.agree(what, (0, value), lambda proposal: "agreement")[1]
 
     def _acquire(self, unit: Unit) -> None:
         under_way = self._pass
@@ -398,25 +398,29 @@ class Schedule:
         are at the end of the pass. Outside passes a rank that is alone fetches ``unit``.
         """
         under_way = self._pass
-        # The largest wish wins: a gather beats END; among gathers the first unit in model order in
-        # a forward, the last in a backward.
+        # The largest proposal wins: a gather beats END_OF_PASS; among gathers the first unit in
+        # model order in a forward, the last in a backward.
         sign = 1 if under_way is not None and under_way.backward else -1
-        wish = (kind, sign * unit.index if unit is not None else -len(self._units) - 1)
-        consensus, agreed = self._mesh.consensus, wish
+        proposal = (kind, sign * unit.index if unit is not None else -len(self._units) - 1)
+        consensus, agreed = self._mesh.consensus, proposal
         if consensus is not None:
             reductions = self.reductions
             launched = reductions.launched if reductions is not None else 0
             if under_way is None and unit is not None:
-                reply = consensus.gathers.agree_or_leave(self._where(), wish, self._say)
+                reply = consensus.gathers.agree_or_leave(
+                    self._describe_pass(), proposal, self._describe_proposal
+                )
                 if reply is None:
                     self.shards.fetch(unit, outside_passes=True)
                     return True
                 agreed = reply
             else:
-                agreed = consensus.gathers.agree(self._where(), wish, self._say, launched)
+                agreed = consensus.gathers.agree(
+                    self._describe_pass(), proposal, self._describe_proposal, launched
+                )
             if reductions is not None:
                 reductions.land_launched(consensus.gathers.all_launched)
-        if agreed[0] == END:
+        if agreed[0] == END_OF_PASS:
             return False
         chosen = self._units[abs(agreed[1])]
         # outside passes the gather is for a script or a checkpoint, with exact values
@@ -426,15 +430,15 @@ class Schedule:
             under_way.record.append(chosen)
         return True
 
-    def _where(self) -> str:
+    def _describe_pass(self) -> str:
         if self._pass is None:
             return "a gather outside forward and backward"
         return f"{'backward' if self._pass.backward else 'forward'} {self._pass.key!r}"
 
-    def _say(self, wish: tuple[int, int]) -> str:
+    def _describe_proposal(self, proposal: tuple[int, int]) -> str:
         return (
-            f"gather of {self._units[abs(wish[1])].label}"
-            if wish[0] == GATHER
+            f"gather of {self._units[abs(proposal[1])].label}"
+            if proposal[0] == GATHER
             else "end of the pass"
         )
 

@@ -305,7 +305,7 @@ def read_attached(parameters: Iterable[torch.Tensor], mesh: Mesh, former: Former
                 holder[key] = tensor.detach().to(mesh.device)
 
 
-def share(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
+def broadcast_attached(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
     """Broadcast the tensors attached to ``parameters``, in place, from the first rank that holds
     the parameter (collective).
     """

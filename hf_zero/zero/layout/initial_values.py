@@ -46,7 +46,7 @@ class FormerValues:
         if self._error is not None:
             raise self._error
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Free the shards whose parameters have been taken over, and the process groups of an
         engine with no shards left.
         """

@@ -153,11 +153,11 @@ def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit
     parameters = [parameter for spec in plan.units for _, parameter in spec.parameters]
     if reads:
         attributes.read_attached(parameters, mesh, former)
-    former.let_go()
+    former.close()
     if reads:
         with raise_on_all_ranks("read its part of the model"):
             former.raise_error()
-    attributes.share(parameters, mesh)
+    attributes.broadcast_attached(parameters, mesh)
     place_buffers(plan.model, device, mesh, plan.buffer_dtype)
     return units
 

@@ -356,7 +356,7 @@ class WatchedParameter(LiveParameter):
                     for tensor in results
                     if type(tensor) is torch.Tensor
                 ):
-                    flat.unit.share()
+                    flat.unit.mark_aliased()
         return answer
 
 

@@ -210,7 +210,7 @@ class Unit:
         # streams of forwards, which read the values and on which gradients accumulate
         self.streams: set[streams.Stream] = set()
         self._gathered_on: streams.Stream | None = None  # that has waited for the last gather
-        self._shared = False  # views of the values may be alive
+        self._aliased = False  # views of the values may be alive
         # the gathers under way, and the event after which what no collective writes or reads is on
         # the device: shards that come from the host, and whole flat buffers of one rank
         self._coming: tuple[list[Handle], streams.Event | None] | None = None
@@ -311,11 +311,11 @@ class Unit:
         forwards = self.forwards
         return bool(self.pins or forwards.in_forward or forwards.in_backward or forwards.read_by)
 
-    def share(self) -> None:
+    def mark_aliased(self) -> None:
         """Mark the unit as shared: views of its values exist (``p.detach()``, ``p.t()``), so its
         storage must not be freed under them.
         """
-        self._shared = True
+        self._aliased = True
 
     @property
     def is_rounded(self) -> bool:
@@ -455,7 +455,7 @@ class Unit:
             span("release", self.label, self.nbytes),
         ):
             for flat in self.sharded:
-                references = (keep_views or self._shared) and flat.references
+                references = (keep_views or self._aliased) and flat.references
                 flat.user_writes.drop_aliases()
                 flat.handles.point_at_nothing()
                 if references:
@@ -464,7 +464,7 @@ class Unit:
                     for stream in {*self.streams, streams.current_stream(self.device_of_streams)}:
                         streams.record_use(flat.full, stream)
                 flat.full.untyped_storage().resize_(0)
-        self.state, self._shared = State.RELEASED, False
+        self.state, self._aliased = State.RELEASED, False
         self.guard.released()
 
 

@@ -293,7 +293,7 @@ class IdleParameters:
         self._of_backward: Mapping[FlatBuffer, int] | None = None
         self._of_window: Mapping[FlatBuffer, int] | None = None
 
-    def reach(self, idle: Mapping[FlatBuffer, int]) -> None:
+    def add_forward(self, idle: Mapping[FlatBuffer, int]) -> None:
         """Record that the backward under way reaches a forward without the parameters ``idle``."""
         self._of_backward = _both(self._of_backward, idle)
 

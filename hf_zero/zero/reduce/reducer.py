@@ -9,7 +9,7 @@ that all ranks leave out of the backward, and know it, are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -37,9 +37,9 @@ from hf_zero.zero.reduce.reductions import (
     GradientIntake,
     MicroBatch,
     Reductions,
+    collect_gradients,
     grad_versions,
     mark_present,
-    take_in,
     wire_buffers,
 )
 
@@ -129,7 +129,7 @@ class Reducer:
             self._issue_gathers,
         )
         self._known: set[Hashable] = set()  # kinds of backward whose order is known
-        self._pass = BackwardProgress()
+        self._progress = BackwardProgress()
         # units left out of the backward under way that it uses after all: reduced last
         self._brought_back: set[Unit] = set()
         self.idle = IdleParameters()
@@ -169,17 +169,17 @@ class Reducer:
         self._mesh.passes.begin("backward", key, joint=self._reduces_now or sharded)
         recording = self._schedule is not None and self._schedule.recording
         learns = recording or key not in self._known
-        self._pass = BackwardProgress(key, True, list(self._order.units), learns=learns)
+        self._progress = BackwardProgress(key, True, list(self._order.units), learns=learns)
         self._brought_back = set()
         # A rank must not wait for a reduction that others launch only after a gather that this rank
         # has not joined yet.
         self._reductions.begin(
-            self._pass.learns and sharded,
+            self._progress.learns and sharded,
             None if self._batch.on_reduced is None else self._on_reduced,
         )
         # more gradients will be added; an upcast copies nothing as long as none are held
         if not self._reduces_now:
-            for flat in (flat for unit in self._pass.units for flat in unit.trainable):
+            for flat in (flat for unit in self._progress.units for flat in unit.trainable):
                 self._intake.upcast(flat)
 
     def begin_replay(self) -> None:
@@ -205,9 +205,9 @@ class Reducer:
         """Leave ``units`` out of the backward under way: all ranks know that none uses them. Called
         before the first reduction.
         """
-        self._pass.units = self._order.without(units, self._reduces_now)
+        self._progress.units = self._order.without(units, self._reduces_now)
 
-    def bring_back(self, units: frozenset[Unit]) -> None:
+    def restore_left_out(self, units: frozenset[Unit]) -> None:
         """Undo leaving out ``units``, which all ranks use after all: they are reduced last."""
         self._brought_back |= units
 
@@ -215,58 +215,58 @@ class Reducer:
         """Treat no unit as complete before the end of this backward: it may go through an older
         forward whose backward is pending.
         """
-        self._pass.observed.waits = True
+        self._progress.observed.waits = True
         self._reductions.wait_jointly(
             self._schedule is not None and self._schedule.has_sharded_units
         )
 
     def mark_complete(self, unit: Unit) -> None:
         """Mark the gradients of ``unit`` as complete on this rank, as far as hooks can tell."""
-        backward = self._pass
-        if not unit.trainable or unit in backward.ready or not backward.under_way:
+        progress = self._progress
+        if not unit.trainable or unit in progress.ready or not progress.under_way:
             return
-        backward.ready[unit] = grad_versions(unit) if self._pass.learns else None
-        backward.observed.complete.append(unit.index)
-        if self._schedule is not None and self._pass.learns:
-            backward.observed.depths[unit.index] = self._schedule.issued
+        progress.ready[unit] = grad_versions(unit) if self._progress.learns else None
+        progress.observed.complete.append(unit.index)
+        if self._schedule is not None and self._progress.learns:
+            progress.observed.depths[unit.index] = self._schedule.issued
         if not self._reduces_now:
-            backward.observed.brought |= self._intake.accumulate(unit, self._batch)
+            progress.observed.brought |= self._intake.accumulate(unit, self._batch)
 
     def take_next(self) -> Unit | None:
         """Return the next unit in order, to be launched; None if it may still get gradients on this
         rank, or if none is left.
         """
-        backward, outstanding = self._pass, self._outstanding
+        progress, outstanding = self._progress, self._outstanding
         if (
-            not backward.under_way
+            not progress.under_way
             or not self._reduces_now
             or outstanding is None
-            or backward.next == len(backward.units)
+            or progress.next == len(progress.units)
         ):
             return None
-        unit = backward.units[backward.next]
+        unit = progress.units[progress.next]
         if unit in self._order.deferred:
             return None
-        awaits = outstanding.awaits_reruns if unit in backward.ready else outstanding.awaits
-        if awaits(unit, backward.learns):
+        awaits = outstanding.awaits_reruns if unit in progress.ready else outstanding.awaits
+        if awaits(unit, progress.learns):
             return None
         self._take(unit)
         return unit
 
     def _take(self, unit: Unit) -> None:
-        backward = self._pass
-        backward.next += 1
-        backward.depth = max(backward.depth, self._order.depth(backward.key, unit))
+        progress = self._progress
+        progress.next += 1
+        progress.depth = max(progress.depth, self._order.depth(progress.key, unit))
 
     @property
-    def backward(self) -> BackwardProgress:
+    def progress(self) -> BackwardProgress:
         """The backward under way, or the last one."""
-        return self._pass
+        return self._progress
 
     @property
     def launched(self) -> int:
         """Number of reduction messages that this rank has sent in the backward under way."""
-        return self._reductions.sent if self._pass.under_way else 0
+        return self._reductions.sent if self._progress.under_way else 0
 
     def land_launched(self, number: int) -> None:
         """Wait for the oldest reductions in excess of those that may be in flight, among the first
@@ -276,10 +276,10 @@ class Reducer:
 
     def note_unfinished(self) -> None:
         """Record, at the end of a backward, the units that could have got gradients until now."""
-        backward, outstanding = self._pass, self._outstanding
-        if backward.under_way and outstanding is not None and self._pass.learns:
-            units = (unit for unit in backward.units[backward.next :] if unit not in backward.ready)
-            backward.observed.unfinished = [
+        progress, outstanding = self._progress, self._outstanding
+        if progress.under_way and outstanding is not None and self._progress.learns:
+            units = (unit for unit in progress.units[progress.next :] if unit not in progress.ready)
+            progress.observed.unfinished = [
                 unit.index for unit in units if outstanding.awaits(unit, False)
             ]
 
@@ -289,19 +289,19 @@ class Reducer:
 
         ``learns``: the order of gathers was recorded in this backward.
         """
-        backward = self._pass
-        if not backward.under_way:
+        progress = self._progress
+        if not progress.under_way:
             return
-        learns = learns or backward.learns
+        learns = learns or progress.learns
         self._leave()
-        if len(backward.units) < len(self._order.units):
-            backward.units = [*backward.units, *self._used_after_all(backward.units)]
+        if len(progress.units) < len(self._order.units):
+            progress.units = [*progress.units, *self._used_after_all(progress.units)]
         if self._reduces_now:
-            launched, waited = backward.units[: backward.next], backward.units[backward.next :]
+            launched, waited = progress.units[: progress.next], progress.units[progress.next :]
             for unit in waited:
-                before = backward.ready.get(unit)
+                before = progress.ready.get(unit)
                 if before is not None and before != grad_versions(unit):
-                    backward.observed.parts.append(unit.index)
+                    progress.observed.parts.append(unit.index)
             for unit in waited:
                 self._take(unit)
                 self.launch(unit)
@@ -311,9 +311,9 @@ class Reducer:
             for pool in self._freed if self._batch.reduces else ():
                 pool.clear()
         else:
-            for unit in backward.units:
-                backward.observed.brought |= self._intake.accumulate(unit, self._batch)
-        self.backwards += backward.observed.brought
+            for unit in progress.units:
+                progress.observed.brought |= self._intake.accumulate(unit, self._batch)
+        self.backwards += progress.observed.brought
         self.idle.end_backward()
         if self._batch.reduces:
             self._settle()
@@ -337,28 +337,26 @@ class Reducer:
         ]
 
     def _leave(self) -> None:
-        self._pass.under_way = False
+        self._progress.under_way = False
         self._reductions.wait_jointly(False)
 
     def _issue_gathers(self) -> None:
         """Issue the gathers that other ranks may wait for before they launch a reduction that this
         rank is about to wait for.
         """
-        if self._pass.under_way and self._schedule is not None:
-            self._schedule.issue_through(self._pass.depth)
+        if self._progress.under_way and self._schedule is not None:
+            self._schedule.issue_through(self._progress.depth)
 
     def _reduce_late(self, launched: Sequence[Unit], learns: bool) -> None:
-        # Gradients that arrived after their unit's reduction was launched: reduced again in the
-        # first backward of a kind, else an error.
-        backward = self._pass
-        late = []
+        """Reduce again the units among ``launched`` whose gradients arrived after their reduction,
+        and learn the order of the next backward of this kind, if this one ``learns`` (collective).
+        Raise PartitionError in a backward of a known kind, where they must not arrive late.
+        """
+        progress = self._progress
+        late: list[Unit] = []
         if any_raw_grad(self._members):
-            late = [
-                unit
-                for unit in launched
-                if any(any_raw_grad(flat.members) for flat in unit.trainable)
-            ]
-        if late and backward.key in self._known:
+            late = [u for u in launched if any(any_raw_grad(flat.members) for flat in u.trainable)]
+        if late and progress.key in self._known:
             raise PartitionError(
                 f"gradients of {[unit.label for unit in late]} came after their reduction had "
                 "started, unlike in the first backward of this kind; compute what uses them "
@@ -367,27 +365,33 @@ class Reducer:
             )
         if not learns:
             return
-        backward.observed.late = [unit.index for unit in late]
-        backward.observed.brought |= bool(late)
-        observed = self._mesh.all_gather_object(backward.observed, "observations of a backward")
-        again = {index for record in observed for index in record.late}
-        if twice := [unit.label for unit in backward.updated if unit.index in again]:
+        progress.observed.late = [unit.index for unit in late]
+        progress.observed.brought |= bool(late)
+        observed = self._mesh.all_gather_object(progress.observed, "observations of a backward")
+        self._launch_again({index for record in observed for index in record.late})
+        # If an older forward is pending, units are not complete before the end: nothing to learn.
+        if any(r.brought for r in observed) and not any(r.waits for r in observed):
+            self._known.add(progress.key)
+            schedule = self._schedule
+            places, plan = (schedule.places, schedule.plan) if schedule is not None else ((0,), ())
+            self._order.learn(progress.key, observed, places, [unit.index for unit in plan])
+
+    def _launch_again(self, late: Set[int]) -> None:
+        """Reduce the units with the indices ``late`` again, which some rank asks for. Raise
+        PartitionError for a unit that this backward has updated.
+        """
+        updated = self._progress.updated
+        if twice := [unit.label for unit in updated if unit.index in late]:
             raise PartitionError(
                 f"gradients of {listed(sorted(twice), 6)} came after their update in the backward, "
                 "from a backward inside it (a reentrant checkpoint): call torch's checkpoint with "
                 "use_reentrant=False, or switch zero_optimization.update_in_backward off"
             )
-        if again:
+        if late:
             self._reductions.finish()  # what is on the wire must not change
         for unit in self._order.units:
-            if unit.index in again:
+            if unit.index in late:
                 self.launch(unit)
-        # If an older forward is pending, units are not complete before the end: nothing to learn.
-        if any(r.brought for r in observed) and not any(r.waits for r in observed):
-            self._known.add(backward.key)
-            schedule = self._schedule
-            places, plan = (schedule.places, schedule.plan) if schedule is not None else ((0,), ())
-            self._order.learn(backward.key, observed, places, [unit.index for unit in plan])
 
     def reduce_accumulated(self) -> None:
         """Reduce the gradients of backwards before the end of the window, none of which was
@@ -439,13 +443,13 @@ class Reducer:
         If it had produced any, or had begun a reduction, the window is spoiled until :meth:`clear`:
         gradients that plain PyTorch would keep in ``.grad`` are lost.
         """
-        backward = self._pass
+        progress = self._progress
         if self.broken is Broken.NO:
             self.broken = Broken.UNHARMED
-        if backward.under_way:
+        if progress.under_way:
             flats = (flat for unit in self._order.units for flat in unit.trainable)
             brought = any(any_raw_grad(flat.members) for flat in flats)
-            if brought or backward.ready or backward.next:
+            if brought or progress.ready or progress.next:
                 self.broken = Broken.GRADIENTS_LOST
         self._drop()
         self._leave()
@@ -493,7 +497,7 @@ class Reducer:
             if unit.streams:
                 unit.await_gradients()
         else:
-            self._pass.observed.brought |= self._intake.accumulate(unit, batch)
+            self._progress.observed.brought |= self._intake.accumulate(unit, batch)
         # the update of the unit may begin once its gradients are reduced
         if batch.on_reduced is not None:
             for flat in unit.trainable:
@@ -506,12 +510,12 @@ class Reducer:
             wire = self._buffers.acquire(
                 flat.layout.padded, self._wire_dtype or flat.dtype, flat.full.device
             )
-            used = take_in(flat, wire, False, self._before)
+            used = collect_gradients(flat, wire, False, self._before)
             flat.gradient.mark_used(used)
-            self._pass.observed.brought |= used > 0
+            self._progress.observed.brought |= used > 0
             self._send(flat)(flat, wire, wire, self._after * flat.mesh.gain)
         if self._reductions.waiting:
-            units, at = self._pass.units, self._pass.next
+            units, at = self._progress.units, self._progress.next
             comes = at < len(units) and units[at] not in self._order.deferred
             self._reductions.flush_unless_fits(units[at].trainable if comes else ())
 
@@ -544,22 +548,22 @@ class Reducer:
         """Begin the update of ``flat`` once its gradients are reduced; offloaded flat buffers of a
         unit are updated together.
         """
-        backward, unit = self._pass, flat.unit
-        backward.reduced.add(flat)
+        progress, unit = self._progress, flat.unit
+        progress.reduced.add(flat)
         together = unit.offloaded if flat.optimizer_shard.offloaded else [flat]
         if (
             self._batch.on_reduced is None
             or not self._batch.reduces
-            or not backward.reduced.issuperset(together)
+            or not progress.reduced.issuperset(together)
             or flat.spec.sharding.stages  # their sum over stages is yet to come
             or (flat.gradient.offloaded and self._offload is not None and self._offload.is_adding)
         ):
             return
         self._usage.receive(unit, together)
         # In the first backward of a kind more gradients may follow, unless all ranks have all.
-        if backward.key not in self._known and not (
+        if progress.key not in self._known and not (
             self._batch.alone and self._usage.has_all(unit)
         ):
             return
-        backward.updated.add(unit)
+        progress.updated.add(unit)
         self._batch.on_reduced(together)

@@ -177,7 +177,7 @@ def _raise_to(depths: dict[int, int], others: Mapping[int, int]) -> None:
         depths[index] = max(depths.get(index, 0), depth)
 
 
-END = 1 << 62
+NOT_BEGUN = 1 << 62
 
 
 class Outstanding:
@@ -186,7 +186,7 @@ class Outstanding:
     def __init__(self) -> None:
         # numbers the moments at which this rank enters and leaves forwards
         self.moment: Callable[[], int] = count(1).__next__
-        self._reached = END  # calls entered at this moment or later are over
+        self._moment = NOT_BEGUN  # calls entered at this moment or later are over
         # calls in backward without marks, whose end no hook reports
         self._unmarked: list[UnitForward] = []
         # stand-in for forwards recomputed in this backward
@@ -195,11 +195,11 @@ class Outstanding:
 
     def begin(self, recomputation: RootForward) -> None:
         """Begin a backward."""
-        self._reached, self.recomputation = END, recomputation
+        self._moment, self.recomputation = NOT_BEGUN, recomputation
         self._unmarked.clear()
 
     def end(self) -> None:
-        self._reached, self.recomputation = END, None
+        self._moment, self.recomputation = NOT_BEGUN, None
         self._unmarked.clear()
 
     def starts(self, call: UnitForward) -> None:
@@ -207,13 +207,13 @@ class Outstanding:
         if not call.marked:
             self._unmarked.append(call)
 
-    def reach(self, moment: int) -> Sequence[Unit]:
+    def advance_to(self, moment: int) -> Sequence[Unit]:
         """Advance the backward to ``moment``; return the units of calls without marks that are over
         by then.
         """
-        if moment >= self._reached:
+        if moment >= self._moment:
             return ()
-        self._reached = moment
+        self._moment = moment
         units = list[Unit]()
         over, unmarked = list[UnitForward](), list[UnitForward]()
         for call in self._unmarked:
@@ -228,7 +228,7 @@ class Outstanding:
         """Whether the backward of a call of ``unit`` is pending or running."""
         # Several blocks may share a unit, and each of their calls asks: the call found last time
         # answers most of them.
-        forwards, reached, recomputation = unit.forwards, self._reached, self.recomputation
+        forwards, reached, recomputation = unit.forwards, self._moment, self.recomputation
         awaited = forwards.awaited()
         if (
             awaited is not None

@@ -352,11 +352,11 @@ class GradientIntake:
             if adds and accumulated.dtype != flat.dtype:
                 # A list with another dtype would be added one parameter at a time.
                 taken = self._buffers.acquire(flat.layout.padded, flat.dtype, flat.full.device)
-                used = take_in(flat, taken, False, 1.0)
+                used = collect_gradients(flat, taken, False, 1.0)
                 accumulated.add_(taken, alpha=factor)
                 self._buffers.release(taken)
             else:
-                used = take_in(flat, accumulated, adds, factor)
+                used = collect_gradients(flat, accumulated, adds, factor)
             gradient.mark_accumulated(used)
             brought |= used > 0
         return brought
@@ -391,7 +391,9 @@ def mark_present(flat: FlatBuffer) -> None:
 
 
 @torch.no_grad()
-def take_in(flat: FlatBuffer, target: torch.Tensor, accumulate: bool, factor: float) -> int:
+def collect_gradients(
+    flat: FlatBuffer, target: torch.Tensor, accumulate: bool, factor: float
+) -> int:
     """Compute ``target = factor * grad`` (or ``+=``) for every parameter; a missing gradient counts
     as zero. Clears ``.grad``. Return a bit for each parameter with a gradient.
     """

@@ -351,7 +351,7 @@ class OptimizerStep:
         )
         with_master = {flat.key for flat in model.trainable if keeps_master(flat)}
         chosen = model.placement.fitting(chunks, len(names), room, with_master)
-        self.bound.bring_back(
+        self.bound.move_to_device(
             ways_back(
                 [flat for flat in model.trainable if flat.key in chosen],
                 model.mesh.device,

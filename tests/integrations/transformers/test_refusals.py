@@ -50,21 +50,21 @@ def test_a_sharded_checkpoint_is_no_model_folder(tmp_path: Path, loader: Any) ->
 def test_one_process_beside_other_devices_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from hf_zero.setup.request import _tell_of_other_devices
+    from hf_zero.setup.request import _warn_other_devices
 
     module = __import__("sys").modules["hf_zero.setup.request"]
     monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
     monkeypatch.setattr(module, "device_count", lambda: 8)
     monkeypatch.setattr(module.process_group, "is_initialized", lambda: False)
     for launched in (SimpleNamespace(), None):
-        _tell_of_other_devices.cache_clear()
+        _warn_other_devices.cache_clear()
         monkeypatch.setattr(module, "announce", lambda place=launched: place)
-        _tell_of_other_devices()
+        _warn_other_devices()
         assert ("one process trains on one of 8 devices" in caplog.text) is (launched is None)
     caplog.clear()
-    _tell_of_other_devices()
+    _warn_other_devices()
     assert caplog.text == ""
-    _tell_of_other_devices.cache_clear()
+    _warn_other_devices.cache_clear()
 
 
 def test_an_evaluation_in_another_precision() -> None:
