@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -128,57 +128,31 @@ def save(
     """
     begun = time.perf_counter()
     refuse_destroyed(engine, "save")
-    rank, job_ranks, world = engine.global_rank, engine.mesh.job, engine.mesh.dims.world
     engine.optimizer_step.complete_state()
     target = _agree_on_target(engine, directory, tag, keep, offered)
-    path = target.path_of(target.file_name(find.rank_file(rank, world)))
+    rank_save = _RankSave(
+        engine, target, client_state or {}, exclude_frozen_parameters, background, offered
+    )
+    rank, job_ranks = rank_save.rank, engine.mesh.job
     nothing_saved = NOTHING_SAVED.format(target.tag)
-    names = WholeNames(engine.module)
-    elsewhere = buffers_of_other_stages(engine, names, exclude_frozen_parameters)
-
-    def plan() -> tuple[SavePlan, str, NonTensorState | None, dict[str, torch.Tensor]]:
-        """Return this rank's plan, why it is not copied to host memory, and what rank 0 adds."""
-        extra, buffers = None, {}
-        if rank == 0:
-            buffers = model_buffers(engine, exclude_frozen_parameters) | elsewhere
-            # first: state that cannot be saved must raise before anything is written
-            extra = non_tensor_state(engine, client_state or {})
-            target.refuse_others(engine.save_log.others())
-            engine.save_log.note((target.save_id, canonical_path(target.final)))
-            target.begin()
-        save_id, left_out = target.save_id, exclude_frozen_parameters
-        own = plan_save(engine, path.name, save_id, left_out, names, buffers)
-        image = None if offered is None else offered.image_of(own)
-        why = ""
-        if background is not None:
-            deferred = partial(deferred_states, engine, own.report)
-            why = background.copy_to_host(own.file, own.tensors, image, deferred)
-        return own, why, extra, buffers
-
-    def describe() -> SharedFiles | None:
-        if extra is None:  # rank 0 alone has it
-            return None
-        reports = [report for report, _ in planned]
-        return shared_files(engine, target, reports, extra, buffers, save_latest)
-
-    def write() -> FileHashes:
-        shown = None if rank == 0 else False
-        with progress_bar(shown, own.file.size, f"saving {target.directory}") as tick:
-            return write_tensors(path, own.file, own.tensors, tick)
-
-    number = 0 if background is None else background.number + 1
     exchanged = _Exchanged.NOTHING
     try:
-        (own, _, extra, buffers), planned = collective_try(
-            job_ranks, plan, path, nothing_saved, lambda result: (result[0].report, result[1])
+        plan, planned = collective_try(
+            job_ranks,
+            rank_save.plan,
+            rank_save.path,
+            nothing_saved,
+            lambda plan: (plan.own.report, plan.not_staged),
         )
         exchanged = _Exchanged.PLANS
-        shared, _ = collective_try(job_ranks, describe, path.parent, nothing_saved)
+        reports = [report for report, _ in planned]
+        describe = partial(rank_save.describe, plan, reports, save_latest)
+        shared, _ = collective_try(job_ranks, describe, rank_save.path.parent, nothing_saved)
         exchanged = _Exchanged.MANIFEST
-        job = SaveJob(target, path, rank, world, shared, keep)
+        job = SaveJob(target, rank_save.path, rank, engine.mesh.dims.world, shared, keep)
         not_staged = [f"rank {at}: {why}" for at, (_, why) in enumerate(planned) if why]
         if background is not None and not not_staged:
-            background.start(job, own.file)
+            background.start(job, plan.own.file)
             return target.final
         exchanged = _Exchanged.NOTHING  # that a thread depends on: this rank writes in the call
         if background is not None:
@@ -190,17 +164,9 @@ def save(
                 target.tag,
                 not_staged[0],
             )
-        failure, cause = job.run(write, ByCollectives(job_ranks))
+        failure, cause = job.run(partial(rank_save.write, plan.own), ByCollectives(job_ranks))
     except BaseException as error:
-        if background is not None:
-            background.discard()
-            # Any other error has ended the save on this rank alone: others may have started theirs.
-            alone = not isinstance(error, CheckpointError)
-            if alone and exchanged is not _Exchanged.NOTHING:
-                others_started = exchanged is _Exchanged.MANIFEST
-                background.report_not_started(number, target, error, others_started)
-        if rank == 0:
-            target.abort()
+        rank_save.abort(error, exchanged)
         raise
     if failure:
         raise CheckpointError(failure) from cause
@@ -208,6 +174,93 @@ def save(
         took = time.perf_counter() - begun
         logger.info("saved %s: %s in %.2f s", target.final, in_units(shared.nbytes), took)
     return target.final
+
+
+class _RankPlan(NamedTuple):
+    """This rank's part of a save, why it is not copied to host memory ("": it is, or need not be),
+    and what rank 0 adds.
+    """
+
+    own: SavePlan
+    not_staged: str
+    extra: NonTensorState | None
+    buffers: dict[str, torch.Tensor]
+
+
+class _RankSave:
+    """One rank's steps of :func:`save`."""
+
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        target: CommitTarget,
+        client_state: Mapping[str, Any],
+        exclude_frozen: bool,
+        background: AsyncSaver | None,
+        offered: Offered | None,
+    ) -> None:
+        self.rank = engine.global_rank
+        self.path = target.path_of(
+            target.file_name(find.rank_file(self.rank, engine.mesh.dims.world))
+        )
+        self._engine, self._target = engine, target
+        self._client_state, self._exclude_frozen = client_state, exclude_frozen
+        self._background, self._offered = background, offered
+        self._number = 0 if background is None else background.number + 1
+        self._names = WholeNames(engine.module)
+        self._elsewhere = buffers_of_other_stages(engine, self._names, exclude_frozen)
+
+    def plan(self) -> _RankPlan:
+        """Plan this rank's file, and copy its state to host memory for a background save. On rank 0
+        first create the folder.
+        """
+        engine, target, extra = self._engine, self._target, None
+        buffers: dict[str, torch.Tensor] = {}
+        if self.rank == 0:
+            buffers = model_buffers(engine, self._exclude_frozen) | self._elsewhere
+            # first: state that cannot be saved must raise before anything is written
+            extra = non_tensor_state(engine, self._client_state)
+            target.refuse_others(engine.save_log.others())
+            engine.save_log.note((target.save_id, canonical_path(target.final)))
+            target.begin()
+        save_id = target.save_id
+        own = plan_save(engine, self.path.name, save_id, self._exclude_frozen, self._names, buffers)
+        image = None if self._offered is None else self._offered.image_of(own)
+        not_staged = ""
+        if self._background is not None:
+            deferred = partial(deferred_states, engine, own.report)
+            not_staged = self._background.copy_to_host(own.file, own.tensors, image, deferred)
+        return _RankPlan(own, not_staged, extra, buffers)
+
+    def describe(
+        self, plan: _RankPlan, reports: Sequence[RankReport], save_latest: bool
+    ) -> SharedFiles | None:
+        """Return the files that rank 0 writes beside its own; None on the other ranks."""
+        if plan.extra is None:
+            return None
+        return shared_files(
+            self._engine, self._target, reports, plan.extra, plan.buffers, save_latest
+        )
+
+    def write(self, own: SavePlan) -> FileHashes:
+        """Write this rank's file, under a progress bar on rank 0."""
+        shown = None if self.rank == 0 else False
+        with progress_bar(shown, own.file.size, f"saving {self._target.directory}") as tick:
+            return write_tensors(self.path, own.file, own.tensors, tick)
+
+    def abort(self, error: BaseException, exchanged: _Exchanged) -> None:
+        """Abort the save after ``error``, by which time the ranks have ``exchanged`` something."""
+        if self._background is not None:
+            self._background.discard()
+            # Any other error has ended the save on this rank alone: others may have started theirs.
+            alone = not isinstance(error, CheckpointError)
+            if alone and exchanged is not _Exchanged.NOTHING:
+                others_started = exchanged is _Exchanged.MANIFEST
+                self._background.report_not_started(
+                    self._number, self._target, error, others_started
+                )
+        if self.rank == 0:
+            self._target.abort()
 
 
 def _agree_on_target(
@@ -407,7 +460,7 @@ def objects_file(extra: NonTensorState, name: str) -> tuple[FileEntry, bytes] | 
 def shared_files(
     engine: TrainingEngine,
     target: CommitTarget,
-    reports: list[RankReport],
+    reports: Sequence[RankReport],
     extra: NonTensorState,
     buffers: Mapping[str, torch.Tensor],
     save_latest: bool,
