@@ -78,15 +78,18 @@ def travelled(stage, blocks, depth=9):
 
 @in_turn("stage", [1, 3])
 def test_they_travel_together_and_small_units_share_a_message(stage):
-    """A message takes as many elements as four units of that size."""
+    """A message takes as many elements as PACKED_UNITS units of that size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wrap, "PACKED_UNITS", 0)
         # a root and three units
         assert travelled(stage, 3) == ({0: 0, 1: 4, 2: 4, 3: 6}[stage], 4)
     assert sum(p.numel() for p in Stack(0).parameters()) < 2 * BLOCK
     # nine units of one block each, then the root; three units, and the root
-    assert travelled(stage, 1) == ({0: 0, 1: 3, 2: 3, 3: 18}[stage], 3)
-    assert travelled(stage, 3)[1] == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wrap, "PACKED_UNITS", 4)
+        assert travelled(stage, 1) == ({0: 0, 1: 3, 2: 3, 3: 18}[stage], 3)
+        assert travelled(stage, 3)[1] == 1
+    assert travelled(stage, 1)[1] == 1
 
 
 @in_turn("stage, together, most", [(2, 0, 76), (3, 0, 141), (2, 20, 7), (3, 20, 21)])
