@@ -1,25 +1,5 @@
-"""Posts of a rank in the store while it waits and when it ends, and proofs, from the posts of
-others, that a wait will never end.
-
-[Note: proofs]
-A rank that has waited for a second posts what it waits for, with the numbers of collectives that it
-has issued on each communicator. Posts are never withdrawn, and need not be: each conclusion holds
-for an old post, too.
-
-- Two ranks whose collectives of one number on one communicator differ never match again.
-- A rank that has ended, or closed the communicator, before it issued a collective will never issue
-  it.
-- A rank of an unreachable host (host_heartbeats.py, the note) will never issue anything: the only
-  conclusion here that is no proof.
-- A wait on a communicator that all ranks have left is over. A digest may be older than that.
-- On a device the host does not wait for collectives: a thread follows them, and such a rank posts
-  "follows" instead of "waits". Its host may go on, so it is never stuck; the first two proofs hold
-  all the same.
-- A rank is stuck if its collective needs one that is stuck, or is this rank, and has not issued it:
-  had its wait ended since its post, that other rank would have issued it. If this rank's wait needs
-  a stuck rank that has not issued its collective, the wait never ends.
-
-A rank that computes, compiles, saves or sleeps posts nothing, and that proves nothing.
+"""Posts of a rank in the store while it waits and when it ends, and the digest of all posts.
+The conclusions from posts are in hang_proofs.py.
 
 [Note: the digest]
 Each rank posts under a key of its own and counts its post in "version". Reading all posts on all
@@ -43,22 +23,25 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective, in_words
+from hf_zero.distributed.hang_proofs import (
+    DEAD,
+    OVER,
+    REMEDY,
+    UNREACHABLE,
+    HangDiagnosis,
+    StatusPost,
+    diagnose_hang,
+    end_of,
+    sequence_number,
+)
 from hf_zero.distributed.host_heartbeats import HostHeartbeats
 from hf_zero.distributed.rank_states import rank_states
 from hf_zero.errors import RankMismatchError
 from hf_zero.logging import JsonObject
 
-StatusPost = JsonObject
-REMEDY = (
-    "Every rank must run the same forwards, backwards, steps, evaluations, loads and "
-    "saves in the same order"
-)
-OVER = ("failed", "broken")  # states of a rank that end all other ranks that wait
-DEAD = "dead"  # state of a rank whose process has ended without a post
-UNREACHABLE = "unreachable"  # state of a rank whose host is
 PATIENCE_SECONDS = 5.0  # wait for the post of a rank whose connection was lost
 # wait of a failing rank until the others have read its post, and of them until it has ended
 WAIT_FOR_PEERS_SECONDS = 4.0
@@ -66,13 +49,6 @@ POLL_SECONDS, LAST_POLL_SECONDS = 0.05, 1.0  # between looks for the cause of a 
 PATIENT_LOOKS = 2
 LOOKED_AT = ["version", "digested", "leader", "ends", "resumes"]
 SCRIPT = "script"  # state of a rank whose script waits in its own collective
-
-
-class HangDiagnosis(NamedTuple):
-    """The reason why a wait cannot end; ``cause`` is published to the other ranks."""
-
-    text: str
-    cause: str
 
 
 class RankStatus:
@@ -521,158 +497,3 @@ def _identity(process: int) -> str:
     except OSError:
         return f"{host} {process} gone"
     return f"{host} {process} {'gone' if fields[0] in 'ZX' else fields[19]}"
-
-
-def diagnose_hang(
-    rank: int,
-    own_post: StatusPost,
-    posts: Mapping[int, StatusPost],
-    stuck_in: Sequence[str] = ("waits",),
-) -> HangDiagnosis | None:
-    """Return what ``posts`` prove about the wait in ``own_post``, the post of ``rank``, or None if
-    they prove nothing (see the note).
-
-    ``stuck_in``: states in which a host is taken to issue nothing before its wait is over.
-    """
-    over = {r: post for r, post in posts.items() if post["state"] in (*OVER, UNREACHABLE)}
-    log, number, what, _ = own_post.get("wait", ("", 0, "the others", ()))
-    if over:
-        position = f" (number {number} of {log})" if log else ""
-        return _in_vain(f"rank {rank} waits for {what}{position}", over)
-    if not log:
-        return None
-    return (
-        _different_collectives(rank, own_post, posts)
-        or _never_joins(rank, own_post, posts)
-        or _stuck(rank, own_post, posts, stuck_in)
-    )
-
-
-def _different_collectives(
-    rank: int, own_post: StatusPost, posts: Mapping[int, StatusPost]
-) -> HangDiagnosis | None:
-    """Diagnose another rank that has issued another collective under the same number."""
-    log, number, _, _ = own_post["wait"]
-    issued = _issued_as(own_post, log, number)
-    for peer, post in posts.items():
-        other = _issued_as(post, log, number)
-        if issued is not None and other is not None and other != issued:
-            return _same(
-                f"rank {rank} is at {in_words(issued)}, rank {peer} at {in_words(other)} (both "
-                f"number {number} of {log}). {REMEDY}"
-            )
-    return None
-
-
-def _never_joins(
-    rank: int, own_post: StatusPost, posts: Mapping[int, StatusPost]
-) -> HangDiagnosis | None:
-    """Diagnose a needed rank that has ended or closed the communicator before the collective."""
-    log, number, what, needs = own_post["wait"]
-    for peer in needs:
-        if peer == rank or peer not in posts or sequence_number(posts[peer], log) > number:
-            continue
-        post = posts[peer]
-        # If this rank has closed it, too, the rest of the shards is being gathered: all ranks that
-        # destroyed the engine will come.
-        closed = "" if own_post["logs"][log][2] else post["logs"].get(log, (0, [], ""))[2]
-        if post["state"] == DEAD:
-            position = f"(number {number} of {log})"
-            return _in_vain(f"rank {rank} waits for {what} {position}", {peer: post})
-        if post["state"] == "ended" or closed:
-            how = closed or f"ended ({post['why']})"
-            return _same(
-                f"rank {rank} waits for {what} (number {number} of {log}), which rank {peer} will "
-                f"never join: it has {how}. {REMEDY}, and the "
-                "same number of them"
-            )
-    return None
-
-
-def _stuck(
-    rank: int, own_post: StatusPost, posts: Mapping[int, StatusPost], stuck_in: Sequence[str]
-) -> HangDiagnosis | None:
-    """Diagnose a needed rank that waits, directly or through others, for this one."""
-    log, number, what, needs = own_post["wait"]
-    stuck, newly_stuck = {rank: own_post}, {rank: own_post}
-    while newly_stuck:  # ranks that were found in the last round
-        newly_stuck = {
-            peer: post
-            for peer, post in posts.items()
-            if peer not in stuck and post["state"] in stuck_in and _lacks(post, newly_stuck, peer)
-        }
-        stuck.update(newly_stuck)
-    for peer in needs:
-        if peer != rank and peer in stuck and sequence_number(stuck[peer], log) <= number:
-            log_there, at, instead, _ = stuck[peer]["wait"]
-            waits = (
-                f"rank {rank} waits for {what} (number {number} of {log}), which rank {peer} has "
-                "not issued"
-            )
-            # the other rank names its own collective beside this cause
-            return HangDiagnosis(
-                f"{waits}: it waits for {instead} (number {at} of {log_there}). {REMEDY}",
-                f"{waits}. {REMEDY}",
-            )
-    return None
-
-
-def _in_vain(waits: str, posts: Mapping[int, StatusPost]) -> HangDiagnosis:
-    cause = end_of(posts) or ""
-    return HangDiagnosis(f"{waits}, a wait that cannot end: {cause}", cause)
-
-
-def _same(text: str) -> HangDiagnosis:
-    return HangDiagnosis(text, text)
-
-
-def _lacks(post: StatusPost, stuck: Mapping[int, StatusPost], rank: int) -> bool:
-    """Return whether the wait of ``rank`` needs a rank of ``stuck`` that has not issued its
-    collective.
-    """
-    log, number, _, needs = post["wait"]
-    return any(
-        peer != rank and sequence_number(other, log) <= number and peer in needs
-        for peer, other in stuck.items()
-    )
-
-
-def end_of(posts: Mapping[int, StatusPost]) -> str | None:
-    """Return the worst end of another rank, in words; None if there is none."""
-    unreachable = (str(post["why"]) for post in posts.values() if post["state"] == UNREACHABLE)
-    for why in unreachable:
-        return why
-    dead = [rank for rank, post in posts.items() if post["state"] == DEAD]
-    if dead:
-        names = ", ".join(map(str, dead))
-        return (
-            f"rank{'s' * (len(dead) > 1)} {names} exited without reporting why (killed, out of "
-            "memory, crashed in native code, or ended by os._exit)"
-        )
-    for state in (*OVER, "ended"):
-        for rank, post in posts.items():
-            if post["state"] == state == "failed":
-                return f"rank {rank} has failed: {post['why']}"
-            if post["state"] == state == "broken":
-                return (
-                    str(post["why"])
-                    if post["why"].startswith("rank")
-                    else f"rank {rank} gave up: {post['why']}"
-                )
-            if post["state"] == state:
-                return (
-                    f"rank {rank} has ended ({post['why']}). {REMEDY}, and the same number of them"
-                )
-    return None
-
-
-def _issued_as(post: StatusPost, log: str, number: int) -> str | None:
-    """Return collective ``number`` on ``log`` as the rank of ``post`` issued it, or None."""
-    issued, recent, _ = post["logs"].get(log, (0, [], ""))
-    at = number - (issued - len(recent))
-    return recent[at] if 0 <= at < len(recent) else None
-
-
-def sequence_number(post: StatusPost, log: str) -> int:
-    """Return the number of collectives of ``log`` that the rank of ``post`` has issued."""
-    return int(post["logs"].get(log, (0, [], ""))[0])

@@ -30,11 +30,11 @@ import torch
 from hf_zero.device import kinds
 from hf_zero.distributed import rank_hosts, uncaught
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.hang_proofs import HangDiagnosis
 from hf_zero.distributed.process_group import abort_together
 from hf_zero.distributed.rank_status import (
     PATIENCE_SECONDS,
     SCRIPT,
-    HangDiagnosis,
     RankStatus,
     poll_pauses,
 )

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from hf_zero.distributed import rank_status as module
 from hf_zero.distributed import watchdog as watching
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
-from hf_zero.distributed.rank_status import RankStatus, StatusPost, diagnose_hang
+from hf_zero.distributed.hang_proofs import StatusPost, diagnose_hang
+from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
 from tests.helpers.cells import in_one_item
