@@ -356,6 +356,7 @@ class EngineParts(AroundModel):
         """
         if self._installed is None:
             return
+        self.backward_pass.hooks.reset()
         # where steps send differences in few bits, whole values lag behind the master weights
         lagging = [flat for flat in self.flats if flat.trainable and flat.spec.sends_differences]
         if gather and lagging:

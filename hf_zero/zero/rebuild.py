@@ -209,8 +209,8 @@ def rebuild(
         for name, parameter in sharded.parameters.items():
             sharded.param_dtypes[name] = state.dtypes.get(parameter, sharded.param_dtypes[name])
         transfer(state, engine)
+        engine.restore_parts(before)  # first: a refresh clears residuals in the loss scale
         engine.refresh_params()  # type: ignore[attr-defined]
-        engine.restore_parts(before)
 
 
 def _values(engine: EngineParts, parameter: nn.Parameter) -> torch.Tensor:

@@ -361,3 +361,22 @@ def test_errors_have_the_scale_of_the_gradients(rank, model):
         assert engine.global_steps < 4
         one_step(engine, engine.global_steps, rank, torch.float16)
     assert engine.loss_scale() == 32.0 and len(seen) == len(flats) > 0
+
+
+@on_each_rank(2)
+def test_a_rebuild_keeps_the_scale_of_the_errors(rank, model):
+    """A layer that begins to train: the errors begin anew, in the loss scale of now."""
+    model.head.requires_grad_(False)
+    section = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1000}
+    optimizer = torch.optim.AdamW(model.half().parameters(), 1e-3)
+    engine = start(model, optimizer, loco(2, fp16=section))
+    engine.scaler.scale = 256.0
+    one_step(engine, 0, rank, torch.float16)
+    engine.module.head.requires_grad_(True)
+    loss = squared(engine, At(1, 0, rank), torch.float16)  # its forward rebuilds
+    scaled: list[float] = []
+    for codec in codecs(engine):
+        codec.rescale = scaled.append
+    engine.backward(loss)
+    engine.step()
+    assert engine.loss_scale() == 256.0 and not scaled

@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import hf_zero
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.schedule import Schedule
 from tests.helpers import oracle
 from tests.helpers.broken_stacks import Armed, Bomb
+from tests.helpers.capabilities_of_techniques import MOQ
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.leftovers import (
@@ -41,6 +43,7 @@ from tests.helpers.training import At, Plan, adamw, plain_sgd
 from tests.ranks.cases import expect, trains_alike
 
 RANKS = 2
+EIGHT_BITS = {"zero_quantized_weights": True}
 LLAMA = ARCHITECTURES["llama"]
 
 
@@ -180,6 +183,41 @@ def test_ranks_abort_a_backward_of_which_one_waits_for_a_gather(rank, model):
     engine.zero_grad()
     run_steps(engine, rank, range(2, 4))
     engine.destroy()
+
+
+def in_a_block(engine: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+    with hf_zero.GatheredParameters(list(model.parameters())):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def after_the_engine(engine: Any, model: nn.Module) -> Any:
+    engine.destroy(gather=True)
+    return model.state_dict()
+
+
+READS = [lambda engine, model: engine.state_dict(), in_a_block, after_the_engine]
+ROUNDED = {"quantize_training": MOQ}
+
+
+@in_turn("stage, zero, more", [(2, {}, ROUNDED), (3, {}, ROUNDED), (3, EIGHT_BITS, {})])
+def test_a_script_reads_exact_values_after_a_broken_backward(stage, zero, more):
+    """In every way, and in the model when the engine is destroyed at once."""
+    zero = APART | {"stage": stage} | zero
+
+    def run(rank, model):
+        for read in READS:
+            engine = start(
+                model, plain_sgd(model), config_of(stage, zero_optimization=zero, **more)
+            )
+            run_steps(engine, rank, [0])
+            want = dict(engine.consolidated())
+            broken(engine, At(1, 0, rank), "backward")
+            got = read(engine, model)
+            engine.destroy(gather=True)
+            for found in (got, model.state_dict()):
+                assert all(torch.equal(values, want[name]) for name, values in found.items())
+
+    on_ranks(RANKS, run, build=armed)
 
 
 LOST = {
@@ -523,3 +561,15 @@ def test_the_measure_sees_what_stays(tmp_path):
         engine.destroy()
 
     assert grown({"stage": 0}, keep, tmp_path)[0] > 2 * TIMES * ALLOWED
+
+
+@in_turn("precision", ["fp32", "bf16"])
+@on_each_rank(RANKS)
+def test_a_gathered_model_is_all_that_a_destroyed_engine_leaves(rank, model, precision):
+    """While the script still holds the engine."""
+    engine = start(model, adamw(model), config_of(3, Plan(precision=precision)))
+    run_steps(engine, rank, [0])
+    flats = engine.flats
+    engine.destroy(gather=True)
+    assert sum(flat.full.untyped_storage().nbytes() for flat in flats) == 0
+    assert sum(sum(flat.shard_bytes().values()) for flat in flats) == 0

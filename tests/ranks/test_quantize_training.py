@@ -237,3 +237,23 @@ def test_logs_each_fall_of_a_bit(caplog):
     engine.destroy()
     said = [line for line in caplog.messages if "weights in" in line]
     assert said == [f"quantize_training: weights in {bits} bits" for bits in (6, 5, 4)]
+
+
+@in_turn("stage", [0, 2, 3])
+@on_each_rank(1)
+def test_a_refused_write_leaves_no_other_weight_in_few_bits(rank, model, stage):
+    engine = start(model, sgd(model), config_of(stage, quantize_training=at_once()))
+    x, linear = features(0, 0, rank), engine.module.get_submodule("blocks.0.up")
+
+    def write(module, args):
+        with torch.no_grad():
+            module.weight[0, 0] = 5.0
+
+    before = {name: values.clone() for name, values in engine.state_dict().items()}
+    handle = linear.register_forward_pre_hook(write)
+    with pytest.raises(PartitionError, match=r"was written to"):
+        engine.backward(engine(x).square().mean())
+    handle.remove()
+    engine.zero_grad()
+    for name, values in engine.state_dict().items():
+        assert name == "blocks.0.up.weight" or torch.equal(values, before[name]), name

@@ -76,6 +76,7 @@ class BackwardTracker:
         self._untracked: list[RootForward] = []
         reducer.connect(schedule, self.outstanding)
         schedule.reductions = reducer
+        schedule.abort_broken_backward = self.abort_broken_backward
 
     @property
     def under_way(self) -> bool:

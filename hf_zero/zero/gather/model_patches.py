@@ -325,6 +325,7 @@ class ModuleGuards:
         while self._entered and module not in self._entered[-1].inside:
             self._leave_one()  # an exception has broken that call
         if not self._entered:
+            self._schedule.abort_broken_backward()
             self._part = module is not self._model
         call = _StateDictCall(module)
         self._entered.append(call)

@@ -67,6 +67,10 @@ class Pass:
     record: list[Unit] = field(default_factory=list)
 
 
+def _nothing() -> None:
+    """Stand for no backward to abort."""
+
+
 class Schedule:
     """The gathers and releases of one engine."""
 
@@ -95,6 +99,9 @@ class Schedule:
         # called with each unit when it is needed; waits for an update of it on another thread
         self.on_use: Callable[[Unit], None] | None = None
         self.reductions: ReductionsUnderWay | None = None
+        # aborts a backward that an exception has left open: what a script reads or writes then is
+        # outside passes, in exact values
+        self.abort_broken_backward: Callable[[], None] = _nothing
         # called ahead of the gathers of a pass, for codecs that depend on the values of all ranks
         # (collective; waits)
         self.before_rounding: list[Callable[[], None]] = []
@@ -329,6 +336,7 @@ class Schedule:
         """Keep ``unit`` whole until :meth:`unpin`. All ranks must pin together; an exception leaves
         the unit unpinned.
         """
+        self.abort_broken_backward()
         gathered = unit.sharded and unit.state is not State.RELEASED
         current = unit in self._kept and not unit.is_rounded
         if self._pass is None and not unit.pins and gathered and not current:

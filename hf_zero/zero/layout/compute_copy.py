@@ -14,6 +14,7 @@ changed for the pass and restored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -131,5 +132,6 @@ class ComputedValues:
     def end(self) -> None:
         """End the pass, also after an exception."""
         used, self.used = self.used, []
-        for computing in used:
-            computing.end()
+        with ExitStack() as ending:  # the others, too, if one raises
+            for computing in reversed(used):
+                ending.callback(computing.end)

@@ -462,9 +462,8 @@ class FlatBuffer:
         self.retired = True
         self.gradient.free()
         self.optimizer_shard.free()
-        self.handles.restore()
-        if not self.sharded:
-            self.drop()  # only the parameters keep the memory from now on
+        if self.handles.restore():
+            self.drop()  # only the parameters keep values from now on
 
     def drop(self) -> None:
         """Free this rank's memory: the parameters belong to another flat buffer by now, or to no

@@ -143,7 +143,7 @@ def read_own(flat: FlatBuffer, mesh: Mesh, former: FormerValues, staging: Stagin
     values = (
         flat.shard_to_fill()
         if dtypes <= {flat.dtype}
-        else torch.zeros(flat.spec.owned_numel, dtype=torch.float32, device=flat.full.device)
+        else torch.zeros(flat.spec.owned_numel, dtype=torch.float32, device=mesh.device)
     )
     clear_padding(flat.layout, values, flat.owned[0])
     for parameter, slot in flat.items:

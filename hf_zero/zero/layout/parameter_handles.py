@@ -142,15 +142,19 @@ class ParameterHandles:
         """Record that requires_grad of ``name`` was switched."""
         self.switched ^= {name}
 
-    def restore(self) -> None:
-        """Make whole parameters plain ones again, sharded ones with memory of their own."""
+    def restore(self) -> bool:
+        """Make whole parameters plain ones again, sharded ones with memory of their own. Return
+        whether none is left released.
+        """
         for parameter, slot in zip(self.members, self._spec.layout.slots):
             if not isinstance(parameter, ReleasedParameter):
                 if self._spec.sharded:
                     _set_data(parameter, self.views[slot.name].clone())
                 forget(parameter)
-        if not any(isinstance(parameter, ReleasedParameter) for parameter in self.members):
+        released = any(isinstance(parameter, ReleasedParameter) for parameter in self.members)
+        if not released:
             self.allow_swaps()
+        return not released
 
     def allow_swaps(self) -> None:
         """Let torch.utils.swap_tensors exchange the parameters, which are no views any more."""

@@ -30,7 +30,7 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.logging import log_rank0
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter import drop_raw_grads, raw_grads
+from hf_zero.zero.layout.parameter import any_raw_grad, drop_raw_grads, raw_grads
 from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Scaling
@@ -339,6 +339,8 @@ class GradientIntake:
         factor = self.scaling.before(batch.weight) * batch.unscale
         for flat in unit.trainable:
             gradient = flat.gradient
+            if gradient.has_unreduced and not any_raw_grad(flat.members):
+                continue  # taken in when the unit became complete
             adds = False
             if gradient.state is not GradState.EMPTY:
                 self.upcast(flat)
