@@ -8,18 +8,20 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from hf_zero.distributed.collective_log import CollectiveStats
 from hf_zero.distributed.collectives import Handle, MeshDim
+from hf_zero.logging import JsonObject
 from hf_zero.measures.stopwatch import Stopwatch
 
 GATHERS = "all_gather"
 FIGURES = "figures of the step"  # sums of the measures themselves, which count no bytes of theirs
 MESSAGES = ("send_activations", "send_gradients")  # to one other stage of a pipeline
 TO_ONE_RANK = (*MESSAGES, "send_to_next")
+Note = TypeVar("Note")
 
 
 def wire_bytes(operation: str, size: int, ranks: int) -> float:
@@ -48,7 +50,7 @@ class CollectiveRow:
     waited: float = 0.0
     waits: list[Stopwatch] = field(default_factory=list, repr=False)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return the row under the names of the log."""
         return {
             "operation": self.operation,
@@ -106,7 +108,7 @@ class EngineCollectives:
 
     def totals(self) -> list[dict[str, object]]:
         """Return the rows of all units summed up, by operation and group."""
-        sums: dict[tuple[str, str], dict[str, Any]] = {}
+        sums: dict[tuple[str, str], JsonObject] = {}
         for row in self.rows.values():
             figures = row.as_dict()
             del figures["unit"]
@@ -150,23 +152,23 @@ class EngineCollectives:
         return milliseconds
 
 
-class IssuedStats(CollectiveStats):
+class IssuedStats(CollectiveStats, Generic[Note]):
     """Counts that keep a note of each collective for its handle. ``last``: that of the collective
     that is being issued.
     """
 
-    last: Any = None
+    last: Note | None = None
 
 
-class ObservedHandle(Handle):
+class ObservedHandle(Handle, Generic[Note]):
     """A handle that passes its first wait, and the note of ``stats``, to ``waited``, which calls
     it. Collectives that are over, or have no note, are not passed.
     """
 
     def __init__(
         self,
-        waited: Callable[[Any, Callable[[], None]], None],
-        stats: IssuedStats,
+        waited: Callable[[Note, Callable[[], None]], None],
+        stats: IssuedStats[Note],
         *args: Any,
         **kwargs: Any,
     ):
@@ -182,7 +184,7 @@ class ObservedHandle(Handle):
             self._waited(note, super().wait)
 
 
-class _DimStats(IssuedStats):
+class _DimStats(IssuedStats[CollectiveRow]):
     """Counts the collectives of one dimension for its engine, and where they were counted before.
     A note is the row of its collective. ``of``: None once it is closed.
     """

@@ -17,7 +17,7 @@ from hf_zero.config.sections import CommsLoggerSection
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import ConfigError
-from hf_zero.logging import aligned, in_units, logger
+from hf_zero.logging import JsonObject, aligned, in_units, logger
 from hf_zero.measures.collectives import EngineCollectives
 
 # figures of a summary, and their names in its table
@@ -79,8 +79,8 @@ class CommsLogger:
         operation: str,
         name: str,
         function: Callable[..., object],
-        args: Any,
-        kwargs: Mapping[str, Any],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
     ) -> object:
         """Call ``function`` and log it as ``name``; waits for the device before and after."""
         device = process_group.default_device()
@@ -128,7 +128,7 @@ class CommsLogger:
 
     def log_all(
         self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
-    ) -> dict[str, Any] | None:
+    ) -> JsonObject | None:
         """Print the log. ``return_dict``: return it. ``show_straggler`` (collective, after the same
         calls on all ranks): include the time of each call on the fastest rank, and the additional
         time on this one.
@@ -158,7 +158,7 @@ class CommsLogger:
         every = [times]
         if process_group.is_initialized():
             every = world_group.get_world_group().all_gather_object(times, "the log of collectives")
-        stragglers: dict[str, dict[int, dict[str, Any]]] = {}
+        stragglers: dict[str, dict[int, dict[str, object]]] = {}
         for name, sizes in times.items():
             for size, seconds in sizes.items():
                 ranks = [sizes_of_rank.get(name, {}).get(size, seconds) for sizes_of_rank in every]
@@ -204,7 +204,7 @@ def _bytes(value: object) -> int:
     return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def _summary(size: int, record: Sequence[Any]) -> dict[str, Any]:
+def _summary(size: int, record: Sequence[Any]) -> dict[str, object]:
     count, times, rates, links = record
     return {
         "count": count,
@@ -217,7 +217,7 @@ def _summary(size: int, record: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _lines(rows: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[str]:
+def _lines(rows: Mapping[str, Mapping[int, JsonObject]]) -> list[str]:
     """Return the table of a summary: a line for each operation and size."""
     pairs = [(name, row) for name, sizes in rows.items() for row in sizes.values()]
     if not pairs:

@@ -27,7 +27,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,7 +35,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.files import is_written
 from hf_zero.config.sections import MetricsSection
 from hf_zero.device import free_memory, kinds, pinned
-from hf_zero.logging import in_units, logger
+from hf_zero.logging import JsonObject, in_units, logger
 from hf_zero.measures.collectives import FIGURES, CollectiveRow, EngineCollectives
 from hf_zero.measures.stopwatch import Mark, Stopwatch, is_over, mark, milliseconds
 from hf_zero.measures.utilisation import flops_per_token, peak_flops
@@ -44,7 +44,7 @@ from hf_zero.zero.state_bytes import bytes_by_tier, held_bytes
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
-Figures = dict[str, Any]
+Figures = JsonObject
 Waits = list[tuple[CollectiveRow, list[Stopwatch]]]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
 from hf_zero.config.sections import FlopsProfilerSection
 from hf_zero.distributed.process_group import default_device
@@ -73,7 +74,10 @@ class FlopsProfiler:
     """
 
     def __init__(
-        self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0
+        self,
+        model: nn.Module,
+        ds_engine: TrainingEngine | None = None,
+        recompute_fwd_factor: float = 0.0,
     ) -> None:
         self.model, self.ds_engine = model, ds_engine
         self.recompute_fwd_factor = recompute_fwd_factor
@@ -81,7 +85,7 @@ class FlopsProfiler:
         self.flops = self.macs = self.params = 0
         self._counter: FlopCounterMode | None = None
         self._by_module: Mapping[str, Mapping[object, int]] = {}
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._forwards: list[Stopwatch] = []
         self._ignored: tuple[type, ...] = ()
 
@@ -220,7 +224,7 @@ class FlopsProfiler:
             by_depth.setdefault(depth_of(name), Counter())[kind] += flops
         return by_depth
 
-    def _of_engine(self) -> list[tuple[str, Any]]:
+    def _of_engine(self) -> list[tuple[str, object]]:
         engine = self.ds_engine
         if engine is None:
             return []

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError
-from hf_zero.logging import logger, parse_json
+from hf_zero.logging import JsonObject, logger, parse_json
 
 NAME = "metrics.jsonl"
 REPLACED = "metrics.replaced.jsonl"
@@ -51,7 +51,7 @@ def read_metrics(folder: str | os.PathLike[str]) -> Iterator[dict[str, object]]:
     return (row for row in read_rows(folder) if "step" in row)
 
 
-def read_rows(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+def read_rows(folder: str | os.PathLike[str]) -> Iterator[JsonObject]:
     """Yield the figures and the other records of the run in ``folder``, line by line."""
     for path in files_of(Path(folder)):
         yield from _rows(path.read_bytes())
@@ -85,10 +85,10 @@ class MetricsReader:
         self._files: dict[int, _ReadFile] = {}  # by inode: a rotation renames a file
         self.updated = 0.0  # when the files were last written, in seconds since 1970
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[JsonObject]:
         """Return the figures and the other records of the run so far, as :func:`read_rows`."""
         former, self._files = self._files, {}
-        records: list[dict[str, object]] = []
+        records: list[JsonObject] = []
         for path in files_of(self.folder):
             with suppress(FileNotFoundError):  # renamed by a rotation: the next call reads it
                 records += self._read(path, former)
@@ -126,7 +126,7 @@ def _parsed(line: str) -> dict[str, object] | None:
     return row if isinstance(row, dict) and isinstance(_place(row), int) else None
 
 
-def _place(row: Mapping[str, object]) -> Any:
+def _place(row: JsonObject) -> Any:
     return row.get("step", row.get("after_step"))
 
 
@@ -140,7 +140,7 @@ class MetricsFile:
 
     def __init__(self, rotate_bytes: int, header: Mapping[str, object] | None = None):
         self.folder: Path | None = None
-        self.waiting: list[dict[str, Any]] = []  # lines without a file yet
+        self.waiting: list[JsonObject] = []  # lines without a file yet
         self._header = header
         self._last = 0  # the last step that was written
         self._rotate_bytes = rotate_bytes
@@ -172,7 +172,7 @@ class MetricsFile:
             if row.get("step", 0) <= step
         ]
 
-    def write(self, figures: Mapping[str, Any]) -> None:
+    def write(self, figures: JsonObject) -> None:
         """Append the line of one step. A number that is not finite is null."""
         with self._lock:
             self._last = figures["step"]
@@ -252,7 +252,7 @@ class MetricsFile:
             _replace(path, [line for line, row in whole if not self._repeats(row)])
         return steps
 
-    def _repeats(self, row: Mapping[str, object]) -> bool:
+    def _repeats(self, row: JsonObject) -> bool:
         replaced = "step" in row or "totals" in row
         return not self._after or (replaced and _place(row) > self._after)
 

@@ -22,7 +22,8 @@ from hf_zero.logging import logger
 if TYPE_CHECKING:
     from types import ModuleType
 
-Event = tuple[str, Any, int]
+Event = tuple[str, float, int]
+MonitorSection = TensorBoardSection | WandbSection | CometSection | CsvSection
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Monitor(ABC):
     too.
     """
 
-    def __init__(self, monitor_config: Any) -> None:
+    def __init__(self, monitor_config: MonitorSection | DeepSpeedMonitorConfig) -> None:
         self.monitor_config = monitor_config
         self.writes = monitor_config.enabled and process_group.get_rank() == 0
 
@@ -131,7 +132,9 @@ class WandbMonitor(Monitor):
             self._wandb = _library("wandb", "wandb")
             self._wandb.init(project=self.project, group=self.group, entity=self.team)
 
-    def log(self, data: dict[str, object], step: int | None = None, commit: Any = None) -> None:
+    def log(
+        self, data: dict[str, object], step: int | None = None, commit: bool | None = None
+    ) -> None:
         """Call wandb's ``log``."""
         if self.writes:
             self._wandb.log(data, step=step, commit=commit)
@@ -171,7 +174,7 @@ class MonitorMaster(Monitor):
 
     def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
         super().__init__(monitor_config)
-        kinds: dict[str, Any] = {
+        kinds: dict[str, type[Monitor]] = {
             "tensorboard": TensorBoardMonitor,
             "wandb": WandbMonitor,
             "comet": CometMonitor,

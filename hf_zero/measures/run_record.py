@@ -16,13 +16,13 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_zero.device import kinds
 from hf_zero.distributed.rank_status import first_line
-from hf_zero.logging import logger
+from hf_zero.logging import JsonObject, logger
 from hf_zero.measures.metrics_file import MetricsFile
 from hf_zero.planning.needs import KINDS, Needs, needs
 from hf_zero.zero.layout.engine_plan import EnginePlan
@@ -38,7 +38,7 @@ MOST = 200  # warnings that are kept
 BUFFERS = "buffers of a step"
 
 
-def run_header(engine: TrainingEngine, plan: EnginePlan) -> dict[str, Any]:
+def run_header(engine: TrainingEngine, plan: EnginePlan) -> JsonObject:
     """Return the header of a run (collective): versions, hosts with their ranks and devices, the
     mesh, the model, the configuration with its sources, and the bytes of rank 0 that were predicted
     before training.
@@ -76,7 +76,7 @@ def _by_host(every: Iterable[tuple[str, int, str]]) -> dict[tuple[str, str], lis
     return ranks_of
 
 
-def predicted_rows(needed: Needs) -> Iterator[dict[str, Any]]:
+def predicted_rows(needed: Needs) -> Iterator[dict[str, str | int]]:
     """Yield the predicted bytes by tier, kind of state and name; what is no state is a buffer."""
     for tier, parts in (("device", needed.device), ("ram", needed.ram), ("disk", needed.disk)):
         for part in parts:
@@ -97,7 +97,7 @@ def note_end(file: MetricsFile, process: int) -> None:
             file.note("ended", first_line(error))
 
 
-def plain(value: object) -> Any:
+def plain(value: object) -> object:
     """Return ``value`` if JSON has it, otherwise as text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)

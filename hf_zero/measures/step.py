@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,7 +23,7 @@ from hf_zero.measures.figures import Figures, StepFigures, StepLine, tracked
 from hf_zero.measures.flops_profiler import StepProfile
 from hf_zero.measures.memory import breakdown, layout
 from hf_zero.measures.metrics_file import MetricsFile
-from hf_zero.measures.monitors import DeepSpeedMonitorConfig, MonitorMaster
+from hf_zero.measures.monitors import DeepSpeedMonitorConfig, Event, MonitorMaster
 from hf_zero.measures.run_record import WarningRecords, note_end, run_header
 from hf_zero.measures.stopwatch import StepTimes
 from hf_zero.measures.trace import StepTrace
@@ -134,7 +134,7 @@ class EngineMeasures(StepMeasures):
 
     def forward(
         self, engine: TrainingEngine, args: object, kwargs: object
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         if self._figures is not None and self._figures.collects:
             self._figures.forward(engine, engine.batch_of(args, kwargs))
         timed = self.times.timed("fwd")
@@ -142,7 +142,7 @@ class EngineMeasures(StepMeasures):
 
     def backward(
         self, engine: TrainingEngine, loss: torch.Tensor, weighed: bool
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         if self._figures is not None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._figures.backward(loss, weighed)
         return self.times.timed("bwd")
@@ -338,7 +338,7 @@ def _taken() -> set[Path]:
     return {file.folder.resolve() for file in _files if file.folder is not None}
 
 
-def _events(figures: Figures) -> list[tuple[str, object, int]]:
+def _events(figures: Figures) -> list[Event]:
     """Return the figures of a step as events of monitors, under our names and DeepSpeed's."""
     drawn = tracked(figures)
     for ours, theirs in FORMER.items():

@@ -72,7 +72,7 @@ class Saving:
             steps.append(("MLPs in stretches", {"tiled_mlp": tiled}, keys))
         more = self
         words: list[str] = []
-        written: dict[str, Any] = {}
+        written: dict[str, object] = {}
         yield "", self, {}
         for what, changes, keys in steps:
             more, written = replace(more, **changes), written | keys

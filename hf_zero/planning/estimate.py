@@ -24,6 +24,7 @@ from hf_zero.device import kinds
 from hf_zero.device.free_memory import Free
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.errors import ConfigError
+from hf_zero.logging import JsonObject
 from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.one_bit import one_bit_of
 from hf_zero.parallel.planned_cuts import planned_cuts, planned_dims
@@ -116,7 +117,7 @@ class StageEstimate:
     def state(self) -> int:
         return self.parameters + self.gradients + self.optimizer
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return {**dataclasses.asdict(self), "state": self.state}
 
 
@@ -154,7 +155,7 @@ class MemoryEstimate:
             f"{[row.stage for row in self.stages]}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return everything as values for JSON."""
         plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         offload = {
@@ -172,12 +173,12 @@ class Proposal:
     """
 
     model: str
-    config: dict[str, Any] | None
+    config: JsonObject | None
     fit: Fit
     free: Free
     cut: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return everything as values for JSON."""
         tried = [
             {
@@ -203,7 +204,7 @@ class JobOptions(TypedDict, total=False):
     its ranks, all optional.
     """
 
-    config: Any
+    config: object
     tensor_parallel: int | None
     expert_parallel: int | None
     pipeline_parallel: int
@@ -621,7 +622,7 @@ def _written(config: object, job: Asked, fitting: Fit) -> dict[str, object] | No
         return None
     optimizer, settings, dims = job.optimizer, job.settings, job.dims
     if config is not None:
-        written: dict[str, Any] = ZeroConfig.coerce(config, allow_auto=True).to_dict()
+        written: JsonObject = ZeroConfig.coerce(config, allow_auto=True).to_dict()
     else:
         written = {"optimizer": {"type": optimizer.type, "params": dict(optimizer.params)}}
         if settings.precision != "fp32":

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
 from hf_zero.config.offload import Moments
 from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
-from hf_zero.logging import in_units
+from hf_zero.logging import JsonObject, in_units
 from hf_zero.planning.needs import NamedBytes, Needs, needs
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.planner import replan
@@ -150,7 +150,7 @@ class Trial:
             for row in self.verdict.short
         )
 
-    def to_config(self) -> dict[str, Any]:
+    def to_config(self) -> JsonObject:
         """Return the configuration in DeepSpeed's dialect: the stage, the offload sections, and the
         keys that reduce activations.
         """

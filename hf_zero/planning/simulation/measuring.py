@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -279,11 +278,11 @@ def _with_inputs(
     """
     copied = copy_on_meta(model, {}).train()
     block = copied.get_submodule(name)
-    config: Any = getattr(copied, "config", None)
-    if getattr(config, "use_cache", False):
+    config = getattr(copied, "config", None)
+    if config is not None and getattr(config, "use_cache", False):
         config.use_cache = False  # the keys and values of a call would reach into the next one
 
-    def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def stop(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         raise _Inputs(args, kwargs)
 
     ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
@@ -317,7 +316,7 @@ def _real(block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Modu
 
 def _inputs(
     args: tuple[object, ...], kwargs: dict[str, object], device: torch.device, dtype: torch.dtype
-) -> tuple[object, object]:
+) -> tuple[tuple[object, ...], dict[str, object]]:
     def real(value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
@@ -329,7 +328,9 @@ def _inputs(
     return tree_map(real, args), tree_map(real, kwargs)
 
 
-def _pass_of(block: nn.Module, args: Any, kwargs: Any) -> Callable[[], None]:
+def _pass_of(
+    block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Callable[[], None]:
     def run() -> None:
         out = block(*args, **kwargs)
         out = out if isinstance(out, torch.Tensor) else out[0]

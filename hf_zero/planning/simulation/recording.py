@@ -29,6 +29,8 @@ from hf_zero.device import spans
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.measures.collectives import MESSAGES, IssuedStats, ObservedHandle
 from hf_zero.planning.simulation.shapes import ShapeCache, tensors_of
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.training_engine import TrainingEngine
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 PHASES = (FORWARD, BACKWARD, STEP)
@@ -148,9 +150,10 @@ class Recorder(TorchDispatchMode):
     A host that reads a number of a tensor without values reads 0.
     """
 
-    def __init__(self, engine: Any, dims: Sequence[MeshDim]):
+    def __init__(self, engine: TrainingEngine, dims: Sequence[MeshDim]):
         super().__init__()
-        self.engine, self._dims = engine, dims
+        self.engine: TrainingEngine = engine
+        self._dims = dims
         self._device = engine.device.type
         self._shapes = ShapeCache()
         self._made: dict[int, int] = {}  # bytes of storages made by operations that are alive
@@ -228,7 +231,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         inputs = [*tensors_of(args)]
         for tensor in inputs:
@@ -335,7 +338,7 @@ def _as_if_read(engine: Any) -> Iterator[None]:
     usage, world, isfinite = engine.optimizer_step.usage, engine.mesh.world, torch.isfinite
     read = usage.counts
 
-    def counts(flats: Sequence[Any], total: torch.Tensor) -> list[list[int]]:
+    def counts(flats: Sequence[FlatBuffer], total: torch.Tensor) -> list[list[int]]:
         if not total.is_meta:
             return read(flats, total)
         return [
@@ -376,7 +379,7 @@ def _grouped_on_meta(
     return aten._grouped_mm.default(*narrow, *more, **kwargs).to(rows.dtype)
 
 
-class _Messages(IssuedStats):
+class _Messages(IssuedStats[Message]):
     """Passes the messages of one dimension on to a recorder. A note is the message itself."""
 
     def __init__(self, recorder: Recorder, dim: MeshDim):
@@ -413,7 +416,11 @@ def record(
 
 
 def record_steps(
-    recorder: Recorder, step: Callable[[], Any], micro_batches: int, repeats: int = 0, warm: int = 2
+    recorder: Recorder,
+    step: Callable[[], object],
+    micro_batches: int,
+    repeats: int = 0,
+    warm: int = 2,
 ) -> Recording:
     """Return the recording of a call of ``step``, after ``warm`` others; other arguments as for
     :class:`Recording`.

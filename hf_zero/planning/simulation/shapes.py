@@ -4,7 +4,7 @@ many of them in Python, and the blocks of a model ask for the same ones again an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,18 +33,20 @@ class ShapeCache:
         # by operation and arguments: the new tensors, one or several; None: not only new tensors
         self._made: dict[object, _Made | list[_Made] | None] = {}
 
-    def __call__(self, func: Callable[..., object], args: Any, kwargs: Any) -> Any:
+    def __call__(
+        self, func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> object:
         if func not in self._makes_new:
             self._makes_new[func] = _makes_new(func)
         key = self._makes_new[func] and (_key(args), _key(kwargs.values()))
         if not key or None in key:
             return func(*args, **kwargs)
-        key = (func, *key, *kwargs)
-        if key not in self._made:
+        call = (func, *key, *kwargs)
+        if call not in self._made:
             out = func(*args, **kwargs)
-            self._made[key] = _described(out, args)
+            self._made[call] = _described(out, args)
             return out
-        description = self._made[key]
+        description = self._made[call]
         if description is None:
             return func(*args, **kwargs)
         return (
@@ -65,7 +67,7 @@ def _makes_new(func: Any) -> bool:
 
 def _key(values: Iterable[object]) -> tuple[object, ...] | None:
     """Return an identifier of the shapes of tensors and of other values; None if there is none."""
-    parts: list[Any] = []
+    parts: list[object] = []
     for value in values:
         if isinstance(value, torch.Tensor):
             if not value.is_meta or value.is_complex():
@@ -83,7 +85,7 @@ def _key(values: Iterable[object]) -> tuple[object, ...] | None:
     return tuple(parts)
 
 
-def _described(out: object, args: Any) -> _Made | list[_Made] | None:
+def _described(out: object, args: Iterable[object]) -> _Made | list[_Made] | None:
     """Return the description of the new tensors ``out``; None if they are something else."""
     if isinstance(out, tuple):
         shapes = [one for one in (_described(v, args) for v in out) if isinstance(one, tuple)]

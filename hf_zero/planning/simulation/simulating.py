@@ -67,7 +67,7 @@ from hf_zero.planning.simulation.recording import (
     Recording,
     record,
 )
-from hf_zero.planning.simulation.stages import StageRecorder, record_stage
+from hf_zero.planning.simulation.stages import Header, StageRecorder, record_stage
 from hf_zero.planning.simulation.store_load import StoreLoad, store_load
 from hf_zero.techniques.quantized_linears import mark_weights
 from hf_zero.techniques.registry import TrainingTechniques
@@ -167,8 +167,8 @@ class PlanOptions(JobOptions, total=False):
     """Arguments of :func:`simulate` that describe the engine, all optional."""
 
     params: float | None
-    offload_optimizer: Any
-    offload_param: Any
+    offload_optimizer: str | OffloadOptimizer | Mapping[str, object] | None
+    offload_param: str | OffloadParam | Mapping[str, object] | None
     replicas: int | None
     micro_batch: int | None
     micro_batches: int | None
@@ -369,7 +369,7 @@ def record_plans(
     Raises ConfigError for a model that cannot run without memory.
     """
     recordings: list[Recording] = []
-    announced: Sequence[object] = ()
+    announced: Sequence[Header] = ()
     for planned in plans:
         recording, announced = _record(planned, length, batch, ranks_per_host, announced)
         recordings.append(recording)
@@ -381,8 +381,8 @@ def _record(
     length: int,
     batch: Callable[[int, int], Mapping[str, torch.Tensor]] | None,
     ranks_per_host: int | None,
-    announced: Sequence[object],
-) -> tuple[Recording, Sequence[Any]]:
+    announced: Sequence[Header],
+) -> tuple[Recording, Sequence[Header]]:
     """Return the recording of one rank, and what it announces to the next stage of a pipeline;
     ``announced``: what the stage before has announced.
     """
@@ -398,7 +398,7 @@ def _record(
     copied = _copy(planned).train()
     if dims.pipeline == 1 and "loss" in settings.kernels and not isinstance(settings.kernels, str):
         defer_head(copied)
-    inputs = dict((batch or _tokens)(rows, length // division.ranks))
+    inputs: dict[str, object] = {**(batch or _tokens)(rows, length // division.ranks)}
     if batch is None and dims.pipeline == 1:
         inputs["return_dict"] = False
     backend = "gloo" if kinds.is_host(planned.device) else "nccl"
@@ -427,10 +427,15 @@ def _record(
             engine.destroy()
 
 
-def recorder_of(engine: TrainingEngine, **options: Any) -> Recorder:
-    """Return the recorder of ``engine``; ``options`` are those of a :class:`StageRecorder`."""
+def recorder_of(
+    engine: TrainingEngine, simulated: bool = True, announced: Sequence[Header] = ()
+) -> Recorder:
+    """Return the recorder of ``engine``; ``simulated`` and ``announced`` as for a
+    :class:`StageRecorder`.
+    """
     if isinstance(engine, PipelineTraining):
-        return StageRecorder(engine, [*dims_of(engine), *engine.tied.axes], **options)
+        dims = [*dims_of(engine), *engine.tied.axes]
+        return StageRecorder(engine, dims, simulated, announced)
     return Recorder(engine, dims_of(engine))
 
 
@@ -490,7 +495,7 @@ def dims_of(engine: TrainingEngine) -> list[MeshDim]:
     return [*engine.mesh.axes, *parallel]
 
 
-def _loss(engine: Engine, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _loss(engine: Engine, inputs: Mapping[str, object]) -> torch.Tensor:
     output = engine(**inputs)
     if isinstance(output, Mapping):
         output = output["loss"] if "loss" in output else next(iter(output.values()))
@@ -498,7 +503,7 @@ def _loss(engine: Engine, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
-def _tokens(rows: int, length: int) -> dict[str, Any]:
+def _tokens(rows: int, length: int) -> dict[str, torch.Tensor]:
     ids = torch.zeros(rows, length, dtype=torch.int64, device=META)
     return {"input_ids": ids, "labels": ids}
 

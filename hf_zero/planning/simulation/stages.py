@@ -18,10 +18,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.process_group import Waitable
 from hf_zero.distributed.stage_messages import FORWARD_TAG, receives
 from hf_zero.measures.collectives import MESSAGES
+from hf_zero.parallel.pipeline.engine import PipelineTraining
 from hf_zero.parallel.pipeline.rank_stages import launching_by
 from hf_zero.planning.simulation.recording import (
     BACKWARD,
@@ -83,7 +86,7 @@ class _StageCall:
 class _Works:
     """A batch of messages, as a schedule waits for it."""
 
-    def __init__(self, recorder: Recorder, messages: Sequence[Message], works: Sequence[Any]):
+    def __init__(self, recorder: Recorder, messages: Sequence[Message], works: Sequence[Waitable]):
         self._recorder, self._messages, self._works = recorder, messages, works
 
     def wait(self) -> None:
@@ -105,9 +108,11 @@ class StageRecorder(Recorder):
     the stage before has in :attr:`announcements`.
     """
 
+    engine: PipelineTraining
+
     def __init__(
         self,
-        engine: Any,
+        engine: PipelineTraining,
         dims: Sequence[MeshDim],
         simulated: bool = True,
         announced: Sequence[Header] = (),
@@ -126,7 +131,7 @@ class StageRecorder(Recorder):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context in which steps are followed."""
-        run: Any = self.engine.pipeline_run
+        run = self.engine.pipeline_run
         with super().watching(), ExitStack() as stack:
             [stage] = run.stages
             for name in CALLS:
@@ -146,7 +151,7 @@ class StageRecorder(Recorder):
     def _next_announced(self, peer: int, pending: object) -> Header:
         return next(self._announced)
 
-    def _run(self, run: Callable[..., object], *args: object) -> Any:
+    def _run(self, run: Callable[..., object], *args: object) -> object:
         self.enter(FORWARD, 0)
         result = run(*args)
         self._end_call()
@@ -154,7 +159,12 @@ class StageRecorder(Recorder):
         self.enter(STEP, 0)
         return result
 
-    def _batch(self, launch: Callable[..., Any], ops: Sequence[Any], desc: Any = None) -> list[Any]:
+    def _batch(
+        self,
+        launch: Callable[..., Sequence[Waitable]],
+        ops: Sequence[_Transfer | dist.P2POp],
+        desc: str | None = None,
+    ) -> list[Waitable]:
         if not ops:
             return []
         messages = [self._transfer(op).launched(self._place.micro_batch) for op in ops]
@@ -162,7 +172,7 @@ class StageRecorder(Recorder):
             self.launched(message)
         return [_Works(self, messages, () if self._simulated else launch(ops, desc))]
 
-    def _transfer(self, op: Any) -> _Transfer:
+    def _transfer(self, op: _Transfer | dist.P2POp) -> _Transfer:
         if isinstance(op, _Transfer):
             return op
         column, arrives = self.engine.mesh.sums.stages, receives(op)
@@ -180,12 +190,12 @@ class StageRecorder(Recorder):
 
     # ---- calls of the stage ----
 
-    def _loss(self, call: Callable[..., object], output: object, number: torch.Tensor) -> Any:
+    def _loss(self, call: Callable[..., object], output: object, number: torch.Tensor) -> object:
         return self._call(LOSS, lambda _: call(output, number), int(number))
 
     def _call(
-        self, name: str, call: Callable[..., Any], micro_batch: int, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, name: str, call: Callable[..., Any], micro_batch: int, *args: object, **kwargs: object
+    ) -> object:
         self._end_call()
         self.enter(BACKWARD if "bwd" in name or "backward" in name else FORWARD, micro_batch)
         if self._simulated and micro_batch >= COMPUTED:
@@ -200,7 +210,7 @@ class StageRecorder(Recorder):
             this.messages = [*map(self._transfer, result)]
         return result
 
-    def _repeat(self, name: str, this: _StageCall) -> Any:
+    def _repeat(self, name: str, this: _StageCall) -> object:
         """Record ``this`` call once more, in place of one that would compute the same."""
         self._place = StepPlace(this.phase, this.block, self._place.micro_batch)
         self._peak(this.most)
@@ -230,7 +240,7 @@ def _replace(stack: ExitStack, owner: object, name: str, value: object) -> None:
     setattr(owner, name, value)
 
 
-def record_stage(recorder: StageRecorder, window: Sequence[Any]) -> Recording:
+def record_stage(recorder: StageRecorder, window: Sequence[object]) -> Recording:
     """Return the recording of an optimizer step of ``recorder``'s engine over the micro-batches of
     ``window``.
     """
