@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,8 +29,10 @@ from hf_zero.device import spans
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.measures.collectives import MESSAGES, IssuedStats, ObservedHandle
 from hf_zero.planning.simulation.shapes import ShapeCache, tensors_of
-from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.training_engine import TrainingEngine
+
+if TYPE_CHECKING:
+    from hf_zero.zero.layout.flat_buffer import FlatBuffer
+    from hf_zero.zero.training_engine import TrainingEngine
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 PHASES = (FORWARD, BACKWARD, STEP)

@@ -15,16 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from hf_zero.distributed.collectives import MeshDim
-from hf_zero.distributed.process_group import Waitable
 from hf_zero.distributed.stage_messages import FORWARD_TAG, receives
 from hf_zero.measures.collectives import MESSAGES
-from hf_zero.parallel.pipeline.engine import PipelineTraining
 from hf_zero.parallel.pipeline.rank_stages import launching_by
 from hf_zero.planning.simulation.recording import (
     BACKWARD,
@@ -40,6 +37,12 @@ from hf_zero.planning.simulation.recording import (
     StepPlace,
     record_steps,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import P2POp
+
+    from hf_zero.distributed.process_group import Waitable
+    from hf_zero.parallel.pipeline.engine import PipelineTraining
 
 COMPUTED = 2  # micro-batches: the first, and one that the others are like
 CALLS = (
@@ -162,7 +165,7 @@ class StageRecorder(Recorder):
     def _batch(
         self,
         launch: Callable[..., Sequence[Waitable]],
-        ops: Sequence[_Transfer | dist.P2POp],
+        ops: Sequence[_Transfer | P2POp],
         desc: str | None = None,
     ) -> list[Waitable]:
         if not ops:
@@ -172,7 +175,7 @@ class StageRecorder(Recorder):
             self.launched(message)
         return [_Works(self, messages, () if self._simulated else launch(ops, desc))]
 
-    def _transfer(self, op: _Transfer | dist.P2POp) -> _Transfer:
+    def _transfer(self, op: _Transfer | P2POp) -> _Transfer:
         if isinstance(op, _Transfer):
             return op
         column, arrives = self.engine.mesh.sums.stages, receives(op)
