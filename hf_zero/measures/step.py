@@ -46,7 +46,7 @@ _files = weakref.WeakSet[MetricsFile]()  # of engines that have not ended
 PARTS = {"fwd": "forward_ms", "bwd": "backward_ms", "step": "update_ms"}
 
 
-def measures_of(engine: TrainingEngine, plan: EnginePlan) -> StepMeasures:
+def measures_of(engine: TrainingEngine, plan: EnginePlan) -> StepMeasures[TrainingEngine]:
     """Return what measures the steps of ``engine``, made by ``plan``, as its configuration says:
     nothing for steps without memory, those of a simulation. Collective if it asks for measures.
     """
@@ -68,7 +68,7 @@ def measures_of(engine: TrainingEngine, plan: EnginePlan) -> StepMeasures:
     return EngineMeasures(engine, plan) if any(needed) else StepMeasures()
 
 
-class EngineMeasures(StepMeasures):
+class EngineMeasures(StepMeasures["TrainingEngine"]):
     """Measures of the steps of ``engine``; it holds no reference to it. ``plan``: the engine's, for
     the header of its file; None if it writes none. Collective if the configuration asks for
     measures; without that rank 0 alone may have them, for its line.

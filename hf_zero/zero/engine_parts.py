@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
@@ -35,7 +36,7 @@ from hf_zero.zero.transaction import on_rollback, transaction
 
 # attributes of an OptimizerStep that a rebuild keeps
 KEPT_OF_STEP = ("max_norm", "lr_scale", "norm", "applied")
-_guarding: list[Any] = []  # the one process-wide hook on optimizer steps
+_guarding: list[RemovableHandle] = []  # the one process-wide hook on optimizer steps
 
 
 def _unguard() -> None:
@@ -78,7 +79,7 @@ class EngineParts(AroundModel):
 
     # names of parameters and buffers that other pipeline stages hold
     elsewhere: frozenset[str] = frozenset()
-    measures = StepMeasures()
+    measures: StepMeasures[Any] = StepMeasures()
 
     def __init__(self, plan: EnginePlan, patches: Patches, techniques: Techniques):
         super().__init__()

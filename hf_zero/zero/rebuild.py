@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -101,7 +101,8 @@ class CarriedState(StateSource):
             shared[name]: {key: tensor.cpu() for key, tensor in tensors.items()}
             for name, tensors in engine.bound.factors.held(firsts=True).items()
         }
-        factors, keys = dict[str, Any](), dict[str, Any]()
+        factors = dict[str, Mapping[str, torch.Tensor]]()
+        keys = dict[str, dict[str, torch.dtype]]()
         local = (local_factors, local_dtypes)
         for of_rank, dtypes in mesh.all_gather_object(local, "the state of the optimizer"):
             factors.update(of_rank)

@@ -12,7 +12,7 @@ from hf_zero.errors import ConfigError
 _functions: dict[str, Callable[..., Any]] = {}
 
 
-def register(name: str, function: Callable[..., Any]) -> None:
+def register(name: str, function: Callable[..., object]) -> None:
     """Have :func:`registered` return ``function`` for ``name``."""
     _functions[name] = function
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -97,7 +97,7 @@ class ShardedModel:
             self.schedule.on_use = Unit.wait_for_update
         self.guards = ModuleGuards(plan.model, self.units, self.schedule)
 
-    def attach(self, engine: Callable[[], Any | None]) -> None:
+    def attach(self, engine: Callable[[], object | None]) -> None:
         """Set ``engine``, a weak reference, as the engine of these parameters."""
         for flat in self.flats[:1]:
             flat.engine_flats.attach(engine)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from hf_zero.offload.storage import MASTER
 from hf_zero.optim.bf16_state import COMPENSATION
 from hf_zero.optim.bound_optimizer import ParameterNumbers
 from hf_zero.optim.segment_table import Factors
-from hf_zero.optim.segments import FetchedArrays
+from hf_zero.optim.segments import FetchedArrays, ParamState
 from hf_zero.optim.state import is_elementwise, step_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
@@ -124,7 +124,7 @@ class EngineState:
         dtype = shard.storage.dtype(MASTER) if shard.has_master else flat.dtype
         return FetchedArrays({MASTER: dtype}, weights)
 
-    def fresh(self, group: int, like: torch.dtype = torch.float32) -> dict[str, Any]:
+    def fresh(self, group: int, like: torch.dtype = torch.float32) -> ParamState:
         """Return the state of a parameter of ``group`` before its first step: numbers, and tensors
         of one element. ``like``: the dtype of its master weights.
         """

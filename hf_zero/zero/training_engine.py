@@ -4,10 +4,10 @@ optimizer state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, PartitionError
 from hf_zero.logging import listed, logger
+from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.access.consolidate import consolidated, whole_state_dict
 from hf_zero.zero.engine_parts import EngineParts
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -24,6 +25,9 @@ from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.rebuild import groups_over, rebuild, unfrozen
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.step.optimizer_step import failed_write, refuse_half_done
+
+if TYPE_CHECKING:
+    from torch.nn.modules.module import _IncompatibleKeys
 
 # names of dtypes in torch's messages
 TORCH_NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
@@ -50,7 +54,7 @@ class TrainingEngine(EngineParts):
             )
         with self.measures.forward(self, args, kwargs):
             try:
-                run: Any = self.module
+                run: Callable[..., object] = self.module
                 if self.backward_pass.captured is not None:
                     run = self.backward_pass.captured.forward
                 if not self.config.torch_autocast.enabled:
@@ -67,11 +71,13 @@ class TrainingEngine(EngineParts):
                 self.backward_pass.hooks.reset()
                 raise
 
-    def batch_of(self, args: object, kwargs: object) -> Any:
+    def batch_of(self, args: object, kwargs: object) -> object:
         """Return the batch among the arguments of a forward; None if it computes no first layer."""
         return args, kwargs
 
-    def _refuse_uncast(self, error: RuntimeError, args: Any, kwargs: Any) -> None:
+    def _refuse_uncast(
+        self, error: RuntimeError, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         """Raise PartitionError if torch's ``error`` is caused by inputs with a dtype other than the
         model's compute dtype.
         """
@@ -275,7 +281,7 @@ class TrainingEngine(EngineParts):
                     self.flats[0].engine_flats.switched = True
                 raise
 
-    def add_param_group(self, group: Mapping[str, Any]) -> None:
+    def add_param_group(self, group: ParamGroup) -> None:
         """Add ``group`` to the optimizer, as its ``add_param_group`` does: its parameters, which
         must be in the model, train from the next step on. Collective, after a step.
         """
@@ -459,7 +465,7 @@ class TrainingEngine(EngineParts):
     def compile(
         self,
         backend: str = "inductor",
-        compile_kwargs: dict[str, Any] | None = None,
+        compile_kwargs: dict[str, object] | None = None,
         **options: Any,
     ) -> None:
         """Compile each block's forward as ``compile: blocks`` does, with these arguments of
@@ -491,7 +497,7 @@ class TrainingEngine(EngineParts):
 
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
-    ) -> Any:
+    ) -> _IncompatibleKeys:
         """Call the bare model's ``load_state_dict`` with whole values (collective at stage 3)."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 

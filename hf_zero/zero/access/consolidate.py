@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -44,7 +44,7 @@ def whole_state_dict(
     everywhere: bool = True,
     exclude_frozen: bool = False,
     dtype: torch.dtype | None = None,
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """Return ``engine.module.state_dict()`` as it would be on one device, on the CPU; None on ranks
     other than 0 unless ``everywhere``.
 
@@ -62,7 +62,7 @@ def whole_state_dict(
     if not wanted:
         return None
     names = WholeNames(engine.module)
-    state: dict[str, Any] = {}
+    state: dict[str, object] = {}
     for prefix, module in engine.module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, value in written(module).items():

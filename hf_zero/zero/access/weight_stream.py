@@ -5,7 +5,7 @@ the names that it knows, in buckets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -40,7 +40,7 @@ class Names:
     # first names of parameters whose sent values are merged with those
     merged: frozenset[str] = frozenset()
     # what names and values depend on beside the weights; equal on all ranks
-    form: tuple[Any, ...] = ("model",)
+    form: tuple[object, ...] = ("model",)
 
     def sent(self, here: str, name: str) -> str | None:
         """Return the name under which parameter ``here``, ``name`` in the whole model, is sent;
@@ -102,7 +102,7 @@ class WeightStream:
         ]
         self.tensors = list(self._describe())
 
-    def _choose(self, asked: dict[str, Any]) -> dict[FlatBuffer, frozenset[str]]:
+    def _choose(self, asked: Mapping[str, object]) -> dict[FlatBuffer, frozenset[str]]:
         """Return the first names to be sent of each flat buffer; ``asked`` are the arguments.
 
         Raises ConfigError if other ranks have other arguments.

@@ -25,11 +25,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import nn
@@ -227,11 +226,17 @@ class Hooks:
         return bool(self._running)
 
     def _pre_forward(
-        self, unit: Unit | None, name: str, module: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
+        self,
+        unit: Unit | None,
+        name: str,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         # pre-forward hook: gather ``unit`` and mark its inputs for the end of its backward
         if _transforms() and transformed():
-            return self._pre_forward_transformed(unit)
+            self._pre_forward_transformed(unit)
+            return None
         tracker = self._tracker
         inside = graph_task() != -1
         if inside:
@@ -290,13 +295,15 @@ class Hooks:
         call.last_node = _next_node() - 1
         return with_replaced(args, kwargs, dict(zip(inputs, views)))
 
-    def _begin_pass(self, name: str, module: nn.Module, kwargs: Any, grads: bool) -> None:
+    def _begin_pass(
+        self, name: str, module: nn.Module, kwargs: Mapping[str, object], grads: bool
+    ) -> None:
         """Begin the forward pass of ``module``, the outermost one, at path ``name`` of the model;
         ``grads``: it records a graph.
         """
         self.reduce_stray_gradients()
         self._refuse("a forward")
-        kind: tuple[Any, ...] = (name, grads, module.training)
+        kind: tuple[Hashable, ...] = (name, grads, module.training)
         for key, value in kwargs.items():
             if is_cache(value) or (key == ENCODED and value is not None):
                 kind += (key,)

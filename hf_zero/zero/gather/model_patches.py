@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -42,14 +42,14 @@ class Attached(partial):  # type: ignore[type-arg]
     graphs nor compiles its callees.
     """
 
-    def __new__(cls, function: Callable[..., Any], /, *first: Any) -> Attached:
+    def __new__(cls, function: Callable[..., object], /, *first: object) -> Attached:
         outside_graphs(getattr(function, "__func__", function), callees=False)
         return super().__new__(cls, function, *first)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Attached:
         return Attached(_nothing)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Attached], tuple[Callable[..., None]]]:
         return Attached, (_nothing,)
 
 
@@ -72,17 +72,17 @@ class Override:
     class's own method.
     """
 
-    def __init__(self, fn: Callable[..., Any], module: nn.Module, name: str):
+    def __init__(self, fn: Callable[..., object], module: nn.Module, name: str):
         self._fn, self._module, self._name = fn, module, name
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._fn(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         copied = memo[id(self._module)]
         return getattr(type(copied), self._name).__get__(copied)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise PartitionError(
             f"a {type(self._module).__name__} under an engine cannot be pickled whole; save its "
             "state_dict(), or call engine.save_checkpoint"
@@ -143,7 +143,7 @@ class Techniques(Protocol):
         """
         ...
 
-    def prepare_batch(self, batch: Any) -> object:
+    def prepare_batch(self, batch: object) -> object:
         """Return ``batch`` as the model's forward would change it."""
         ...
 
@@ -398,7 +398,7 @@ class ModuleGuards:
         self,
         pinned: list[Unit],
         module: nn.Module,
-        state: Any,
+        state: dict[str, object],
         prefix: str,
         metadata: dict[str, object],
         *args: object,
@@ -496,7 +496,7 @@ def refuse_switched(flats: Sequence[FlatBuffer]) -> None:
                 )
 
 
-def refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def refuse_foreign_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Raise PartitionError if ``optimizer`` was built over parameters that an engine owns: it would
     see no gradients and train nothing.
     """

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from hf_zero.logging import JsonObject
+
 Cut = tuple[int, int]
 
 
@@ -157,14 +159,14 @@ class Box:
             for mine, theirs in zip(self._ranges, other._ranges)
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {
             "whole": list(self.whole),
             "cuts": [[d, [list(c) for c in r]] for d, r in self.cuts],
         }
 
     @classmethod
-    def from_json(cls, data: Any) -> Box:
+    def from_json(cls, data: JsonObject) -> Box:
         """Inverse of :meth:`to_json`. Raises ValueError if the data is damaged."""
         try:
             cuts = tuple(

@@ -23,9 +23,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import TypeVar
 
+from hf_zero.logging import JsonObject
 from hf_zero.zero.layout.box import Box
+
+T = TypeVar("T")
 
 ALIGNMENT = 8  # elements; a chunk of 16-bit elements then starts on a 16-byte boundary
 MATRIX_ALIGNMENT = 128  # bytes
@@ -195,7 +198,7 @@ class FlatLayout:
             parameters = [(self.slots[-1].name, start)]
         return parameters
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {
             "shards": self.shards,
             "slots": [
@@ -206,7 +209,7 @@ class FlatLayout:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any], adjacent: bool = False) -> FlatLayout:
+    def from_json(cls, data: JsonObject, adjacent: bool = False) -> FlatLayout:
         """Inverse of :meth:`to_json`.
 
         Raises ValueError if a field is missing or of another type, or slots overlap or, where they
@@ -257,7 +260,7 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _typed(value: object, kind: type) -> Any:
+def _typed(value: object, kind: type[T]) -> T:
     if type(value) is not kind:
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value

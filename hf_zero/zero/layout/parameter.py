@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import repeat
 from operator import is_
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -213,7 +213,7 @@ class OwnedParameter(nn.Parameter):
         memo[id(self)] = copied = bare if self.given is nn.Parameter else copy.deepcopy(bare, memo)
         return copied
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return self._bare().__reduce_ex__(protocol)
 
 
@@ -381,7 +381,7 @@ class ReleasedTensor(torch.Tensor):
     @classmethod
     def __torch_function__(
         cls, func: Any, types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    ) -> object:
         name = _called(func)
         if name in METADATA and func.__name__ != "__set__":
             with torch._C.DisableTorchFunctionSubclass():
@@ -416,7 +416,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         types: object,
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         name = _called(func)
         setting = func.__name__ == "__set__"
@@ -476,7 +476,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
             copied.data = copied.data.to(dtype)
         return copied
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise _refuse(name_of(self), "pickling", self.__dict__["_hf_zero_flat"])
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -48,7 +47,7 @@ class ParameterHandles:
         # the view of the flat buffer.
         self._no_swaps = [weakref.ref(parameter) for parameter in parameters.values()]
 
-    def take(self, flat: Any, full: torch.Tensor) -> None:
+    def take(self, flat: object, full: torch.Tensor) -> None:
         """Make the parameters views of ``full`` [padded], the buffer of ``flat``, which must hold
         their values.
         """

@@ -6,9 +6,8 @@ model, and its tensors beside the parameters.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -227,7 +226,9 @@ class WholeNames:
         renamed = (zip(self.every(one), self.every(other)) for one, other in names.items())
         return dict(itertools.chain.from_iterable(renamed))
 
-    def wholes(self, parameter: torch.Tensor, value: torch.Tensor, name: str) -> Any:
+    def wholes(
+        self, parameter: torch.Tensor, value: torch.Tensor, name: str
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Return (name, whole tensor) pairs for all parameters that ranks hold under ``name``;
         ``value`` is this rank's. Collective if it is cut, or the ranks' modules differ.
         """
@@ -237,11 +238,11 @@ class WholeNames:
 # ---- the tensors of a state dict beside the parameters ----
 
 
-def written(module: nn.Module) -> dict[str, Any]:
+def written(module: nn.Module) -> dict[str, object]:
     """Return the entries that ``module`` itself adds to a state dict, by its own names; a released
     parameter has only a shape there.
     """
-    state: dict[str, Any] = {}
+    state: dict[str, object] = {}
     module._save_to_state_dict(state, "", keep_vars=True)
     return state
 

@@ -126,12 +126,12 @@ def requiring_grad(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[
 
 def with_replaced(
     args: tuple[object, ...], kwargs: dict[str, object], replaced: Mapping[int, torch.Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return the arguments with tensors replaced by id from ``replaced``; lists and plain dicts in
     them are modified in place.
     """
 
-    def given(value: Any) -> object:
+    def given(value: object) -> object:
         if type(value) in _PLAIN:
             return value
         return map_tensors(value, lambda tensor: replaced.get(id(tensor), tensor), in_place=True)

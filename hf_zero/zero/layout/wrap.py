@@ -9,12 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
 
 from torch import nn
 
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.logging import log_rank0
+from hf_zero.logging import JsonObject, log_rank0
 from hf_zero.zero.layout.declared import attribute_of, declared
 from hf_zero.zero.layout.walk import modules_of, named_modules_of, parameters_of
 
@@ -476,7 +475,7 @@ def _by(
 
 
 def mark_configured(
-    model: nn.Module, section: Mapping[str, Any] | None, warns: bool = True
+    model: nn.Module, section: JsonObject | None, warns: bool = True
 ) -> list[nn.Module]:
     """Mark the modules that the section ``zero_optimization.leaf_module`` lists: ``classes``,
     ``names`` and ``name_suffixes``. ``warns``: of entries that are not in the model.

@@ -323,7 +323,7 @@ class Losses:
         )
         return (weight * unscale, 1.0) if self._scales else (weight, unscale)
 
-    def scale_outputs(self, module: nn.Module, args: object, output: object) -> Any:
+    def scale_outputs(self, module: nn.Module, args: object, output: object) -> object:
         """Scale an otherwise unscaled loss where its backward reaches these outputs: a forward hook
         of the model.
         """

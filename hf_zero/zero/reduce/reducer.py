@@ -80,7 +80,7 @@ class BackwardProgress:
     # reduction
     depth: int = 0
     # units that became complete, with the versions of their gradients then, if this pass learns
-    ready: dict[Unit, list[object] | None] = field(default_factory=dict)
+    ready: dict[Unit, list[tuple[int, int] | None] | None] = field(default_factory=dict)
     reduced: set[FlatBuffer] = field(default_factory=set)
     updated: set[Unit] = field(default_factory=set)  # whose update has begun in it
     observed: BackwardObservations = field(default_factory=partial(BackwardObservations, False))

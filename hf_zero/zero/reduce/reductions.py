@@ -17,7 +17,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -374,7 +373,7 @@ class GradientIntake:
             flat.gradient.upcast()
 
 
-def grad_versions(unit: Unit) -> list[Any]:
+def grad_versions(unit: Unit) -> list[tuple[int, int] | None]:
     """Return a value that changes when autograd adds to a gradient of ``unit``."""
     grads = (grad for flat in unit.trainable for grad in raw_grads(flat.members))
     return [

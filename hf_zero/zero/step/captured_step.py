@@ -40,6 +40,7 @@ from hf_zero.zero.layout.tree import form_of, map_tensors, tensors_in
 from hf_zero.zero.reduce.reducer import Reducer
 from hf_zero.zero.registered import registered
 from hf_zero.zero.step.optimizer_step import OptimizerStep
+from hf_zero.zero.step.step_reports import StepWindow
 
 _requires_grad = attrgetter("requires_grad")
 WARM_UP = 3  # steps before the first capture
@@ -119,7 +120,7 @@ def _handed_out(tensor: torch.Tensor) -> torch.Tensor:
 class CapturedStep:
     """The captured passes and the captured update of one engine."""
 
-    def __init__(self, backward: CapturedBackward, update: OptimizerStep, window: Any):
+    def __init__(self, backward: CapturedBackward, update: OptimizerStep, window: StepWindow):
         self._step, self._model = update, update.model
         self._device = self._model.mesh.device
         self._backward, self._window = backward, window
@@ -403,7 +404,7 @@ class CapturedStep:
 
     # ---- captures ----
 
-    def _capture(self, what: str, run: Callable[[], Any]) -> tuple[Graph, object]:
+    def _capture(self, what: str, run: Callable[[], object]) -> tuple[Graph, object]:
         """Return the graph of ``run``, called ``what`` in messages, and its result."""
         self._model.wait_for_copy()  # no other thread may use the device under a capture
         self._forget()

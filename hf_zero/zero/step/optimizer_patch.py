@@ -67,7 +67,7 @@ class _EngineMethods:
         self._optimizer, self._engine = optimizer, weakref.ref(owner)
         self._offloads = bool(owner.updater.units)
 
-    def step(self, closure: Callable[[], float] | None = None, grad_scaler: Any = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None, grad_scaler: object = None) -> None:
         self._optimizer._opt_called = True  # torch's schedulers check this
         if grad_scaler is not None:
             raise PartitionError(
@@ -95,7 +95,7 @@ class _EngineMethods:
         if alive is not None and not (alive.window_is_open and alive.accumulation.micro_batches):
             alive.zero_grad()
 
-    def add_param_group(self, group: Any) -> None:
+    def add_param_group(self, group: dict[str, object]) -> None:
         alive = self._engine()
         if alive is None:
             type(self._optimizer).add_param_group(self._optimizer, group)

@@ -13,7 +13,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch.utils.data._utils import signal_handling
 
@@ -22,6 +22,9 @@ from hf_zero.errors import PartitionError
 from hf_zero.logging import log_rank0
 from hf_zero.ops import native
 from hf_zero.zero.layout.unit import SharedShards
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 _signals: set[int] = set()  # what the ranks of this process listen for
 _begin = signal_handling._set_worker_signal_handlers
@@ -118,7 +121,7 @@ class _Handler:
         self._request, self._pid = weakref.WeakMethod(request), os.getpid()
         self._before = signal.signal(number, self)
 
-    def __call__(self, number: int, frame: Any) -> None:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
         request = self._request()
         # a forked child ends as it would without this handler
         if request is None or os.getpid() != self._pid:

@@ -26,6 +26,7 @@ from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.state_entries import StateEntry, StateSource, names_by_kind
 
 if TYPE_CHECKING:
+    from hf_zero.optim.snapshots import Layout
     from hf_zero.zero.sharded_engine import ShardedEngine
 
 
@@ -98,7 +99,7 @@ class SavedSegments(StateSource):
                 f"in group {live}; build the optimizer with the groups it was saved with"
             )
 
-    def _read(self, packed: Mapping[str, Any], layout: Mapping[str, Any]) -> _Saved:
+    def _read(self, packed: Mapping[str, Any], layout: Layout) -> _Saved:
         groups = [at for at, group in enumerate(packed["param_groups"]) for _ in group["params"]]
         saved = _Saved(shared=[Counter() for _ in packed["param_groups"]])
         stepped = {group for entry, group in enumerate(groups) if self._state.get(entry)}
@@ -214,9 +215,7 @@ class SavedSegments(StateSource):
         return {name: factors.get(self._own[name], {}) for name in parameters}
 
 
-def _runs_of(
-    entry: int, places: Sequence[Any], layout: Mapping[str, Any]
-) -> Iterator[tuple[str, _Run]]:
+def _runs_of(entry: int, places: Sequence[Any], layout: Layout) -> Iterator[tuple[str, _Run]]:
     """Yield (parameter, run) of the elements at ``places`` of ``layout``, which ``entry`` has."""
     offset = 0
     for key, start, stop in places:

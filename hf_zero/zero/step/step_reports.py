@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -25,11 +25,23 @@ from hf_zero.logging import logger
 # number of backwards: a step of one micro-batch may well add up the gradients of several losses
 FORGOTTEN = 8
 
+Engine = TypeVar("Engine")
+
+
+class StepWindow(Protocol):
+    """The accumulation window of an engine (:class:`hf_zero.zero.backward.AccumulationWindow`)."""
+
+    steps: int
+    syncs: bool
+
+    @property
+    def ends(self) -> bool: ...
+
 
 class SanityChecks:
     """The checks of one engine; only rank 0 checks and warns, each warning once."""
 
-    def __init__(self, device: torch.device, window: Any, precision: str, rank: int):
+    def __init__(self, device: torch.device, window: StepWindow, precision: str, rank: int):
         """``window.steps``: the micro-batches of a step."""
         self._device, self._precision, self._window = device, precision, window
         self._on_host = kinds.is_host(device)
@@ -141,7 +153,7 @@ class SanityChecks:
             logger.warning("%s", text)
 
 
-class StepMeasures:
+class StepMeasures(Generic[Engine]):
     """Measures of the steps of one engine. Every method does nothing here; an engine whose
     configuration asks for measures has ``hf_zero.measures.step.EngineMeasures``.
 
@@ -150,19 +162,21 @@ class StepMeasures:
 
     counts_samples = False
 
-    def forward(self, engine: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
+    def forward(
+        self, engine: Engine, args: object, kwargs: object
+    ) -> AbstractContextManager[object]:
         """Return a context for a forward with these arguments."""
         return spans.NOTHING
 
     def backward(
-        self, engine: Any, loss: torch.Tensor, weighed: bool
+        self, engine: Engine, loss: torch.Tensor, weighed: bool
     ) -> AbstractContextManager[object]:
         """Return a context for the backward of ``loss``, which is ``weighed`` if it has its weight
         in the accumulation window already.
         """
         return spans.NOTHING
 
-    def step(self, engine: Any) -> AbstractContextManager[object]:
+    def step(self, engine: Engine) -> AbstractContextManager[object]:
         """Return a context for a ``step()`` call. May be collective."""
         return spans.NOTHING
 
@@ -191,7 +205,7 @@ class StepMeasures:
     def shown_elsewhere(self) -> None:
         """Log no line of a step unless a key asks for it: a trainer shows its own."""
 
-    def finish(self, engine: Any) -> None:
+    def finish(self, engine: Engine) -> None:
         """Read the figures of all steps; waits for the device."""
 
     def keep_in(self, folder: str) -> None:
@@ -200,13 +214,13 @@ class StepMeasures:
     def plan_steps(self, steps: int) -> None:
         """Record the number of steps after which the run will end."""
 
-    def saving(self, engine: Any, folder: str) -> None:
+    def saving(self, engine: Engine, folder: str) -> None:
         """Write out all figures: a checkpoint is about to be saved in ``folder``."""
 
-    def loaded(self, engine: Any, continues: bool, folder: str | None) -> None:
+    def loaded(self, engine: Engine, continues: bool, folder: str | None) -> None:
         """Continue from the step of a checkpoint that was loaded, unless it was weights alone.
         ``folder``: that of its run, None if it is not known.
         """
 
-    def close(self, engine: Any) -> None:
+    def close(self, engine: Engine) -> None:
         """End all measures."""
