@@ -18,7 +18,7 @@ counts as zero.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -101,9 +101,7 @@ class Bf16State:
         chosen = self.masters if name == MASTER else self.moments and name != COMPENSATION
         return chosen and isinstance(value, Tensor) and value.dtype == torch.bfloat16
 
-    def narrow(
-        self, segment: Segment, arrays: StateArrays, wide: Mapping[str, Any], number: int
-    ) -> None:
+    def narrow(self, segment: Segment, arrays: StateArrays, wide: StateArrays, number: int) -> None:
         """Round the arrays of ``segment`` in ``wide`` into those of ``arrays`` that are in bf16.
         ``number``: that of the step.
         """
@@ -141,12 +139,12 @@ class Bf16State:
 
     @contextmanager
     def widened(
-        self, segments: Sequence[Segment], states: MutableMapping[Any, dict[str, Any]], number: int
+        self, segments: Sequence[Segment], states: MutableMapping[Tensor, ParamState], number: int
     ) -> Iterator[None]:
         """Context in which ``segments`` have their master weights, and ``states`` their states, in
         fp32. After it they are in bf16 again, in the same memory, those that it has created, too.
         """
-        narrow: dict[Segment, dict[str, Any]] = {}
+        narrow: dict[Segment, ParamState] = {}
         for segment in segments:
             entries = states.get(segment.tensor, {})
             arrays = narrow[segment] = {MASTER: segment.tensor.data, **entries}

@@ -23,6 +23,7 @@ from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.own_step import OwnStep
 from hf_zero.optim.segment_table import (
     GroupNumbers,
+    GroupReport,
     SegmentTable,
     TensorFactors,
     current_settings,
@@ -173,7 +174,7 @@ class BoundOptimizer:
         """Context in which a step runs none of the optimizer's own post hooks: they run once all
         ranks have the new weights (:meth:`run_post_hooks`).
         """
-        optimizer: Any = self.optimizer
+        optimizer = self.optimizer
         hooks = optimizer._optimizer_step_post_hooks
         optimizer._optimizer_step_post_hooks = OrderedDict()
         try:
@@ -183,15 +184,14 @@ class BoundOptimizer:
 
     def run_post_hooks(self) -> None:
         """Run the optimizer's own post hooks, as a step of torch does at its end."""
-        optimizer: Any = self.optimizer
+        optimizer = self.optimizer
         for hook in [*optimizer._optimizer_step_post_hooks.values()]:
             hook(optimizer, (optimizer,), {})
 
     @property
     def has_pre_hooks(self) -> bool:
         """Whether hooks of the optimizer read the gradients of a whole step."""
-        optimizer: Any = self.optimizer
-        return bool(optimizer._optimizer_step_pre_hooks)
+        return bool(self.optimizer._optimizer_step_pre_hooks)
 
     def step(
         self,
@@ -475,7 +475,9 @@ class BoundOptimizer:
         self.numbers.load(scalars, apart)
 
     def by_parameter(
-        self, names: Mapping[str, str], gather: Callable[[Any], list[Any]]
+        self,
+        names: Mapping[str, str],
+        gather: Callable[[list[GroupReport]], list[list[GroupReport]]],
     ) -> dict[str, ParameterNumbers]:
         """Return the numbers of each parameter that a group has, as far as known on any rank.
 
@@ -588,7 +590,7 @@ class BoundOptimizer:
         like = torch.zeros(1, dtype=torch.bfloat16 if narrow else torch.float32)
         return self._entries.some_group_keeps(name, like)
 
-    def _same_groups(self, saved: Sequence[Any], what: str) -> None:
+    def _same_groups(self, saved: Sequence[object], what: str) -> None:
         if len(saved) != len(self.groups):
             raise UnsupportedOptimizerError(
                 f"{what} of {len(saved)} groups cannot go into optimizer "

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import lr_scheduler as torch_schedules
+from torch.optim.lr_scheduler import LRScheduler
 
 from hf_zero.config.reading import Mistakes
 from hf_zero.config.refusals import built_name, refusals
@@ -152,7 +153,7 @@ def canonical_name(kind: str) -> str:
 
 
 def _resolve(
-    name: str, params: Mapping[str, Any], later: Collection[str] = ()
+    name: str, params: Mapping[str, object], later: Collection[str] = ()
 ) -> tuple[_Class, _Settings]:
     """Return class and settings for the checked parameters ``params``; of the names ``later`` the
     values are not known yet.
@@ -215,7 +216,7 @@ def _check_key(name: str, key: str, keys: tuple[str, ...]) -> None:
     raise ConfigError(f"unknown optimizer.params key {key!r} for {name}{hint}")
 
 
-def _check_value(name: str, key: str, value: object, default: Any) -> None:
+def _check_value(name: str, key: str, value: object, default: object) -> None:
     where = f"optimizer.params.{key} of {name}"
     if value == "auto" and isinstance(value, str):
         raise ConfigError(
@@ -291,14 +292,14 @@ _DIALECTS: dict[
 # ---- schedules ----
 
 
-def schedule_class(name: str) -> Any:
+def schedule_class(name: str) -> type[LRScheduler]:
     """Return the class of the schedule ``name``, as the configuration spells it."""
     return SCHEDULES.get(name) or getattr(torch_schedules, name)
 
 
 def _schedule(
     name: str, params: Collection[str], later: Collection[str] = ()
-) -> tuple[Any, dict[str, inspect.Parameter]]:
+) -> tuple[type[LRScheduler], dict[str, inspect.Parameter]]:
     """Return the class of a schedule and its parameters by name; raise ConfigError for others."""
     cls = schedule_class(name)
     keys = {

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +56,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; return the closure's loss, if there is a
         closure.
 
@@ -282,7 +281,7 @@ def packed_moment(moments: str, values: Tensor, signed: bool) -> Blocks | Tensor
     return values.to(torch.bfloat16 if moments == "bf16" else torch.float32).contiguous()
 
 
-def flat_moment(value: Any) -> Any:
+def flat_moment(value: Tensor | Blocks) -> Tensor | Blocks:
     """Return ``value`` in the form that the kernels take."""
     return value if isinstance(value, Blocks) else value.view(-1)
 

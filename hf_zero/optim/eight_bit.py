@@ -9,7 +9,6 @@ number of ranks: layouts align parameters and chunks to whole blocks (``flat_lay
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +81,7 @@ def own_names(state: ParamState, signed_names: Mapping[str, bool]) -> None:
         state["step"] = torch.tensor(float(state["step"]))
 
 
-def state_dict_in_own_names(state_dict: StateDict, signed: Mapping[str, bool]) -> dict[str, Any]:
+def state_dict_in_own_names(state_dict: StateDict, signed: Mapping[str, bool]) -> StateDict:
     """Return ``state_dict``, which bitsandbytes or this package has saved, with states in numbers
     under the names of this package.
     """

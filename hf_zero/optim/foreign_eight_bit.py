@@ -39,7 +39,7 @@ def refuse(optimizer: torch.optim.Optimizer, option: str, remedy: str) -> None:
 class _Adopted(CPUOptimizer):
     """A class that takes over objects of another library."""
 
-    SETTINGS: Mapping[str, Any] = {"maximize": False}
+    SETTINGS: Mapping[str, object] = {"maximize": False}
 
     @classmethod
     def adopt_groups(cls, optimizer: torch.optim.Optimizer) -> None:
@@ -52,7 +52,7 @@ class _Adopted(CPUOptimizer):
         bits, size = cls.format_options(optimizer)
         keep_8_bits(optimizer, bits, size)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Add a group with the settings of this class."""
         super().add_param_group(param_group)
         self.adopt_groups(self)

@@ -60,7 +60,7 @@ class _Tables:
 
     settings: Tensor | None = None
     numbers: list[list[float]] = field(default_factory=list)
-    key: tuple[Any, ...] = ()
+    key: tuple[object, ...] = ()
     launches: list[_Launch] = field(default_factory=list)
     written: set[str] = field(default_factory=set)  # keys of shards that it writes whole
     # rows of the settings that it reads, if steps are counted per segment, and their indices there
@@ -356,7 +356,7 @@ class FusedStep:
         )
         if tables.launches and key == tables.key:
             return tables
-        together: dict[tuple[Any, ...], tuple[Segment, SegmentPart, list[FlatRun]]] = {}
+        together: dict[tuple[object, ...], tuple[Segment, SegmentPart, list[FlatRun]]] = {}
         covered: dict[str, int] = {}
         for segment in segments:
             for part in segment.parts:

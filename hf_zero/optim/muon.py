@@ -52,7 +52,7 @@ class Muon(WholeTensorOptimizer):
     """
 
     MOMENTS = ("momentum_buffer",)
-    ADOPTED_SETTINGS: Mapping[str, Any] = {"use_muon": True}
+    ADOPTED_SETTINGS: Mapping[str, object] = {"use_muon": True}
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Muon(WholeTensorOptimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for index, parameter in enumerate(group["params"] if group["use_muon"] else ()):

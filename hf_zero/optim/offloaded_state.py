@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,7 +111,7 @@ class OffloadedState:
     allows it for. ``base``: the optimizer's class among those with a known update.
     """
 
-    def __init__(self, entries: StateEntries, base: Any, moments: str) -> None:
+    def __init__(self, entries: StateEntries, base: type | None, moments: str) -> None:
         self._entries = entries
         self._base = base
         self._moments = moments
@@ -270,7 +269,7 @@ class OffloadedState:
         """Give segments that were not stepped yet the state from before a first step of now: that
         of ASGD and Rprop holds the learning rate, which a schedule or a load may have set since.
         """
-        first_values: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
+        first_values: dict[tuple[int, torch.dtype], ParamState] = {}
         for segment in self._fresh:
             key = segment.group, segment.tensor.dtype
             if key not in first_values:

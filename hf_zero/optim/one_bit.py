@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -208,7 +207,7 @@ def check_momentum(name: str, betas: tuple[float, float]) -> None:
         )
 
 
-def steps_of(name: str, key: str, value: Any) -> int:
+def steps_of(name: str, key: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}: {key} is {value!r}; give a number of steps of at least 1")
     return value

@@ -16,7 +16,7 @@ from hf_zero.offload.storage import MASTER
 from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.offloaded_state import BEGIN_WITH_GRADIENT
-from hf_zero.optim.segments import Segment, StateArrays
+from hf_zero.optim.segments import ParamState, Segment, StateArrays
 from hf_zero.optim.state import bare_step, kept, step_dtype
 
 # Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with its op.
@@ -124,7 +124,7 @@ class OwnStep:
         segments: Sequence[Segment],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
-        step: Callable[[], Any] | None = None,
+        step: Callable[[], object] | None = None,
     ) -> bool:
         """Step ``segments`` from the gradients of their flat buffers, divided by ``grad_scale``, by
         ``step``, the user's by default. Return False if the host has read ``found_inf`` and nothing
@@ -160,7 +160,7 @@ class OwnStep:
         self, segment: Segment, held: StateArrays, grad: Tensor, divisor: float, fresh: bool
     ) -> None:
         """Make one update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
-        entries: Any = self._optimizer.state[segment.tensor]
+        entries: ParamState = self._optimizer.state[segment.tensor]
         waiting = segment.tensor.data
         between = {name: entries[name] for name in held if name in entries}
         segment.tensor.data = held[MASTER]
@@ -184,7 +184,7 @@ class OwnStep:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         in_kernel: bool,
-        step: Callable[[], Any],
+        step: Callable[[], object],
     ) -> None:
         """Run ``step`` with ``gradients`` of ``segments``; the optimizer skips all others."""
         optimizer: Any = self._optimizer

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +85,7 @@ def _holds_tensors(value: object, depth: int = 2) -> bool:
 
 def _distinct(groups: Iterable[ParamGroup]) -> list[dict[str, object]]:
     """Return the different options of ``groups``, with a learning rate that moves something."""
-    distinct: dict[str, dict[str, Any]] = {}
+    distinct: dict[str, dict[str, object]] = {}
     for group in groups:
         options = {
             name: value.clone() if isinstance(value, Tensor) else value

@@ -11,7 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class LRSchedule(LRScheduler, ABC):
             )
         return [float(item) for item in values]
 
-    def _number(self, name: str, value: Any) -> float:
+    def _number(self, name: str, value: object) -> float:
         if not _is_number(value):
             raise ConfigError(
                 f"{self._where(name)} is {value!r}; write a number (YAML reads 1e-5 "
@@ -109,7 +109,7 @@ class LRSchedule(LRScheduler, ABC):
             )
         return float(value)
 
-    def _count(self, name: str, value: Any, least: int = 0) -> int:
+    def _count(self, name: str, value: object, least: int = 0) -> int:
         if not _is_number(value) or value != math.floor(value) or value < least:
             raise ConfigError(
                 f"{self._where(name)} is {value!r}; write a whole number of at least {least}"
@@ -130,7 +130,7 @@ def _torch_optimizer(optimizer: object, schedule: str) -> torch.optim.Optimizer:
     )
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 

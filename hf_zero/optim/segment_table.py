@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.logging import JsonObject
 from hf_zero.optim import bf16_state, state
 from hf_zero.optim import segments as cuts
 from hf_zero.optim.cpu_base import FORMATS, CPUOptimizer
@@ -271,9 +272,11 @@ class SegmentTable:
         return left_out
 
 
-def numbers_of_ranks(
-    reports: Sequence[tuple[dict[str, float], Mapping[str, dict[str, float]]]],
-) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+GroupReport = tuple[dict[str, float], dict[str, dict[str, float]]]
+"""The numbers of a group on one rank, and by name those of its parameters that differ."""
+
+
+def numbers_of_ranks(reports: Sequence[GroupReport]) -> GroupReport:
     """Return the numbers of a group, and by name those of its parameters that differ, from its
     (scalars, apart) on each rank.
     """
@@ -488,7 +491,7 @@ def scaled_rates(groups: Sequence[MutableMapping[str, Any]], factor: float) -> I
             _restore(group, {"lr": rate})
 
 
-def plain_settings(group: ParamGroup) -> dict[str, Any]:
+def plain_settings(group: ParamGroup) -> JsonObject:
     """Return the settings of ``group`` as JSON-able values; tuples become lists, one-element
     tensors numbers.
     """
@@ -503,7 +506,7 @@ def load_settings(group: MutableMapping[str, object], saved: Mapping[str, object
     _restore(group, saved)
 
 
-def _restore(group: MutableMapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _restore(group: MutableMapping[str, object], saved: Mapping[str, Any]) -> None:
     """Write ``saved`` into ``group``, each value in the form the group holds now (tensor filled in
     place, tuple, number).
     """

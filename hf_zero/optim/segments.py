@@ -14,13 +14,16 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.flat_layout import FlatLayout
+
+if TYPE_CHECKING:
+    from hf_zero.offload.storage import Storage
 
 Group = TypeVar("Group", bound=Hashable)
 
@@ -56,7 +59,7 @@ class Flat(Protocol):
         """Whether master weights and moments are stored elsewhere than on the device."""
 
     @property
-    def storage(self) -> Any:
+    def storage(self) -> Storage:
         """The :class:`hf_zero.offload.storage.Storage` of master weights, and of moments that are
         offloaded.
         """

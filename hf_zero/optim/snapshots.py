@@ -33,7 +33,7 @@ def described(
     segments: Sequence[Segment],
     parted: Iterable[int],
     flats: Iterable[Flat],
-) -> dict[str, Any]:
+) -> StateDict:
     """Return ``packed``, a state dict over ``segments`` of ``flats``, with their positions added;
     ``parted``: the groups whose parameters have made different numbers of steps.
     """

@@ -113,7 +113,7 @@ def counted_elsewhere(optimizer: torch.optim.Optimizer, group: ParamGroup) -> li
     ]
 
 
-def _is_other(now: object, before: Any) -> bool:
+def _is_other(now: object, before: object) -> bool:
     number = isinstance(now, Number) or (isinstance(now, Tensor) and now.numel() == 1)
     return number and (before is None or bool(now != before))
 
@@ -163,7 +163,7 @@ def kept_states(optimizer: torch.optim.Optimizer, group: ParamGroup) -> set[str]
     return {name for name, value in state.items() if is_elementwise(name, value, (1,))}
 
 
-def in_numbers(group: ParamGroup) -> Mapping[str, Any]:
+def in_numbers(group: ParamGroup) -> ParamGroup:
     """Return ``group`` with moments of plain numbers, whatever their storage format."""
     return {**group, "moments": "fp32"} if "moments" in group else group
 
@@ -189,7 +189,7 @@ def narrowed(
     views of tensors, copies of numbers.
     """
 
-    def part(name: str, value: Any) -> Any:
+    def part(name: str, value: Any) -> object:
         if isinstance(value, Blocks):
             return value.narrow(start, stop - start)
         return value[start:stop] if is_elementwise(name, value, shape) else copied(value)
@@ -397,7 +397,7 @@ class StateEntries:
             name: value for name, value in self.of(segment).items() if isinstance(value, Blocks)
         }
 
-    def created(self, segment: Segment, name: str, value: Tensor) -> Any:
+    def created(self, segment: Segment, name: str, value: Tensor) -> Tensor | Blocks:
         """Return the per-element state ``name`` of ``segment`` before its first step, which is
         ``value`` for each element, in the format in which the optimizer keeps it.
         """
@@ -532,11 +532,11 @@ class DeviceState:
 
     def _states(
         self, flat: Flat, names: Collection[str]
-    ) -> list[tuple[SegmentPart, dict[str, Any], dict[str, Any]]]:
+    ) -> list[tuple[SegmentPart, ParamState, ParamState]]:
         """Return each part of ``flat`` with the state of its segment, and that before its first
         step if it lacks some of ``names``.
         """
-        first: dict[int, dict[str, Any]] = {}  # by group
+        first: dict[int, ParamState] = {}  # by group
         states = []
         for segment, part in self._parts(flat):
             of, group = self._entries.of(segment), segment.group
@@ -653,7 +653,7 @@ class DeviceState:
 
 def _decoded(
     name: str,
-    states: Sequence[tuple[SegmentPart, Mapping[str, Any], Mapping[str, Any]]],
+    states: Sequence[tuple[SegmentPart, StateArrays, StateArrays]],
     out: Tensor,
 ) -> Tensor:
     """Return ``out`` [owned], filled with the state ``name`` of the parts in ``states``."""

@@ -137,7 +137,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     """How often parts prepare something that is combined."""
     FACTOR_NAMES: tuple[str, ...] = ()
     """Names of what a parameter may have in :data:`FACTORS`."""
-    ADOPTED_SETTINGS: Mapping[str, Any] = {}
+    ADOPTED_SETTINGS: Mapping[str, object] = {}
     """Settings of groups that a class of the same update elsewhere does not have."""
 
     tensors = Tensors()
@@ -277,7 +277,7 @@ class TensorSumOptimizer(WholeTensorOptimizer):
         groups: Sequence[ParamGroup],
         parts: Sequence[Sequence[Tensor]],
         prepared: Sequence[Sequence[Tensor]],
-    ) -> Sequence[Any]:
+    ) -> Sequence[Sequence[Tensor]]:
         rows = [row for of in prepared for row in of]
         sums = (
             torch.stack([row.to(rows[0].device) for row in rows])
@@ -304,5 +304,5 @@ def whole_tensor_base(cls: type) -> type[WholeTensorOptimizer] | None:
     expected = (WholeTensorOptimizer.step, WholeTensorOptimizer._with_gradients)
     if not issubclass(cls, WholeTensorOptimizer):
         return None
-    actual: tuple[Any, ...] = (inspect.unwrap(cls.step), cls._with_gradients)
+    actual: tuple[object, ...] = (inspect.unwrap(cls.step), cls._with_gradients)
     return cls if actual == (inspect.unwrap(expected[0]), expected[1]) else None
