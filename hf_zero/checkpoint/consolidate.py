@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -88,7 +88,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     lazy_mode: bool = False,
     *,
     verify: bool = True,
-) -> dict[str, object]:
+) -> dict[str, UnreadTensor | torch.Tensor]:
     """Return the consolidated float32 state dict on the CPU. Tied names share a tensor.
 
     Needs host memory for the whole model; with ``lazy_mode`` the values are :class:`UnreadTensor`,
@@ -96,7 +96,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     opened = open_checkpoint(find_checkpoint(checkpoint_dir, tag), hashes=verify)
     tensors = outputs(opened.manifest, torch.float32, exclude_frozen_parameters)
-    state: dict[str, Any] = {output.name: UnreadTensor(opened, output) for output in tensors}
+    state: dict[str, UnreadTensor | torch.Tensor] = {
+        output.name: UnreadTensor(opened, output) for output in tensors
+    }
     if not lazy_mode:  # else it stays open for as long as one of its tensors lives
         with opened:
             state = {name: tensor.contiguous() for name, tensor in state.items()}

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -311,7 +311,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return inner if cut is None else cut
 
 
-def class_name(instance: Any) -> str:
+def class_name(instance: object) -> str:
     return f"{type(instance).__module__}.{type(instance).__qualname__}"
 
 
@@ -405,8 +405,8 @@ class RankReport:
 
     file: FileEntry
     chunks: dict[str, tuple[int, int, tuple[str, ...]]]
-    scalars: list[dict[str, Any]]
-    apart: list[dict[str, Any]]
+    scalars: list[dict[str, float]]
+    apart: list[dict[str, dict[str, float]]]
     factors: dict[str, dict[str, tuple[int, ...]]]  # shapes, by parameter and name
     layouts: dict[str, tuple[str, FlatLayout]]
     model: Described | None

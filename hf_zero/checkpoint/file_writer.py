@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -39,7 +38,7 @@ def copy_bytes(place: torch.Tensor, values: torch.Tensor, wait: bool = True) -> 
     """
     source = _as_bytes(values)
     if source.device.type == "cpu":
-        target: Any = place.numpy()
+        target = place.numpy()
         target[:] = source.numpy()
     else:
         place.copy_(source, non_blocking=not wait)

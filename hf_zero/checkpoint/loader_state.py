@@ -38,7 +38,7 @@ class WindowStart:
         """Record the present as the start of the next window. ``state``: what a stateful loader
         has loaded, b"" if it begins anew.
         """
-        loader: Any = engine.training_dataloader
+        loader = engine.training_dataloader
         if hasattr(loader, "place"):
             self._place, self._iterations = loader.place, loader.iterations
             self._is_between = loader.resumed or _past_the_end(loader, self._place)
@@ -62,7 +62,7 @@ class WindowStart:
         """Return the place in the training data from which a resumed run continues, equal on all
         ranks; {} for a loader without one.
         """
-        loader: Any = engine.training_dataloader
+        loader = engine.training_dataloader
         if not hasattr(loader, "place"):
             return {}
         position = loader.place
@@ -134,7 +134,7 @@ def restore(engine: TrainingEngine, manifest: Manifest, file: TensorFile | None)
     """Put the engine's loader at the saved place; log why if it begins anew. ``file``: that of this
     rank, if as many ranks have saved.
     """
-    loader: Any = engine.training_dataloader
+    loader = engine.training_dataloader
     if hasattr(loader, "place") and manifest.loader:
         loader.continue_from(in_next_epoch(loader, manifest.loader))
         engine.window_start.note(engine)

@@ -42,7 +42,7 @@ class LoadMatch:
     held: dict[str, str]
     buffers: dict[str, str]
     groups: Sequence[int] = ()
-    schedule: dict[str, Any] | None = None
+    schedule: dict[str, object] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class LoadTarget:
     elsewhere: Collection[str]
     optimizer: torch.optim.Optimizer | None
     group_of: Mapping[str, int]
-    scheduler: Any
+    scheduler: object
 
     @classmethod
     def of(cls, engine: TrainingEngine) -> LoadTarget:

@@ -16,7 +16,6 @@ from functools import cached_property
 from hashlib import sha256
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,6 +39,7 @@ from hf_zero.checkpoint.storage import (
 )
 from hf_zero.checkpoint.tensorfile import TensorFile, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
+from hf_zero.logging import JsonObject
 from hf_zero.zero.layout.box import BoxRun
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 
@@ -371,7 +371,7 @@ class Checkpoint(ClosedAtExit):
         self.verify([self.manifest.objects])
         return load_objects(self.folder / self.manifest.objects.name)
 
-    def client_state(self) -> dict[str, Any]:
+    def client_state(self) -> dict[str, object]:
         return join(
             "client_state",
             self.manifest.client_state,
@@ -379,7 +379,7 @@ class Checkpoint(ClosedAtExit):
             self._objects_path(),
         )
 
-    def scheduler_state(self) -> dict[str, Any]:
+    def scheduler_state(self) -> dict[str, object]:
         state = (self.manifest.lr_scheduler or {"state": {"json": {}, "objects": []}})["state"]
         return join(
             "the lr scheduler", state, self.objects.get("lr_scheduler", {}), self._objects_path()
@@ -453,7 +453,7 @@ def load_objects(path: AnyPath) -> dict[str, dict[str, object]]:
 
 
 def join(
-    what: str, state: Mapping[str, Any], objects: Mapping[str, object], source: AnyPath
+    what: str, state: JsonObject, objects: Mapping[str, object], source: AnyPath
 ) -> dict[str, object]:
     """Inverse of :func:`hf_zero.checkpoint.save_sharded.split`.
 

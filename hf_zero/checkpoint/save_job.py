@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -40,8 +40,14 @@ from hf_zero.checkpoint.staging import DeferredState, DividedFile, StagedFile, T
 from hf_zero.checkpoint.storage import AnyPath, describe_error, describe_failures, is_remote
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, BlockHashes, FileHashes, FilePlan
 from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError
-from hf_zero.logging import in_units, logger
+from hf_zero.logging import JsonObject, in_units, logger
 from hf_zero.ops.host_memory import HostArena
+
+if TYPE_CHECKING:
+    from hf_zero.distributed.mesh import Mesh
+    from hf_zero.distributed.world_group import RankGroup
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,7 @@ class SaveJob:
 class ByCollectives:
     """Exchange of outcomes by collectives."""
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: Mesh | RankGroup) -> None:
         self._mesh = mesh
 
     def gather(self, own: Outcome) -> list[Outcome]:
@@ -238,7 +244,7 @@ class AsyncSaver:
 
     def __init__(
         self,
-        mesh: Any,
+        mesh: Mesh,
         rank: int,
         world: int,
         device: torch.device,
@@ -398,7 +404,7 @@ class AsyncSaver:
             exchange.broadcast(failure)
 
 
-def _set_result(future: Future[Any], action: Callable[[], Any]) -> None:
+def _set_result(future: Future[T], action: Callable[[], T]) -> None:
     try:
         result = action()
     except BaseException as error:
@@ -443,7 +449,7 @@ def _run(job: SaveJob, staged: StagedFile, plan: FilePlan, exchange: _ByStore) -
         )
 
 
-def _outcome(sent: dict[str, Any]) -> Outcome:
+def _outcome(sent: JsonObject) -> Outcome:
     """Return the Outcome that ``asdict`` made ``sent`` of."""
     hashes = sent["hashes"]
     if hashes is not None:

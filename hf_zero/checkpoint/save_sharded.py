@@ -95,7 +95,7 @@ def save(
     engine: TrainingEngine,
     directory: str | os.PathLike[str],
     tag: str | None = None,
-    client_state: Mapping[str, Any] | None = None,
+    client_state: Mapping[str, object] | None = None,
     exclude_frozen_parameters: bool = False,
     save_latest: bool = True,
     keep: int | None = None,
@@ -194,7 +194,7 @@ class _RankSave:
         self,
         engine: TrainingEngine,
         target: CommitTarget,
-        client_state: Mapping[str, Any],
+        client_state: Mapping[str, object],
         exclude_frozen: bool,
         background: AsyncSaver | None,
         offered: Offered | None,
@@ -299,16 +299,16 @@ def _agree_on_target(
 class NonTensorState:
     """State other than tensors, in the manifest's form, and its part for ``objects.pt``."""
 
-    client_state: dict[str, Any]
-    lr_scheduler: dict[str, Any] | None
-    objects: dict[str, dict[str, Any]]
+    client_state: dict[str, object]
+    lr_scheduler: dict[str, object] | None
+    objects: dict[str, dict[str, object]]
 
 
-def non_tensor_state(engine: TrainingEngine, client_state: Mapping[str, Any]) -> NonTensorState:
+def non_tensor_state(engine: TrainingEngine, client_state: Mapping[str, object]) -> NonTensorState:
     """Return the current state other than tensors. Raises CheckpointError if it cannot be saved."""
     client, objects_of_client = split("client_state", client_state)
-    scheduler: dict[str, Any] | None = None
-    objects_of_scheduler: dict[str, Any] = {}
+    scheduler: dict[str, object] | None = None
+    objects_of_scheduler: dict[str, object] = {}
     if hasattr(engine.lr_scheduler, "state_dict"):
         state, objects_of_scheduler = split(
             "the state of the lr scheduler", engine.lr_scheduler.state_dict()
@@ -499,7 +499,7 @@ def config_files(module: torch.nn.Module) -> dict[str, bytes]:
     return files
 
 
-def is_json(value: Any) -> bool:
+def is_json(value: object) -> bool:
     """Whether ``json.loads(json.dumps(value))`` equals ``value``, with equal types (no tuples, no
     integer keys).
     """
@@ -512,7 +512,7 @@ def is_json(value: Any) -> bool:
     )
 
 
-def split(what: str, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split(what: str, state: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
     """Divide ``state`` into its manifest form ``{"json", "objects"}`` and the values for
     ``objects.pt``.
 
@@ -533,7 +533,7 @@ def split(what: str, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     return {"json": plain, "objects": sorted(objects)}, objects
 
 
-def _check_loadable(what: str, value: Any) -> None:
+def _check_loadable(what: str, value: object) -> None:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

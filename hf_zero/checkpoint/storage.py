@@ -17,10 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
+
+if TYPE_CHECKING:
+    from hf_zero.distributed.mesh import Mesh
+    from hf_zero.distributed.world_group import RankGroup
 
 AnyPath = Any
 """A ``pathlib.Path``, or a ``upath.UPath`` of an object store.
@@ -252,7 +256,7 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 @functools.cache
-def _renameat2() -> Any:
+def _renameat2() -> Callable[..., int] | None:
     """Return the function of the C library, None if it has none."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is not None:
@@ -430,11 +434,11 @@ def describe_failures(failed: Mapping[int, str], world: int) -> str:
 
 
 def collective_try(
-    mesh: Any,
+    mesh: Mesh | RankGroup,
     action: Callable[[], T],
-    path: Any = None,
+    path: AnyPath = None,
     after: str = "",
-    share: Callable[[T], Any] | None = None,
+    share: Callable[[T], object] | None = None,
 ) -> tuple[T, list[Any]]:
     """Run ``action`` on every rank. Return this rank's result, and by rank the part of each result
     that ``share`` returns (None without it). Collective.
@@ -457,13 +461,13 @@ def collective_try(
     raise CheckpointError(message + (f". {after}" if after else "")) from cause
 
 
-def decide_on_rank_0(world: Any, choose: Callable[[], T]) -> T:
+def decide_on_rank_0(world: RankGroup, choose: Callable[[], T]) -> T:
     """Return the result of ``choose()`` on rank 0 of the group ``world`` to all ranks. Collective.
 
     If ``choose`` raises, all ranks raise a CheckpointError with its error.
     """
     cause: Exception | None = None
-    answer: tuple[Any, str] = (None, "")
+    answer: tuple[T | None, str] = (None, "")
     if world.rank == 0:
         try:
             answer = choose(), ""

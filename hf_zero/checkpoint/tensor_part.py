@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.box import Box
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner import WriteItem
 
 Place = tuple[tuple[int, ...], int, Box | None]
 
@@ -69,14 +73,14 @@ class TensorPart(torch.Tensor):
 
     # ---- the protocol of torch.distributed.checkpoint ----
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
             ChunkStorageMetadata(torch.Size(offsets), view.shape) for offsets, view in self.pieces
         ]
 
-    def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 

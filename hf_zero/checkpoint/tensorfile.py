@@ -122,7 +122,7 @@ class BlockHashes:
     def __len__(self) -> int:
         return len(self.digests) // _BLOCK_DIGITS
 
-    def match(self, block: int, content: Any) -> bool:
+    def match(self, block: int, content: bytes | memoryview) -> bool:
         """Whether ``content`` equals block number ``block`` as it was written."""
         at = block * _BLOCK_DIGITS
         return xxhash.xxh3_64_hexdigest(content) == self.digests[at : at + _BLOCK_DIGITS]
@@ -380,7 +380,7 @@ class TensorFile(ClosedAtExit):
                 self._compare(block, self._header[at : at + size], at)
         self._header = b""
 
-    def _compare(self, block: int, content: Any, at: int) -> None:
+    def _compare(self, block: int, content: bytes | memoryview, at: int) -> None:
         assert self._blocks is not None
         if not self._blocks.match(block, content):
             raise self._damaged(

@@ -27,6 +27,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
 from hf_zero.optim.bf16_state import COMPENSATION
 from hf_zero.optim.segment_table import NOT_KEPT
+from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.access.full import whole_of
 from hf_zero.zero.access.wholes import version_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -41,6 +42,7 @@ from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, nam
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
     from hf_zero.zero.training_engine import TrainingEngine
 
@@ -126,7 +128,7 @@ class _TorchStates:
             by_fqn.update(dict.fromkeys((fqn, *self.tied.get(name, ())), (flat, name)))
         first = mesh.peers is None or mesh.rank == mesh.ranks[0]
         shapes = mesh.broadcast_object(_mapped(state, lambda path, value: value.to("meta")))
-        values = dict[tuple[Any, ...], torch.Tensor]()
+        values = dict[tuple[object, ...], torch.Tensor]()
         if first:
             _mapped(state, values.__setitem__)
 
@@ -163,7 +165,9 @@ class _TorchStates:
         return state | buffers | extra
 
     @torch.no_grad()
-    def load_weights(self, state: Mapping[str, Any], strict: bool) -> Any:
+    def load_weights(
+        self, state: Mapping[str, torch.Tensor], strict: bool
+    ) -> nn.modules.module._IncompatibleKeys:
         source, missing = _LoadedStates(), {*self.buffers, *self.extra} - state.keys()
         for flat, name, fqn in self.slots:
             keys = [key for key in (fqn, *self.tied.get(name, ())) if key in state]
@@ -249,7 +253,7 @@ class _TorchStates:
         return {"state": state, "param_groups": groups}
 
     @torch.no_grad()
-    def load_optimizer(self, content: Mapping[str, Any], strict: bool) -> None:
+    def load_optimizer(self, content: States, strict: bool) -> None:
         """Load a state dict as :meth:`optimizer` returns it (collective).
 
         Raises CheckpointError, before anything is written, if state is missing (with ``strict``),
@@ -294,7 +298,7 @@ class _TorchStates:
         self.engine.bound.load_hyperparameters(groups)
         transfer(source, self.engine, weights=False, keeps=True)
 
-    def _groups(self, saved: Sequence[Mapping[str, Any]], strict: bool) -> list[dict[str, object]]:
+    def _groups(self, saved: Sequence[ParamGroup], strict: bool) -> list[dict[str, object]]:
         """Return the settings for each group of the engine, from the group in ``saved`` that has
         its parameters; by number if none of them has a group there.
         """
@@ -372,8 +376,8 @@ def _differs(what: str, of: str, missing: list[str], unexpected: list[str]) -> C
 
 def _mapped(
     value: object,
-    change: Callable[[tuple[Any, ...], torch.Tensor], Any],
-    path: tuple[Any, ...] = (),
+    change: Callable[[tuple[object, ...], torch.Tensor], object],
+    path: tuple[object, ...] = (),
 ) -> object:
     """Return ``value`` with ``change(path, tensor)`` in place of each tensor in its dicts and
     lists.
@@ -390,7 +394,7 @@ def _mapped(
 # ---- torch's functions ----
 
 
-def engine_of(model: nn.Module) -> Any:
+def engine_of(model: nn.Module) -> TrainingEngine | None:
     """Return the engine that has the parameters of ``model``; None if there is none."""
     flat = next(filter(None, map(owner_of, model.parameters())), None)
     return None if flat is None or flat.retired else flat.engine()
@@ -421,7 +425,7 @@ def _states_of(
     return _TorchStates(engine, info.cpu_offload, loads)
 
 
-def _replacements(torch_module: Any) -> dict[str, Callable[..., object]]:
+def _replacements(torch_module: ModuleType) -> dict[str, Callable[..., object]]:
     """Return the functions that replace those of ``torch_module``, which they call for other
     models.
     """
@@ -532,7 +536,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
-            def exec_module(module: Any) -> None:
+            def exec_module(module: ModuleType) -> None:
                 run(module)
                 _patch(module)
 

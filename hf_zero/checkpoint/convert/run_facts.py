@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.storage import AnyPath, is_remote
 from hf_zero.logging import counted, curve, listed, parse_json
 from hf_zero.measures.metrics_file import read_rows
 
-Logged = Mapping[str, tuple[float, Any]]  # by name: the last number, and its step
+Logged = Mapping[str, tuple[float, object]]  # by name: the last number, and its step
 
 LARGEST = 1e300  # of a figure, so that sums of a few stay finite
 TOKENS = ("num_tokens", "num_input_tokens_seen")  # in the logs of TRL and of the Trainer
@@ -166,7 +166,7 @@ def logged(folders: Sequence[AnyPath]) -> dict[str, tuple[float, object]]:
     return {}
 
 
-def last_numbers(history: Iterable[Mapping[str, object]]) -> dict[str, tuple[float, Any]]:
+def last_numbers(history: Iterable[Mapping[str, object]]) -> dict[str, tuple[float, object]]:
     """Return the last number of each name in ``history``, the Trainer's log, with its step."""
     return {
         key: (value, entry.get("step"))

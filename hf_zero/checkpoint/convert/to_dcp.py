@@ -125,10 +125,15 @@ def _fill(checkpoint: Checkpoint, runs: Any, state: str, out: torch.Tensor) -> N
 
 # How an optimizer computes: settings that no checkpoint of hf-zero holds, and that a loader of
 # torch asks for where its optimizer has them.
-IMPLEMENTATION = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+IMPLEMENTATION: dict[str, object] = {
+    "foreach": None,
+    "fused": None,
+    "capturable": False,
+    "differentiable": False,
+}
 
 
-def _defaults(kind: str) -> dict[str, Any]:
+def _defaults(kind: str) -> dict[str, object]:
     """Return the settings that an optimizer of this name has beside those of a checkpoint."""
     cls = getattr(torch.optim, kind.rpartition(".")[2], None)
     if cls is None:

@@ -10,7 +10,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -111,7 +110,7 @@ def _whole(checkpoint: Checkpoint, name: str, state: str) -> torch.Tensor | None
     return out
 
 
-def _model_states(checkpoint: Checkpoint) -> dict[str, Any]:
+def _model_states(checkpoint: Checkpoint) -> dict[str, object]:
     """Return DeepSpeed's model file: whole weights, counters, schedule."""
     manifest = checkpoint.manifest
     module = dict(_tensors(checkpoint))

@@ -28,6 +28,7 @@ from hf_zero.checkpoint.manifest import (
 from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile
 from hf_zero.errors import CheckpointError
+from hf_zero.logging import JsonObject
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 
@@ -96,7 +97,7 @@ class OptimizerGroup:
     parameters' names, and the scalars of those that have others, as in a manifest.
     """
 
-    hyperparameters: dict[str, Any]
+    hyperparameters: JsonObject
     scalars: dict[str, float]
     parameters: tuple[str, ...]
     apart: dict[str, dict[str, float]]
@@ -252,10 +253,10 @@ class Assembled(Checkpoint):
     def objects(self) -> dict[str, dict[str, object]]:  # type: ignore[override]
         return {}
 
-    def client_state(self) -> dict[str, Any]:
+    def client_state(self) -> dict[str, object]:
         return dict(self._found.client_state)
 
-    def scheduler_state(self) -> dict[str, Any]:
+    def scheduler_state(self) -> dict[str, object]:
         return dict(self._found.lr_scheduler or {})
 
     def close(self) -> None:

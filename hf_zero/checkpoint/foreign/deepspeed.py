@@ -50,7 +50,7 @@ from hf_zero.checkpoint.foreign.optimizer_states import (
 )
 from hf_zero.checkpoint.foreign.torch_files import load_pickle
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import logger
+from hf_zero.logging import JsonObject, logger
 
 CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -380,7 +380,7 @@ class DeepSpeedFolder:
             for tied, first in (self.model.get("shared_params") or {}).items()
             if first in candidates and tied not in trained
         }
-        at: dict[Any, str] = {}
+        at: dict[tuple[int, torch.Size], str] = {}
         for name in sorted(
             (name for name in whole if name in candidates and name not in aliases),
             key=lambda name: name not in trained,
@@ -434,7 +434,7 @@ class DeepSpeedFolder:
             for group, rate in zip(groups, rates)
         )
 
-    def _scaler(self) -> dict[str, Any] | None:
+    def _scaler(self) -> JsonObject | None:
         return scaler_of(self.optims[0] if self.optims else self.model.get("optimizer") or {})
 
 
@@ -498,7 +498,7 @@ class Universal(DeepSpeedFolder):
         }
         return groups_of(base, self.shapes(), steps)
 
-    def _scaler(self) -> dict[str, Any] | None:
+    def _scaler(self) -> JsonObject | None:
         return scaler_of(self._settings)
 
     @staticmethod

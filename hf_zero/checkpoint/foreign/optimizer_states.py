@@ -15,6 +15,7 @@ import torch
 from hf_zero.checkpoint.foreign.assembled import OptimizerGroup
 from hf_zero.checkpoint.manifest import pair_names
 from hf_zero.optim.segment_table import plain_settings
+from hf_zero.optim.segments import ParamGroup, StateArrays
 
 Shape = tuple[int, ...]
 Names = list[list[str]]
@@ -129,7 +130,7 @@ def _begins(values: torch.Tensor, rounded: torch.Tensor) -> bool:
     return all(torch.equal(values[end].to(flat.dtype), flat[end]) for end in ends)
 
 
-def named(groups: Sequence[Mapping[str, Any]], parameters: Collection[str]) -> Names | None:
+def named(groups: Sequence[ParamGroup], parameters: Collection[str]) -> Names | None:
     """Return the names that torch stores for an optimizer that was given named parameters."""
     result = [list(group.get("param_names") or ()) for group in groups]
     complete = all(len(names) == len(group["params"]) for names, group in zip(result, groups))
@@ -142,7 +143,7 @@ def named(groups: Sequence[Mapping[str, Any]], parameters: Collection[str]) -> N
 
 def groups_of(
     base: Mapping[str, Any],
-    shapes: Sequence[Mapping[str, Any]],
+    shapes: Sequence[Mapping[str, object]],
     steps: Mapping[str, object] | None = None,
 ) -> tuple[OptimizerGroup, ...] | None:
     """Return the groups of ``base``, torch's state dict of an optimizer, with their parameters'
@@ -209,6 +210,6 @@ def torch_state(saved: Mapping[str, object]) -> Mapping[str, Any]:
     return state if isinstance(state, Mapping) else {}
 
 
-def state_of(base: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    state: Mapping[str, Any] = base.get("state", {}).get(index, {})
+def state_of(base: Mapping[str, Any], index: int) -> StateArrays:
+    state: StateArrays = base.get("state", {}).get(index, {})
     return state

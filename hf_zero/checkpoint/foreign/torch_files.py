@@ -16,6 +16,7 @@ import os
 import pickle
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -52,7 +53,7 @@ def load_pickle(path: Path, classes: tuple[str, ...]) -> Any:
     Raises CheckpointError for a damaged file, and for one that holds an object of any other class.
     """
     # One stand-in class per name: the unpickler looks classes up by name.
-    allowed: list[Any] = [(type(name.rpartition(".")[2], (Opaque,), {}), name) for name in classes]
+    allowed = [(type(name.rpartition(".")[2], (Opaque,), {}), name) for name in classes]
     try:
         with _ALLOWING, torch.serialization.safe_globals([*allowed, *_of_numpy()]):
             return torch.load(path, map_location="cpu", mmap=_is_zip(path), weights_only=True)
@@ -69,7 +70,7 @@ def load_pickle(path: Path, classes: tuple[str, ...]) -> Any:
 
 
 @cache
-def _of_numpy() -> tuple[Any, ...]:
+def _of_numpy() -> tuple[tuple[Callable[..., object], str], ...]:
     """Return stand-ins for the globals that pickled numpy arrays and scalars refer to, under the
     module names before and since numpy 2. numpy's own are not used: a dtype takes flags and
     addresses from the file, and crashes the process if they are wrong.
@@ -110,7 +111,8 @@ class _NumpyArray(np.ndarray):  # type: ignore[type-arg]  # numpy's parameters a
         plain: Any = (1, tuple(shape), kind.dtype, bool(is_fortran), values)
         super().__setstate__(plain)
 
-    def __reduce__(self) -> Any:  # as numpy's own class, for those who save it again
+    # as numpy's own class, for those who save it again
+    def __reduce__(self) -> str | tuple[object, ...]:
         return np.asarray(self).__reduce__()
 
 

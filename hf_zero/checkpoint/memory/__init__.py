@@ -16,7 +16,7 @@ __all__ = ["Newest", "newest", "newest_in_memory", "save"]
 def save(
     engine: Any,
     beside: Mapping[str, bytes] | None = None,
-    client_state: Mapping[str, Any] | None = None,
+    client_state: Mapping[str, object] | None = None,
     tag: str | None = None,
 ) -> None:
     """Save ``engine`` into the memory of the hosts; returns once its state is copied there. Every

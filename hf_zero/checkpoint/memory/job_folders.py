@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint.memory import folders
 from hf_zero.checkpoint.memory.inventory import Generation, Held, generations, scan
@@ -16,6 +16,10 @@ from hf_zero.checkpoint.storage import collective_try
 from hf_zero.config.sections import MemorySection
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
+
+if TYPE_CHECKING:
+    from hf_zero.distributed.mesh import Mesh
+    from hf_zero.distributed.world_group import RankGroup
 
 
 def machine(base: Path) -> str:
@@ -75,7 +79,9 @@ class JobFolders:
     Raises CheckpointError if several machines have one name.
     """
 
-    def __init__(self, settings: MemorySection, ranks: Any, rank: int, host: str) -> None:
+    def __init__(
+        self, settings: MemorySection, ranks: Mesh | RankGroup, rank: int, host: str
+    ) -> None:
         self.rank, self._ranks, self.number = rank, ranks, 0
         job, lasting = folders.job_identity(settings.job)
         self.bases: Sequence[Path] = folders.bases(settings.folder)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,10 @@ from hf_zero.distributed import process_group
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, listed, log_rank0, logger
+
+if TYPE_CHECKING:
+    from hf_zero.distributed.mesh import Mesh
+    from hf_zero.distributed.world_group import RankGroup
 
 # files compared by `newest_in_memory`, which the load right after it need not hash again
 _compared: set[tuple[Path, str, int, int]] = set()
@@ -144,7 +148,10 @@ def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, stri
 
 
 def _on_disk(
-    ranks: Any, rank: int, directory: str | os.PathLike[str] | None, tag: str | None = None
+    ranks: Mesh | RankGroup,
+    rank: int,
+    directory: str | os.PathLike[str] | None,
+    tag: str | None = None,
 ) -> OnDisk | None:
     """Return the checkpoint ``<directory>/<tag>``, by default the one that ``latest`` names; None
     without one. Collective.
@@ -168,7 +175,7 @@ def _on_disk(
 
 def _generations(
     where: JobFolders,
-    ranks: Any,
+    ranks: Mesh | RankGroup,
     on_disk: OnDisk | None = None,
     directory: str | os.PathLike[str] | None = None,
 ) -> Iterator[_Taking]:
@@ -195,7 +202,7 @@ class _Taking:
     def __init__(
         self,
         where: JobFolders,
-        ranks: Any,
+        ranks: Mesh | RankGroup,
         generation: Generation,
         local: Mapping[Held, Path],
     ) -> None:
@@ -370,7 +377,10 @@ class _Taking:
         memory.ready = self.save_id
 
     def _place(
-        self, memory: Any, manifest: Manifest, moves: Sequence[tuple[int, str, str]]
+        self,
+        memory: saving.MemoryCheckpoints,
+        manifest: Manifest,
+        moves: Sequence[tuple[int, str, str]],
     ) -> Path:
         """Return the folder with room for what this host receives in ``moves``. Collective."""
         nbytes = sum(manifest.files[n].size for n, host, _ in moves if host == self._host)
@@ -393,7 +403,7 @@ class _Taking:
 
     def _fetch(
         self,
-        memory: Any,
+        memory: saving.MemoryCheckpoints,
         manifest: Manifest,
         moves: Sequence[tuple[int, str, str]],
         folder: Path,
