@@ -36,6 +36,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, listed, log_rank0, logger
 
 if TYPE_CHECKING:
+    from hf_zero.distributed.host_transfers import Peer
     from hf_zero.distributed.mesh import Mesh
     from hf_zero.distributed.world_group import RankGroup
 
@@ -411,8 +412,8 @@ class _Taking:
         """Send and receive the files of ``moves``: file, host, source. Return those that this rank
         has received and that do not have their hash, with the source. Collective.
         """
-        sends: list[Any] = []
-        receives: list[Any] = []
+        sends: list[Peer] = []
+        receives: list[Peer] = []
         arriving: list[tuple[tuple[str, int], str, Hash]] = []
 
         def open_files() -> None:
