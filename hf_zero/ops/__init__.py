@@ -5,7 +5,7 @@ the native core is built, else in Python.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 _EXPORTS = {
     "BLOCK": "hf_zero.ops.moment_blocks",
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from hf_zero.ops.native import why_not as why_not
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _EXPORTS:
         raise AttributeError(
             f"module 'hf_zero.ops' has no attribute {name!r}; it has {', '.join(__all__)}"

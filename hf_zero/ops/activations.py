@@ -8,15 +8,13 @@ where torch rounds after each operation.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hf_zero.errors import KernelError
 from hf_zero.ops import model_reference as reference
 from hf_zero.ops.dispatch import Kernel, as_rows, check_alike, check_bias, check_float
-from hf_zero.ops.operators import operator
+from hf_zero.ops.operators import GradientContext, operator
 
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -228,23 +226,25 @@ def _(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
     return _like(gate_up)
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[object, ...], output: object) -> None:
+def _keep_inputs(
+    ctx: GradientContext, inputs: tuple[*tuple[Tensor | None, ...], str], output: object
+) -> None:
     *tensors, ctx.act = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _bias_act_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _bias_act_gradient(ctx: GradientContext, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, bias = ctx.saved_tensors
     bias_trains = bias is not None and ctx.needs_input_grad[1]
     dx, dbias = _bias_act_backward(dy, x, bias, ctx.act, bias_trains)
     return dx, dbias if bias_trains else None, None
 
 
-def _gated_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _gated_gradient(ctx: GradientContext, dy: Tensor) -> tuple[Tensor | None, ...]:
     return *_gated_backward(dy, *ctx.saved_tensors, ctx.act), None
 
 
-def _gated_packed_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _gated_packed_gradient(ctx: GradientContext, dy: Tensor) -> tuple[Tensor | None, ...]:
     return _gated_packed_backward(dy, *ctx.saved_tensors, ctx.act), None
 
 

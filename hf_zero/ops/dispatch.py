@@ -27,7 +27,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from types import FunctionType
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,7 +38,8 @@ from hf_zero.device import kinds
 from hf_zero.errors import KernelError
 from hf_zero.logging import logger
 
-KERNELS: dict[str, Kernel] = {}
+R = TypeVar("R", covariant=True)
+KERNELS: dict[str, Kernel[object]] = {}
 _BROKEN: dict[str, str] = {}
 # the interpreter keeps the running program in a global, and ranks may be threads
 _INTERPRETER = threading.RLock()
@@ -48,7 +50,7 @@ def _takes_all(*args: object, **kwargs: object) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Kernel:
+class Kernel(Generic[R]):
     """An operation with two bodies of one signature: ``launch`` is "module:function" of
     hf_zero.ops.triton_kernels.
 
@@ -58,7 +60,7 @@ class Kernel:
 
     name: str
     launch: str
-    reference: Callable[..., Any]
+    reference: Callable[..., R]
     refuses: Callable[..., str] = field(default=_takes_all)
     example: Callable[[torch.device], tuple[object, ...]] | None = None
 
@@ -70,7 +72,7 @@ class Kernel:
             )
         KERNELS[self.name] = self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> R:
         device = _device(args)
         if self.name in _BROKEN or not runs_on(device) or self.refuses(*args, **kwargs):
             return self.reference(*args, **kwargs)
@@ -94,7 +96,7 @@ class Kernel:
             )
         return self.reference(*args, **kwargs)
 
-    def launcher(self) -> Callable[..., object]:
+    def launcher(self) -> FunctionType:
         """Return the function that launches the Triton kernel; imports triton."""
         return _load(self.launch)
 
@@ -177,9 +179,9 @@ def broken() -> dict[str, str]:
 
 
 @functools.cache
-def _load(launch: str) -> Callable[..., object]:
+def _load(launch: str) -> FunctionType:
     module, function = launch.split(":")
-    loaded: Callable[..., object] = getattr(
+    loaded: FunctionType = getattr(
         importlib.import_module(f"hf_zero.ops.triton_kernels.{module}"), function
     )
     return loaded
@@ -195,7 +197,7 @@ def _device(args: Iterable[object]) -> torch.device:
     return torch.device("meta")
 
 
-def _current(device: torch.device) -> AbstractContextManager[Any]:
+def _current(device: torch.device) -> AbstractContextManager[object]:
     """Make ``device`` the current one: Triton launches on the current device and its stream,
     whatever the device of the tensors.
     """
@@ -325,7 +327,7 @@ def try_out(kernel: Kernel, device: torch.device) -> str:
     return ""
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

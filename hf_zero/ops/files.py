@@ -20,6 +20,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +80,7 @@ def parse_faults(text: str) -> list[Fault]:
     return faults
 
 
-def _native() -> Any | None:
+def _native() -> ModuleType | None:
     try:
         core = importlib.import_module("hf_zero._cpu")
     except ImportError:

@@ -19,9 +19,8 @@ flag (``found_inf``) and the counters are tensors on it. All functions raise
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,12 +46,12 @@ __all__ = [
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _advance_example(device: torch.device) -> tuple[Any, ...]:
+def _advance_example(device: torch.device) -> tuple[Tensor, Tensor, None]:
     return torch.zeros(1, device=device), settings_table([RowSettings(lr=1e-3)], device), None
 
 
-def _update_example(moments: int) -> Any:
-    def example(device: torch.device) -> tuple[Any, ...]:
+def _update_example(moments: int) -> Callable[[torch.device], tuple[object, ...]]:
+    def example(device: torch.device) -> tuple[object, ...]:
         tiles = Tiles.cut([FlatRun(20, 0, 0, 0, 0)], device, tile=16)
         arrays = [torch.rand(20, device=device) for _ in range(2 + moments)]
         coefficients = advance_(*_advance_example(device))

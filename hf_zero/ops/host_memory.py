@@ -19,9 +19,9 @@ import mmap
 import os
 import resource
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -106,7 +106,9 @@ def _bring_in(address: int, nbytes: int) -> int:
         return max(pool.map(populate, starts))
 
 
-def _release(address: int, nbytes: int, process: int, unregister: Any) -> None:
+def _release(
+    address: int, nbytes: int, process: int, unregister: Callable[[int], object] | None
+) -> None:
     if os.getpid() != process:
         return  # a forked child never had the pages, and may have mapped other memory there
     if unregister is not None:
@@ -222,7 +224,7 @@ class HostArena:
         weakref.finalize(memory, _release, address, nbytes, os.getpid(), unregister).atexit = False
         return torch.frombuffer(memory, dtype=dtype, count=numel)
 
-    def _held(self, address: int, nbytes: int) -> Any:
+    def _held(self, address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
         """Return the bytes at ``address``, counted as long as a tensor on them lives."""
         memory = (ctypes.c_char * nbytes).from_address(address)
         self._mapped[address] = nbytes
@@ -248,7 +250,7 @@ class HostArena:
             "a smaller state (hf-zero estimate adds it up)"
         )
 
-    def _register(self, address: int, nbytes: int) -> Any:
+    def _register(self, address: int, nbytes: int) -> Callable[[int], object] | None:
         """Pin the pages; return the function that undoes it, or None."""
         if self._device is None or not self._pins:
             return None

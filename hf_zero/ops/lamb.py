@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,9 +86,8 @@ def measure_(
         ]
         return torch.tensor(sums, dtype=torch.float64).view(-1, 2)
     takes = wanted("optimizer", kernels, weights[0].device)
-    run: Callable[..., Any] = MEASURE if takes else reference.lamb_measure
-    result: Tensor = run(*arrays, *asdict(settings).values(), divisor)
-    return result
+    run: Callable[..., Tensor] = MEASURE if takes else reference.lamb_measure
+    return run(*arrays, *asdict(settings).values(), divisor)
 
 
 def apply_(
@@ -111,7 +109,7 @@ def apply_(
             host.lamb_apply(*map(_flat, tensors), step_size=step_size, **numbers)
         return
     takes = wanted("optimizer", kernels, weights[0].device)
-    run: Callable[..., Any] = APPLY if takes else reference.lamb_apply
+    run: Callable[..., None] = APPLY if takes else reference.lamb_apply
     sizes = step_sizes.to(weights[0].device, weights[0].dtype)
     run(*arrays, sizes, settings.eps, settings.decay, settings.eps_inside)
 

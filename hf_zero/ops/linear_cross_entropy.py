@@ -11,14 +11,13 @@ soft-capping that of Gemma 2 (2024, section 2), label smoothing that of Szegedy 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hf_zero.device.kinds import autocast_dtype
 from hf_zero.errors import KernelError
 from hf_zero.ops import chunked_head
 from hf_zero.ops.chunked_head import Terms, Wanted, accumulator_dtype, rows_of_a_chunk
+from hf_zero.ops.operators import GradientContext
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -250,15 +249,20 @@ def _scaled(gradient: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> t
     return torch.mul(gradient, grad, out=torch.empty_like(gradient, dtype=dtype))
 
 
-def _keep_sums(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _keep_sums(
+    ctx: GradientContext,
+    inputs: tuple[torch.Tensor, *tuple[object, ...]],
+    output: tuple[torch.Tensor, ...],
+) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[1:])
-    ctx.dtype, ctx.wanted = inputs[0].dtype, inputs[-3:]
+    hidden, *others = inputs
+    ctx.dtype, ctx.wanted = hidden.dtype, others[-3:]
 
 
 def _hand_out(
-    ctx: Any, grad: torch.Tensor | None, *unused: object
+    ctx: GradientContext, grad: torch.Tensor | None, *unused: object
 ) -> tuple[torch.Tensor | None, ...]:
     gradients: list[torch.Tensor | None] = [None, None, None]
     if grad is not None:
@@ -371,7 +375,11 @@ def _(
 
 
 def _keep_arguments(
-    ctx: Any, inputs: tuple[object, ...], output: tuple[torch.Tensor, torch.Tensor]
+    ctx: GradientContext,
+    inputs: tuple[
+        torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, *tuple[object, ...]
+    ],
+    output: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     hidden, weight, bias, labels, *ctx.numbers = inputs
     ctx.set_materialize_grads(False)
@@ -380,7 +388,7 @@ def _keep_arguments(
 
 
 def _recompute(
-    ctx: Any, grad: torch.Tensor | None, *unused: object
+    ctx: GradientContext, grad: torch.Tensor | None, *unused: object
 ) -> tuple[torch.Tensor | None, ...]:
     if grad is None:
         return (None,) * 8

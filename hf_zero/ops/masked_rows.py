@@ -14,12 +14,11 @@ host cannot read the count, and there are as many places as tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hf_zero.device import kinds, pinned, streams
 from hf_zero.errors import KernelError
+from hf_zero.ops.operators import GradientContext
 
 GRANULE = 128  # the number of places is a multiple of a GEMM's tile
 SLACK = 0.125  # fraction of the rows: empty places allowed before their number shrinks
@@ -166,14 +165,16 @@ def _(grad: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return grad.new_empty(slots.numel(), grad.shape[1])
 
 
-def _keep_slots(ctx: Any, inputs: tuple[object, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _keep_slots(
+    ctx: GradientContext, inputs: tuple[object, ...], output: tuple[torch.Tensor, ...]
+) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(output[2])
 
 
 def _hand_back(
-    ctx: Any, grad: torch.Tensor | None, *unused: object
+    ctx: GradientContext, grad: torch.Tensor | None, *unused: object
 ) -> tuple[torch.Tensor | None, ...]:
     if grad is None:
         return None, None, None, None

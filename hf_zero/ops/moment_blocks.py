@@ -16,7 +16,7 @@ encoding values that some block decodes to finds that block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from hf_zero.ops.native import (
 from hf_zero.ops.reference import BLOCK as BLOCK
 
 
-def core_for(tensor: Tensor) -> Any:
+def core_for(tensor: Tensor) -> ModuleType | None:
     """Return the native core, or None if the reference must run."""
     return native.core() if tensor.device.type == "cpu" else None
 

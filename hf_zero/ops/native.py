@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ INSTRUCTION_SET = "HF_ZERO_ISA"
 
 
 @functools.cache
-def _loaded() -> tuple[Any, str]:
+def _loaded() -> tuple[ModuleType | None, str]:
     """Return (the module, "") or (None, the reason why it is missing)."""
     if is_off(SWITCH):
         return None, f"{SWITCH}={os.environ[SWITCH]} switches it off"
@@ -55,7 +55,7 @@ def _loaded() -> tuple[Any, str]:
     return core, ""
 
 
-def _force(core: Any, name: str) -> None:
+def _force(core: ModuleType, name: str) -> None:
     if name not in core.instruction_sets():
         raise ConfigError(
             f"instruction set {name!r} ({INSTRUCTION_SET}): this machine has "
@@ -70,7 +70,7 @@ def default_share() -> Share:
     return share_of_this_rank()
 
 
-def core() -> Any:
+def core() -> ModuleType | None:
     """Return the module ``hf_zero._cpu``, or None.
 
     Raises:
@@ -94,12 +94,14 @@ def instruction_set() -> str:
     """Return the instruction set that kernels use: avx512bf16, avx512, avx2, plain or neon; torch
     without a native core.
     """
-    return core().instruction_set() if available() else "torch"
+    native_core = core()
+    return "torch" if native_core is None else native_core.instruction_set()
 
 
 def instruction_sets() -> list[str]:
     """Return this machine's instruction sets, the widest last; empty without the native core."""
-    return list(core().instruction_sets()) if available() else []
+    native_core = core()
+    return [] if native_core is None else list(native_core.instruction_sets())
 
 
 def set_instruction_set(name: str) -> None:
@@ -114,8 +116,9 @@ def set_instruction_set(name: str) -> None:
 
 def threads() -> int:
     """Return the number of threads that a kernel runs on."""
-    if available():
-        return core().threads()
+    native_core = core()
+    if native_core is not None:
+        return native_core.threads()
     import torch
 
     return torch.get_num_threads()
@@ -154,10 +157,11 @@ def release_at_exit(folder: Path, top: Path, mark: str, path: Path) -> bool:
     return register is not None
 
 
-def _needed(what: str) -> Any:
-    if not available():
+def _needed(what: str) -> ModuleType:
+    native_core = core()
+    if native_core is None:
         raise KernelError(f"{what} there is no native core: {why_not()}")
-    return core()
+    return native_core
 
 
 # ---- the threads of this rank ----

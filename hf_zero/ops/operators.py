@@ -11,31 +11,52 @@ looks at operators, an :class:`Operator` calls its function in an ``autograd.Fun
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 
+R = TypeVar("R")
 _PLAIN = (torch.Tensor, nn.Parameter)
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
-class Operator:
+class GradientContext(Protocol):
+    """The ``ctx`` of an ``autograd.Function``: methods of torch, and attributes that its forward
+    sets for its backward.
+    """
+
+    # None where None was saved
+    @property
+    def saved_tensors(self) -> tuple[torch.Tensor, ...]: ...
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+
+    def mark_non_differentiable(self, *outputs: torch.Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+    def __getattr__(self, name: str) -> Any: ...
+
+    def __setattr__(self, name: str, value: object) -> None: ...
+
+
+class Operator(Generic[R]):
     """The operator ``name`` of ``function``, whose arguments are tensors, sequences of tensors and
     plain values, and which writes to none of them. ``operator``: that of torch.library.
     """
 
-    def __init__(self, name: str, function: Callable[..., object]) -> None:
+    def __init__(self, name: str, function: Callable[..., R]) -> None:
         self.operator = torch.library.custom_op(name, mutates_args=())(function)
         self._name, self._function = name, function
         self._node: Any = None
 
-    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., object]:
+    def register_fake(self, fake: Callable[..., object]) -> Callable[..., object]:
         """Register ``fake``, which makes outputs without values."""
         return self.operator.register_fake(fake)
 
     def register_autograd(
-        self, gradient: Callable[..., Any], setup_context: Callable[..., None]
+        self, gradient: Callable[..., object], setup_context: Callable[..., None]
     ) -> None:
         """Register ``gradient(ctx, *grads)``, which returns one for each argument, and
         ``setup_context(ctx, inputs, output)``, as torch.library.register_autograd does.
@@ -43,7 +64,7 @@ class Operator:
         self.operator.register_autograd(gradient, setup_context=setup_context)
         self._node = _node_of(self._name, self._function, gradient, setup_context)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> R:
         if torch.compiler.is_compiling() or not _is_plain(args):
             return self.operator(*args)
         if not (torch.is_grad_enabled() and any(map(_requires_grad, args))):
@@ -54,7 +75,7 @@ class Operator:
         return self._node.apply(lengths, *_flat(args, lengths))
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
+def operator(name: str) -> Callable[[Callable[..., R]], Operator[R]]:
     """Decorator that makes an :class:`Operator` of a function, as torch.library.custom_op does."""
     return lambda function: Operator(name, function)
 
@@ -112,7 +133,7 @@ def _node_of(
 
     class Node:
         @staticmethod
-        def forward(ctx: Any, lengths: tuple[int, ...], *flat: object) -> object:
+        def forward(ctx: GradientContext, lengths: tuple[int, ...], *flat: object) -> object:
             args = _nested(flat, lengths)
             ctx.lengths, ctx.needed = lengths, _nested(ctx.needs_input_grad[1:], lengths)
             output = function(*args)
@@ -120,7 +141,7 @@ def _node_of(
             return output
 
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        def backward(ctx: GradientContext, *grads: Any) -> tuple[torch.Tensor | None, ...]:
             ctx.needs_input_grad = ctx.needed
             return None, *_flat(gradient(ctx, *grads), ctx.lengths)
 

@@ -9,7 +9,6 @@ of one result. cuBLAS does the work, through torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_zero.errors import KernelError
 from hf_zero.ops.dispatch import as_rows
-from hf_zero.ops.operators import operator
+from hf_zero.ops.operators import GradientContext, operator
 
 
 def packed_linear(
@@ -274,13 +273,15 @@ def _(
     return _gradients(dy, x, x_trains, weights_train, biases_train)
 
 
-def _keep_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_input(
+    ctx: GradientContext, inputs: tuple[Tensor, list[Tensor], object], output: Tensor
+) -> None:
     x, weights, _ = inputs
     ctx.outputs = [w.shape[0] for w in weights]
     ctx.save_for_backward(x, *weights)
 
 
-def _gradient(ctx: Any, dy: Tensor) -> tuple[object, ...]:
+def _gradient(ctx: GradientContext, dy: Tensor) -> tuple[object, ...]:
     x, *weights = ctx.saved_tensors
     x_trains, weights_train, biases_train = ctx.needs_input_grad
     dx, dw, db = _packed_linear_backward(

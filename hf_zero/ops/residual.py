@@ -6,15 +6,13 @@ in the backward: neither the mask nor an activation is saved.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hf_zero.errors import KernelError
 from hf_zero.ops import model_reference as reference
 from hf_zero.ops.dispatch import Kernel, as_rows, check_alike, check_bias, check_float
-from hf_zero.ops.operators import operator
+from hf_zero.ops.operators import GradientContext, operator
 from hf_zero.ops.philox import draw_seed
 
 
@@ -156,13 +154,17 @@ def _gradients(
     )
 
 
-def _keep_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_seed(
+    ctx: GradientContext,
+    inputs: tuple[Tensor, Tensor, Tensor | None, Tensor | None, float],
+    output: Tensor,
+) -> None:
     x, residual, bias, seed, ctx.dropout = inputs
     ctx.dtypes = x.dtype, residual.dtype, None if bias is None else bias.dtype
     ctx.save_for_backward(seed)
 
 
-def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: GradientContext, dy: Tensor) -> tuple[Tensor | None, ...]:
     (seed,) = ctx.saved_tensors
     x_dtype, residual_dtype, bias_dtype = ctx.dtypes
     x_trains, residual_trains, bias_trains = ctx.needs_input_grad[:3]

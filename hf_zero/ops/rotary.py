@@ -13,15 +13,13 @@ q, k and v], so that it can be freed at once, and returns its gradient as one te
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hf_zero.errors import KernelError
 from hf_zero.ops import model_reference as reference
 from hf_zero.ops.dispatch import FLOATS, Kernel
-from hf_zero.ops.operators import operator
+from hf_zero.ops.operators import GradientContext, operator
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,22 +215,24 @@ def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _packed_like(dq, dk)
 
 
-def _keep_angles(ctx: Any, inputs: tuple[object, ...], output: object) -> None:
+def _keep_angles(ctx: GradientContext, inputs: tuple[Tensor, ...], output: object) -> None:
     _, _, cos, sin = inputs
     ctx.save_for_backward(cos, sin)
 
 
-def _keep_angles_of_packed(ctx: Any, inputs: tuple[object, ...], output: object) -> None:
+def _keep_angles_of_packed(
+    ctx: GradientContext, inputs: tuple[Tensor, Tensor, Tensor, *tuple[int, ...]], output: object
+) -> None:
     _, cos, sin, *_ = inputs
     ctx.save_for_backward(cos, sin)
 
 
-def _rotary_gradient(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+def _rotary_gradient(ctx: GradientContext, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
     return *_rotary_backward(dq, dk, *ctx.saved_tensors), None, None
 
 
 def _split_rotary_gradient(
-    ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor
+    ctx: GradientContext, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> tuple[Tensor | None, ...]:
     return _split_rotary_backward(dq, dk, dv, *ctx.saved_tensors), None, None, None, None
 

@@ -8,12 +8,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.ops.operators import GradientContext
 from hf_zero.parallel.sequence.attention import Axes, attend
 from hf_zero.parallel.sequence.block_kernels import KERNELS, Kernels
 from hf_zero.parallel.sequence.blocks import Pattern
@@ -48,7 +49,7 @@ class _Shapes(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ctx: GradientContext, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         rows, heads, tokens, _ = query.shape
         out = query.new_empty(rows, tokens, heads, value.shape[-1])
@@ -58,7 +59,7 @@ class _Shapes(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, _, _ = ctx.saved_tensors
         _count_products(5, query, value)
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

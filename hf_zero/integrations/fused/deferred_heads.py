@@ -17,7 +17,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from hf_zero.zero.layout.parameter import given_class, owner_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+T = TypeVar("T")
 PENDING = "_hf_zero_pending"  # body of the call of a deferred module that is under way
 BEFORE = "_hf_zero_forward_before"
 _HOOKS = (
@@ -104,7 +105,7 @@ class DeferredCall:
             rows, module.normalized_shape, named.get("weight"), named.get("bias"), module.eps
         )
 
-    def run(self, rows: torch.Tensor, body: Callable[..., object]) -> object:
+    def run(self, rows: torch.Tensor, body: Callable[..., T]) -> T:
         module = self.module
         if any(
             module._parameters.get(name) is not tensor

@@ -5,12 +5,12 @@ and again in the backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from hf_zero.ops import linear_cross_entropy as _operators  # noqa: F401  # registers the operator
 from hf_zero.ops.chunked_head import accumulator_dtype
+from hf_zero.ops.operators import GradientContext
 
 Function = Callable[..., torch.Tensor]
 
@@ -31,7 +31,7 @@ def by_rows(
 class _ByRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, function: Function, number: int, size: int, *tensors: Any
+        ctx: GradientContext, function: Function, number: int, size: int, *tensors: torch.Tensor
     ) -> torch.Tensor:
         ctx.function, ctx.number, ctx.size = function, number, size
         ctx.save_for_backward(*tensors)
@@ -45,7 +45,7 @@ class _ByRows(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         function, number, size = ctx.function, ctx.number, ctx.size
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
         if is_out_of_place(grad):
@@ -127,20 +127,25 @@ class SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plain: Function, numbers: tuple[object, ...], labels: torch.Tensor, *tensors: Any
+        ctx: GradientContext,
+        plain: Function,
+        numbers: tuple[object, ...],
+        labels: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        hidden, weight, bias = tensors
         needs = ctx.needs_input_grad[3:]
         total, *sums = torch.ops.hf_zero.linear_cross_entropy(
             hidden, weight.detach(), bias, labels, *numbers, *needs
         )
         ctx.plain, ctx.sums, ctx.dtype = plain, sums, hidden.dtype
         # checked for changes until the backward, and read by a second derivative
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(hidden, weight, bias)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs = ctx.needs_input_grad[3:]
         tensors = ctx.saved_tensors
         if is_out_of_place(grad):

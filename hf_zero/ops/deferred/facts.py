@@ -4,8 +4,7 @@ or store a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -14,7 +13,7 @@ from hf_zero.errors import KernelError
 _T: type[torch.Tensor] = torch.Tensor
 
 
-def named(names: str, *homes: Any) -> list[object]:
+def named(names: str, *homes: object) -> list[object]:
     """Return the functions of ``names`` that ``homes`` have."""
     functions = (getattr(home, name, None) for name in names.split() for home in homes)
     return [function for function in functions if callable(function)]
@@ -40,7 +39,7 @@ def shows(function: Callable[..., object]) -> bool:
     return function in _SHOWS
 
 
-def shown(function: Callable[..., object], one: Any, name: str) -> str:
+def shown(function: Callable[..., object], one: torch.Tensor, name: str) -> str:
     """Return what ``function`` shows of logits whose weight is sharded: a print must not wait for
     other ranks.
 
@@ -55,7 +54,7 @@ def shown(function: Callable[..., object], one: Any, name: str) -> str:
     )
 
 
-def writes(function: Callable[..., object], args: object, kwargs: Any) -> bool:
+def writes(function: Callable[..., object], args: object, kwargs: Mapping[str, object]) -> bool:
     """Whether ``function`` may write into one of its arguments."""
     name = getattr(function, "__name__", "")
     inside = name.startswith("__i") and name.endswith("__") and name != "__invert__"

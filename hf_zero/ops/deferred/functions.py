@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -23,10 +23,11 @@ from hf_zero.ops.deferred.facts import named
 from hf_zero.ops.deferred.programs import Operand, Vector
 from hf_zero.ops.deferred.tensor import HANDLERS, DeferredOutput
 
+T = TypeVar("T")
 _T: type[torch.Tensor] = torch.Tensor
 
 
-def _is_deferred(value: Any) -> TypeGuard[DeferredOutput]:
+def _is_deferred(value: object) -> TypeGuard[DeferredOutput]:
     return isinstance(value, DeferredOutput)
 
 
@@ -163,11 +164,13 @@ def _along(function: Callable[..., object], args: Any, kwargs: Any) -> Any:
     )
 
 
-def _call_along(plain: Any, dims: list[int], other_args: list[object], tensor: torch.Tensor) -> Any:
+def _call_along(
+    plain: Callable[..., T], dims: list[int], other_args: list[object], tensor: torch.Tensor
+) -> T:
     return plain(tensor, dims, other_args)
 
 
-_PLAIN_ALONG: dict[str, Any] = {
+_PLAIN_ALONG: dict[str, Callable[..., Any]] = {
     "select": lambda t, d, r: torch.select(t, d[0], r[0]),
     "narrow": lambda t, d, r: torch.narrow(t, d[0], *r),
     "split": lambda t, d, r: torch.split(t, r[0], d[0]),
@@ -322,7 +325,7 @@ def _operand(
     return Operand(tensor.expand(*logits.shape[:-1], width), function.__name__)
 
 
-def _is_last(dim: Any, logits: torch.Tensor) -> bool:
+def _is_last(dim: object, logits: torch.Tensor) -> bool:
     return isinstance(dim, int) and not isinstance(dim, bool) and dim in (-1, logits.dim() - 1)
 
 
@@ -351,7 +354,7 @@ def _softmax_over_last(value: torch.Tensor, dtype: torch.dtype | None) -> torch.
 
 
 def _by_head(
-    logits: DeferredOutput, compute: Callable[[], torch.Tensor], shape: Any
+    logits: DeferredOutput, compute: Callable[[], torch.Tensor], shape: tuple[int, ...]
 ) -> torch.Tensor:
     """Return ``compute()`` [n] in ``shape``, with gradients if those of ``logits`` are recorded."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and logits._records):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -21,6 +20,7 @@ from hf_zero.ops.deferred import programs
 from hf_zero.ops.deferred.chunks import is_out_of_place, recorded
 from hf_zero.ops.deferred.programs import Affine, Autocast, CallNode, VocabularyAxis
 from hf_zero.ops.deferred.tensor import plain_rows
+from hf_zero.ops.operators import GradientContext
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IGNORED = -100  # label of the operators for a row without one, in parts of a vocabulary
@@ -49,7 +49,7 @@ def on_head(form: Affine, node: CallNode, body: Body) -> torch.Tensor:
     """
     call = form.call.call
 
-    def inside(_: Any, rows: list[torch.Tensor], shared: list[torch.Tensor]) -> torch.Tensor:
+    def inside(_: object, rows: list[torch.Tensor], shared: list[torch.Tensor]) -> torch.Tensor:
         hidden, weight = rows[0], shared[0]
         bias = shared[1] if len(call.tensors) > 1 else None
         if form.bias is not None:
@@ -60,7 +60,7 @@ def on_head(form: Affine, node: CallNode, body: Body) -> torch.Tensor:
         with replace(Autocast.now(hidden.device), enabled=False).active():
             return body(hidden, weight, bias, size)
 
-    return programs.run(node, inside, plain_rows)  # type: ignore[no-any-return]
+    return programs.run(node, inside, plain_rows)
 
 
 def whole_logits(
@@ -76,7 +76,7 @@ def whole_logits(
 def log_probabilities(form: Affine, labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:
     """Return the log-probabilities [n] of ``labels`` [n], at least in fp32; 0 of ``ignored``."""
 
-    def plain(*tensors: Any) -> torch.Tensor:
+    def plain(*tensors: torch.Tensor) -> torch.Tensor:
         at = labels.where(labels != ignored, 0)[:, None]
         values = whole_logits(form, *tensors).log_softmax(-1).gather(-1, at)[:, 0]
         return values.where(labels != ignored, 0.0)
@@ -141,26 +141,27 @@ class _LogProbabilities(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: GradientContext,
         plain: Callable[..., torch.Tensor],
         axis: VocabularyAxis | None,
         numbers: tuple[object, ...],
         labels: torch.Tensor,
         labelled: bool,
-        *tensors: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        hidden, weight, bias = tensors
         log_probs, lse = torch.ops.hf_zero.linear_log_probs(
             hidden, weight.detach(), bias, labels, *numbers
         )
         if axis is not None:
             log_probs, lse = _joined(axis, log_probs, lse, labels, weight.shape[0])
         ctx.plain, ctx.numbers, ctx.labelled = plain, numbers, labelled
-        ctx.save_for_backward(*tensors, labels, lse)
+        ctx.save_for_backward(hidden, weight, bias, labels, lse)
         return log_probs if labelled else lse.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs = ctx.needs_input_grad[5:]
         *tensors, labels, lse = ctx.saved_tensors
         if is_out_of_place(grad):

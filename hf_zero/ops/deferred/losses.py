@@ -121,13 +121,18 @@ def _divided(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
 
 
 def _summed(
-    logits: Any, form: Affine, labels: torch.Tensor, ignored: int, smoothing: float, reduction: str
+    logits: DeferredOutput,
+    form: Affine,
+    labels: torch.Tensor,
+    ignored: int,
+    smoothing: float,
+    reduction: str,
 ) -> torch.Tensor:
     """Return the sum or the mean of the losses, by the operator of the linear head."""
     inputs, call = form.call.rows, form.call.call
     counted = labels
 
-    def whole(*tensors: Any) -> torch.Tensor:
+    def whole(*tensors: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(
             heads.whole_logits(form, *tensors), counted,
             ignore_index=ignored, reduction="sum", label_smoothing=smoothing,
@@ -192,7 +197,9 @@ def _identity(labels: torch.Tensor, ignored: int) -> tuple[int, ...]:
     return labels.data_ptr(), labels.numel(), labels._version, ignored
 
 
-_COUNTS: weakref.WeakKeyDictionary[Any, tuple[Any, RowCount]] = weakref.WeakKeyDictionary()
+_COUNTS: weakref.WeakKeyDictionary[object, tuple[tuple[int, ...], RowCount]] = (
+    weakref.WeakKeyDictionary()
+)
 _CAPACITIES: weakref.WeakKeyDictionary[object, RowCapacity] = weakref.WeakKeyDictionary()
 
 

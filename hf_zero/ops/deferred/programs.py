@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from hf_zero.errors import KernelError
 
+T = TypeVar("T")
 Select = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -108,7 +109,7 @@ class RowwiseCall(Protocol):
     def joined(self, output: torch.Tensor) -> torch.Tensor:
         """Return the whole output of all ranks for the part of this one."""
 
-    def run(self, rows: torch.Tensor, body: Callable[..., object]) -> Any:
+    def run(self, rows: torch.Tensor, body: Callable[..., T]) -> T:
         """Call the module with ``rows``, and return ``body(rows, *parameters)`` of the entering
         rows, which its forward runs: so hooks on the module gather its parameters.
         """
@@ -203,7 +204,7 @@ def _add_nodes(node: Node, ordered: dict[int, Node]) -> None:
         ordered[id(node)] = node
 
 
-def check(node: Any) -> None:
+def check(node: object) -> None:
     """Raise KernelError if a call or an operand does not have the values it was recorded with."""
     if isinstance(node, CallNode | Operand):
         node.check()
@@ -262,9 +263,9 @@ def evaluated(node: Node, values: dict[int, torch.Tensor]) -> torch.Tensor:
 
 def run(
     node: Node,
-    body: Callable[[Callable[..., torch.Tensor], list[torch.Tensor], list[torch.Tensor]], Any],
+    body: Callable[[Callable[..., torch.Tensor], list[torch.Tensor], list[torch.Tensor]], T],
     rows_of: Callable[[torch.Tensor], torch.Tensor],
-) -> Any:
+) -> T:
     """Run ``body(function, rows, shared)`` inside the calls of the modules of ``node``, where their
     parameters are at hand, and return its result.
 
@@ -288,7 +289,7 @@ def run(
         values |= {id(node_of): next(parts) for node_of in vectors}
         return evaluated(node, values)
 
-    def whole(rows: list[torch.Tensor], shared: list[torch.Tensor]) -> Any:
+    def whole(rows: list[torch.Tensor], shared: list[torch.Tensor]) -> T:
         rows = rows + [node_of.rows.reshape(-1, node_of.rows.shape[-1]) for node_of in operands]
         return body(function, rows, shared + [node_of.tensor for node_of in vectors])
 
@@ -297,11 +298,11 @@ def run(
 
 def _inside(
     calls: Sequence[CallNode],
-    body: Callable[[list[torch.Tensor], list[torch.Tensor]], object],
+    body: Callable[[list[torch.Tensor], list[torch.Tensor]], T],
     rows_of: Callable[[torch.Tensor], torch.Tensor],
     rows: list[torch.Tensor],
     shared: list[torch.Tensor],
-) -> object:
+) -> T:
     """Return ``body`` of ``rows`` and ``shared``, each with those of ``calls`` added, whose modules
     run around it.
     """
@@ -310,7 +311,7 @@ def _inside(
     call = calls[0].call
     call.check()
 
-    def inside(hidden: torch.Tensor, *tensors: torch.Tensor) -> object:
+    def inside(hidden: torch.Tensor, *tensors: torch.Tensor) -> T:
         if call.linear and call.autocast.enabled:  # once, instead of in each chunk
             hidden = hidden.to(call.autocast.dtype)
             tensors = tuple(node_of.to(call.autocast.dtype) for node_of in tensors)

@@ -36,10 +36,11 @@ from hf_zero.ops.deferred import facts, programs
 from hf_zero.ops.deferred.chunks import by_rows, recorded
 from hf_zero.ops.deferred.programs import Autocast, CallNode, Node, RowwiseCall, Select, Step
 from hf_zero.ops.deferred.uses import SELF, ChunkedUse, History
+from hf_zero.ops.operators import GradientContext
 
 # by function of torch: what takes its arguments, or returns NotImplemented
-HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {}
-OF_GRADIENTS: dict[Any, Callable[[Any, Any, Any], Any]] = {}  # the same, of computed ones too
+HANDLERS: dict[object, Callable[..., object]] = {}
+OF_GRADIENTS: dict[object, Callable[..., object]] = {}  # the same, of computed ones too
 _grad_fn: Any = torch.Tensor.grad_fn
 _materialized: set[str] = set()  # operations that were named in the log
 
@@ -170,7 +171,7 @@ class DeferredOutput(torch.Tensor):
 
     @classmethod
     def _materialized_call(
-        cls, function: Callable[..., object], args: object, kwargs: object
+        cls, function: Callable[..., object], args: object, kwargs: Mapping[str, object]
     ) -> object:
         """Return ``function`` of plain tensors, and say once that they were computed for it."""
         deferred = [item for item in tree_leaves((args, kwargs)) if isinstance(item, cls)]
@@ -240,11 +241,13 @@ class DeferredOutput(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad
 
-    def ends(self) -> list[Any]:
+    def ends(self) -> list[torch.Tensor | GradientEdge]:
         """Return what receives its gradient in a graph: its node, and its plain values."""
         with torch._C.DisableTorchFunctionSubclass():
             node = _grad_fn.__get__(self)
-            ends: list[Any] = [] if node is None else [GradientEdge(node, self.output_nr)]
+            ends: list[torch.Tensor | GradientEdge] = (
+                [] if node is None else [GradientEdge(node, self.output_nr)]
+            )
         if self.whole is None and not ends:
             return [self.materialize()]  # torch refuses it: it requires no gradient
         return ends if self.whole is None or self._adopted else [*ends, self.whole]
@@ -336,7 +339,7 @@ class DeferredOutput(torch.Tensor):
     def step(
         self,
         function: Callable[..., torch.Tensor],
-        inputs: tuple[Any, ...],
+        inputs: tuple[object, ...],
         like: torch.Tensor,
         replay: Callable[..., torch.Tensor],
         parents: tuple[DeferredOutput, ...],
@@ -360,7 +363,11 @@ class DeferredOutput(torch.Tensor):
         )
         number = len(extras)
 
-        def body(program: Any, rows: list[Any], shared: list[Any]) -> torch.Tensor:
+        def body(
+            program: Callable[..., torch.Tensor],
+            rows: list[torch.Tensor],
+            shared: list[torch.Tensor],
+        ) -> torch.Tensor:
             def of_chunk(*tensors: torch.Tensor) -> torch.Tensor:
                 chunked = tensors[: len(tensors) - len(shared)]
                 value = program(*chunked[: len(chunked) - number], *tensors[len(chunked) :])
@@ -449,12 +456,14 @@ class _DeferredNode(torch.autograd.Function):
     """The node of a deferred tensor: gradients of its value for whole rows."""
 
     @staticmethod
-    def forward(ctx: Any, new: Callable[[], object], replay: object, *inputs: object) -> object:
+    def forward(
+        ctx: GradientContext, new: Callable[[], object], replay: object, *inputs: object
+    ) -> object:
         ctx.replay, ctx.inputs = replay, inputs
         return new()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values = [
             item.materialize() if isinstance(item, DeferredOutput) else item for item in ctx.inputs
         ]
@@ -465,9 +474,9 @@ class _Read(torch.autograd.Function):
     """The plain values of a deferred tensor that another node has adopted."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DeferredOutput) -> torch.Tensor:
+    def forward(ctx: GradientContext, tensor: DeferredOutput) -> torch.Tensor:
         return tensor._raw_value().clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: GradientContext, grad: torch.Tensor) -> torch.Tensor:
         return grad

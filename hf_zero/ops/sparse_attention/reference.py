@@ -4,8 +4,6 @@ fp32, one sequence at a time.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hf_zero.ops.philox import words
@@ -148,6 +146,6 @@ def dropout_words(seed: torch.Tensor, first: int, heads: int, length: int) -> to
         head,
         head * 0,
     ]
-    expanded: Any = tuple(word.expand(shape) for word in counter)
-    c0, c1, c2, c3 = words(expanded, seed, _ROUNDS)
+    w0, w1, w2, w3 = (word.expand(shape) for word in counter)
+    c0, c1, c2, c3 = words((w0, w1, w2, w3), seed, _ROUNDS)
     return torch.stack([c0, c2, c1, c3], -1).view(heads, length, fours * 4)[..., :length] >> 1

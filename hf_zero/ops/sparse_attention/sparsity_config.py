@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import pickle
-from typing import Any
 
 import torch
 
@@ -131,7 +130,7 @@ def _content(attributes: dict[str, object]) -> str:
         return f"unpickled {next(_NUMBERS)}"
 
 
-def _restored(kind: Any, attributes: dict[str, object]) -> SparsityConfig:
+def _restored(kind: type[SparsityConfig], attributes: dict[str, object]) -> SparsityConfig:
     config: SparsityConfig = kind.__new__(kind)
     config.__dict__.update(attributes)
     config.__dict__["handle"] = register(config)
