@@ -4,8 +4,6 @@ checkpoint files.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -77,15 +75,16 @@ class HoldsParts(nn.Module):
     """
 
     def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+        self, destination: dict[str, object], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, parameter in self._parameters.items():
             key = prefix + name
             if parameter is None or isinstance(parameter, OwnedParameter):
                 continue
-            if isinstance(destination.get(key), torch.Tensor):
-                destination[key] = join_parts(sharding_of(parameter), destination[key], key)
+            saved = destination.get(key)
+            if isinstance(saved, torch.Tensor):
+                destination[key] = join_parts(sharding_of(parameter), saved, key)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.ops.operators import GradientContext
 from hf_zero.zero.gather.model_patches import Stateless
 
 if TYPE_CHECKING:
@@ -80,12 +81,12 @@ class _Swap:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, swap: _Swap) -> torch.Tensor:
+    def forward(ctx: GradientContext, rows: torch.Tensor, swap: _Swap) -> torch.Tensor:
         ctx.back = swap.back()
         return swap(rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: GradientContext, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _Exchange.apply(grads[0], ctx.back), None
 
 

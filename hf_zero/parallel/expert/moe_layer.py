@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -161,7 +160,7 @@ class MOELayer(nn.Module):
         self.l_aux: torch.Tensor | None = None
         self.exp_counts: torch.Tensor | None = None
 
-    def forward(self, *input: Any) -> torch.Tensor:
+    def forward(self, *input: torch.Tensor) -> torch.Tensor:
         """Return the output for hidden states [..., hidden] and an optional mask of used tokens
         [S].
         """

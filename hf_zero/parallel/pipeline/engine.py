@@ -251,7 +251,7 @@ class PipelineTraining(TrainingEngine):
         self.module.micro_offset = self._done + number
         return super().forward(self._window[number][0] if inputs is None else inputs, stage=stage)
 
-    def batch_of(self, args: object, kwargs: Any) -> Any:
+    def batch_of(self, args: object, kwargs: Any) -> object:
         """Return the inputs of the first stage; None on other stages, which read activations."""
         return args if self.is_first_stage() and kwargs["stage"] == 0 else None
 
@@ -392,7 +392,7 @@ def _repeated(loader: Iterable[object]) -> Iterator[object]:
         epoch += 1
 
 
-_made: dict[type[Any], type[Any]] = {}
+_made: dict[type, type] = {}
 
 
 def pipelined(engine_class: type[E]) -> type[E]:

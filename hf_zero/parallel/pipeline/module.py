@@ -110,7 +110,7 @@ class PipelineModule(StagedModule):
                 "\n".join(shown),
             )
 
-    def _build(self, index: int, layer: Any) -> Callable[[Any], Any]:
+    def _build(self, index: int, layer: Any) -> Callable[..., object]:
         """Register layer ``index``, built from its spec if needed; return the callable that runs
         it.
         """
@@ -124,12 +124,12 @@ class PipelineModule(StagedModule):
         built = layer.build() if isinstance(layer, LayerSpec) else layer
         if isinstance(built, nn.Module):
             self.add_module(str(index), built)
-        function: Callable[[object], object] = built
+        function: Callable[..., object] = built
         return function
 
     # ---- forward and loss ----
 
-    def forward(self, inputs: object, stage: int | None = None) -> Any:
+    def forward(self, inputs: object, stage: int | None = None) -> object:
         stage = self.stage_id if stage is None else stage
         functions, first = self._functions[stage], self.parts[stage]
         self.micro_offset += 1
@@ -208,7 +208,9 @@ def set_random_seed(seed: int) -> None:
 class LayerSpec:
     """Specification of a layer, built later as ``typename(*module_args, **module_kwargs)``."""
 
-    def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any):
+    def __init__(
+        self, typename: Callable[..., nn.Module], *module_args: object, **module_kwargs: object
+    ):
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
             raise ConfigError(
                 f"LayerSpec({typename!r}) needs a class of torch.nn.Module; pass a function as a "

@@ -19,11 +19,12 @@ from torch import nn
 
 from hf_zero.distributed.stage_messages import Activations, StageMessages
 from hf_zero.errors import ConfigError
+from hf_zero.ops.operators import GradientContext
 
 if TYPE_CHECKING:
-    from torch.distributed import P2POp
+    from torch.distributed import P2POp, Work
 
-Forward = Callable[[int, int, Any], Any]
+Forward = Callable[[int, int, object], object]
 Backward = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
@@ -33,12 +34,14 @@ class _Received(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: GradientContext, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: GradientContext, *grads: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         return grads
 
 
@@ -300,7 +303,7 @@ def make_schedule(
 
 
 @contextmanager
-def launching_by(launch: Callable[..., list[Any]]) -> Iterator[None]:
+def launching_by(launch: Callable[..., list[Work]]) -> Iterator[None]:
     """Context in which schedules launch a batch of messages by ``launch(own, operations, desc)``,
     ``original`` being torch's function, and wait for what it returns.
     """
@@ -321,7 +324,7 @@ class PipelineRun:
         self.name = name
         self.stages = list(stages)
         self.messages = messages
-        self._loss: Callable[[Any, int], torch.Tensor] | None = None
+        self._loss: Callable[[object, int], torch.Tensor] | None = None
         self._schedules: dict[int, Any] = {}
 
     def run(

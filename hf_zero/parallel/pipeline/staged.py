@@ -85,7 +85,7 @@ class StagedModule(nn.Module):
         """The stages that this rank holds."""
         return list(range(self.stage_id, self.num_stages * self.stages_per_rank, self.num_stages))
 
-    def forward(self, inputs: object, stage: int | None = None) -> Any:
+    def forward(self, inputs: object, stage: int | None = None) -> object:
         """Return the output of ``stage`` for ``inputs``; None: the only stage of this rank."""
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.distributed.process_group import get_world_size
 from hf_zero.errors import ConfigError
+from hf_zero.ops.operators import GradientContext
 from hf_zero.parallel.sequence.division import AXIS, CONTEXT, KEY, Division
 from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.parallel.sequence.ring import ring_attention
@@ -189,32 +190,34 @@ def all_gather(dim: MeshDim, key: str, tensor: torch.Tensor) -> torch.Tensor:
 class _ScatterHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, dim: MeshDim, key: str, *tensors: torch.Tensor
+        ctx: GradientContext, dim: MeshDim, key: str, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.dim, ctx.key = dim, key
         return tuple(_to_heads(dim, key, tensors))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: GradientContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, None, *_GatherHeads.apply(ctx.dim, _gradients_of(ctx.key), *grads)
 
 
 class _GatherHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, dim: MeshDim, key: str, *tensors: torch.Tensor
+        ctx: GradientContext, dim: MeshDim, key: str, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.dim, ctx.key = dim, key
         return tuple(_to_tokens(dim, key, tensors))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: GradientContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, None, *_ScatterHeads.apply(ctx.dim, _gradients_of(ctx.key), *grads)
 
 
 class _GatherTensors(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dim: MeshDim, key: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: GradientContext, dim: MeshDim, key: str, tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.dim, ctx.key = dim, key
         parts = all_gather(dim, key, tensor).unbind()
         if not tensor.is_floating_point():
@@ -222,7 +225,7 @@ class _GatherTensors(torch.autograd.Function):
         return parts
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: GradientContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, None, _SumOwn.apply(ctx.dim, _gradients_of(ctx.key), *grads)
 
 
@@ -230,14 +233,16 @@ class _SumOwn(torch.autograd.Function):
     """Sum of the tensors of this rank's index over all ranks, of one for each rank."""
 
     @staticmethod
-    def forward(ctx: Any, dim: MeshDim, key: str, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: GradientContext, dim: MeshDim, key: str, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         ctx.dim, ctx.key = dim, key
         total = torch.stack(tensors)
         dim.all_reduce(total, key).wait()
         return total[dim.rank]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, None, *_GatherTensors.apply(ctx.dim, _gradients_of(ctx.key), grad)
 
 

@@ -131,7 +131,7 @@ def are_counted(positions: torch.Tensor) -> bool:
     return counted and version == positions._version
 
 
-def tokens_of(positions: Any) -> int | torch.Tensor | None:
+def tokens_of(positions: object) -> int | torch.Tensor | None:
     """Return the number of tokens without padding of the whole batch that ``positions`` is a part
     of; None if :func:`cut` did not make the tensor.
     """
@@ -186,7 +186,13 @@ class SequenceBatches:
     cut for this rank. Iterating is collective; all ranks end when the first loader ends.
     """
 
-    def __init__(self, loader: Any, dim: MeshDim, division: Division, device: Any = None):
+    def __init__(
+        self,
+        loader: Any,
+        dim: MeshDim,
+        division: Division,
+        device: torch.device | None = None,
+    ):
         """``device``: device to move the parts to; None: they stay on the CPU."""
         self.loader, self.dim, self.division, self.device = loader, dim, division, device
         self._skip = 0
@@ -224,7 +230,7 @@ class SequenceBatches:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[dict[str, object]]:
         skip, self._skip = self._skip, 0
         loader = iter(self.loader)
         while True:
@@ -243,7 +249,7 @@ class SequenceBatches:
                     self.loader.end_of_dataloader = last and index + 1 == len(batches)
                 yield self._placed(cut(piece, self.dim.rank, self.division))
 
-    def _placed(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _placed(self, batch: dict[str, Any]) -> dict[str, object]:
         if self.device is None:
             return batch
         placed = {
@@ -263,7 +269,7 @@ class SequenceBatches:
         return other
 
 
-def share_among_groups(loader: Any) -> bool:
+def share_among_groups(loader: object) -> bool:
     """Distribute ``loader`` over groups of ranks that share sequences, in place, if the code that
     has distributed it over single ranks supports it. Return whether the ranks of a group now read
     the same batches.

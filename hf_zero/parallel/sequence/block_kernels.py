@@ -8,8 +8,8 @@ the softmax over all keys, with which the kernels compute the block's share of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence.blocks import Pattern
 from hf_zero.parallel.sequence.division import CONTEXT, KEY
 
-aten: Any = torch.ops.aten
+aten = torch.ops.aten
 _ALIGNED = 32  # the memory-efficient backward needs a multiple of so many log-sum-exps
 
 
@@ -45,11 +45,13 @@ def kernels_on(device: torch.device) -> Kernels:
     return KERNELS[device.type]
 
 
-def _on_cpu(*tensors: torch.Tensor, causal: bool, scale: float) -> object:
+def _on_cpu(
+    *tensors: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     return aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal, scale=scale)
 
 
-def _on_cpu_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> object:
+def _on_cpu_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> Sequence[torch.Tensor]:
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *tensors, 0.0, causal, scale=scale
     )
@@ -57,7 +59,7 @@ def _on_cpu_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> obje
 
 def _on_gpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-) -> object:
+) -> tuple[torch.Tensor, torch.Tensor]:
     if query.dtype != torch.float32:
         return aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, scale=scale
@@ -68,7 +70,7 @@ def _on_gpu(
     return out, sums[..., : query.shape[2]]
 
 
-def _on_gpu_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> object:
+def _on_gpu_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> Sequence[torch.Tensor]:
     grad, query, key, value, out, sums = tensors
     if query.dtype != torch.float32:
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout of 0
@@ -85,7 +87,10 @@ def _on_gpu_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> obje
     return grads
 
 
-def _on_blocks(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernels:
+def _on_blocks(
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    backward: Callable[..., Sequence[torch.Tensor]],
+) -> Kernels:
     """Return kernels that call ``forward`` and ``backward`` on [blocks, heads, tokens(, D)]."""
 
     def attend(

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.collectives import Handle, MeshDim
+from hf_zero.ops.operators import GradientContext
 from hf_zero.parallel.sequence.block_kernels import kernels_on
 from hf_zero.parallel.sequence.blocks import blocks_of
 from hf_zero.parallel.sequence.documents import Documents
@@ -55,7 +55,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: GradientContext,
         dim: MeshDim,
         documents: Documents,
         scale: float,
@@ -85,7 +85,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, sums, sinks = ctx.saved_tensors
         dim, grad, kernels = ctx.dim, grad.contiguous(), kernels_on(grad.device)
         for_queries = torch.zeros_like(query, dtype=_wide(query))
@@ -138,7 +138,7 @@ def _rounds(
         flat = _received(*message)
 
 
-def _received(handle: Any, message: torch.Tensor) -> torch.Tensor:
+def _received(handle: Handle, message: torch.Tensor) -> torch.Tensor:
     handle.wait()
     return message
 

@@ -24,7 +24,12 @@ from hf_zero.distributed import process_group
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size
-from hf_zero.distributed.parallel_groups import dims_in_effect, get_parallel, init_parallel
+from hf_zero.distributed.parallel_groups import (
+    ParallelGroups,
+    dims_in_effect,
+    get_parallel,
+    init_parallel,
+)
 from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.logging import log_rank0
 from hf_zero.parallel.alike import due, hash_of
@@ -36,6 +41,8 @@ from hf_zero.zero.gather.model_patches import Stateless
 from hf_zero.zero.registered import registered
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from hf_zero.zero.training_engine import TrainingEngine
 
 _numbers = itertools.count(1)
@@ -123,7 +130,7 @@ def sequence_dims(division: Division, dims: ParallelDims) -> ParallelDims:
 class SequenceParallel:
     """The sequence-parallel ranks of one job; the ``mpu`` of an ``initialize``."""
 
-    def __init__(self, groups: Any, attention: str | None, in_evaluation: bool):
+    def __init__(self, groups: ParallelGroups, attention: str | None, in_evaluation: bool):
         self.dim = groups.along(TOKENS)
         self.group = groups.group(TOKENS)
         self.axes = Axes(groups.along(AXIS), groups.along(RING))
@@ -141,7 +148,7 @@ class SequenceParallel:
         """Return the instance with this :attr:`number`."""
         return _by_number[number]
 
-    def shard(self, batch: Any) -> dict[str, Any]:
+    def shard(self, batch: Any) -> dict[str, object]:
         """Return this rank's part of ``batch``, a mapping of tensors [rows, tokens, ...] equal on
         all ranks of the group; see :func:`hf_zero.parallel.sequence.batches.cut`. Not collective; a
         forward over parts of batches that differ raises RankMismatchError.
@@ -176,7 +183,7 @@ class SequenceParallel:
 
     # ---- Megatron's method names ----
 
-    def get_sequence_parallel_group(self) -> Any:
+    def get_sequence_parallel_group(self) -> ProcessGroup | None:
         return self.group
 
     def get_sequence_parallel_world_size(self) -> int:

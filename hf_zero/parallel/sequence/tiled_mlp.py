@@ -5,11 +5,13 @@ more in the backward, so that its activations take the memory of one tile.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from hf_zero.config import TiledMlpSection, ZeroConfig
 from hf_zero.errors import ConfigError
@@ -33,7 +35,7 @@ class TiledMlps(Stateless):
         self._written = section.shards
         self._shards = section.shards or 1
         self._engine: Any = None
-        self._undo: list[Any] = []
+        self._undo: list[tuple[nn.Module, Override, object] | RemovableHandle] = []
 
     @classmethod
     def from_config(cls, config: ZeroConfig) -> TiledMlps | None:
@@ -74,7 +76,9 @@ class TiledMlps(Stateless):
             )
             self._undo.append(hook)
 
-    def _tiled(self, module: nn.Module, plain: Any) -> Any:
+    def _tiled(
+        self, module: nn.Module, plain: Callable[..., torch.Tensor]
+    ) -> Callable[..., object]:
         def forward(*args: object, **kwargs: object) -> object:
             named: dict[int | str, object] = dict(enumerate(args))
             named.update(kwargs)
@@ -99,7 +103,9 @@ class TiledMlps(Stateless):
 
         return forward
 
-    def _agree(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _agree(
+        self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> None:
         """Set, before a forward, the largest number of tiles that any rank needs for its tokens."""
         tokens = next(
             (

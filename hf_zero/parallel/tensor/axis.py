@@ -41,6 +41,7 @@ from torch.nn import functional as F
 
 from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.errors import PartitionError
+from hf_zero.ops.operators import GradientContext
 from hf_zero.zero.layout.parameter import owner_of
 
 STRETCH = 64 << 20  # bytes of joined tensors per all-gather
@@ -138,7 +139,7 @@ def _join(x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
 class _CopyTo(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: GradientContext,
         x: torch.Tensor,
         axis: int,
         name: str,
@@ -151,7 +152,7 @@ class _CopyTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         if ctx.beside is None:
             return _SumOver.apply(grad, ctx.axis, ctx.name), None, None, None
         if torch.is_grad_enabled():
@@ -169,12 +170,14 @@ class _CopyTo(torch.autograd.Function):
 
 class _CopyLast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: int, name: str, width: int) -> torch.Tensor:
+    def forward(
+        ctx: GradientContext, x: torch.Tensor, axis: int, name: str, width: int
+    ) -> torch.Tensor:
         ctx.axis, ctx.name, ctx.width = axis, name, width
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         complete, parts = grad.split([grad.shape[-1] - ctx.width, ctx.width], -1)
         total = _SumOver.apply(parts, ctx.axis, ctx.name)
         return torch.cat([complete, total], -1), None, None, None
@@ -182,12 +185,12 @@ class _CopyLast(torch.autograd.Function):
 
 class _SumOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
+    def forward(ctx: GradientContext, x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
         ctx.axis, ctx.name = axis, name
         return _sum(x, axis, name)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled():  # the identity of a first derivative
             grad = _CopyTo.apply(grad, ctx.axis, ctx.name, None)
         return grad, None, None
@@ -196,13 +199,13 @@ class _SumOver(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, axis: int, name: str, start: int, width: int
+        ctx: GradientContext, x: torch.Tensor, axis: int, name: str, start: int, width: int
     ) -> torch.Tensor:
         ctx.start, ctx.width, ctx.axis, ctx.name = start, width, axis, name
         return _join(x, axis, name)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         part = _Split.apply(grad, ctx.axis, ctx.name, ctx.start, ctx.width)
         return part, None, None, None, None
 
@@ -210,25 +213,27 @@ class _Gather(torch.autograd.Function):
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, axis: int, name: str, start: int, width: int
+        ctx: GradientContext, x: torch.Tensor, axis: int, name: str, start: int, width: int
     ) -> torch.Tensor:
         ctx.start, ctx.width, ctx.axis, ctx.name = start, width, axis, name
         return x.narrow(-1, start, width)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         whole = _Gather.apply(grad, ctx.axis, ctx.name, ctx.start, ctx.width)
         return whole, None, None, None, None
 
 
 class _OwnPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, name: str, start: int, width: int) -> torch.Tensor:
+    def forward(
+        ctx: GradientContext, x: torch.Tensor, name: str, start: int, width: int
+    ) -> torch.Tensor:
         ctx.name, ctx.start, ctx.width, ctx.whole = name, start, width, x.shape[-1]
         return x.narrow(-1, start, width)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         after = ctx.whole - ctx.start - ctx.width
         return torch.nn.functional.pad(grad, (ctx.start, after)), None, None, None
 

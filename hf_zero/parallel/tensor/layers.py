@@ -73,7 +73,7 @@ class Sharded(HoldsParts):
     def _part(self) -> Part:
         return self.__dict__[ATTRIBUTE]  # type: ignore[no-any-return]
 
-    def _copied(self, args: object, kwargs: object) -> Any:
+    def _copied(self, args: object, kwargs: object) -> tuple[tuple[object, ...], dict[str, object]]:
         """Apply ``copy_to`` to whole inputs that parts are computed with, as routing weights."""
         part = self._part
         return tree_map_only(
@@ -99,7 +99,7 @@ class ReadsWhole(Sharded):
         """The weight, if its gradient may be computed apart from the layer's backward."""
         return separable_weight(self, type(self).__bases__[1])
 
-    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         part = self._part
         assert part.inputs is not None
         x, gradients = part.inputs.copy(x, self, part.member, part.axis)
@@ -111,7 +111,7 @@ class ReadsWhole(Sharded):
 class Colwise(ReadsWhole):
     """A linear layer with a whole input and parts of the outputs."""
 
-    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         y = super().forward(x, *args, **kwargs)
         self._begin_parts()
         return y
@@ -120,7 +120,7 @@ class Colwise(ReadsWhole):
 class ColwiseGathered(ReadsWhole):
     """A linear layer with a whole input and parts of the outputs, which are gathered."""
 
-    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         y = super().forward(x, *args, **kwargs)
         return gather(y, self._part.axis, self._part.name)
 
@@ -130,7 +130,7 @@ class KeyValueHeads(ReadsWhole):
     head that its queries read. Its gradient is partial (to be summed over the ranks).
     """
 
-    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         y = super().forward(x, *args, **kwargs)
         self._begin_parts()
         part = self._part
@@ -143,11 +143,11 @@ class JoinedWhenRead(Sharded):
     """
 
     @property
-    def weight(self) -> Any:
+    def weight(self) -> torch.Tensor | None:
         return self._joined("weight")
 
     @property
-    def bias(self) -> Any:
+    def bias(self) -> torch.Tensor | None:
         return self._joined("bias")
 
     def _joined(self, name: str) -> torch.Tensor | None:
@@ -166,7 +166,7 @@ class Rowwise(Sharded):
     once.
     """
 
-    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         self._end_parts()
         part, bias = self._part, getattr(self, "bias", None)
         if bias is None:
@@ -183,7 +183,7 @@ class Rowwise(Sharded):
 class RowwiseSplit(Rowwise):
     """A row-wise layer with a whole input, which it splits."""
 
-    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         x = split(x, self._part.axis, self._part.name)
         return super().forward(x, *args, **kwargs)
 
@@ -191,7 +191,7 @@ class RowwiseSplit(Rowwise):
 class EmbeddingRowwise(Sharded):
     """An embedding with a part of the vocabulary: tokens of other parts add zeros to the sum."""
 
-    def forward(self, ids: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, ids: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         part = self._part
         local_ids = ids - part.start
         others = (local_ids < 0) | (local_ids >= part.width)
@@ -202,7 +202,7 @@ class EmbeddingRowwise(Sharded):
 class EmbeddingColwise(Sharded):
     """An embedding with a part of each vector."""
 
-    def forward(self, ids: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, ids: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         y = super().forward(ids, *args, **kwargs)  # type: ignore[misc]
         return gather(y, self._part.axis, self._part.name)
 
@@ -212,7 +212,7 @@ class ExpertParts(Sharded):
     whole.
     """
 
-    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         part = self._part
         x = copy_to(x, part.axis, part.name)
         copied, named = self._copied(args, kwargs)
@@ -232,7 +232,7 @@ class Summed(Sharded):
     them through ``copy_to``; cut layers inside it handle their inputs themselves.
     """
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
         if any(
             "tensor" in sharding_of(parameter).axes for parameter in self.parameters(recurse=False)
         ):
@@ -246,7 +246,7 @@ class LatentKeyValue(Sharded):
     the rotary ones, bypass the next layer and are read by this rank's heads.
     """
 
-    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         part = self._part
         y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         return copy_last_to(y, part.axis, part.name, part.width)
@@ -317,7 +317,9 @@ class EnteringCaches:
         model.register_forward_pre_hook(Attached(self._before), with_kwargs=True)
         model.register_forward_hook(Attached(self._after), with_kwargs=True)
 
-    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(
+        self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> None:
         for name, value in (*enumerate(args), *kwargs.items()):
             if not is_cache(value):
                 continue

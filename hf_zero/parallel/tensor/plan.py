@@ -6,7 +6,6 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -230,7 +229,7 @@ def _adapted(
     layer's own.
     """
     yield from _layers(f"{name}.base_layer", base, style)
-    adapters: dict[str, Any] = {kind: getattr(module, kind, {}) for kind in _LOW_RANK}
+    adapters = {kind: getattr(module, kind, {}) for kind in _LOW_RANK}
     plain = not any(getattr(module, "use_dora", {}).values()) and not getattr(
         module, "lora_magnitude_vector", {}
     )

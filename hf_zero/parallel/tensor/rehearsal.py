@@ -22,10 +22,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.errors import ConfigError
@@ -36,6 +37,8 @@ from hf_zero.parallel.tensor.layers import is_sharded, put_on, take_off
 from hf_zero.parallel.tensor.plan import Target
 from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
 from hf_zero.zero.layout.tree import tensors_in
+
+M = TypeVar("M", bound=nn.Module)
 
 META = torch.device("meta")
 TOKENS = 8  # length of the sequence that runs
@@ -66,7 +69,7 @@ class RehearsedAxis(TensorAxis):
 
 def without_memory(
     model: nn.Module, present: TensorAxis | None, axis: RehearsedAxis
-) -> tuple[Any, dict[nn.Parameter, nn.Parameter]]:
+) -> tuple[nn.Module, dict[nn.Parameter, nn.Parameter]]:
     """Return a copy of ``model`` on the meta device, in fp32, with ``axis`` in place of
     ``present``, and a map from its parameters to those of ``model``.
     """
@@ -78,7 +81,7 @@ def without_memory(
     return twin, originals
 
 
-def copied(model: nn.Module, memo: dict[int, Any] | None = None, in_fp32: bool = False) -> Any:
+def copied(model: M, memo: dict[int, Any] | None = None, in_fp32: bool = False) -> M:
     """Return a copy of ``model`` whose parameters have no memory, without hooks and without
     forwards set on its modules.
     """
@@ -120,7 +123,7 @@ class _Answers(TorchDispatchMode):
         types: object,
         args: Any = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         if func is torch.ops.aten._local_scalar_dense.default:
             return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
         if func is torch.ops.aten.nonzero.default:
@@ -139,7 +142,7 @@ def run(twin: Any) -> tuple[list[torch.Tensor], set[str]]:
         _leave_out_experts(module)
         module.register_forward_pre_hook(partial(_note, ran, name))
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=META)
-    inputs: dict[str, Any] = {"input_ids": ids}
+    inputs: dict[str, torch.Tensor] = {"input_ids": ids}
     if twin.main_input_name == "pixel_values":
         size, channels = twin.config.image_size, getattr(twin.config, "num_channels", 3)
         inputs = {"pixel_values": torch.zeros(1, channels, size, size, device=META)}
@@ -180,7 +183,7 @@ def gradients(outputs: Iterable[torch.Tensor]) -> dict[nn.Parameter, set[str]]:
     partial, or both, in several places. Raises ConfigError for a layer that receives parts although
     its style takes whole tensors, and vice versa.
     """
-    order = _from_leaves(output.grad_fn for output in outputs)
+    order = _from_leaves(output.grad_fn for output in outputs if output.grad_fn is not None)
     parts: dict[object, bool] = {}
     for node in order:
         parts[node] = _makes_parts(node, any(parts[child] for child in _children(node)))
@@ -206,15 +209,15 @@ def gradients(outputs: Iterable[torch.Tensor]) -> dict[nn.Parameter, set[str]]:
     return {node.variable: by_node[node] for node in order if hasattr(node, "variable")}
 
 
-def _border(node: object) -> Any:
+def _border(node: object) -> type | None:
     return getattr(node, "_forward_cls", None)
 
 
-def _children(node: Any) -> list[object]:
+def _children(node: Node) -> list[Node]:
     return [child for child, _ in node.next_functions if child is not None]
 
 
-def _makes_parts(node: Any, reads_parts: bool) -> bool:
+def _makes_parts(node: Node, reads_parts: bool) -> bool:
     """Whether the output of ``node`` is a part."""
     if hasattr(node, "variable"):
         return "tensor" in sharding_of(node.variable).axes
@@ -234,10 +237,10 @@ def _makes_parts(node: Any, reads_parts: bool) -> bool:
     return kind in _MAKE_PARTS or (kind not in (*_TAKE_PARTS, *_TAKE_WHOLE) and reads_parts)
 
 
-def _from_leaves(roots: Iterable[object]) -> list[Any]:
+def _from_leaves(roots: Iterable[Node]) -> list[Node]:
     """Return the nodes of a graph in topological order, each after the nodes that it reads."""
-    order: list[Any] = []
-    visited: set[Any] = set()
+    order: list[Node] = []
+    visited: set[Node] = set()
     waiting = [(root, False) for root in roots]
     while waiting:
         node, is_done = waiting.pop()

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from hf_zero.config.sections import VERIFY
 from hf_zero.device.free_memory import free_bytes
@@ -39,7 +39,7 @@ class Verification:
 
     def __init__(self, whole: nn.Module, axis: TensorAxis):
         self.whole, self._axis = whole, axis
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._outputs: list[torch.Tensor] = []  # of the whole model
         self._given: dict[int, torch.Tensor] = {}  # gradients of the outputs, by output number
         self._gradients: dict[str, torch.Tensor] = {}
@@ -52,7 +52,9 @@ class Verification:
             model.register_forward_hook(Attached(self._after)),
         ]
 
-    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(
+        self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> None:
         if not (model.training and torch.is_grad_enabled()) or self._outputs:
             return
         self._take_values(model)
@@ -85,7 +87,7 @@ class Verification:
             torch.utils.swap_tensors(parameter, replacement)
         self.whole.to(device).train(model.training)
 
-    def _after(self, model: nn.Module, args: object, output: object) -> Any:
+    def _after(self, model: nn.Module, args: object, output: object) -> object:
         if not self._outputs:
             return None
         for handle in self._handles:
