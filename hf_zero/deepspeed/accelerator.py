@@ -150,7 +150,7 @@ class DeepSpeedAccelerator:
         if ranges is not None:
             ranges.range_pop()
 
-    def lazy_call(self, callback: Any) -> object:
+    def lazy_call(self, callback: Callable[[], object]) -> object:
         """Call ``callback`` at once: torch initialises the device itself."""
         return callback()
 
@@ -261,11 +261,11 @@ def mem_get_info(device_index: int | None = None) -> tuple[int, int]:
     return memory.available, memory.total
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     return getattr(torch.cpu, name)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def instrument_w_nvtx(func: F) -> F:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.serialization import MAP_LOCATION
 
 from hf_zero.checkpoint.convert.to_universal import LATEST_UNIVERSAL
 from hf_zero.checkpoint.find import LATEST, find_checkpoint
@@ -45,7 +46,7 @@ class CheckpointEngine(ABC):
     def save(self, state_dict: object, path: str) -> None: ...
 
     @abstractmethod
-    def load(self, path: str, map_location: object = None) -> Any: ...
+    def load(self, path: str, map_location: MAP_LOCATION = None) -> Any: ...
 
     @abstractmethod
     def commit(self, info: CheckpointCommitInfo) -> bool: ...
@@ -87,7 +88,7 @@ class TorchCheckpointEngine(CheckpointEngine):
     def save(self, state_dict: object, path: str) -> None:
         torch.save(state_dict, path)
 
-    def load(self, path: str, map_location: Any = None) -> Any:
+    def load(self, path: str, map_location: MAP_LOCATION = None) -> Any:
         return torch.load(path, map_location=map_location, weights_only=False)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
@@ -126,9 +127,9 @@ def agreed_target(engine: TrainingEngine, save_dir: str | os.PathLike[str], tag:
     return every[0]
 
 
-def _section(engine: Any) -> dict[str, object]:
+def _section(engine: TrainingEngine) -> dict[str, object]:
     """Return the written keys of the section ``checkpoint``."""
-    section: dict[str, Any] = engine.config.to_dict().get("checkpoint", {})
+    section: dict[str, object] = engine.config.to_dict().get("checkpoint", {})
     return section
 
 
@@ -137,7 +138,7 @@ def _shown(target: Target) -> str:
     return folder if tag is None else os.path.join(folder, tag)
 
 
-def tag_of(engine: object, load_dir: str | os.PathLike[str], tag: object) -> str | None:
+def tag_of(engine: TrainingEngine, load_dir: str | os.PathLike[str], tag: object) -> str | None:
     """Return ``tag``; for None that in ``latest_universal``, under ``checkpoint.load_universal`` or
     where there is no ``latest``. Rank 0 looks (collective).
     """

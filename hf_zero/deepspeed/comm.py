@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,7 +23,7 @@ from hf_zero.logging import log_rank0
 from hf_zero.measures.comms_log import comms_logger
 
 if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh
+    from torch.distributed import DeviceMesh, ProcessGroup, Work
 
 dist = process_group.dist
 DEFAULT_PORT = 29500
@@ -38,7 +38,7 @@ def init_distributed(
     timeout: float | timedelta | None = None,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
-    config: Any = None,
+    config: object = None,
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
@@ -78,7 +78,11 @@ def _collective(name: str, **renamed: str) -> Callable[..., object]:
 
     @wraps(function)
     def call(
-        *args: object, prof: bool = False, log_name: str = "", debug: Any = None, **kwargs: object
+        *args: object,
+        prof: bool = False,
+        log_name: str = "",
+        debug: object = None,
+        **kwargs: object,
     ) -> object:
         kwargs = {renamed.get(key, key): value for key, value in kwargs.items()}
         if not comms_logger.wants(log_name or name, prof):
@@ -123,20 +127,23 @@ reduce_scatter_fn = reduce_scatter_tensor
 
 
 def inference_all_reduce(
-    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: object
+    tensor: torch.Tensor,
+    op: object = dist.ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    **options: object,
 ) -> object:
     """Run :func:`all_reduce`; DeepSpeed has its own kernels for it in inference."""
     return all_reduce(tensor, op=op, group=group, **options)
 
 
 def barrier(
-    group: Any = None,
+    group: ProcessGroup | None = None,
     async_op: bool = False,
-    device_ids: Any = None,
+    device_ids: object = None,
     prof: bool = False,
     log_name: str = "barrier",
-    debug: Any = None,
-) -> Any:
+    debug: object = None,
+) -> Work | None:
     """Return when all ranks have arrived; over all ranks, errors name those that are missing."""
     if group is None and not async_op:
         world_group.barrier()
@@ -158,7 +165,7 @@ def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) ->
         log_rank0(f"found by the variables of the launcher: {rendezvous}")
 
 
-def get_world_group() -> Any:
+def get_world_group() -> ProcessGroup | None:
     """Return the group of all ranks."""
     return dist.group.WORLD
 
@@ -174,7 +181,7 @@ def has_all_gather_into_tensor() -> bool:
 
 
 def configure(
-    deepspeed_config: Any = None,
+    deepspeed_config: object = None,
     enabled: bool | None = None,
     prof_all: bool | None = None,
     prof_ops: Sequence[str] | None = None,

@@ -6,15 +6,13 @@ Needs pydantic, which hf-zero itself does not. ``ZeroConfig`` reads whole config
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import reduce
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hf_zero.config.sections import Fp16Section
 from hf_zero.errors import ReplacedKeyError
-from hf_zero.logging import logger
+from hf_zero.logging import JsonObject, logger
 
 
 class DeepSpeedConfigModel(BaseModel):
@@ -49,7 +47,7 @@ class DeepSpeedConfigModel(BaseModel):
             ):
                 self._replace(name, extra)
 
-    def _replace(self, name: str, extra: Any) -> None:
+    def _replace(self, name: str, extra: JsonObject) -> None:
         """Move the value of the deprecated key ``name`` to the field that replaces it."""
         path = extra.get("new_param", "")
         instead, more = f"; write {path}" if path else "", extra.get("deprecated_msg", "")
@@ -120,11 +118,11 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
         return 2.0**self.initial_scale_power
 
 
-def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
+def get_bfloat16_config(param_dict: JsonObject) -> DeepSpeedBF16Config:
     """Return the section of a whole configuration, also under its former name ``bfloat16``."""
     return DeepSpeedBF16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
 
 
-def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
+def get_float16_config(param_dict: JsonObject) -> DeepSpeedFP16Config:
     """Return the section of a whole configuration."""
     return DeepSpeedFP16Config(**param_dict.get("fp16", {}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
@@ -28,13 +28,13 @@ from hf_zero.errors import (
 )
 from hf_zero.parallel.tensor.model import readers
 from hf_zero.techniques.registry import follow
-from hf_zero.techniques.training_loader import data_loader
+from hf_zero.techniques.training_loader import Collate, data_loader
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.state_bytes import GATHERED, MASTERS, MOMENTS, tensors_on_device
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset
+    from torch.utils.data import Dataset, Sampler
 
     from hf_zero.zero.training_engine import TrainingEngine
 
@@ -49,7 +49,7 @@ class _ScaledLoss(torch.autograd.Function):
         return loss * scale
 
     @staticmethod
-    def backward(ctx: object, *grads: object) -> Any:
+    def backward(ctx: object, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grads[0], None
 
 
@@ -186,8 +186,8 @@ class DeepSpeedEngine(ReportingEngine):
         batch_size: int | None = None,
         route: str = "train",
         pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Callable[[Any], Any] | None = None,
+        data_sampler: Sampler[int] | None = None,
+        collate_fn: Collate | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[object]:
         """Return a loader that gives each rank its share of ``dataset`` in micro-batches, shuffled
@@ -224,7 +224,7 @@ class DeepSpeedEngine(ReportingEngine):
         prefix: str = "",
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the whole model's state dict (collective at stage 3)."""
         options: dict[str, object] = {} if destination is None else {"destination": destination}
         state: dict[str, object] = self.module.state_dict(

@@ -30,6 +30,7 @@ from hf_zero.parallel.tensor.model import readers
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
 from hf_zero.techniques.layer_drop import LayerDrop
 from hf_zero.techniques.registry import TrainingTechniques
+from hf_zero.techniques.training_loader import Collate
 from hf_zero.zero.layout.precision import COMPUTE
 
 GETTERS: dict[str, tuple[str, object]] = {
@@ -47,7 +48,7 @@ class ReportingEngine(Engine):
     """An :class:`hf_zero.Engine` with DeepSpeed's getters."""
 
     # arguments of ``deepspeed.initialize``
-    collate_fn: Any = None
+    collate_fn: Collate | None = None
     mpu: object = None
     # set while a Trainer writes one of its checkpoints
     saving_in_checkpoint = False
@@ -283,6 +284,6 @@ class ProgressiveLayerDrop:
         """Return theta(t) of the next forward: the probability that the last block is kept."""
         return self._technique.theta
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, object]:
         """Return the keywords that DeepSpeed's engine passed to a model's forward."""
         return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}

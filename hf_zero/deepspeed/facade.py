@@ -52,7 +52,9 @@ class FacadeFinder:
     on every finder that has it.
     """
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
         if fullname == NAME:
             return facade_spec()
         # If DeepSpeed is installed, modules that it lacks stay missing.
@@ -61,7 +63,7 @@ class FacadeFinder:
             return None
         return facade_spec(fullname) if fullname in _api() else None
 
-    def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
+    def find_distributions(self, context: object = None) -> Iterable[Distribution]:
         # Answer only a query by name and without a folder: pip lists the folders it manages and
         # must not find us there.
         name = getattr(context, "name", None)
@@ -83,7 +85,7 @@ class FacadeLoader:
         row = _api()[module.__name__]
         module.__doc__ = row.about
         exported = {*row.names, *_submodules(row.path)}
-        namespace: dict[str, Any] = vars(module)
+        namespace = vars(module)
         namespace["__all__"] = sorted(exported)
         namespace["__getattr__"] = lambda name: _attribute(module, row, name)
         namespace["__dir__"] = lambda: sorted({*namespace, *exported})
@@ -148,7 +150,7 @@ def _submodules(path: str) -> list[str]:
     return [leaf for parent, _, leaf in parts if parent == path]
 
 
-def _attribute(module: ModuleType, row: Module, name: str) -> Any:
+def _attribute(module: ModuleType, row: Module, name: str) -> object:
     """Find ``name`` and keep it in the module: ``__getattr__`` of a module of the facade."""
     if name in row.names:
         value = row.names[name].load(f"{row.path}.{name}")

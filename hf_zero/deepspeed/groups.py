@@ -9,7 +9,7 @@ size 1 is each rank by itself, and all ranks hold the same experts.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from hf_zero.parallel.sequence.sequence_parallel import sequence_parallel
 from hf_zero.parallel.tensor import tensor_parallel
 from hf_zero.parallel.tensor.model import readers
 from hf_zero.zero.layout.sharding import sharding_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def get_data_parallel_rank() -> int:
@@ -45,7 +48,7 @@ def initialize(ep_size: int = 1, mpu: object = None) -> None:
         check_mpu(mpu, process_group.get_world_size())
 
 
-def get_data_parallel_group() -> Any:
+def get_data_parallel_group() -> ProcessGroup | None:
     """Return the group of all ranks. Raises NotBuiltError if ranks share layers, so that only some
     of them are data-parallel.
     """
@@ -84,7 +87,7 @@ def set_autotp_mode(training: bool = False) -> None:
     """Do nothing: the same split serves training and generation."""
 
 
-def get_tensor_parallel_group() -> Any:
+def get_tensor_parallel_group() -> ProcessGroup | None:
     """Return the process group of the ranks that share this rank's layers, or None."""
     groups = get_parallel()
     return None if groups is None else groups.group("tensor")
@@ -113,7 +116,9 @@ class GatherReplacedLayerParams:
     splits: a state dict has them whole.
     """
 
-    def __init__(self, params: Any, module: nn.Module, enabled: bool = True) -> None:
+    def __init__(
+        self, params: torch.Tensor | Iterable[torch.Tensor], module: nn.Module, enabled: bool = True
+    ) -> None:
         parameters = [params] if isinstance(params, torch.Tensor) else list(params)
         self.enabled = enabled and any(
             "tensor" in sharding_of(parameter).axes for parameter in parameters
@@ -181,7 +186,7 @@ def get_expert_parallel_rank(group_name: str) -> int:
     return 0 if _size(group_name) == 1 or parallel is None else parallel.coordinate(AXIS)
 
 
-def get_expert_parallel_group(group_name: str) -> Any:
+def get_expert_parallel_group(group_name: str) -> ProcessGroup | None:
     """Return the torch process group; None if it is this rank alone."""
     parallel = get_parallel()
     return None if _size(group_name) == 1 or parallel is None else parallel.group(AXIS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pkgutil import resolve_name
-from typing import Any
 
 import torch
 from pydantic import Field, field_validator
@@ -104,7 +103,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
 
     @field_validator("moe")
     @classmethod
-    def _section(cls, value: Any) -> Any:
+    def _section(cls, value: object) -> object:
         """Convert a boolean to the section with that ``enabled``."""
         if isinstance(value, bool):
             return DeepSpeedMoEConfig.model_validate({"enabled": value})
@@ -156,7 +155,7 @@ class InferenceEngine(AroundModel):
 def init_inference(
     model: nn.Module,
     config: str | os.PathLike[str] | Mapping[str, object] | None = None,
-    **more: Any,
+    **more: object,
 ) -> InferenceEngine:
     """Return an engine for ``model``, which is changed in place. ``config`` is a dict or the path
     of a JSON file; ``more`` are further keys. Raises ConfigError for a key with two different

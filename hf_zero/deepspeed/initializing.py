@@ -143,5 +143,5 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 # ---- Types of arguments ----
 
-DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], Optimizer]
-DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
+DeepSpeedOptimizerCallable = Callable[[Iterable[torch.nn.Parameter]], Optimizer]
+DeepSpeedSchedulerCallable = Callable[[Optimizer], object]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from hf_zero.errors import KernelError, PartitionError
 from hf_zero.integrations.fused.sparse_attention import extend_position_embedding, sparsify
 from hf_zero.ops.sparse_attention import SparsityConfig, sparse_attention
 from hf_zero.parallel.pipeline.module import partition_uniform
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class SparseSelfAttention(nn.Module):
@@ -72,15 +75,17 @@ class SparseAttentionUtils:
     extend_position_embedding = staticmethod(extend_position_embedding)
 
     @staticmethod
-    def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> object:
+    def update_tokenizer_model_max_length(
+        tokenizer: PreTrainedTokenizerBase, max_position: int
+    ) -> object:
         tokenizer.model_max_length = max_position
         tokenizer.init_kwargs["model_max_length"] = max_position
         return tokenizer
 
     @staticmethod
     def replace_model_self_attention_with_sparse_self_attention(
-        model: Any, max_position: int, sparsity_config: SparsityConfig
-    ) -> Any:
+        model: PreTrainedModel, max_position: int, sparsity_config: SparsityConfig
+    ) -> PreTrainedModel:
         """Return ``model`` with block-sparse attention, set by `sparsify`; its positions are
         extended to ``max_position`` if they are fewer.
         """

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
+from hf_zero.logging import JsonObject
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 
 INITIAL_LOSS_SCALE = "init_scale"
@@ -53,7 +53,9 @@ class LossScalerBase:
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
 
-    def scale_gradient(self, module: object, grad_in: Any, grad_out: object) -> tuple[object, ...]:
+    def scale_gradient(
+        self, module: object, grad_in: Sequence[torch.Tensor], grad_out: object
+    ) -> tuple[object, ...]:
         return tuple(self.loss_scale * gradient for gradient in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
@@ -120,7 +122,7 @@ def CreateLossScaler(
     dtype: torch.dtype,
     static_loss_scale: float,
     dynamic_scaling: bool,
-    dynamic_loss_args: Mapping[str, Any] | None,
+    dynamic_loss_args: JsonObject | None,
 ) -> LossScalerBase:
     """Return the dynamic or the constant scaler for fp16; a constant 1 for any other dtype."""
     if dtype == torch.half and dynamic_scaling:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hf_zero.errors import NotBuiltError
+from hf_zero.logging import JsonObject
 
 HERE = __name__.rpartition(".")[0]
 
@@ -39,7 +40,7 @@ class NotBuilt:
     """``functions``, ``classes``, or ``optimizers`` for classes that derive from torch's."""
     remedy: str
 
-    def load(self, dotted: str) -> Any:
+    def load(self, dotted: str) -> Callable[..., object]:
         """Return the function or class named ``dotted`` that raises NotBuiltError."""
         if self.kind == "functions":
             return function(dotted, self.remedy)
@@ -67,7 +68,7 @@ class Module:
         return self.left_out.get(name) or self.left_out.get("*", "")
 
 
-Tables = dict[str, dict[str, Any]]
+Tables = dict[str, JsonObject]
 
 
 def rows(tables: Tables, path: str, section: str) -> Iterator[tuple[str, str]]:
@@ -84,7 +85,7 @@ def absolute(home: str) -> str:
 
 def read(tables: Tables) -> tuple[dict[str, Module], dict[str, dict[str, str]]]:
     """Return the modules by their paths, and by class the names that it lacks, with the reasons."""
-    reasons: dict[str, Any] = tables.pop("reasons")
+    reasons: JsonObject = tables.pop("reasons")
 
     def left_out(path: str) -> dict[str, str]:
         return {name: reasons.get(key, key) for key, name in rows(tables, path, "left_out")}

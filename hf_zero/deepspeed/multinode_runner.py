@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections.abc import Mapping, MutableMapping, Sequence, Sized
 from typing import Any
 
@@ -19,6 +20,7 @@ PLAIN = re.compile(r"[\w@%+=:,./-]*")  # text that a shell takes unquoted
 PDSH_OPTIONS = "PDSH_SSH_ARGS_APPEND"  # variable whose options pdsh appends to ssh
 FAN_OUT = 1024  # hosts that pdsh reaches at once
 BTL_INTERFACE = "btl_tcp_if_include"
+Slots = Sized | int  # of a host: their numbers, or how many
 
 
 class MultiNodeRunner(ABC):
@@ -31,7 +33,10 @@ class MultiNodeRunner(ABC):
     takes_numbers = False
 
     def __init__(
-        self, args: Any, world_info_base64: str, resource_pool: Mapping[str, object] | None = None
+        self,
+        args: Namespace,
+        world_info_base64: str,
+        resource_pool: Mapping[str, Slots] | None = None,
     ) -> None:
         self.args = args
         self.world_info_base64 = world_info_base64
@@ -42,7 +47,7 @@ class MultiNodeRunner(ABC):
         self.user_arguments = self.parse_user_args()
 
     @abstractmethod
-    def backend_exists(self) -> Any:
+    def backend_exists(self) -> str | None:
         """Whether the launcher's program is installed."""
 
     @abstractmethod
@@ -78,7 +83,7 @@ class MultiNodeRunner(ABC):
             )
 
     @classmethod
-    def validate_active_resources(cls, active_resources: Mapping[str, Any]) -> None:
+    def validate_active_resources(cls, active_resources: Mapping[str, Slots]) -> None:
         """Raise ConfigError for hosts or slots that the launcher cannot choose: here for none."""
         if not active_resources:
             raise ConfigError("no host is left to start ranks on; choose others by --include")
@@ -104,14 +109,14 @@ class MultiNodeRunner(ABC):
         return {name: str(value) for name, value in values.items() if value}
 
 
-def _counts(pool: Mapping[str, Any]) -> dict[str, int]:
+def _counts(pool: Mapping[str, Slots]) -> dict[str, int]:
     """Return the ranks of each host, for a pool of numbers or of slots."""
     return {
         host: len(slots) if isinstance(slots, Sized) else int(slots) for host, slots in pool.items()
     }
 
 
-def _equal(pool: Mapping[str, object], launcher: str) -> int:
+def _equal(pool: Mapping[str, Slots], launcher: str) -> int:
     """Return the ranks of every host. Raises ConfigError if hosts differ."""
     counts = _counts(pool)
     if len(set(counts.values())) != 1:
@@ -135,7 +140,7 @@ class PDSHRunner(MultiNodeRunner):
         return [shlex.quote(arg) for arg in self.args.user_args]
 
     def get_cmd(
-        self, environment: MutableMapping[str, str], active_resources: Mapping[str, object]
+        self, environment: MutableMapping[str, str], active_resources: Mapping[str, Slots]
     ) -> tuple[list[str], list[str], MutableMapping[str, str]]:
         """Return (command, command that ends the parts, environment of both)."""
         args, slots = self.args, _equal(active_resources, self.name)
@@ -231,7 +236,7 @@ class SlurmRunner(MultiNodeRunner):
         return shutil.which("sinfo")
 
     @classmethod
-    def validate_active_resources(cls, active_resources: Mapping[str, object]) -> None:
+    def validate_active_resources(cls, active_resources: Mapping[str, Slots]) -> None:
         super().validate_active_resources(active_resources)
         for host, slots in active_resources.items():
             if isinstance(slots, Sequence) and [*slots] != [*range(len(slots))]:
@@ -242,7 +247,7 @@ class SlurmRunner(MultiNodeRunner):
         _equal(active_resources, cls.label)
 
     def get_cmd(
-        self, environment: MutableMapping[str, str], active_resources: Mapping[str, object]
+        self, environment: MutableMapping[str, str], active_resources: Mapping[str, Slots]
     ) -> list[str]:
         self.validate_active_resources(active_resources)
         args, counts = self.args, _counts(active_resources)

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import mmap
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -115,7 +115,7 @@ def compatible_ops() -> dict[str, bool]:
     return {name: builder.is_compatible() for name, builder in ALL_OPS.items()}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     compute = {"COMPATIBLE": compatible_ops, "HAS_TRITON": _has_triton}.get(name)
     if compute is not None:
         globals()[name] = compute()

@@ -41,7 +41,7 @@ class _Named(type):
 
     def __init__(cls, *args: object) -> None:
         super().__init__(*args)
-        cls.made: weakref.WeakSet[Any] = weakref.WeakSet()
+        cls.made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def __instancecheck__(cls, instance: object) -> bool:
         if super().__instancecheck__(instance):
@@ -171,7 +171,7 @@ class DeepSpeedCPUAdam(SubGroupSteps, metaclass=_Named):
 
     def __init__(
         self,
-        model_params: Any,
+        model_params: ParamsT,
         lr: float = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -201,7 +201,7 @@ class DeepSpeedCPUAdagrad(CPUAdagrad, metaclass=_Named):
 
     def __init__(
         self,
-        model_params: Any,
+        model_params: ParamsT,
         lr: float = 1e-2,
         eps: float = 1e-10,
         weight_decay: float = 0.0,
@@ -269,7 +269,7 @@ class DeepSpeedCPULion(CPULion, metaclass=_Named):
 
     def __init__(
         self,
-        model_params: Any,
+        model_params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,

@@ -5,10 +5,10 @@ among the ranks of a group; a loader that begins again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from packaging.version import Version
@@ -24,11 +24,17 @@ from hf_zero.parallel.expert.marks import is_expert_parameter
 from hf_zero.parallel.pipeline.module import partition_uniform
 from hf_zero.zero.layout.parameter import OwnedParameter
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 T = TypeVar("T")
 
 
 def clip_grad_norm_(
-    parameters: Any, max_norm: float, norm_type: float = 2.0, mpu: object = None
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    mpu: object = None,
 ) -> torch.Tensor:
     """Clip gradients of parameters that no engine owns, like torch's function; the engine clips by
     ``gradient_clipping``.
@@ -63,7 +69,7 @@ class CheckOverflow:
         param_groups: Iterable[Iterable[nn.Parameter]] | None = None,
         mpu: object = None,
         zero_reduce_scatter: bool = False,
-        deepspeed: Any = None,
+        deepspeed: object = None,
     ) -> None:
         self.params = [p for group in param_groups or () for p in group]
 
@@ -102,7 +108,9 @@ def get_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) ->
     return _finite(torch.nn.utils.get_total_norm(gradients, norm_type))
 
 
-def get_weight_norm(parameters: Any, norm_type: float = 2.0, mpu: object = None) -> float:
+def get_weight_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0, mpu: object = None
+) -> float:
     """Return the norm of the values; -1 if it is not finite."""
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     return _finite(torch.nn.utils.get_total_norm([p.detach().float() for p in tensors], norm_type))
@@ -117,7 +125,11 @@ def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
     return torch.logical_not(torch.isfinite(x.float())).any()
 
 
-def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> object:
+def move_to_device(
+    item: object,
+    device: torch.device | str,
+    criterion_func: Callable[[torch.Tensor], bool] | None = None,
+) -> object:
     """Return ``item`` with the tensors of its lists, tuples and dicts on ``device``; with
     ``criterion_func`` only those for which it is true.
     """
@@ -184,19 +196,25 @@ class PartitionedTensor:
     1-D copy. Parts differ by one element at most.
     """
 
-    def __init__(self, tensor: torch.Tensor, group: object, partition_meta: object = None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, group: ProcessGroup | None, partition_meta: object = None
+    ) -> None:
         self._hold(list(tensor.shape), group, tensor.device)
         flat = tensor.detach().reshape(-1)
         self.local_data = flat[self.partition[self.rank] : self.partition[self.rank + 1]].clone()
 
-    def _hold(self, size: list[int], group: Any, device: Any) -> None:
+    def _hold(self, size: list[int], group: ProcessGroup | None, device: torch.device) -> None:
         self.group, self.orig_size, self.orig_device = group, size, device
         self.num_parts, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.partition = partition_uniform(torch.Size(size).numel(), self.num_parts)
 
     @classmethod
     def from_meta(
-        cls, meta: torch.Tensor, local_part: torch.Tensor, group: object, device: Any = None
+        cls,
+        meta: torch.Tensor,
+        local_part: torch.Tensor,
+        group: ProcessGroup | None,
+        device: torch.device | None = None,
     ) -> PartitionedTensor:
         """Rebuild a tensor from :meth:`to_meta` and :meth:`data` of another rank in this place."""
         tensor = cls.__new__(cls)
@@ -211,7 +229,7 @@ class PartitionedTensor:
         numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank]
         return torch.tensor([*numbers, *self.partition], device=self.orig_device)
 
-    def full(self, device: Any = None) -> torch.Tensor:
+    def full(self, device: torch.device | None = None) -> torch.Tensor:
         """Return the whole tensor (collective)."""
         whole = torch.zeros(
             torch.Size(self.orig_size).numel(),
@@ -235,7 +253,7 @@ class PartitionedTensor:
 
 @torch.no_grad()
 def reduce_scatter_coalesced(
-    tensors: Sequence[torch.Tensor], group: Any = None
+    tensors: Sequence[torch.Tensor], group: ProcessGroup | None = None
 ) -> list[torch.Tensor]:
     """Return this rank's part, 1-D, of the mean over ``group`` of each of ``tensors``, in one
     message (collective). Parts have ``ceil(numel / ranks)`` elements, the last ones fewer or none.
@@ -258,20 +276,20 @@ def reduce_scatter_coalesced(
 # ---- Loaders ----
 
 
-class RepeatingLoader:
+class RepeatingLoader(Generic[T]):
     """Iterate over ``loader`` again and again.
 
     An endless stream of batches for loops that count steps.
     """
 
-    def __init__(self, loader: Any):
+    def __init__(self, loader: Iterable[T]):
         self.loader = loader
         self.data_iter = iter(loader)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         try:
             return next(self.data_iter)
         except StopIteration:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,11 +74,11 @@ class UlyssesSPDataLoaderAdapter(SequenceBatches):
 
     def __init__(
         self,
-        dl: object,
+        dl: Iterable[object],
         sp_rank: int | None = None,
         sp_group: object = None,
         sp_world_size: int | None = None,
-        device: object = None,
+        device: torch.device | None = None,
     ):
         self._sequence = sequence_parallel()
         super().__init__(dl, self._sequence.dim, self._sequence.division, device)
@@ -93,7 +93,7 @@ class UlyssesSPDataLoaderAdapter(SequenceBatches):
     def turns(self) -> int:
         return 1 if self._alike else super().turns
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[dict[str, object]]:
         if not self._alike:
             return super().__iter__()
         return (self._placed(self._sequence.shard(on_cpu(batch))) for batch in self.loader)
@@ -116,7 +116,7 @@ def _gather_losses() -> None:
         return
 
     @functools.wraps(original)
-    def all_gather(tensor: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def all_gather(tensor: torch.Tensor, *args: object, **kwargs: object) -> Sequence[torch.Tensor]:
         group = kwargs.get("group", args[0] if args else None)
         groups = get_parallel()
         if group is None or groups is None or group is not groups.group(TOKENS):
@@ -175,7 +175,7 @@ class SequenceTiledCompute:
         compute_params: Weights,
         output_unshard_dimension: int,
         output_reduction: str | None,
-        *args: Any,
+        *args: torch.Tensor,
     ) -> torch.Tensor:
         return sequence_tiled_compute(
             fn,

@@ -169,7 +169,7 @@ def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(args)
 
 
-def main(args: Any = None) -> None:
+def main(args: argparse.Namespace | None = None) -> None:
     """Write the checkpoint in ``args.input_folder`` to ``args.output_folder`` in DeepSpeed's
     universal format.
     """

@@ -16,7 +16,7 @@ from hf_zero.config.files import FILES, shown
 from hf_zero.config.keys import KEYS
 from hf_zero.config.kinds import Status
 from hf_zero.distributed import process_group
-from hf_zero.logging import log_rank0
+from hf_zero.logging import JsonObject, log_rank0
 from hf_zero.measures.monitors import DeepSpeedMonitorConfig
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class ZeroStageEnum(IntEnum):
 class _Section:
     """A section with its keys as attributes: those that were written, and defaults for others."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, object]) -> None:
         self._values = dict(values)
 
     def __getattr__(self, name: str) -> Any:
@@ -248,7 +248,7 @@ def _params(section: OptimizerConfig | SchedulerConfig | None) -> dict[str, obje
     return None if section is None else dict(section.params)
 
 
-def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+def get_gradient_clipping(param_dict: JsonObject) -> float:
     """Return the norm to which this configuration clips gradients; 0.0: never."""
     return float(param_dict.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT) or 0.0)
 
@@ -299,7 +299,7 @@ def without_autos(config: ZeroConfig) -> ZeroConfig:
     return config
 
 
-def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
+def get_log_level(param_dict: JsonObject) -> str | None:
     """Return the log level that this configuration names; None: unchanged."""
     return param_dict.get(LOG_LEVEL, LOG_LEVEL_DEFAULT)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from hf_zero.loading.shard_only import engines_of, hold, release_holders
 from hf_zero.setup import providers as providers
 from hf_zero.zero.access.full import summon_full_params
 from hf_zero.zero.layout.parameter import ZeroParamStatus, owner_of
+
+T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 
 # Bytes of a model that are built in memory before it is sharded: that costs little, and a small
 # model has exactly the numbers that a single process draws. The numbers of each postponed parameter
@@ -155,8 +158,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def zero_wrapper_for_fp_tensor_constructor(
-    function: Callable[..., object], *args: object, **kwargs: object
-) -> Callable[..., Any]:
+    function: Callable[..., T], *args: object, **kwargs: object
+) -> Callable[..., T]:
     """Return ``function`` itself: DeepSpeed wraps tensor constructors, hf-zero does not."""
     return function
 
@@ -261,7 +264,7 @@ class OnDevice:
 
 
 @contextmanager
-def unwrap_model_for_generation(model: torch.nn.Module) -> Iterator[Any]:
+def unwrap_model_for_generation(model: M) -> Iterator[M]:
     """Yield ``model`` with all parameters whole: generating gathers nothing (collective)."""
     with summon_full_params(model):
         yield model
