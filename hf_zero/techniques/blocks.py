@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -33,9 +33,10 @@ from hf_zero.zero.layout.wrap import described, find_blocks, repeated_blocks
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
-Call = Callable[..., Any]
+Drawn = TypeVar("Drawn")  # by a technique, for one forward
+Call = Callable[..., object]
 # call(block, run, args, kwargs), instead of run(*args, **kwargs)
-TakesOver = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], Any]
+TakesOver = Callable[[nn.Module, Call, tuple[object, ...], dict[str, object]], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,11 +140,11 @@ def _subclass(kind: type[nn.Module], take_over: TakesOver) -> type[nn.Module]:
     def call(self: nn.Module, *args: object, **kwargs: object) -> object:
         return take_over(self, kind.__call__.__get__(self), args, kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
+    def reduce(self: nn.Module, protocol: Any) -> tuple[object, ...]:
         subclass = kind.__reduce_ex__(self, protocol)
         return _new, (plain, *subclass[1][1:]), *subclass[2:]
 
-    metaclass: Any = type(kind)
+    metaclass: type = type(kind)
     subclass: type[nn.Module] = metaclass(kind.__name__, (kind,), {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -188,7 +189,7 @@ def first_of(output: object) -> Any:
     return output[0] if isinstance(output, tuple) and output else output
 
 
-def with_first(output: object, state: torch.Tensor) -> Any:
+def with_first(output: object, state: torch.Tensor) -> object:
     """Return a block's ``output`` with its hidden state replaced by ``state``."""
     if not isinstance(output, tuple):
         return state
@@ -204,13 +205,13 @@ class ReturnedBefore:
     def __init__(self) -> None:
         self._tuples: dict[str, object] = {}
 
-    def take(self, layer: Layer) -> Any:
+    def take(self, layer: Layer) -> object:
         """Return and forget the output of the block before ``layer`` if it was a tuple, else
         None.
         """
         return self._tuples.pop(layer.stack, None)
 
-    def note(self, layer: Layer, output: object) -> Any:
+    def note(self, layer: Layer, output: object) -> object:
         """Record ``output`` of ``layer`` for the next block of its stack, and return it."""
         if isinstance(output, tuple) and layer.place < layer.of:
             self._tuples[layer.stack] = output
@@ -255,7 +256,7 @@ class AwaitedCalls:
             self.arrived(block)
 
 
-class DrawsForBlocks(ABC):
+class DrawsForBlocks(ABC, Generic[Drawn]):
     """Base of techniques that draw at random for the repeated blocks of a model: a
     :class:`hf_zero.techniques.registry.Technique` but for ``install``.
     """
@@ -284,7 +285,7 @@ class DrawsForBlocks(ABC):
         self, block: nn.Module, run: Call, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         forward = self._engine.backward_pass.hooks.forward_at_work
-        drawn: object = None if forward is None else forward.drawn.get(self)
+        drawn = None if forward is None else forward.drawn.get(self)
         if drawn is None or not block.training:
             return run(*args, **kwargs)
         if self._awaited is not None:
@@ -310,7 +311,7 @@ class DrawsForBlocks(ABC):
     @abstractmethod
     def _change(
         self,
-        drawn: object,
+        drawn: Drawn,
         block: nn.Module,
         run: Call,
         args: tuple[object, ...],
@@ -320,13 +321,13 @@ class DrawsForBlocks(ABC):
         ``run(*args, **kwargs)`` executes the block.
         """
 
-    def end_step(self) -> None:  # noqa: B027
+    def end_step(self) -> None:
         """No-op: all state is computed from the counters."""
 
     def state_dict(self) -> dict[str, object]:
         return {}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:  # noqa: B027
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """No-op: nothing is saved."""
 
     def remove(self) -> None:

@@ -58,7 +58,7 @@ _KEYS = (
 
 # (batch, state) -> batch; state: curriculum_step, counted from 1, and current_difficulties by
 # metric
-Finish = Callable[[Any, dict[str, Any]], Any]
+Finish = Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ class DifficultySampling:
         """Post-process the batches of the engine's own loaders with ``function`` from now on."""
         self._finish = function
 
-    def finish(self, batch: object) -> Any:
+    def finish(self, batch: object) -> object:
         """Return the batch that a loader yields for ``batch``, which belongs to the next step."""
         if self._finish is None:
             return batch

@@ -271,7 +271,7 @@ class StretchedPeriods:
             for bits, value in zip(self._precisions, self._measured)
         ]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the precision of each layer, and the last measured eigenvalues."""
         return {
             "layers": [

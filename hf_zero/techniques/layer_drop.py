@@ -37,7 +37,7 @@ of keys and values has no entry for a skipped block.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -87,7 +87,7 @@ def draw(seed: int, step: int, micro_batch: int, blocks: int, rank: int = 0) -> 
     return drawn
 
 
-class LayerDrop(DrawsForBlocks):
+class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
     """Progressive layer dropping on the model of one engine."""
 
     key = KEY
@@ -174,7 +174,7 @@ class LayerDrop(DrawsForBlocks):
 
     def _change(
         self,
-        drawn: Any,
+        drawn: dict[nn.Module, float],
         block: nn.Module,
         run: Call,
         args: tuple[object, ...],

@@ -127,7 +127,7 @@ class TrainingTechniques:
         for technique in self.by_key.values():
             technique.end_step()
 
-    def prepare_batch(self, batch: object) -> Any:
+    def prepare_batch(self, batch: object) -> object:
         for technique in self.by_key.values():
             if isinstance(technique, PreparesBatches):
                 batch = technique.prepare_batch(batch)

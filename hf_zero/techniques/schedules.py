@@ -193,7 +193,7 @@ class DifficultySchedule:
             )
         self._function = function
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state that the step does not determine: the final value of a custom
         function.
         """

@@ -80,7 +80,7 @@ class SequenceLength:
             self._hook.remove()
         self._hook = None
 
-    def cut(self, batch: object) -> Any:
+    def cut(self, batch: object) -> object:
         """Return ``batch``, a mapping of tensors by the names of the model's arguments, with
         sequences truncated to this step's length; the same object if none is longer.
         """
@@ -89,7 +89,9 @@ class SequenceLength:
             return batch
         return self._cut(batch, length)
 
-    def _before(self, model: nn.Module, args: Any, kwargs: dict[str, object]) -> object:
+    def _before(
+        self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         if not (model.training and torch.is_grad_enabled()):
             return None
         length = self._length()

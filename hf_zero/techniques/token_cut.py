@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -44,8 +43,12 @@ class TokenCut:
         self._refusal = refusal
 
     def arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], state_at: int | str | None, state: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        state_at: int | str | None,
+        state: object,
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Return the arguments of a call, cut, with ``state`` as the one at ``state_at``."""
         parameters = inspect.signature(type(self._block).forward).parameters.values()
         names = [
@@ -63,7 +66,7 @@ class TokenCut:
             for name, value in kwargs.items()
         }
 
-    def _argument(self, name: str, value: object) -> Any:
+    def _argument(self, name: str, value: object) -> object:
         if value is None:
             sliding = (getattr(part, "sliding_window", None) for part in self._block.modules())
             if name == self._mask and any(sliding):
@@ -73,7 +76,7 @@ class TokenCut:
             raise self._wrong(name, "of packed sequences, which have no rows to draw from")
         if is_cache(value):
             return None  # it would hold only part of the tokens
-        unknown: list[Any] = []
+        unknown: list[object] = []
         list(tensors_in(value, unknown))
         with_tensors = [value for value in unknown if next(tensors_in(value), None) is not None]
         if with_tensors:

@@ -91,7 +91,7 @@ class ForwardCount:
         self._step = -1
 
 
-class TokenDrop(DrawsForBlocks):
+class TokenDrop(DrawsForBlocks[tuple[int, int, int]]):
     """Random layerwise token dropping on the model of one engine."""
 
     key = TOKEN_DROP
@@ -241,7 +241,7 @@ class TokenDrop(DrawsForBlocks):
 
     def _change(
         self,
-        drawn: Any,
+        drawn: tuple[int, int, int],
         block: nn.Module,
         run: Call,
         args: tuple[object, ...],

@@ -23,10 +23,10 @@ from hf_zero.logging import log_rank0, logger
 from hf_zero.parallel.tensor.model import readers
 from hf_zero.techniques.data_sampling import CurriculumSampler, RankBatches, sampled_metrics
 
-Collate = Callable[[Any], Any]
+Collate = Callable[..., object]
 
 
-class EpochSampler(DistributedSampler[Any]):
+class EpochSampler(DistributedSampler[object]):
     """A ``DistributedSampler`` whose next iteration leaves out the first ``skip`` samples of all
     ranks, any number of them: the ranks divide those that follow. ``announced``: the epoch that the
     script has set since the last iteration began.
@@ -52,7 +52,7 @@ class EpochSampler(DistributedSampler[Any]):
         self.announced = epoch
 
 
-class TrainingLoader(DataLoader[Any]):
+class TrainingLoader(DataLoader[object]):
     """A loader whose micro-batches ``data_sampler`` gives to ``ranks`` ranks.
 
     ``epoch``: the epoch that the script has set by ``data_sampler.set_epoch``, else the number of
@@ -115,7 +115,7 @@ class TrainingLoader(DataLoader[Any]):
         self.epoch, self.samples = self.epoch + 1, 0
 
 
-class StreamLoader(DataLoader[Any]):
+class StreamLoader(DataLoader[object]):
     """A loader of an ``IterableDataset`` with ``state_dict`` and ``load_state_dict``. ``epoch``:
     the number of whole iterations.
     """
@@ -125,7 +125,7 @@ class StreamLoader(DataLoader[Any]):
         self.epoch = 0
         self._begun = self.resumed = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         state = cast(Any, self.dataset).state_dict() if self._begun else None
         return {"epoch": self.epoch, "dataset": state}
 

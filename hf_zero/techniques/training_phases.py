@@ -147,7 +147,7 @@ class TrainingPhases:
         self._counters = Counters()
         self._sizes = (1, 1)  # configured batch and micro-batch size
         self._set: tuple[int, int] | None = None  # micro-batch size and count, as last set here
-        self._engine: weakref.ref[Any] | None = None
+        self._engine: weakref.ref[TrainingEngine] | None = None
         self._told = False  # whether the warning about a learning rate of 0 was logged
 
     @property

@@ -8,7 +8,7 @@ package are imported while ``import lightning`` runs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_zero.integrations.lightning.lightning_pytorch import ZeroPrecision, ZeroStrategy
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["ZeroPrecision", "ZeroStrategy"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hf_zero.integrations.lightning import lightning_pytorch

@@ -7,7 +7,7 @@ transformers`` runs.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_zero.integrations.transformers.training_arguments import TrainingArguments
@@ -18,7 +18,7 @@ __all__ = ["TrainingArguments", "ZeroCallback"]
 _HOMES = {"TrainingArguments": "training_arguments", "ZeroCallback": "zero_callback"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
