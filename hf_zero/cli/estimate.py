@@ -17,7 +17,7 @@ import typer
 from hf_zero.cli.options import Job, Ranks, expanded, refuse, section
 from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
-from hf_zero.logging import counted, parse_rate, parse_size, rate_in_units
+from hf_zero.logging import JsonObject, counted, parse_rate, parse_size, rate_in_units
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -432,7 +432,7 @@ def link_rows(
     }
 
 
-def link_json(rows: dict[int, list[Row]]) -> list[dict[str, Any]]:
+def link_json(rows: dict[int, list[Row]]) -> list[JsonObject]:
     """Return ``rows`` as values for JSON."""
     return [
         {

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ from hf_zero.config.variables import warn_once
 from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.launch.front import carry_out
 from hf_zero.launch.plan import LaunchPlan, Request, plan, refuse_missing
+from hf_zero.logging import JsonObject
 
 MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 CPU_RANKS = 2
@@ -243,7 +244,7 @@ def _written(pairs: list[str], preset: str | None) -> dict[str, object]:
     from hf_zero.config import PRESETS, ZeroConfig
     from hf_zero.config.files import load_yaml, merge
 
-    sections: dict[str, Any] = {}
+    sections: JsonObject = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not all(key.split(".")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from hf_zero.errors import ConfigError
+from hf_zero.logging import JsonObject
 
 if TYPE_CHECKING:
     from hf_zero.planning.estimate import JobOptions
@@ -181,7 +182,7 @@ class Job:
         }
 
 
-def section(device: str | None, moments: str | None = None) -> dict[str, Any] | None:
+def section(device: str | None, moments: str | None = None) -> JsonObject | None:
     """Return the section of a configuration that offloads to ``device``, None for none."""
     if device is None:
         refuse({"--moments": moments}, "it goes with --offload-optimizer cpu or nvme")
@@ -191,7 +192,7 @@ def section(device: str | None, moments: str | None = None) -> dict[str, Any] | 
     return {name: value for name, value in section.items() if value is not None}
 
 
-def refuse(options: dict[str, Any], why: str) -> None:
+def refuse(options: Mapping[str, object], why: str) -> None:
     """Raise ConfigError for each of the ``options`` that was written."""
     for name, value in options.items():
         if value is not None:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
-from hf_zero.logging import curve
+from hf_zero.logging import JsonObject, curve
 
 if TYPE_CHECKING:
     from hf_zero.report.run import RecordedRun
@@ -68,7 +68,7 @@ def top(
             live.update(_table(recorded, steps))
 
 
-def figures_of(run: RecordedRun, steps: int | None) -> dict[str, Any]:
+def figures_of(run: RecordedRun, steps: int | None) -> JsonObject:
     """Return the figures of the last step, medians of the rates of recent steps, what is left of
     ``steps``, and the states of the ranks.
     """

@@ -12,7 +12,7 @@ import typer
 
 from hf_zero.cli.options import Job, Ranks, expanded, section
 from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
-from hf_zero.logging import parse_rate, rate_in_units
+from hf_zero.logging import JsonObject, parse_rate, rate_in_units
 
 if TYPE_CHECKING:
     from hf_zero.planning.simulation import Machine, Measured, Simulation
@@ -64,7 +64,7 @@ class Rates:
             "memory": self.memory_rate, "node": self.node_link, "network": self.network,
             "host_link": self.host_link, "host_memory": self.host_memory, "disk": self.disk,
         }  # fmt: skip
-        values: dict[str, Any] = {
+        values: JsonObject = {
             **{name: parse_rate(text) / 8 for name, text in speeds.items() if text is not None},
             "flops": self.flops,
             "latency": self.latency,

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.cli.printing import PrintableTable, print_json, print_table
-from hf_zero.logging import counted
+from hf_zero.logging import JsonObject, counted
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> int:
     return 0 if all(row["right"] for row in rows) else WRONG
 
 
-def _print(rows: list[dict[str, Any]], ranks: int) -> None:
+def _print(rows: list[JsonObject], ranks: int) -> None:
     table = PrintableTable(
         "stage",
         "largest difference of a weight",

@@ -5,12 +5,16 @@ from __future__ import annotations
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hf_zero.cli.printing import AsJson, print_json
 from hf_zero.errors import ConfigError
+from hf_zero.logging import JsonObject
+
+if TYPE_CHECKING:
+    from hf_zero.config.training_file import TrainingFile
 
 MODEL, DATA = "Qwen/Qwen2.5-0.5B", {"dpo": "trl-lib/ultrafeedback_binarized"}
 TEXT_DATA = "wikimedia/wikipedia"
@@ -97,7 +101,7 @@ def train(
     )
 
 
-def _refuse_missing(training: Any) -> None:
+def _refuse_missing(training: TrainingFile) -> None:
     """Raise ConfigError if a library or a device that the script needs is missing."""
     from hf_zero.config.training_file import QLORA
     from hf_zero.device import kinds
@@ -181,7 +185,7 @@ def _initial(file: str, answers: dict[str, str]) -> str:
 
     rate = RATES[answers["task"]][answers["adapters"] != "none"]
     wiki = answers["dataset"] == TEXT_DATA
-    values: dict[str, Any] = {
+    values: JsonObject = {
         **answers,
         **({"dataset_config": "20231101.simple"} if wiki else {}),
         "precision": "bf16" if kinds.device_count() else "fp32",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import textwrap
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS
 from hf_zero.config.files import DICT, FILES, SourcedDict, flattened, is_written
@@ -32,7 +32,7 @@ class ExplainRow(NamedTuple):
     """
 
     key: str
-    value: Any
+    value: object
     source: str
     note: str
 
@@ -118,7 +118,7 @@ def explain(reading: ConfigReading, check: Check = refusals) -> list[ExplainRow]
     return rows
 
 
-def _idle_params(path: str, values: Mapping[str, Any]) -> str:
+def _idle_params(path: str, values: JsonObject) -> str:
     """Return the parameters of a one-bit optimizer that have no effect, with the reasons, if
     ``path`` is theirs.
     """

@@ -12,7 +12,6 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from hf_zero.config.files import value_at
 from hf_zero.config.kinds import (
@@ -35,6 +34,7 @@ from hf_zero.config.offload import OFFLOAD_ALIASES
 from hf_zero.config.sections import TENSOR_ALIASES
 from hf_zero.config.settings import Settings
 from hf_zero.config.techniques import CURRICULUM, ROUTING, SAMPLING, SPELLINGS, TOKEN_DROP
+from hf_zero.logging import JsonObject
 
 TABLE = Path(__file__).with_suffix(".toml")
 TOP_LEVEL = "top level"  # the table of keys outside of sections
@@ -50,7 +50,7 @@ KINDS = {
 STATUSES = {"active": Status.ACTIVE, "inert": Status.INERT, "not_built": Status.NOT_BUILT}
 SECTION_OFF = '{"enabled": false}'
 
-Entry = str | dict[str, Any]
+Entry = str | JsonObject
 
 
 def read(text: str) -> dict[str, Entry]:
@@ -69,7 +69,7 @@ def with_note(key: Key, entry: Entry) -> Key:
     return replace(key, note=entry["inert"], status=Status.INERT)
 
 
-def without_field(path: str, entry: Mapping[str, Any]) -> Key:
+def without_field(path: str, entry: JsonObject) -> Key:
     """Return the key of an entry that no field of :class:`Settings` declares."""
     status = next(STATUSES[word] for word in STATUSES if word in entry)
     note = entry[status.value.replace(" ", "_")]
@@ -90,7 +90,7 @@ def without_field(path: str, entry: Mapping[str, Any]) -> Key:
     return replace(key, asks=lambda value: value != default, off=off, default=default)
 
 
-def asks_for_section(off: str, entry: Mapping[str, Any]) -> Callable[[Mapping[str, object]], bool]:
+def asks_for_section(off: str, entry: JsonObject) -> Callable[[Mapping[str, object]], bool]:
     """Return whether the value of a section asks for its feature: a number above 1 of the member
     ``above_one``, else any content where "null" is off, else a switch that is on.
     """

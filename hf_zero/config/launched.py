@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
 
 from hf_zero.config.files import flattened, merge
 from hf_zero.config.refusals import STAGE
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.logging import logger
+from hf_zero.logging import JsonObject, logger
 
 LAUNCH_FILE = "HF_ZERO_LAUNCH_FILE"  # the configuration file given to accelerate launch
 LAUNCHED_BY = "HF_ZERO_LAUNCHED_BY"  # the command that wrote the options of accelerate launch
@@ -39,7 +38,7 @@ def launched_values() -> dict[str, object]:
     named = os.environ.get(FILE, "none")
     if named != "none":
         config = ZeroConfig.coerce(named, allow_auto=True, foreign=True)
-        values: dict[str, Any] = {STAGE: config.stage}
+        values: JsonObject = {STAGE: config.stage}
         values |= {name: getattr(config, name).device for name in OFFLOAD}
         precision: str | None = config.precision if config.precision != "fp32" else None
     else:

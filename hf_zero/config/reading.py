@@ -76,7 +76,7 @@ class ConfigReading:
     "auto" once the reading is checked; "alone": only if nothing else is wrong.
     """
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: JsonObject = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     autos: set[str] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
@@ -130,7 +130,7 @@ class ConfigReading:
         self.filled |= other.filled
         self.mistakes.extend(other.mistakes)
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> JsonObject:
         """Return the values by path; sections that are one value contain their members that are
         "auto", in the order of the file.
         """
