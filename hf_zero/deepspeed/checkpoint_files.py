@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.serialization import MAP_LOCATION
 
 from hf_zero.checkpoint.convert.to_universal import LATEST_UNIVERSAL
 from hf_zero.checkpoint.find import LATEST, find_checkpoint
@@ -21,6 +20,8 @@ from hf_zero.errors import CheckpointError, ConfigError, TargetMismatchError
 from hf_zero.logging import log_rank0, logger
 
 if TYPE_CHECKING:
+    from torch.serialization import MAP_LOCATION
+
     from hf_zero.zero.training_engine import TrainingEngine
 
 
