@@ -222,7 +222,7 @@ IDLE_IN_ONE_BIT = {
     "cuda_aware": "messages travel as the process group sends them",
     "comm_backend_name": "messages travel over the process group of the engine",
 }
-_ONE_BIT_CONFLICTS: dict[str, tuple[Callable[[object], bool], str]] = {
+_ONE_BIT_CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     STAGE: (
         lambda stage: stage == 3,
         "no rank keeps whole weights that it could update; write stage 1",
