@@ -22,7 +22,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.ops.operators import GradientContext
 
 if TYPE_CHECKING:
-    from torch.distributed import P2POp, Work
+    from torch.distributed import P2POp
 
 Forward = Callable[[int, int, object], object]
 Backward = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
@@ -303,7 +303,7 @@ def make_schedule(
 
 
 @contextmanager
-def launching_by(launch: Callable[..., list[Work]]) -> Iterator[None]:
+def launching_by(launch: Callable[..., list[Any]]) -> Iterator[None]:
     """Context in which schedules launch a batch of messages by ``launch(own, operations, desc)``,
     ``original`` being torch's function, and wait for what it returns.
     """

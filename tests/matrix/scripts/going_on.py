@@ -161,6 +161,10 @@ def accelerated(args, folder, resume):
                 accelerator.save_state()
             if model.global_steps == STEPS:
                 break
+    if folder is None:
+        # the launcher's configuration has the memory for this run, too: the next engine takes the
+        # folder that an attempt without this run looks in
+        model.destroy()
     return found
 
 
