@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 
+import hf_zero
 from hf_zero.errors import ConfigError
 from hf_zero.loading import Building, LazyTensor, building, give_values, make_pending, recorded
 from hf_zero.loading.expressions import Filled
@@ -182,6 +183,21 @@ def test_the_modules_own_rules_give_values_and_parameters_stay_the_objects_they_
     assert 0.7 < float(values["embed.weight"].std()) < 1.3
     assert bool((values["norm.weight"] == 1.0).all())
     assert not values["attention.in_proj_bias"].any() and values["attention.in_proj_weight"].any()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_one_starts_sharded_in_16_bits(precision: str) -> None:
+    """With the master weights of a run in fp32."""
+    masters = []
+    for section in ({}, {precision: {"enabled": True}}):
+        model = on_meta(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
+        config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+        config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, **section}
+        torch.manual_seed(0)
+        engine, *_ = hf_zero.initialize(model=model, config=config)
+        masters.append([hf_zero.safe_get_full_fp32_param(p) for p in model.parameters()])
+        engine.destroy()
+    assert all(map(torch.equal, *masters))
 
 
 class Scaled(nn.Module):

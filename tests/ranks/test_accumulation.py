@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from hf_zero.errors import PartitionError, UnmanagedWindowError
+from hf_zero.zero.reduce import reductions
+from hf_zero.zero.reduce.reductions import collect_gradients
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, full_weights, start
@@ -225,3 +227,27 @@ def test_an_fp16_loss_that_cannot_carry_its_scale(rank, model):
     ):
         engine.backward(engine(features(0, 0, rank).half()).pow(2).mean())
     engine.backward(engine(features(0, 0, rank).half()).float().pow(2).mean() * 1e-3)
+
+
+@in_turn("stage, precision", [(0, "fp32"), (1, "bf16")])
+def test_a_micro_batch_before_the_last_is_taken_in_once(stage, precision, monkeypatch):
+    """When a unit is complete, not again at the end of its backward."""
+    taken = []
+
+    def collect(flat, target, accumulate, factor):
+        used = collect_gradients(flat, target, accumulate, factor)
+        taken.append(bool(used))
+        return used
+
+    monkeypatch.setattr(reductions, "collect_gradients", collect)
+
+    def run(rank, model):
+        plan = Plan(accumulation=3, precision=precision)
+        engine = start(model, adamw(model), config_of(stage, plan))
+        for micro in range(3):
+            engine.backward(squared(engine, At(0, micro, rank), plan.dtype))
+            engine.step()
+        assert engine.was_step_applied()
+        return len(engine.flats)
+
+    assert sum(3 * flats for flats in on_ranks(RANKS, run)) == len(taken) and all(taken)
