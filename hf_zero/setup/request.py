@@ -127,6 +127,28 @@ class SetupRequest(Generic[E]):
                 f"lr_scheduler is the class {scheduler.__name__}; pass a scheduler, or a callable "
                 f"that makes one: lambda optimizer: {scheduler.__name__}(optimizer, …)"
             )
+        if optimizer is not None or config.optimizer is not None:
+            self._check_scheduled()
+
+    def _check_scheduled(self) -> None:
+        """Raise ConfigError for a scheduler of another optimizer over the model, whose learning
+        rates the engine's updates would not use.
+        """
+        scheduled = getattr(self.lr_scheduler, "optimizer", None)
+        groups = getattr(scheduled, "param_groups", ())
+        # a wrapper of the optimizer shares its groups
+        used = {id(group) for group in getattr(self.user_optimizer, "param_groups", ())}
+        if any(id(group) in used for group in groups):
+            return
+        trained = {id(parameter) for parameter in self.model.parameters()}
+        if any(id(parameter) in trained for group in groups for parameter in group["params"]):
+            name = type(self.lr_scheduler).__name__
+            raise ConfigError(
+                f"lr_scheduler ({name}) schedules another optimizer ({type(scheduled).__name__}) "
+                "than the engine's, whose learning rate it would not change; pass a scheduler of "
+                "the optimizer that is passed, or a callable: "
+                f"lambda optimizer: {name}(optimizer, …)"
+            )
 
     def make_optimizer(self) -> torch.optim.Optimizer | None:
         """Return the optimizer over the present parameters of the model: the script's object, or a

@@ -177,6 +177,27 @@ def test_optimizers_that_cannot_be() -> None:
         refused(ConfigError, said, model=model, **more)
 
 
+def test_schedulers_of_another_optimizer() -> None:
+    """One over the model is refused, one of a wrapper or of another model is not."""
+    model, other = stack(), stack()
+    schedule = torch.optim.lr_scheduler.StepLR(adamw(model), 1)
+    said = r"lr_scheduler \(StepLR\) schedules another optimizer \(AdamW\) than the engine's"
+    for source in (
+        {"optimizer": adamw(model), "config": config_of(1)},
+        {"optimizer": adamw, "config": config_of(1)},
+        {"config": config_of(1, optimizer=SGD)},
+    ):
+        refused(ConfigError, said, model=model, lr_scheduler=schedule, **source)
+    mine = adamw(model)
+    wraps = SimpleNamespace(param_groups=mine.param_groups)
+    for over in (wraps, adamw(other), None):
+        given = SimpleNamespace(optimizer=over, step=lambda: None)
+        arguments = {"model": model, "lr_scheduler": given, "config": config_of(1)}
+        engine, *_, scheduler = hf_zero.initialize(optimizer=mine, **arguments)
+        assert scheduler is given
+        engine.destroy()
+
+
 # ---- ranks and processes ----
 
 
