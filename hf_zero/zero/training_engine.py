@@ -13,6 +13,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.resolving import ELASTICITY
 from hf_zero.errors import ConfigError, HfZeroError, PartitionError
 from hf_zero.logging import listed, logger
 from hf_zero.optim.segments import ParamGroup
@@ -212,14 +213,14 @@ class TrainingEngine(EngineParts):
         """Set ``micro`` samples per micro-batch and ``steps`` micro-batches per step, from the next
         window on.
         """
-        self.accumulation.steps = steps
         self.config = self.config_with_batches(micro, steps)
+        self.accumulation.steps = steps
 
     def config_with_batches(self, micro: int, steps: int) -> ZeroConfig:
         """Return the configuration with ``micro`` samples per micro-batch and ``steps``
-        micro-batches per step.
+        micro-batches per step, which replace those that ``elasticity`` computes.
         """
-        config = self.config
+        config = self.config.without(ELASTICITY)
         sizes = {
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": steps,

@@ -307,6 +307,33 @@ def test_a_batch_that_the_script_sets():
     engine.destroy()
 
 
+@in_turn("ignores", [False, True])
+def test_batches_that_replace_those_of_elasticity(ignores):
+    """The script's and those of phases count; a size that is refused changes nothing."""
+
+    def started(samples, **more):
+        section = {"enabled": True, "max_train_batch_size": samples, "micro_batch_sizes": [ROWS]}
+        if ignores:
+            section["ignore_non_elastic_batch_info"] = True
+        unwritten = {"train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": None}
+        model = ARCHITECTURE.build()
+        config = config_of(0, elasticity=section, **unwritten, **more)
+        return start(model, adamw(model), config)
+
+    engine, micros = started(4 * ROWS), []
+    engine.set_train_batch_size(2 * ROWS)
+    with pytest.raises(ConfigError, match="not a multiple of"):
+        engine.set_train_batch_size(2 * ROWS + 1)
+    assert (engine.train_batch_size(), engine.accumulation.steps) == (2 * ROWS, 2)
+    trained(engine, 0, range(2), micros, [])
+    assert micros == [2, 2]
+    engine.destroy()
+    engine, micros = started(ROWS, training_phases=phases(1)), []
+    trained(engine, 0, range(6), micros, [])
+    assert micros == [each[0] for each in BY_HAND[:6]]
+    engine.destroy()
+
+
 @in_turn("warmup", [0, 2])
 def test_steps_beyond_a_decay_to_zero_are_told_once(warmup, caplog):
     last = {"steps": 2, "lr_decay_power": 1, "warmup_steps": warmup}
