@@ -9,7 +9,6 @@ figure has been measured here; users report 0.5 to 0.7 GB for one on some machin
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,8 +57,8 @@ def check_on_all_ranks(plan: EnginePlan, freed: tuple[int, int] = (0, 0)) -> Pre
     the report of one that does. ``freed``: bytes on the device and in RAM that engines give back
     which end before this one begins. Collective.
 
-    Raises DoesNotFitError; in a pipeline, on the ranks of the stages that do not fit, and
-    RankMismatchError on the others.
+    Raises DoesNotFitError on the ranks whose state does not fit, and RankMismatchError on the
+    others.
     """
     dims = plan.dims
     free = room_for(plan.model, plan.settings, plan.device).with_room(*freed)
@@ -71,14 +70,17 @@ def check_on_all_ranks(plan: EnginePlan, freed: tuple[int, int] = (0, 0)) -> Pre
         free = free.with_numbers([min(values) for values in zip(*numbers)])
         free = replace(free, held=tuple(max(values) for values in zip(*pinned)))
         hosts = set(names)
-    # Pipeline stages differ in their needs: if one does not fit, all ranks raise together.
-    together = raise_on_all_ranks("fit its pipeline stage into its memory")
-    with together if dims.pipeline > 1 else nullcontext():
+    # The needs of ranks differ: by pipeline stage, state of whole tensors, and ranks on a host.
+    part = "pipeline stage" if dims.pipeline > 1 else "state"
+    with raise_on_all_ranks(f"fit its {part} into its memory"):
         report = check(plan, free)
+    spare = report.spare
+    if dims.world > 1:
+        spare = all(get_world_group().all_gather_object(spare, "room for the model"))
     if plan.rank % dims.in_a_stage == 0:
         for line in filter(None, (report.warning, report.note)):
             logger.warning("%s", line)
-    return replace(report, hosts=len(hosts))
+    return replace(report, hosts=len(hosts), spare=spare)
 
 
 def check(plan: EnginePlan, free: Free | None = None) -> PreflightReport:

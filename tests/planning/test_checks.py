@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.device.free_memory import DiskFree, Free
-from hf_zero.errors import DoesNotFitError
+from hf_zero.errors import DoesNotFitError, RankMismatchError
 from hf_zero.integrations.transformers.meta_model import build_on_meta
 from hf_zero.planning import (
     ACTIVATIONS,
@@ -35,7 +35,7 @@ from hf_zero.planning import check as check_plan
 from hf_zero.planning.checking import SWITCH, check_on_all_ranks
 from hf_zero.planning.fit import RAM_SHARE
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.plans import APART, Blocks, adamw_of, planned
 from tests.helpers.ranks import run_ranks
 
@@ -192,6 +192,29 @@ def test_ranks_go_by_the_least_free_memory_of_all(monkeypatch: pytest.MonkeyPatc
 
     one, other = run_ranks(2, on_rank)
     assert one == other and "bytes for each of 2 ranks" in one
+
+
+@in_turn("own, results", [
+    (2 * GIB, ["RankMismatchError: rank 1 could not fit its state into", "DoesNotFitError: train"]),
+    (GIB * 3 // 4, [False, False]),
+])  # fmt: skip
+def test_ranks_whose_needs_differ(own, results, monkeypatch) -> None:  # type: ignore
+    """What does not fit on one rank is refused on all, and all have room for the model, or none."""
+    room = Free(GIB, GIB, held=(GIB // 2, 0))
+    monkeypatch.setattr("hf_zero.planning.checking.room_for", lambda *_: room)
+    needed = lambda plan: need(device=own * plan.rank)  # noqa: E731
+    monkeypatch.setattr("hf_zero.planning.checking.needs", needed)
+
+    def on_rank(rank: int) -> bool | str:
+        plan = planned(SMALL, ZeroConfig(2, bf16=True).resolve(2), 2, gpu=True, rank=rank)
+        try:
+            return check_on_all_ranks(plan).spare
+        except (DoesNotFitError, RankMismatchError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    found = run_ranks(2, on_rank)
+    for result, said in zip(found, results):
+        assert result is said if isinstance(said, bool) else str(result).startswith(said)
 
 
 def test_the_model_s_own_memory_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
