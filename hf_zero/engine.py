@@ -124,10 +124,10 @@ class Engine(TrainingEngine):
         torch_state_dict.install()
         self.async_saves = BackgroundSaves(mesh, self.schedule.shards, self.config.checkpoint)
         self.measures = measures_of(self, plan)
+        installed.callback(self._end_measures)
         self.memory = MemoryCheckpoints.of(self, plan)
         self.window_start = WindowStart()
         self.save_log = SaveLog()
-        installed.callback(self._end_measures)
 
     def _end_measures(self) -> None:
         measures, self.measures = self.measures, StepMeasures()

@@ -77,6 +77,14 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
     """
 
     def __init__(self, engine: TrainingEngine, plan: EnginePlan | None = None):
+        with ExitStack() as opened:
+            self._open(engine, plan, opened)
+            self._opened = opened.pop_all()
+
+    def _open(self, engine: TrainingEngine, plan: EnginePlan | None, opened: ExitStack) -> None:
+        """Open what the configuration asks for. ``opened`` collects the inverse operations, which
+        refer to none of these measures: they end with an engine that nobody destroys.
+        """
         config, device, rank = engine.config, engine.device, engine.global_rank
         self._rank, self._line = rank, StepLine(config, rank)
         self._every, self._world = self._line.every, engine.world_size
@@ -96,16 +104,21 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         if config.metrics.enabled and rank == 0 and steps:
             self.file = MetricsFile(config.metrics.rotate_bytes, header)
             self._warnings = WarningRecords(self.file)
+            opened.callback(self._warnings.close)
             # at destroy(), when nothing refers to the engine any more, or as the process ends
             self._end = weakref.finalize(self, note_end, self.file, os.getpid())
+            opened.callback(self._end.detach)
             engine.mesh.watchdog.records.add(self.file)
+            opened.callback(engine.mesh.watchdog.records.discard, self.file)
+            opened.callback(_files.discard, self.file)
         folder = config.metrics.path or config.checkpoint.folder
-        if config.metrics.enabled and folder is not None:
-            with raise_on_all_ranks("make the folder of its metrics"):
-                self.keep_in(folder)
+        if folder is not None:
+            self.keep_in(folder)
         counts_samples = config.metrics.enabled or self.monitor.enabled or self._logs_collectives
         axes = [*engine.mesh.axes, *engine.mesh.parallel_axes]
         self.counts = EngineCollectives(axes, device) if counts_samples else None
+        if self.counts is not None:
+            opened.callback(self.counts.close)
         self.counts_samples = counts_samples
         self._figures: StepFigures | None = None
         self._alone = not (counts_samples or self._every)  # figures of rank 0
@@ -126,9 +139,9 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
             self.profile = StepProfile(engine, config.flops_profiler)
         self._trace: StepTrace | None = None
         self._due = config.trace if config.trace.enabled else None
-        self._trace_when_due(engine)
         if config.dump_state and rank == 0:
             logger.info("state of the engine:\n%s", layout(engine))
+        self._trace_when_due(engine)
 
     # ---- within a step ----
 
@@ -211,6 +224,11 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         return self.file.folder or (None if self._resumed is None else Path(self._resumed))
 
     def keep_in(self, folder: str) -> None:
+        if self._shows:
+            with raise_on_all_ranks("make the folder of its metrics"):
+                self._keep_in(folder)
+
+    def _keep_in(self, folder: str) -> None:
         if self.file is None or self.file.folder is not None:
             return
         free_folder = _free_folder(Path(folder))
@@ -232,8 +250,8 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         self.finish(engine)
         if self._figures is not None:
             self._figures.pause()
+        self.keep_in(self._resumed or folder)
         if self.file is not None:
-            self.keep_in(self._resumed or folder)
             self._note_totals()
             self.file.sync()
 
@@ -266,18 +284,14 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
             self._figures.finish(engine)
 
     def close(self, engine: TrainingEngine) -> None:
-        with ExitStack() as ending:
-            if self.counts is not None:
-                ending.callback(self.counts.close)
+        with self._opened as ending:
             if self._trace is not None:
                 ending.callback(self._trace.close)
             self.finish(engine)
             if self._logs_collectives and self._rank == 0:
                 self._log_collectives()
             if self.file is not None and self._warnings is not None:
-                ending.callback(self._warnings.close)
-                ending.callback(_files.discard, self.file)
-                ending.callback(engine.mesh.watchdog.records.discard, self.file)
+                ending.callback(self._warnings.close)  # before that of a trace, which warns
                 self._note_totals()
                 self._end()
                 if self.file.lost_steps:
@@ -302,7 +316,7 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
             return
         if self.file is not None:
             if self._resumed is not None:
-                self.keep_in(self._resumed)
+                self._keep_in(self._resumed)
             self.file.write(figures)
         if self.monitor.enabled:
             self.monitor.write_events(_events(figures))

@@ -54,15 +54,15 @@ class StepTrace:
     """
 
     def __init__(self, engine: TrainingEngine, steps: int, folder: str):
-        if torch.autograd.profiler._is_profiler_enabled:
-            raise ConfigError(
-                "trace: another profiler is running; end it first, its profile has the engine's "
-                "spans, too"
-            )
         self._rank = engine.global_rank
         self._first, self._last = engine.global_steps + 1, engine.global_steps + steps
         self.path = Path(folder) / f"trace-steps-{self._first}-{self._last}.json.gz"
-        with raise_on_all_ranks("make the folder of its trace"):
+        with raise_on_all_ranks("start its trace"):
+            if torch.autograd.profiler._is_profiler_enabled:
+                raise ConfigError(
+                    "trace: another profiler is running; end it first, its profile has the "
+                    "engine's spans, too"
+                )
             if engine.global_rank == 0:
                 try:
                     self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_zero
+from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.distributed import world_group
 from hf_zero.distributed.collectives import Handle
-from hf_zero.errors import ConfigError, RankMismatchError
+from hf_zero.errors import CheckpointError, ConfigError, RankMismatchError
 from hf_zero.logging import logger
 from hf_zero.measures import trace
 from hf_zero.measures.collectives import FIGURES, wire_bytes
@@ -50,8 +52,9 @@ def on(path=None):
     return {"metrics": {"enabled": True} | ({"path": str(path)} if path else {})}
 
 
-def measured(model, stage, **more):
-    return start(model, adamw(model), config_of(stage, Plan(accumulation=MICROS), **(on() | more)))
+def measured(model, stage, resume=None, **more):
+    config = config_of(stage, Plan(accumulation=MICROS), **(on() | more))
+    return start(model, adamw(model), config, resume=resume)
 
 
 def numbers(folder):
@@ -301,9 +304,60 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         engine = measured(model, 1)
         with pytest.raises(said, match=r"trace: .* cannot be made"):
             engine.trace(folder=runs)
+        with pytest.raises(said, match=r"metrics: .* cannot be made"):
+            engine.save_checkpoint(runs)
+        engine.destroy()
+        with pytest.raises(said, match=r"metrics: .* cannot be made"):
+            measured(model, 1, resume=runs)
+
+    on_ranks(RANKS, run)
+
+
+def test_a_profiler_of_one_rank_is_refused_on_all(monkeypatch):
+    """Whether the script asks for the trace, or a step begins that of the configuration."""
+    monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", OfRank0())
+
+    def run(rank, model):
+        said = ConfigError if rank == 0 else RankMismatchError
+        engine = measured(model, 1, trace={"enabled": True, "first": 2})
+        with pytest.raises(said, match="another profiler is running"):
+            engine.trace()
+        with pytest.raises(said, match="another profiler is running"):
+            run_steps(engine, rank, range(1), MICROS)
         engine.destroy()
 
     on_ranks(RANKS, run)
+
+
+class OfRank0:
+    """A flag that is set on rank 0."""
+
+    def __bool__(self) -> bool:
+        return torch.distributed.get_rank() == 0
+
+
+@in_turn("refuses", ["the trace", "checkpoints in memory"])
+@on_each_rank(1)
+def test_a_refusal_leaves_nothing_that_measures(rank, model, refuses, tmp_path, monkeypatch):
+    def refuse(*args):
+        raise CheckpointError("no room")
+
+    handlers = [*logger.handlers]
+    section = {"enabled": True, "first": 1, "steps": 1, "path": str(tmp_path)}
+    running: Any = nullcontext()
+    if refuses == "the trace":
+        running = profile(activities=[ProfilerActivity.CPU])
+    else:
+        monkeypatch.setattr(MemoryCheckpoints, "of", refuse)
+    with running, pytest.raises((ConfigError, CheckpointError)) as error:
+        measured(model, 1, trace=section)
+    assert "another profiler" in str(error.value) or "no room" in str(error.value)
+    assert logger.handlers == handlers
+    monkeypatch.undo()
+    engine = measured(model, 1, trace=section)
+    run_steps(engine, rank, range(1), MICROS)
+    engine.destroy()
+    assert len(list(tmp_path.glob("trace-*.gz"))) == 1
 
 
 @on_each_rank(1)

@@ -209,7 +209,9 @@ class StepMeasures(Generic[Engine]):
         """Read the figures of all steps; waits for the device."""
 
     def keep_in(self, folder: str) -> None:
-        """Write files to ``folder`` unless the configuration, or an earlier call, names one."""
+        """Write files to ``folder`` unless the configuration, or an earlier call, names one.
+        Collective: an error of rank 0 is raised on all.
+        """
 
     def plan_steps(self, steps: int) -> None:
         """Record the number of steps after which the run will end."""
