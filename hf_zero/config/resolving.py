@@ -9,6 +9,7 @@ composite number that keeps the product within ``max_train_batch_size``.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from hf_zero.config.reading import ConfigReading
 from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
-from hf_zero.logging import JsonObject
+from hf_zero.logging import JsonObject, log_rank0
 
 TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -106,8 +107,22 @@ def _correct_total(reading: ConfigReading, ranks: int, batches: int) -> None:
     also ranks that share the batches of another: the equation yields the right number.
     """
     total, micro, accumulation = (reading.values.get(key) for key in (TOTAL, MICRO, ACCUMULATION))
-    if batches < ranks and micro and total == micro * (accumulation or 1) * ranks:
+    # those write an accumulation, too: without it the total is the user's, and yields it
+    if batches < ranks and micro and accumulation and total == micro * accumulation * ranks:
+        right = micro * accumulation * batches
+        warn_of_total(total, reading.sources[TOTAL], right, ranks // batches)
         reading.discard(TOTAL)
+
+
+def warn_of_total(total: int, source: str, right: int, sharing: int) -> None:
+    """Warn that the train batch size ``total`` of ``source`` is taken for ``right``, as each batch
+    is shared by ``sharing`` ranks.
+    """
+    log_rank0(
+        f"{TOTAL} = {total} ({source}) is taken for {right}: {MICRO} x {ACCUMULATION} x (ranks / "
+        f"{sharing} that share batches); write that, or leave {TOTAL} out",
+        logging.WARNING,
+    )
 
 
 def _resolve_elasticity(reading: ConfigReading, ranks: int) -> None:

@@ -103,13 +103,21 @@ def split(**more: Any) -> ZeroConfig:
     return ZeroConfig.from_dict({"tensor_parallel": {"autotp_size": 2}, **more})
 
 
-def test_batch_sizes_are_over_the_groups() -> None:
+def test_batch_sizes_are_over_the_groups(heard: list[str]) -> None:
     resolved = split(train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2).resolve(8)
     assert resolved.train_batch_size == 24 and resolved.tensor_parallel.size == 2
     assert split(train_batch_size=16).resolve(8).train_micro_batch_size_per_gpu == 4
     # a batch size that counts every rank is corrected
     written = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}
     assert split(**written, train_batch_size=24).resolve(8).train_batch_size == 12
+    assert any("train_batch_size = 24 (config dict" in line and "for 12:" in line for line in heard)
+    # one of which the accumulation follows is the user's
+    heard.clear()
+    for group in ({"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}):
+        keys = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+        config = ZeroConfig.from_dict({**keys, **group}).resolve(4)
+        assert (config.train_batch_size, config.gradient_accumulation_steps) == (8, 2)
+    assert not heard
     with pytest.raises(ConfigError, match="autotp_size; change one"):
         split(**written, train_batch_size=13).resolve(8)
 

@@ -10,7 +10,6 @@ forward does not wait for the device.
 from __future__ import annotations
 
 import itertools
-import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.resolving import TOTAL, warn_of_total
 from hf_zero.distributed import process_group
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.init import init_distributed
@@ -31,7 +31,6 @@ from hf_zero.distributed.parallel_groups import (
     init_parallel,
 )
 from hf_zero.errors import ConfigError, RankMismatchError
-from hf_zero.logging import log_rank0
 from hf_zero.parallel.alike import due, hash_of
 from hf_zero.parallel.sequence.attention import Axes, all_gather
 from hf_zero.parallel.sequence.batches import IGNORED, SequenceBatches, cut, documents_of
@@ -50,9 +49,6 @@ _by_number: weakref.WeakValueDictionary[int, SequenceParallel] = weakref.WeakVal
 
 KEPT = 64  # maximum number of hashes of batches that were cut but not read yet
 _UNKNOWN = 0
-
-TOTAL = "train_batch_size"
-MICRO = "train_micro_batch_size_per_gpu"
 
 
 def sequence_parallel(
@@ -324,12 +320,7 @@ def with_sequence_size(config: ZeroConfig, mpu: object, dims: ParallelDims) -> Z
     if config.train_batch_size is not None and micro is not None and steps is not None:
         total = micro * steps * (process_group.get_world_size() // mpu.size)
         if total != config.train_batch_size:
-            log_rank0(
-                f"{TOTAL} = {config.train_batch_size} ({config.sources[TOTAL]}) is taken for "
-                f"{total}: {MICRO} x gradient_accumulation_steps x (ranks / {mpu.size} that share "
-                "sequences)",
-                logging.WARNING,
-            )
+            warn_of_total(config.train_batch_size, config.sources[TOTAL], total, mpu.size)
             config = config.without(TOTAL)
     return config
 
