@@ -77,7 +77,7 @@ def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, traini
         partial(_resolve_batch, reading, batches, require_batch_size),
         partial(_resolve_mesh, reading, ranks),
         partial(_check_storage, reading, ranks),
-        partial(_check_compression, reading),
+        partial(check_compression, reading),
     ):
         with reading.mistakes.collect():
             step()
@@ -252,7 +252,7 @@ def _check_storage(reading: ConfigReading, ranks: int) -> None:
         )
 
 
-def _check_compression(reading: ConfigReading) -> None:
+def check_compression(reading: ConfigReading) -> None:
     """Raise ConfigError for compressed or hierarchical collectives that the stage does not
     support.
     """

@@ -201,7 +201,7 @@ class ZeroConfig(Settings):
         self, stage: int, offload_optimizer: OffloadOptimizer, offload_param: OffloadParam
     ) -> ZeroConfig:
         """Return a copy with another stage and other places of state, for plans and estimates. It
-        is not checked; whatever is derived from it is.
+        is not checked but by :meth:`check_stage`; whatever is derived from it is.
         """
         copied, reading = copy.copy(self), self._copy()
         nowhere = offload_param if stage == 3 else OffloadParam()
@@ -220,6 +220,12 @@ class ZeroConfig(Settings):
         for name, value in {"stage": stage, **sections, "_reading": reading}.items():
             object.__setattr__(copied, name, value)
         return copied
+
+    def check_stage(self) -> None:
+        """Raise ConfigError for compressed or hierarchical collectives that the stage does not
+        support.
+        """
+        resolving.check_compression(self._reading)
 
     def uses(self, kernel: str) -> bool:
         """Return whether the fused kernel ``kernel`` is on. :meth:`on_device` must have resolved

@@ -307,6 +307,14 @@ def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> N
         raise ConfigError(f"{what} does not go with " + "; ".join(dict.fromkeys(wrong)))
 
 
+def one_bit_at_one(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> OneBit | None:
+    """Return the one-bit settings of ``optimizer`` with ``config`` at stage 1, which a run with
+    them has (:func:`as_sent`); None if the momentum is not sent in one bit.
+    """
+    at_one = config.placed(1, config.offload_optimizer, config.offload_param)
+    return one_bit_of(at_one, optimizer)
+
+
 def as_sent(config: ZeroConfig, one_bit: OneBit | None) -> ZeroConfig:
     """Return ``config`` with 1 bit and stage 1, which ``one_bit`` requires. At stage 0 no rank owns
     a shard of the momenta; at stage 2 gradients are reduced before the step.

@@ -104,13 +104,20 @@ def check(plan: EnginePlan, free: Free | None = None) -> PreflightReport:
         note = "; ".join([*_slower(plan, room), *verdict.notes, *beside])
         spare = judge(need, room.without_held()).fits
         return PreflightReport(plan, need, room, verdict, note=note, spare=spare)
+    if is_off(SWITCH):
+        return PreflightReport(
+            plan,
+            need,
+            room,
+            verdict,
+            note="; ".join(verdict.notes),
+            warning="\n".join(shortage(plan, verdict)),
+        )
     reason = refusal(plan, need, verdict, fit(plan, room))
     last = "; ".join(
         [*verdict.notes, *beside, f"{SWITCH}=0 in the environment tries it all the same"]
     )
-    if not is_off(SWITCH):
-        raise DoesNotFitError(f"{reason}\n{last}")
-    return PreflightReport(plan, need, room, verdict, note="; ".join(verdict.notes), warning=reason)
+    raise DoesNotFitError(f"{reason}\n{last}")
 
 
 def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Free:
@@ -148,14 +155,7 @@ def _occupied(parameter: torch.Tensor) -> tuple[int, str, int]:
 
 def refusal(plan: EnginePlan, needed: Needs, verdict: MemoryVerdict, fitting: Fit) -> str:
     """Return the error text: a table of the tiers, and the nearest configuration that fits."""
-    ranks = plan.dims.in_a_stage
-    one = "the one rank" if ranks == 1 else f"each of {ranks} ranks"
-    one += " of this pipeline stage" if plan.dims.pipeline > 1 else ""
-    lines = [
-        f"training as configured does not fit on this machine (bytes for {one}, "
-        "activations not counted):"
-    ]
-    lines += table(verdict)
+    lines = shortage(plan, verdict)
     chosen = fitting.chosen
     if chosen is None:
         files = (
@@ -174,6 +174,18 @@ def refusal(plan: EnginePlan, needed: Needs, verdict: MemoryVerdict, fitting: Fi
         )
         lines.append(json.dumps(chosen.to_config()))
     return "\n".join(lines)
+
+
+def shortage(plan: EnginePlan, verdict: MemoryVerdict) -> list[str]:
+    """Return the lines that say what does not fit: a table of the tiers."""
+    ranks = plan.dims.in_a_stage
+    one = "the one rank" if ranks == 1 else f"each of {ranks} ranks"
+    one += " of this pipeline stage" if plan.dims.pipeline > 1 else ""
+    return [
+        f"training as configured does not fit on this machine (bytes for {one}, "
+        "activations not counted):",
+        *table(verdict),
+    ]
 
 
 def table(verdict: MemoryVerdict) -> list[str]:

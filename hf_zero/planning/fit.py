@@ -12,15 +12,18 @@ communicates less.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
-from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
+from hf_zero.config import OffloadOptimizer, OffloadParam
+from hf_zero.config.capture import capture_conflicts
 from hf_zero.config.offload import Moments
 from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject, in_units
+from hf_zero.optim.one_bit import one_bit_at_one
 from hf_zero.planning.needs import NamedBytes, Needs, needs
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.planner import replan
@@ -209,12 +212,18 @@ def fit(
     """
     trials: list[Trial] = []
     begin = plan.settings.stage
-    for name, settings in _candidates(plan, free, sorted(stages or plan.stages[begin:])):
+    tried_stages = sorted(stages or plan.stages[begin:])
+    if one_bit_at_one(plan.settings, plan.optimizer) is not None:
+        tried_stages = [1]  # a run would make another one stage 1
+    for name, build in _candidates(plan, free, tried_stages):
         try:
-            candidate = replan(plan, settings)
+            candidate = build()
+            if candidate is None:
+                continue
+            ways = [way for way in activations if _runs(candidate, way)]
         except ConfigError:
             continue
-        for way in activations:
+        for way in ways:
             room = free.with_room(device=-way.most)
             for ratio, tried in _ratios(candidate, room, margin):
                 needed = _with_activations(needs(tried), way)
@@ -226,6 +235,17 @@ def fit(
     return Fit(tuple(trials), margin)
 
 
+def _runs(candidate: EnginePlan, way: ActivationWay) -> bool:
+    """Return whether ``initialize`` takes the settings of ``candidate``, with activations computed
+    in ``way``. Raises ConfigError for contradictions.
+    """
+    settings = candidate.settings
+    settings.check_stage()
+    if settings.compile.capture is None or candidate.optimizer is None:
+        return True
+    return not any(capture_conflicts(settings.override(way.keys, "proposed")))
+
+
 def _with_activations(needed: Needs, way: ActivationWay) -> Needs:
     if not way.most:
         return needed
@@ -234,7 +254,10 @@ def _with_activations(needed: Needs, way: ActivationWay) -> Needs:
 
 def _candidates(
     plan: EnginePlan, free: Free, stages: Sequence[int]
-) -> Iterator[tuple[str, ZeroConfig]]:
+) -> Iterator[tuple[str, Callable[[], EnginePlan | None]]]:
+    """Yield the names of candidates, with functions that return their plans, or None where a
+    candidate changes nothing. They raise ConfigError for a placement that no engine has.
+    """
     folders = tuple(disk.path for disk in free.disks)
     now, own_param = plan.settings.offload_optimizer, plan.settings.offload_param
     # Without accumulation stage 1 has no advantage over stage 2 when offloading: it keeps whole
@@ -245,16 +268,22 @@ def _candidates(
     # If the plan already has small moments, larger ones are not tried.
     if now.on and now.moments in kinds:
         kinds = kinds[kinds.index(now.moments) :]
-    own_optimizer, at = replace(now, ratio=1.0), plan.settings.placed
+    own_optimizer = replace(now, ratio=1.0)
+
+    def at(
+        stage: int, optimizer: OffloadOptimizer, param: OffloadParam
+    ) -> Callable[[], EnginePlan]:
+        return lambda: replan(plan, plan.settings.placed(stage, optimizer, param))
 
     for stage in stages:
         yield f"stage {stage}, all on the device", at(stage, OffloadOptimizer(), OffloadParam())
     # a step with several micro-batches adds up all gradients in any case
     if plan.settings.gradient_accumulation_steps == 1:
         for stage in stages:
-            settings = at(stage, OffloadOptimizer(), OffloadParam()).override(EARLY, "proposed")
-            if replan(plan, settings).updates_in_backward:
-                yield f"stage {stage}, all on the device, updates in the backward", settings
+            yield (
+                f"stage {stage}, all on the device, updates in the backward",
+                partial(_early, plan, stage),
+            )
     for kind in kinds:
         for stage in away:
             yield (
@@ -294,6 +323,17 @@ def _candidates(
                 f"stage 3, optimizer and parameters in files alone, {kind} moments",
                 at(3, in_files, replace(parameters, max_in_cpu=0)),
             )
+
+
+def _early(plan: EnginePlan, stage: int) -> EnginePlan | None:
+    """Return ``plan`` at ``stage`` with all state on the device, updated in the backward; None if
+    its updates have to wait.
+    """
+    # moments that are written stay: nothing on the device contradicts them
+    on_device = replace(plan.settings.offload_optimizer, device="none")
+    settings = plan.settings.placed(stage, on_device, OffloadParam()).override(EARLY, "proposed")
+    early = replan(plan, settings)
+    return early if early.updates_in_backward else None
 
 
 def _ratios(plan: EnginePlan, free: Free, margin: float) -> Iterator[tuple[str, EnginePlan]]:

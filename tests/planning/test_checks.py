@@ -33,7 +33,7 @@ from hf_zero.planning import (
 )
 from hf_zero.planning import check as check_plan
 from hf_zero.planning.checking import SWITCH, check_on_all_ranks
-from hf_zero.planning.fit import RAM_SHARE
+from hf_zero.planning.fit import RAM_SHARE, ActivationWay
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.plans import APART, Blocks, adamw_of, planned
@@ -323,6 +323,41 @@ def test_what_is_proposed_fits_as_a_configuration(device: int, ram: int, disk: i
         and own.ram_bytes <= ram * 1e6 + 1
         and own.disk_bytes <= (disk or 0) * 1e6
     )
+
+
+ONE_BIT = {"compressed_communication": {"bits": 1, "freeze_step": 10}}
+ON_CPU = {"offload_optimizer": {"device": "cpu", "moments": "bf16"}}
+SIXTEEN = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+@in_one_item([
+    (1, ONE_BIT),
+    (2, {"bf16": {"enabled": True, **SIXTEEN}, "zero_optimization": {"stage": 2, **ON_CPU}}),
+])  # fmt: skip
+def test_what_does_not_fit_is_told_before_what_no_candidate_may_have(case: Any) -> None:
+    stage, keys = case
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **keys}
+    plan = planned(SMALL, {**config, "gradient_accumulation_steps": 1}, 1, gpu=True)
+    with pytest.raises(DoesNotFitError, match="training as configured does not fit"):
+        check_plan(plan, Free(1000, 1000))
+
+
+def test_candidates_are_those_that_a_run_takes() -> None:
+    """Of the stages and places, and of the ways of saving activations."""
+
+    def tried(stage: int, keys: dict[str, Any], *ways: ActivationWay) -> list[str]:
+        zero = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}
+        plan = planned(SMALL, {"bf16": {"enabled": True}, **zero, **keys}, 1, gpu=True)
+        trials = fit(plan, Free(1000, 1000), activations=(ActivationWay(), *ways)).trials
+        assert all(trial.plan.settings.stage == int(trial.name[6]) for trial in trials)
+        return [trial.name for trial in trials]
+
+    four_bits = tried(2, {"compressed_communication": {"bits": 4}})
+    assert four_bits and {name[:7] for name in four_bits} == {"stage 2"}
+    assert tried(1, ONE_BIT) == ["stage 1, all on the device"]
+    saved = ActivationWay("saved", {"activation_checkpointing": {"blocks": 1}})
+    captured = tried(1, {"compile": {"capture": "step"}}, saved)
+    assert captured == ["stage 1, all on the device", "stage 2, all on the device"]
 
 
 def test_whoever_has_chosen_small_moments_is_not_given_large_ones() -> None:

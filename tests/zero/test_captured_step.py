@@ -12,10 +12,11 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ZeroConfig
+from hf_zero.config.capture import CONFLICTS
 from hf_zero.device import graphs
 from hf_zero.errors import ConfigError
 from hf_zero.ops import dispatch
-from hf_zero.setup.capture import CONFLICTS, check_capture
+from hf_zero.setup.capture import check_capture
 from hf_zero.zero.layout.tree import form_of
 
 CAPTURE: dict[str, Any] = {"kernels": ["optimizer"], "compile": {"capture": "step"}}
