@@ -26,7 +26,7 @@ from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject
 from hf_zero.optim.build import build_optimizer
-from hf_zero.optim.one_bit import one_bit_of
+from hf_zero.optim.one_bit import as_sent, one_bit_at_one
 from hf_zero.parallel.planned_cuts import planned_cuts, planned_dims
 from hf_zero.parallel.sequence.division import CONTEXT, Division
 from hf_zero.parallel.sequence.division import KEY as SEQUENCE
@@ -358,6 +358,11 @@ def propose(
     settings, config = job_asked.settings, job.get("config")
     name, module = open_model(model, needs_loss=sequence_length is not None)
     plans = plans_of(module, job_asked, settings)
+    one_bit = one_bit_at_one(settings, plans[0].optimizer)
+    if one_bit is not None:
+        at_one = settings.placed(1, settings.offload_optimizer, settings.offload_param)
+        settings, stage = as_sent(at_one, one_bit), 1
+        plans = [replan(part, settings) for part in plans]
     begins = settings.stage if config is not None else 1
     stages = _stages(plans[0], settings.stage, stage, list(plans[0].stages[begins:]))
     largest = max(plans, key=lambda part: _row(_at_stage(part, stages[0])).state)
@@ -411,18 +416,22 @@ def asked_for(
             raise ConfigError(f"precision {precision!r} is unknown; choose one of fp32, bf16, fp16")
         exact = PRECISIONS[precision]
         settings = ZeroConfig(3, bf16=exact == "bf16", fp16=exact == "fp16")
-    axes = {SEQUENCE: sequence_parallel, CONTEXT: context_parallel}
-    sizes = {key: size for key, size in axes.items() if size is not None}
-    if sizes:
-        settings = settings.override(sizes, "what was asked for")
-    if config is not None or sizes:
-        settings = settings.resolve(in_a_stage, training=False)
     for size, key in ((tensor_parallel, TENSOR_SIZE), (expert_parallel, AUTOEP_SIZE)):
         if size is not None:
             check_size(size, key)
+    # as in a run: the ranks that share layers of a pipeline's stage share its batches, too
+    axes = {SEQUENCE: sequence_parallel, CONTEXT: context_parallel, TENSOR_SIZE: tensor_parallel}
+    sizes = {key: size for key, size in axes.items() if size is not None}
+    if sizes:
+        settings = settings.override(sizes, "what was asked for")
+    if tensor_parallel is not None:
+        # names the ranks of a stage in its error
+        ParallelDims.over(in_a_stage, tensor=tensor_parallel)
+    if config is not None or sizes:
+        settings = settings.resolve(in_a_stage, training=False)
     dims = _dims(
         ranks,
-        tensor_parallel or settings.tensor_parallel.size,
+        settings.tensor_parallel.size,
         expert_parallel or settings.expert_parallel.size,
         pipeline_parallel,
         division_of(settings),
@@ -496,8 +505,7 @@ def _extensions_of(settings: ZeroConfig, optimizer: torch.optim.Optimizer | None
     """Return the extensions of an engine. A momentum in one bit is sent at stage 1 only, so that
     the rows of other stages are those of the dense optimizer.
     """
-    at_one = settings.placed(1, settings.offload_optimizer, settings.offload_param)
-    if settings.stage != 1 and one_bit_of(at_one, optimizer) is not None:
+    if settings.stage != 1 and one_bit_at_one(settings, optimizer) is not None:
         return Extensions()
     return extensions_of(settings, optimizer)
 

@@ -16,7 +16,7 @@ import hf_zero
 from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.transformers import meta_model
-from hf_zero.planning.estimate import traffic
+from hf_zero.planning.estimate import asked_for, traffic
 from tests.helpers.cells import in_one_item, runs_long
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -193,3 +193,28 @@ def test_a_proposal_keeps_what_the_configuration_says() -> None:
     assert found.config == {**config, "zero_optimization": {"stage": 2, "overlap_comm": True}}
     only = hf_zero.propose(TINY, 2, Free(1 << 30, 1 << 30), stage=3, config=config)
     assert only.config is not None and only.config["zero_optimization"]["stage"] == 3
+
+
+def test_a_momentum_in_one_bit_is_proposed_at_the_stage_of_its_runs() -> None:
+    free = Free(1 << 30, 1 << 30)
+    for stage in (1, 2):
+        config = {
+            "optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 10}},
+            "zero_optimization": {"stage": stage},
+        }
+        proposal = hf_zero.propose(TINY, 2, free, config=config)
+        assert proposal.config is not None and proposal.config["zero_optimization"]["stage"] == 1
+        at_one = hf_zero.estimate(TINY, 2, stage=1, config=config).at(1)
+        assert [trial.needs.device_bytes for trial in proposal.fit.trials] == [at_one.tiers.device]
+
+
+@in_one_item([(8, 1), (16, 2)])
+def test_ranks_that_share_layers_share_batches(case: tuple[int, int]) -> None:
+    batch, accumulation = case
+    config = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": 2}
+    for keys, size in (({}, 2), ({"tensor_parallel": {"autotp_size": 2}}, None)):
+        asked = asked_for(8, "bf16", "AdamW", config={**config, **keys}, tensor_parallel=size)
+        assert asked.settings.gradient_accumulation_steps == accumulation
+        assert (asked.dims.tensor, asked.settings.train_batch_size) == (2, batch)
+    in_stages = {"tensor_parallel": 2, "pipeline_parallel": 2}
+    assert asked_for(16, "bf16", "AdamW", config=config, **in_stages).settings == asked.settings
