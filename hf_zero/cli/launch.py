@@ -13,6 +13,7 @@ import typer
 from hf_zero.cli.options import one_of, preset
 from hf_zero.cli.printing import AsJson, print_json
 from hf_zero.config.launched import LAUNCHED_BY, WRITTEN
+from hf_zero.config.sections import SECRETS
 from hf_zero.config.variables import warn_once
 from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.launch.front import carry_out
@@ -245,6 +246,7 @@ def _written(pairs: list[str], preset: str | None) -> dict[str, object]:
     from hf_zero.config.files import load_yaml, merge
 
     sections: JsonObject = {}
+    unset: list[str] = []
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not all(key.split(".")):
@@ -255,7 +257,12 @@ def _written(pairs: list[str], preset: str | None) -> dict[str, object]:
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
                 raise ConfigError(f"--set {pair} and --set {part}={section} contradict; keep one")
+        if isinstance(section.get(name), dict):
+            below = f"{key}.{next(iter(section[name]), 'KEY')}"
+            raise ConfigError(f"--set {pair} and --set {below} contradict; keep one")
         section[name] = load_yaml(f"value: {text}", f"--set {key}")["value"]
+        if section[name] is None:
+            unset.append(pair)
     if sections and preset is None:
         raise ConfigError(
             f"--set {pairs[0]} goes with --preset; a file of --config has its keys under "
@@ -269,6 +276,8 @@ def _written(pairs: list[str], preset: str | None) -> dict[str, object]:
         )
     if "stage" in zero:
         raise ConfigError("--set zero_optimization.stage: --preset names the stage; leave this out")
+    for pair in unset:
+        raise ConfigError(f"--set {pair} names no value; write --set {pair.split('=')[0]}=VALUE")
     for name in {"bf16", "fp16"} & sections.keys():
         raise ConfigError(f"--set {name}: write --precision {name} in place of it")
     whole = {"zero_optimization": {"stage": PRESETS.get(preset or "", 0)}}
@@ -282,7 +291,8 @@ def _launched_by(
     """Return the variable by which ranks know the options that name a configuration."""
     options = {"preset": preset, "config": config, "precision": precision}
     named = "".join(f" --{name} {value}" for name, value in options.items() if value is not None)
-    named += "".join(f" --set {pair}" for pair in pairs)
+    for key, _, value in (pair.partition("=") for pair in pairs):
+        named += f" --set {key}={'***' if key in SECRETS else value}"
     return [f"{LAUNCHED_BY}=hf-zero launch{named}"] if named else []
 
 

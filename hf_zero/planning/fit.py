@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from hf_zero.config import OffloadOptimizer, OffloadParam
 from hf_zero.config.capture import capture_conflicts

@@ -75,6 +75,9 @@ def test_a_launch_starts_with_its_file_or_the_keys_beside_its_preset(
     assert os.environ[LAUNCHED_BY] == f"hf-zero launch --preset zero2 {sets}"
     metrics = {"enabled": True, "path": "runs/a"}
     assert written_keys() == {"metrics": metrics, "csv_monitor": {"enabled": True}}
+    invoke("launch --preset zero2 --set comet.api_key=hush-hush train.py")
+    assert os.environ[LAUNCHED_BY] == "hf-zero launch --preset zero2 --set comet.api_key=***"
+    assert written_keys() == {"comet": {"api_key": "hush-hush"}}
 
 
 def test_keys_and_files_that_launch_does_not_take(tmp_path: Path) -> None:
@@ -85,7 +88,10 @@ def test_keys_and_files_that_launch_does_not_take(tmp_path: Path) -> None:
         ("--preset zero2 --set metrics", "--set metrics is not KEY=VALUE"),
         ("--preset zero2 --set metrics.=1", "is not KEY=VALUE"),
         ("--preset zero2 --set metrics=1 --set metrics.enabled=true", "contradict; keep one"),
+        ("--preset zero2 --set metrics.enabled=true --set metrics=1", "contradict; keep one"),
+        ("--preset zero2 --set compile.backend=eager --set compile=blocks", "contradict; keep one"),
         ("--preset zero2 --set metrics.enabled=[", "not valid YAML"),
+        ("--preset zero2 --set metrics.enabled=", "write --set metrics.enabled=VALUE"),
         ("--preset zero2 --set zero_optimization.stage=3", "--preset names the stage"),
         ("--preset zero2 --set zero_optimization=1", "--set zero_optimization=1 is not a key"),
         ("--preset zero2 --set zero_optimization=", "write --set zero_optimization.KEY=VALUE"),
