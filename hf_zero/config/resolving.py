@@ -240,11 +240,13 @@ def _resolve_mesh(reading: ConfigReading, ranks: int) -> None:
 def _check_storage(reading: ConfigReading, ranks: int) -> None:
     if not reading.values.get(NODE_LOCAL):
         return
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    if local_ranks < ranks:
+    # in a pipeline ``ranks`` are those of a stage
+    world = max(ranks, int(os.environ.get("WORLD_SIZE", ranks)))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if local_ranks < world:
         raise NotBuiltError(
             f"{NODE_LOCAL} ({reading.sources[NODE_LOCAL]}) over several machines, {local_ranks} of "
-            f"{ranks} ranks on this one, is not provided: the ranks "
+            f"{world} ranks on this one, is not provided: the ranks "
             "of a checkpoint write into one folder; set it to false (Trainer: "
             "save_on_each_node=False) and save to a shared file system or an object store; disks "
             "of the machines themselves take generations, with copies on other machines: "

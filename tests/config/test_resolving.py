@@ -97,6 +97,10 @@ def test_node_local_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.resolve(2).checkpoint.use_node_local_storage
     with pytest.raises(NotBuiltError, match="over several machines, 2 of 4 ranks on this one"):
         config.resolve(4)
+    # of a pipeline, those of one stage are resolved
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(NotBuiltError, match="over several machines, 2 of 4 ranks on this one"):
+        config.resolve(2)
 
 
 def split(**more: Any) -> ZeroConfig:
