@@ -176,8 +176,15 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
             )
             mistakes.append(NotBuiltError(text))
     parallel = mapping.get("parallelism_config") or {}
-    sizes = {name: parallel.get(name) or 1 for name in _SEQUENCES}
-    if min(sizes.values()) > 1:
+    if not isinstance(parallel, Mapping):
+        text = (
+            f"{label}: parallelism_config = {shown(parallel, label)} is not a section; write its "
+            f"keys, such as {next(iter(_SEQUENCES))}, below it"
+        )
+        mistakes.append(ConfigError(text))
+        parallel = {}
+    sizes = {name: parallel[name] for name in _SEQUENCES if (parallel.get(name) or 1) != 1}
+    if len(sizes) > 1:
         mistakes.append(
             ConfigError(
                 f"{label}: parallelism_config has both {' and '.join(sizes)}, and Accelerate takes "
@@ -188,16 +195,15 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
     for name, size in parallel.items():
         is_size = str(name).endswith("_size") and isinstance(size, int) and size > 1
         if is_size and name not in _SEQUENCES:
-            if name.endswith(("dp_shard_size", "dp_replicate_size")) and max(sizes.values()) > 1:
+            if name.endswith(("dp_shard_size", "dp_replicate_size")) and sizes:
                 continue  # the values that Accelerate derives from them are recomputed
             text = (
                 f"{label}: parallelism_config.{name} = {size} asks for a parallelism that "
                 f"hf-zero does not provide; {_INSTEAD.get(name, 'write 1 or remove it')}"
             )
             mistakes.append(NotBuiltError(text))
-    for name, path in _SEQUENCES.items():
-        if sizes[name] > 1:
-            reading.put(path, sizes[name], f"parallelism_config.{name}", label)
+    for name, size in sizes.items():
+        reading.put(_SEQUENCES[name], size, f"parallelism_config.{name}", label)
 
     for name, value in mapping.items():
         if name == "mixed_precision" and value is False:  # YAML parses a bare no as false

@@ -307,13 +307,17 @@ def read_elasticity(section: Mapping[str, object]) -> JsonObject:
             )
     values = {**ELASTIC_DEFAULTS, **section}
     micros = values["micro_batch_sizes"]
-    numbers = [values[key] for key in ("max_train_batch_size", "min_gpus", "max_gpus")]
+    names = ("max_train_batch_size", "min_gpus", "max_gpus", "num_gpus_per_node")
+    numbers = [values[key] for key in names]
     whole = [*numbers, *(micros if isinstance(micros, list) else [None])]
     if not all(isinstance(number, int) and number > 0 for number in whole) or not micros:
         raise ConfigError(
-            "elasticity needs max_train_batch_size, min_gpus, max_gpus and a list of "
-            f"micro_batch_sizes, integers of at least 1; it has {dict(section)}"
+            f"elasticity needs {', '.join(names)} and a list of micro_batch_sizes, integers of "
+            f"at least 1; it has {dict(section)}"
         )
+    version = values["version"]
+    if isinstance(version, bool) or not isinstance(version, (int, float)):
+        raise ConfigError(f"elasticity.version = {version!r} is no number; write 0.1 or 0.2")
     if values["model_parallel_size"] != 1:
         raise NotBuiltError(
             "elasticity.model_parallel_size asks for model parallelism, which this version of "
@@ -328,7 +332,7 @@ def elastic_batch(section: Mapping[str, object]) -> tuple[int, list[int]]:
     """
     values = read_elasticity(section)
     micros, most = values["micro_batch_sizes"], values["max_train_batch_size"]
-    per_node = int(values["num_gpus_per_node"]) if float(values["version"]) >= 0.2 else 1
+    per_node = values["num_gpus_per_node"] if values["version"] >= 0.2 else 1
     least, highest = values["min_gpus"] // per_node, values["max_gpus"] // per_node
     sizes = {_largest_multiple(base, most // per_node) for base in (*micros, math.lcm(*micros))}
     fitting = {size: _fitting_ranks(size, micros, max(least, 1), highest) for size in sizes if size}

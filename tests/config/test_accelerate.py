@@ -93,6 +93,12 @@ def test_what_a_few_keys_mean() -> None:
     off = {"parallelism_config_cp_size": 1, "parallelism_config_sp_size": 2}
     empty = {"fsdp_config": {}, "fp8_config": None, "gpu_ids": "all"}
     assert accelerate(None, **empty, parallelism_config=off).stage == 2
+    for wrong, said in (
+        ({"parallelism_config_sp_size": "two"}, 'parallelism_config_sp_size = "two" is not'),
+        ("x", 'parallelism_config = "x" is not a section; write its keys, such as par'),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            accelerate(None, parallelism_config=wrong)
     own = accelerate({"zero_stage": 3, "kernels": ["loss"], "activation_offload": True})
     assert own.kernels == ("loss",) and own.activation_offload.enabled
     assert own.sources["kernels"].endswith("deepspeed_config: kernels")

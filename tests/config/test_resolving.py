@@ -172,6 +172,8 @@ def test_what_cannot_be_is_named() -> None:
         ({"micro_batch_size": [1]}, "unknown key 'elasticity.micro_batch_size'"),
         ({"micro_batch_sizes": 4}, "a list of micro_batch_sizes"),
         ({"min_gpus": 0}, "integers of at least 1"),
+        ({"num_gpus_per_node": 0, "version": 0.2}, "integers of at least 1"),
+        ({"version": "x"}, "elasticity.version = 'x' is no number; write 0.1 or 0.2"),
         ({"max_train_batch_size": 4, "micro_batch_sizes": [8]}, "no batch of at most 4 samples"),
     ]
     for change, said in changes:
