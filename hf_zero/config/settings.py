@@ -132,7 +132,7 @@ class Settings:
     nccl: NcclSection = section("nccl", NcclSection)
     seed: int | None = key(COUNT, None)
     kernels: str | tuple[str, ...] = key(KERNELS, "off")
-    sparse_attention: JsonObject | None = key(SECTION, None)
+    sparse_attention: JsonObject | None = key(SECTION, None, hash=False)
     pre_layer_norm: bool = key(BOOLEAN, False)
     progressive_layer_drop: LayerDropSection = section(LAYER_DROP, LayerDropSection)
     compile: CompileSection = section("compile", CompileSection)

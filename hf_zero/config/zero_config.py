@@ -285,6 +285,7 @@ class ZeroConfig(Settings):
         resolving.resolve(reading, _checked(ranks), require_batch_size=False, training=True)
         reading.autos |= autos.keys()
         reading.sources |= autos
+        complete(reading)
         rows = explaining.explain(reading, check)
         if autos.keys().isdisjoint(resolving.BATCH):
             return rows
@@ -349,11 +350,12 @@ def _as_dialect(given: Mapping[str, object]) -> dict[str, object]:
     mapping: dict[str, object] = {}
     for name, value in given.items():
         if is_dataclass(value) and not isinstance(value, type):
-            value = {
-                item.name: given
-                for item in fields(value)
-                if (given := getattr(value, item.name)) != item.default
-            }
+            members = {item.name: getattr(value, item.name) for item in fields(value)}
+            defaults = {item.name: item.default for item in fields(value)}
+            value = {key: member for key, member in members.items() if member != defaults[key]}
+            # other keys without it would switch some sections on
+            if value and "enabled" in members:
+                value["enabled"] = members["enabled"]
         if name in SWITCHES and isinstance(value, bool):
             value = {"enabled": value}
         mapping["zero_optimization" if name == "zero" else name] = value

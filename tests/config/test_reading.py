@@ -57,7 +57,9 @@ def test_keywords() -> None:
 
 
 def test_the_configuration_is_frozen_hashable_and_can_be_copied() -> None:
-    config = ZeroConfig(stage=3, optimizer={"type": "Adam", "params": {"lr": 1.0}})
+    sparse = {"mode": "fixed", "block": 16}
+    adam = {"type": "Adam", "params": {"lr": 1.0}}
+    config = ZeroConfig(stage=3, optimizer=adam, sparse_attention=sparse)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.stage = 1  # type: ignore[misc]
     pickled = pickle.loads(pickle.dumps(config))

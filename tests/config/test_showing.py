@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.explaining import WIDTH, as_summary, written
 from hf_zero.config.keys import KEYS
 from hf_zero.config.kinds import Status
+from hf_zero.config.offload import ActivationOffload
 from hf_zero.errors import ConfigError, NotBuiltError
 from tests.config.samples import drawn
 
@@ -73,6 +75,7 @@ def test_what_is_written_reads_back_the_same_and_each_key_has_a_row(
     mapping: dict[str, Any],
 ) -> None:
     config = ZeroConfig.from_dict(mapping)
+    assert isinstance(hash(config), int)
     shown = config.to_dict()
     assert ZeroConfig.from_dict(shown) == config
     assert ZeroConfig.from_dict(json.loads(json.dumps(shown, allow_nan=False))) == config
@@ -113,6 +116,31 @@ def test_any_value_is_taken_or_refused_by_name(path: str, value: Any) -> None:
     else:
         json.dumps(config.to_dict())
         assert config.describe()
+
+
+def test_rows_for_ranks_have_the_values_that_follow_from_others() -> None:
+    mapping = {
+        "bf16": {"enabled": True, "bf16_optimizer_states": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "timeout": 5,
+        "activation_offload": {"min_bytes": 5},
+    }
+    config = ZeroConfig.from_dict(mapping)
+    rows, run = ({row.key: row for row in each} for each in (
+        config.explain(2), config.resolve(2).explain(),
+    ))  # fmt: skip
+    assert rows == run
+    assert (rows["host_timeout"].value, rows["activation_offload.enabled"].value) == (5.0, True)
+    assert rows["zero_optimization.offload_optimizer.moments"].value == "bf16"
+
+
+def test_a_section_object_that_is_off_stays_off() -> None:
+    section = ActivationOffload(enabled=False, min_bytes=5)
+    config = ZeroConfig(2, activation_offload=section)
+    assert config.activation_offload == section
+    written = ZeroConfig.from_dict({"activation_offload": {"enabled": False, "min_bytes": 5}})
+    assert dataclasses.replace(written, seed=1).activation_offload == section
+    assert ZeroConfig(2, activation_offload={"min_bytes": 5}).activation_offload.enabled
 
 
 def test_a_dict_remembers_where_its_values_stood(tmp_path: Path) -> None:
