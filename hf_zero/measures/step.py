@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_zero.checkpoint.storage import local_path
 from hf_zero.config.sections import MONITORS
 from hf_zero.device import spans
 from hf_zero.distributed.world_group import raise_on_all_ranks
+from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
 from hf_zero.measures.collectives import EngineCollectives
 from hf_zero.measures.comms_log import comms_logger, engine_lines
@@ -96,6 +98,7 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         self._logs_collectives = config.comms_logger.enabled
         self.file: MetricsFile | None = None
         self._resumed: str | None = None  # the folder of the run that a load continues
+        self._has_warned = False  # of a folder in an object store
         self._shows = config.metrics.enabled
         self._warnings: WarningRecords | None = None
         header = run_header(engine, plan) if config.metrics.enabled and plan is not None else None
@@ -231,10 +234,18 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
     def _keep_in(self, folder: str) -> None:
         if self.file is None or self.file.folder is not None:
             return
-        free_folder = _free_folder(Path(folder))
+        try:
+            path = local_path(folder, "the folder of metrics")
+        except CheckpointError as error:  # lines are appended, which object stores do not
+            self._resumed = None
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("metrics: no file has the figures: %s; or write metrics.path", error)
+            return
+        free_folder = _free_folder(path)
         self.file.keep_in(free_folder)
         _files.add(self.file)
-        if free_folder != Path(folder):
+        if free_folder != path:
             logger.warning(
                 "metrics: another engine of this process writes to %s, so this one writes to %s; "
                 "give each a metrics.path, or destroy() an engine that has ended",
@@ -300,7 +311,7 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
                         self.file.lost_steps,
                         f"{self.file.folder} could not be written"
                         if self.file.folder
-                        else "no checkpoint was saved",
+                        else "no local folder was named",
                     )
             self.profile = None
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
+from upath import UPath
 
 import hf_zero
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
@@ -311,6 +312,29 @@ def test_a_folder_that_cannot_be_made(tmp_path):
             measured(model, 1, resume=runs)
 
     on_ranks(RANKS, run)
+
+
+@on_each_rank(1)
+def test_checkpoints_in_a_store_need_another_folder(rank, model, tmp_path, monkeypatch, heard):
+    """Figures are in no file then, and a warning names the remedy once."""
+    monkeypatch.chdir(tmp_path)
+    store = {"checkpoint": {"folder": "memory://measured/run"}}
+    engine = measured(model, 1, **store)
+    run_steps(engine, rank, range(2), MICROS)
+    engine.save_checkpoint()
+    engine.destroy()
+    engine = measured(stack(), 1, resume="memory://measured/run", **store)
+    run_steps(engine, rank, range(2, 3), MICROS)
+    engine.save_checkpoint()
+    engine.destroy()
+    assert not [*tmp_path.iterdir()]
+    told = [line for line in heard if "no file has the figures: memory://measured" in line]
+    assert len(told) == 2 and all("or write metrics.path" in line for line in told)
+    engine = measured(stack(), 1, **store, **on(tmp_path / "local"))
+    run_steps(engine, rank, range(1), MICROS)
+    engine.destroy()
+    assert numbers(tmp_path / "local") == [1]
+    UPath("memory://measured").fs.rm("/measured", recursive=True)
 
 
 def test_a_profiler_of_one_rank_is_refused_on_all(monkeypatch):
