@@ -93,6 +93,7 @@ def test_kernels_auto_means_what_helps_on_the_device() -> None:
 
 def test_node_local_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ZeroConfig.from_dict({"checkpoint": {"use_node_local_storage": True}})
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert config.resolve(2).checkpoint.use_node_local_storage
     with pytest.raises(NotBuiltError, match="over several machines, 2 of 4 ranks on this one"):
