@@ -69,11 +69,11 @@ def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, traini
         reading.forget_autos(
             "default: 'auto', which nothing fills in for an engine that only evaluates"
         )
-    batches = _ranks_with_batches(reading, ranks)
+    batches = ranks_with_batches(reading, ranks)
     for step in (
         reading.refuse_autos,
         partial(_resolve_elasticity, reading, batches),
-        partial(_correct_total, reading, ranks, batches),
+        partial(correct_total, reading, ranks, batches),
         partial(_resolve_batch, reading, batches, require_batch_size),
         partial(_resolve_mesh, reading, ranks),
         partial(_check_storage, reading, ranks),
@@ -84,7 +84,7 @@ def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, traini
     reading.mistakes.throw()
 
 
-def _ranks_with_batches(reading: ConfigReading, ranks: int) -> int:
+def ranks_with_batches(reading: ConfigReading, ranks: int) -> int:
     """Return the number of data-parallel ranks among ``ranks``: the ranks of one group that
     shares sequences or layers share their batches.
     """
@@ -102,7 +102,7 @@ def _ranks_with_batches(reading: ConfigReading, ranks: int) -> int:
     return int(batches)
 
 
-def _correct_total(reading: ConfigReading, ranks: int, batches: int) -> None:
+def correct_total(reading: ConfigReading, ranks: int, batches: int) -> None:
     """Discard a train batch size that Accelerate or the Trainer filled in by counting every rank,
     also ranks that share the batches of another: the equation yields the right number.
     """

@@ -186,6 +186,15 @@ class ZeroConfig(Settings):
         resolving.resolve(reading, _checked(world_size), require_batch_size, training)
         return self._of(reading, world_size)
 
+    def with_counted_total(self, world_size: int) -> ZeroConfig:
+        """Return a copy without a train batch size that counts ranks which share the batches of
+        others, as :meth:`resolve` corrects it for ``world_size`` ranks.
+        """
+        reading = self._copy()
+        ranks = _checked(world_size)
+        resolving.correct_total(reading, ranks, resolving.ranks_with_batches(reading, ranks))
+        return self._of(reading, self.world_size)
+
     def on_device(self, device: str) -> ZeroConfig:
         """Return a copy with ``kernels: auto`` resolved for ``device``, a key of
         ``hf_zero.config.kernels.AUTO``.

@@ -162,6 +162,7 @@ def resolve(
     if checkpoint is not None:
         checkpoint.check_sizes(settings, dims)
         shared = settings.tensor_parallel.size * settings.ranks_of_a_sequence
+        settings = settings.with_counted_total(ranks)
         settings = checkpoint.keep_batch(settings, max(1, ranks // shared))
     settings = settings.resolve(
         ranks,

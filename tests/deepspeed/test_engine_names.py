@@ -193,6 +193,11 @@ def test_loaders_of_the_engine(tmp_path: Path) -> None:
             engine.deepspeed_io(3, route="eval")
         read = [values.tolist() for (values,) in evaluate]
         engine.destroy()
+        elastic = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2]}
+        unwritten = {"train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": None}
+        engine = start(model, 1, elasticity=elastic, **unwritten)
+        assert len(engine.deepspeed_io(data)) == 3
+        engine.destroy()
 
         linear = nn.Linear(4, 1)
         keys = section(hard=hard, harder=hard)

@@ -187,7 +187,7 @@ def test_each_rank_writes_its_own_part():
         assert torch.equal(state, wanted)
 
 
-def test_batch_sizes_count_groups():
+def test_batch_sizes_count_groups(tmp_path):
     written = {
         "tensor_parallel": {"autotp_size": 2},
         "train_micro_batch_size_per_gpu": 3,
@@ -203,8 +203,13 @@ def test_batch_sizes_count_groups():
         )
         assert loader is not None and engine.data_ranks == 2
         found = engine.train_batch_size(), sorted(loader.sampler)
+        engine.save_checkpoint(tmp_path)
         engine.set_train_batch_size(18)
         assert (engine.gradient_accumulation_steps(), engine.train_batch_size()) == (3, 18)
+        engine.destroy()
+        resumed = {"optimizer": plain_sgd(model), "config": written, "resume": tmp_path}
+        engine = hf_zero.initialize(model=model, **resumed)[0]
+        assert (engine.gradient_accumulation_steps(), engine.train_batch_size()) == (2, 12)
         engine.destroy()
         return found
 
