@@ -110,7 +110,6 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
             opened.callback(self._warnings.close)
             # at destroy(), when nothing refers to the engine any more, or as the process ends
             self._end = weakref.finalize(self, note_end, self.file, os.getpid())
-            opened.callback(self._end.detach)
             engine.mesh.watchdog.records.add(self.file)
             opened.callback(engine.mesh.watchdog.records.discard, self.file)
             opened.callback(_files.discard, self.file)
