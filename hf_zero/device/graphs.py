@@ -10,7 +10,7 @@ torch's generator at each launch, which torch arranges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from hf_zero.device import kinds, streams
 
-_held: list[torch.Tensor] | None = None  # by the graph that is being captured
+_captured: Graph | None = None  # the graph that is being captured
 _arguments: frozenset[str] | None = None  # of the forward under :func:`repeatable`
 _module: Any = None  # torch's module of the device of that forward
 
@@ -30,13 +30,21 @@ def supports(device: torch.device) -> bool:
 
 def capturing() -> bool:
     """Whether this process is capturing a graph: nothing that is launched runs yet."""
-    return _held is not None
+    return _captured is not None
 
 
 def hold(*tensors: torch.Tensor) -> None:
     """Keep ``tensors`` as long as the graph that is being captured, if any."""
-    if _held is not None:
-        _held.extend(tensors)
+    if _captured is not None:
+        _captured.held.extend(tensors)
+
+
+def call_in_launches(call: Callable[[], object]) -> None:
+    """Have each launch of the graph that is being captured call ``call``: for what the host counts,
+    which the graph does not repeat.
+    """
+    assert _captured is not None
+    _captured.calls.append(call)
 
 
 @contextmanager
@@ -86,10 +94,13 @@ class Graph:
     def __init__(self, captured: Any):
         self._captured = captured
         self.held: list[torch.Tensor] = []
+        self.calls: list[Callable[[], object]] = []  # of the host, in each launch
 
     def launch(self) -> None:
         """Launch the work on the current stream."""
         self._captured.replay()
+        for call in self.calls:
+            call()
 
     def free(self) -> None:
         """Free the work, whoever still refers to it: NCCL ends no communicator before the graphs
@@ -97,6 +108,7 @@ class Graph:
         """
         self._captured.reset()
         self.held.clear()
+        self.calls.clear()
 
 
 class Graphs:
@@ -112,7 +124,7 @@ class Graphs:
         """Context that captures what is launched inside, on this thread and on those of autograd,
         instead of running it. Waits for the device first.
         """
-        global _held
+        global _captured
         module = kinds.module_of(self.device)
         captured = module.CUDAGraph()
         graph = Graph(captured)
@@ -120,11 +132,11 @@ class Graphs:
         options = {"stream": self.stream, "capture_error_mode": "thread_local"}
         capture = module.graph(captured, pool=self._memory, **options)
         with kinds.current(self.device), capture:
-            _held = graph.held
+            _captured = graph
             try:
                 yield graph
             finally:
-                _held = None
+                _captured = None
         if self._memory is None:
             self._memory = captured.pool()
 

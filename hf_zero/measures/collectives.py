@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from hf_zero.device import graphs
 from hf_zero.distributed.collective_log import CollectiveStats
 from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.logging import JsonObject
@@ -118,8 +119,8 @@ class EngineCollectives:
         return list(sums.values())
 
     def wait(self, row: CollectiveRow, wait: Callable[[], None]) -> None:
-        """Call ``wait`` and time it."""
-        if self._waiting:
+        """Call ``wait`` and time it, unless it is captured: events in a graph have no times."""
+        if self._waiting or graphs.capturing():
             wait()
             return
         watch = Stopwatch(self._device)
@@ -195,6 +196,13 @@ class _DimStats(IssuedStats[CollectiveRow]):
         self._dim, self._before = dim, dim.stats
 
     def record(self, operation: str, key: str, size: int) -> None:
+        if graphs.capturing():  # the launches of the graph issue it, and the first one follows
+            graphs.call_in_launches(partial(self._count, operation, key, size))
+        else:
+            self.last = self._count(operation, key, size)
+
+    def _count(self, operation: str, key: str, size: int) -> CollectiveRow | None:
         self._before.record(operation, key, size)
-        if self.of is not None and key != FIGURES:
-            self.last = self.of.add(operation, key, self._dim, size)
+        if self.of is None or key == FIGURES:
+            return None
+        return self.of.add(operation, key, self._dim, size)

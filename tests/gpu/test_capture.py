@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "bf16, two micro-batches": {"bf16": True, "micros": 2},
     "autocast": {"autocast": True},
+    "two micro-batches, metrics": {"micros": 2, "metrics": True},
 }
 
 
@@ -58,6 +59,7 @@ def build(stage: int, capture: bool, **case: Any) -> Any:
         "bf16": {"enabled": case.get("bf16", False)},
         "torch_autocast": {"enabled": case.get("autocast", False)},
         "kernels": ["optimizer"],
+        "metrics": {"enabled": case.get("metrics", False)},
         "compile": {"capture": "step"} if capture else {},
     }
     model = Model(case.get("dropout", 0.0))

@@ -121,13 +121,17 @@ def pair(
             torch.manual_seed(7)
             data = jobs.batches(jobs.STEPS * micros, seed=3 + int(os.environ.get("RANK", "0")))
             losses = jobs.train(engine, data, between or (lambda engine, number: None))
-            found.append((losses, jobs.weights(engine)))
+            sent = engine.measures.counts.totals() if case.get("metrics") else []
+            messages = [(row["operation"], row["count"], row["wire_bytes"]) for row in sent]
+            found.append((losses, jobs.weights(engine), messages))
             engine.destroy()
             device.synchronize_all()
-    (one, weights), (other, captured) = found
+    (one, weights, sent), (other, captured, resent) = found
     differ = [name for name in weights if not torch.equal(weights[name], captured[name])]
     if one != other:
         differ.append(f"losses {one} {other}")
+    if sent != resent:
+        differ.append(f"collectives {sent} {resent}")
     return {"differ": differ, **total}
 
 

@@ -16,6 +16,7 @@ FAST = (
     "freeze",
     "change_accumulation",
 )
+METRICS = "two micro-batches, metrics"
 CLEAN = ("waits", "queries", "allocations")
 
 
@@ -23,7 +24,7 @@ CLEAN = ("waits", "queries", "allocations")
     ("ranks", "mode", "stages", "cases"),
     [
         (1, "lazy", "02", FAST),
-        (2, "random:3", "01", ("three micro-batches, dropout", "write")),
+        (2, "random:3", "01", ("three micro-batches, dropout", "write", METRICS)),
         *(
             pytest.param(ranks, mode, "012", (), marks=pytest.mark.long)
             for ranks in (1, 2)
