@@ -20,6 +20,9 @@ from hf_zero.ops.flat_tiles import COEFFICIENTS, COLUMNS, SETTINGS
 # 16-byte access of each fp32 array. STAGES above 1 prefetch blocks through shared memory
 # (cp.async), 8 kB a stage.
 BLOCK, WARPS, STAGES = 512, 4, 1
+# Rows of settings that a program advances: parameters that take their first steps apart have rows
+# of their own, and the time of the compiler grows with the rows of a program.
+ROWS = 128
 # The alignment of places that the compiler may assume. With 8 it would lay out 16-bit arrays in 8
 # elements a thread, and the fp32 ones with them, whose stores would then go through shared memory
 # three times to be coalesced.
@@ -30,13 +33,13 @@ _COLUMNS, _COEFFICIENTS, _LANE, _SETTINGS = (
 )
 
 
-# Grid: one program. It counts the step, unless it is skipped, and computes in fp64 the coefficients
-# of every row.
+# Grid: one program for ROWS rows. It counts the step, unless it is skipped, and computes in fp64
+# the coefficients of its rows.
 @triton.jit
 def advance_kernel(
     steps, settings, found_inf, out, rows, HAS_FOUND: tl.constexpr, ROWS: tl.constexpr
 ):
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < rows
     count = tl.load(steps + row, mask=there, other=0.0) + 1.0
     told = settings + row * _SETTINGS
@@ -168,9 +171,9 @@ def advance_(steps: Tensor, settings: Tensor, found_inf: Tensor | None) -> Tenso
     rows = steps.numel()
     out = torch.zeros(rows, COEFFICIENTS, dtype=torch.float32, device=steps.device)
     if rows:
-        advance_kernel[(1,)](
+        advance_kernel[(triton.cdiv(rows, ROWS),)](
             steps, settings, steps if found_inf is None else found_inf, out, rows,
-            found_inf is not None, triton.next_power_of_2(rows),
+            found_inf is not None, ROWS,
             num_warps=1,
         )  # fmt: skip
     return out

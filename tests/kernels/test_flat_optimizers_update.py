@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.ops.flat_optimizers import (
+    ADVANCE,
     FlatRun,
     RowSettings,
     Tiles,
@@ -126,6 +127,41 @@ def test_steps_are_those_of_the_class(watched_body: str) -> None:
         for copy, master in zip(flats.of(flats.out, "out"), flats.of(flats.master, "master")):
             assert torch.equal(copy, master.to(out))
         untouched(flats, before)
+
+
+@in_one_item((1, 127, 128, 300))
+def test_rows_take_programs_of_one_size(rows: int) -> None:
+    """The compiler takes minutes for a program of thousands of rows, which segments of a mixture of
+    experts become.
+    """
+    from tests.helpers.checked_triton import checked_triton
+
+    settings = settings_table([RowSettings(1e-3 * (1 + row)) for row in range(rows)], "cpu")
+    for found in (None, torch.zeros(()), torch.ones(())):
+        steps = torch.arange(rows, dtype=torch.float32)
+        counted = steps.clone()
+        with checked_triton() as checked:
+            out = ADVANCE(steps, settings, found)
+            assert checked.launches == 1
+        torch.testing.assert_close(
+            out, ADVANCE.reference(counted, settings, found), rtol=2e-7, atol=0
+        )
+        assert torch.equal(steps, counted)
+
+
+def test_one_program_is_compiled_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_zero.ops.triton_kernels import flat_optimizers
+
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *given, **named: launched.append((*grid, given[-1]))
+
+    monkeypatch.setattr(flat_optimizers, "advance_kernel", Kernel())
+    for rows in (1, 128, 129, 4096):
+        flat_optimizers.advance_(torch.zeros(rows), torch.zeros(rows, 9), None)
+    assert launched == [(1, 128), (1, 128), (2, 128), (32, 128)]
 
 
 def assert_close(

@@ -84,8 +84,9 @@ OPTIMIZERS = [
     lamb(lamb_kernels.lamb_measure_kernel),
     lamb(lamb_kernels.lamb_apply_kernel),
     case(
-        flat_optimizers.advance_kernel, "4 groups",
-        {"*fp32": "steps found_inf out", "*fp64": "settings"}, {"HAS_FOUND": True, "ROWS": 4},
+        flat_optimizers.advance_kernel, "",
+        {"*fp32": "steps found_inf out", "*fp64": "settings"},
+        {"HAS_FOUND": True, "ROWS": flat_optimizers.ROWS},
         1, 0.25, "steps settings out", streams=False,
     ),
     squares("fp32"),
