@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.ops.flat_tiles import COEFFICIENTS
+from hf_zero.ops.reference import signs
 
 
 def divided(grads: Sequence[Tensor], like: Sequence[Tensor], divisor: float) -> list[Tensor]:
@@ -92,7 +93,7 @@ def lion_(
         w, m = master[at[0]], exp_avg[at[2]]
         g = grad[at[1]].float() * _factor(numbers[0], divisor)
         way = m * beta1 + g * rest1
-        w.copy_(w * keep - way.sign() * step_size)
+        w.copy_(w * keep - signs(way) * step_size)
         m.copy_(m * beta2 + g * rest2)
         if out is not None:
             out[at[3]] = w.to(out.dtype)

@@ -35,6 +35,13 @@ Moment = Tensor | Encoded
 # ---- updates ----
 
 
+def signs(way: Tensor) -> Tensor:
+    """Return the signs of ``way``. NaN, for which torch returns 0, stays NaN: the weight must not
+    stay as it is while the momentum is NaN for ever.
+    """
+    return torch.where(way.isnan(), way, way.sign())
+
+
 def adam(
     master: Tensor,
     grad: Tensor,
@@ -84,8 +91,8 @@ def lion(
     **shared: Any,
 ) -> None:
     g, mean = _gradient(grad, shared), _read(exp_avg)
-    way = (mean * beta1 + g * (1 - beta1)).sign()
-    master.copy_(master * keep + way * -lr)
+    direction = signs(mean * beta1 + g * (1 - beta1))
+    master.copy_(master * keep + direction * -lr)
     _keep(exp_avg, mean * beta2 + g * (1 - beta2), shared, upper=False)
     _write(master, shared)
 

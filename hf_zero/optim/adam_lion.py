@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+from hf_zero.ops.reference import signs
 from hf_zero.optim.segments import ParamGroup, ParamState
 
 
@@ -168,7 +169,12 @@ def _foreach_update(
 ) -> None:
     directions = torch._foreach_mul(moments, beta1)
     torch._foreach_add_(directions, grads, alpha=1 - beta1)
+    # NaN has no sign, but it must not vanish: it propagates to the parameter
+    nans = torch._foreach_abs(directions)
+    torch._foreach_clamp_max_(nans, 0)
     torch._foreach_sign_(directions)
+    torch._foreach_add_(directions, nans)
+    del nans
     if weight_decay != 0:
         torch._foreach_mul_(params, 1 - lr * weight_decay)
     torch._foreach_add_(params, directions, alpha=-lr)
@@ -189,7 +195,7 @@ def _reference_update(
 ) -> None:
     """Update one tensor at a time, line by line as in the paper's algorithm 2 (the slow path)."""
     for param, grad, moment in zip(params, grads, moments):
-        direction = (moment * beta1).add_(grad, alpha=1 - beta1).sign_()
+        direction = signs((moment * beta1).add_(grad, alpha=1 - beta1))
         if weight_decay != 0:
             param.mul_(1 - lr * weight_decay)
         param.add_(direction, alpha=-lr)

@@ -127,7 +127,9 @@ static void lion(const Lion& a, int64_t begin, int64_t end) {
             const F grad = load<F>(g + i, k), mean = load<F>(m + i, k);
             const F way = mean * a.beta1 + grad * a.one_minus_beta1;
             const F up = choose(way > 0.0f, all(1.0f), F{}), down = choose(way < 0.0f, all(1.0f), F{});
-            store(w + i, load<F>(w + i, k) * a.keep + (up - down) * a.minus_lr, k);
+            // NaN has no sign, but it must not vanish: it propagates to the weight
+            const F direction = choose(way == way, up - down, way);
+            store(w + i, load<F>(w + i, k) * a.keep + direction * a.minus_lr, k);
             store(m + i, mean * a.beta2 + grad * a.one_minus_beta2, k);
         });
         keep_moment(a.mean, m, at, n, a.update.first + at, a.update.key, false);

@@ -129,6 +129,19 @@ def test_steps_are_those_of_the_class(watched_body: str) -> None:
         untouched(flats, before)
 
 
+def test_nan_reaches_the_weights(watched_body: str) -> None:
+    for lion in (False, True):
+        flats = Flats((64,), 1)
+        flats.grad[5] = float("nan")
+        rows = settings_table([RowSettings(1e-2, corrected=not lion)], "cpu")
+        flats.update(advance_(flats.steps, rows), lion)
+        assert (
+            flats.master.isnan().nonzero().tolist()
+            == [[5]]
+            == flats.mean.isnan().nonzero().tolist()
+        )
+
+
 @in_one_item((1, 127, 128, 300))
 def test_rows_take_programs_of_one_size(rows: int) -> None:
     """The compiler takes minutes for a program of thousands of rows, which segments of a mixture of

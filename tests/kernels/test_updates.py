@@ -154,12 +154,13 @@ def test_values_at_the_edges(isa: str) -> None:
                 return state
 
             compare(update, make, **{**SETTINGS[update], "divisor": 1.0})
-    for kind in NARROW:
-        state = state_of(adam, 700, Guarded(), torch.float32, None, kind)
+    for update, kind in itertools.product((adam, lion), NARROW):
+        state = state_of(update, 700, Guarded(), torch.float32, None, kind)
         state["grad"][300] = float("nan")
-        adam(**state, **SETTINGS[adam])
-        kept = state["exp_avg_sq"].decode() if kind == "int8" else state["exp_avg_sq"]
-        assert kept[300].isnan() and state["master"][300].isnan()
+        update(**state, **SETTINGS[update])
+        kept = state["exp_avg_sq" if update is adam else "exp_avg"]
+        kept = kept.decode() if kind == "int8" else kept
+        assert kept[300].isnan() and state["master"][300].isnan(), (update, kind)
         assert state["master"][299].isfinite()
 
 

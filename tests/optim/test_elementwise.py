@@ -4,6 +4,7 @@ formula is a row of ``test_capabilities.py``; messages about momenta in one bit.
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -122,6 +123,16 @@ def test_a_probe_tells_updates_of_elements_from_those_of_tensors():
         assert torch.equal(torch.get_rng_state(), drawn)
         with pytest.raises(UnsupportedOptimizerError, match="cannot run on sharded parameters"):
             check(optimizer)
+
+
+def test_lion_shows_gradients_that_are_not_numbers():
+    """The sign of NaN is 0 to torch: weights would never move again."""
+    for foreach in (True, False):
+        parameter = torch.nn.Parameter(torch.tensor([1.0, -0.0, 2.0, 3.0]))
+        parameter.grad = torch.tensor([float("nan"), 0.0, float("inf"), -1.0])
+        Lion([parameter], lr=0.5, weight_decay=0.0, foreach=foreach).step()
+        assert parameter.tolist() == [pytest.approx(math.nan, nan_ok=True), -0.0, 1.5, 3.5]
+        assert torch.equal(parameter.signbit()[1:], torch.tensor([True, False, False]))
 
 
 def test_lion_without_some_gradients_of_mixed_dtypes_and_from_an_older_state_dict():
