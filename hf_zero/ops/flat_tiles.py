@@ -170,6 +170,25 @@ def run_squares(base: Tensor, runs: Tensor, bounds: Tensor) -> Tensor:
 RUNS = Kernel("flat_squares", "flat_norm:squares", run_squares, example=_example)
 
 
+def range_sums(values: Tensor, bounds: Tensor) -> Tensor:
+    """Return the sums in plain torch, [ranges] fp64, of the ranges ``values[bounds[i] : bounds[i +
+    1]]`` of ``values``, fp64.
+    """
+    ranges = itertools.pairwise(bounds.tolist())
+    return torch.stack([values[first:last].sum() for first, last in ranges])
+
+
+SUMS = Kernel(
+    "flat_sums",
+    "flat_norm:sums",
+    range_sums,
+    example=lambda device: (
+        torch.rand(9, dtype=torch.float64, device=device),
+        torch.tensor([0, 4, 9], device=device),
+    ),
+)
+
+
 def squared_norm(tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return (sum of squares, 0-dim fp64; whether an element is not finite, 0-dim fp32: 1 or 0) of
     all elements, without waiting for the device.

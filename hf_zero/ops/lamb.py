@@ -22,6 +22,7 @@ from hf_zero.device.pinned import upload
 from hf_zero.ops import flat_reference as reference
 from hf_zero.ops import host, native
 from hf_zero.ops.dispatch import Kernel, wanted
+from hf_zero.ops.flat_tiles import SUMS
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,19 @@ def _not_fp32(*lists: object, **_: object) -> str:
     return "" if fits else "a tensor is not fp32 and contiguous"
 
 
+def _measure(*arrays: Any) -> tuple[Tensor, Tensor]:
+    """Return the sums of the reference, as the kernel does its partial sums: one for each."""
+    sums = reference.lamb_measure(*arrays).t().reshape(-1)
+    return sums, torch.arange(sums.numel() + 1, dtype=torch.int64, device=sums.device)
+
+
+# Returns partial sums and the bounds of those of each sum: SUMS, another kernel, adds them up. A
+# kernel that moves the moments may have no second launch: were that one not to compile, the
+# reference would move them again.
 MEASURE = Kernel(
     "lamb_measure",
     "lamb:measure",
-    reference.lamb_measure,
+    _measure,
     _not_fp32,
     lambda device: (*_example(device), 0.9, 0.999, 1e-8, 0.1, False, 1.0),
 )
@@ -85,9 +95,11 @@ def measure_(
             for tensors in zip(*arrays)
         ]
         return torch.tensor(sums, dtype=torch.float64).view(-1, 2)
-    takes = wanted("optimizer", kernels, weights[0].device)
-    run: Callable[..., Tensor] = MEASURE if takes else reference.lamb_measure
-    return run(*arrays, *asdict(settings).values(), divisor)
+    numbers = *asdict(settings).values(), divisor
+    if not wanted("optimizer", kernels, weights[0].device):
+        return reference.lamb_measure(*arrays, *numbers)
+    sums = SUMS(*MEASURE(*arrays, *numbers))
+    return sums.view(2, len(weights)).t()
 
 
 def apply_(

@@ -72,7 +72,11 @@ def squares(base: Tensor, runs: Tensor, bounds: Tensor) -> Tensor:
     partials = torch.empty(runs.shape[0], dtype=torch.float64, device=base.device)
     if runs.shape[0]:
         run_squares_kernel[(runs.shape[0],)](base, runs, partials, BLOCK, num_warps=WARPS)
-    out = torch.empty(bounds.numel() - 1, dtype=torch.float64, device=base.device)
+    return sums(partials, bounds)
+
+
+def sums(partials: Tensor, bounds: Tensor) -> Tensor:
+    out = torch.empty(bounds.numel() - 1, dtype=torch.float64, device=bounds.device)
     if out.numel():
         sum_runs_kernel[(out.numel(),)](partials, bounds, out, PARTIALS, num_warps=PARTIAL_WARPS)
     return out

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_zero.ops.lamb import COLUMNS, TILE, tile_table
-from hf_zero.ops.triton_kernels.flat_norm import PARTIAL_WARPS, PARTIALS, sum_runs_kernel
 
 # 4 elements a thread: one 16-byte access of each array
 BLOCK, WARPS = 512, 4
@@ -129,9 +128,9 @@ def lamb_apply_kernel(
 def measure(
     weights: list[Tensor], grads: list[Tensor], means: list[Tensor], squares: list[Tensor],
     beta1: float, beta2: float, eps: float, decay: float, eps_inside: bool, divisor: float,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     table, bounds = tile_table(weights, grads, means, squares)
-    tiles, parts = table.shape[0], len(weights)
+    tiles = table.shape[0]
     partials = torch.empty(2 * tiles, dtype=torch.float64, device=table.device)
     if tiles:
         lamb_measure_kernel[(tiles,)](
@@ -139,9 +138,7 @@ def measure(
             eps_inside, TILE, BLOCK,
             num_warps=WARPS,
         )  # fmt: skip
-    out = torch.empty(2 * parts, dtype=torch.float64, device=table.device)
-    sum_runs_kernel[(2 * parts,)](partials, bounds, out, PARTIALS, num_warps=PARTIAL_WARPS)
-    return out.view(2, parts).t()
+    return partials, bounds
 
 
 def apply(

@@ -5,14 +5,15 @@ uses them; over lists of tensors, Triton in the checked interpreter against torc
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.ops import lamb_apply, lamb_measure, native
-from hf_zero.ops.lamb import APPLY, MEASURE, TILE, LambSettings
+from hf_zero.ops import dispatch, flat_reference, lamb, lamb_apply, lamb_measure, native
+from hf_zero.ops.lamb import APPLY, MEASURE, SUMS, TILE, LambSettings, measure_
 from tests.helpers.buffers import Guarded, reference, same_bits
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -89,10 +90,10 @@ def test_the_kernels_give_what_torch_gives() -> None:
         before = [tensor.clone() for tensor in ours[1]]
         numbers = settings.beta1, settings.beta2, settings.eps, settings.decay, settings.eps_inside
         with checked_triton() as checked:
-            found = MEASURE(*ours, *numbers, 2.0)
+            found = SUMS(*MEASURE(*ours, *numbers, 2.0))
             APPLY(ours[0], *ours[2:], sizes, *numbers[2:])
             assert checked.launches == 3
-        wanted = MEASURE.reference(*theirs, *numbers, 2.0)
+        wanted = SUMS.reference(*MEASURE.reference(*theirs, *numbers, 2.0))
         APPLY.reference(theirs[0], *theirs[2:], sizes, *numbers[2:])
         torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0)
         for place in (0, 2, 3):
@@ -100,5 +101,38 @@ def test_the_kernels_give_what_torch_gives() -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours[1], before))
     ours[1][2][TILE + 1] = float("nan")
     with checked_triton():
-        found = MEASURE(*ours, *numbers, 1.0)
+        found = SUMS(*MEASURE(*ours, *numbers, 1.0)).view(2, -1).t()
     assert found.isfinite().all(1).tolist() == [True, True, False, True, True]
+
+
+@pytest.mark.usefixtures("lamb_addresses")
+@pytest.mark.parametrize("broken", ["lamb_measure_kernel", "sum_runs_kernel"])
+def test_moments_move_once_where_a_kernel_does_not_compile(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.errors import TritonError
+
+    from hf_zero.ops.triton_kernels import flat_norm
+    from hf_zero.ops.triton_kernels import lamb as kernels
+    from tests.helpers.checked_triton import checked_triton
+
+    class Broken:
+        def __getitem__(self, grid: object) -> Any:
+            raise TritonError("no registers")
+
+    for module in (flat_norm, kernels):
+        if hasattr(module, broken):
+            monkeypatch.setattr(module, broken, Broken())
+    monkeypatch.setattr(dispatch, "_BROKEN", {})
+    monkeypatch.setattr(lamb, "_on_the_host", lambda *arrays: False)
+    monkeypatch.setattr(lamb, "wanted", lambda *given: True)
+    ours, theirs, settings = lists(), lists(), OF_LISTS[0]
+    with checked_triton(), monkeypatch.context() as as_on_a_gpu:
+        as_on_a_gpu.setattr(dispatch, "interpreted", lambda: False)
+        as_on_a_gpu.setattr(dispatch, "runs_on", lambda device: True)
+        found = measure_(*ours, settings)
+    wanted = flat_reference.lamb_measure(*theirs, *asdict(settings).values(), 1.0)
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0)
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-6)
+    assert len(dispatch.broken()) == 1
