@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,8 +146,11 @@ class MetricsFile:
         self._rotate_bytes = rotate_bytes
         self._after = 0  # the step that this run continues
         self._begun = False
-        self._has_failed = False
-        self._lock = threading.RLock()  # warnings come from other threads, too
+        self._failed: set[str] = set()  # kinds of failures, of which one warning each is given
+        self._untold: list[str] = []  # those warnings until the lock is released
+        # Warnings come from other threads, too, which hold the lock of their handler: none is given
+        # under this one.
+        self._lock = threading.RLock()
 
     def keep_in(self, folder: str | os.PathLike[str]) -> None:
         """Write to ``folder`` from the next step on, unless it was named before. Raises ConfigError
@@ -165,28 +168,34 @@ class MetricsFile:
 
     def resume_after(self, step: int) -> None:
         """Continue behind ``step``, from which the run goes on: so do records since this start."""
-        self._after, self._begun, self._last = step, False, step
-        self.waiting = [
-            row if "step" in row else row | {"after_step": max(step, row["after_step"])}
-            for row in self.waiting
-            if row.get("step", 0) <= step
-        ]
+        with self._lock:
+            self._after, self._begun, self._last = step, False, step
+            self.waiting = [
+                row if "step" in row else row | {"after_step": max(step, row["after_step"])}
+                for row in self.waiting
+                if row.get("step", 0) <= step
+            ]
 
     def write(self, figures: JsonObject) -> None:
         """Append the line of one step. A number that is not finite is null."""
-        with self._lock:
+        with self._writing():
             self._last = figures["step"]
             self.waiting.append({k: _finite(value) for k, value in figures.items()})
             folder = self.folder
-            if folder is not None and self._flush(folder) > self._rotate_bytes and self.sync():
+            if folder is not None and self._flush(folder) > self._rotate_bytes and self._sync():
                 number = 1 + max(_numbered(folder), default=0)
-                (folder / NAME).rename(folder / f"metrics.{number}.jsonl")
+                try:
+                    (folder / NAME).rename(folder / f"metrics.{number}.jsonl")
+                except OSError as error:
+                    self._fail(
+                        "renamed", f"{folder / NAME} cannot be renamed ({error}); it grows on"
+                    )
 
     def note(self, kind: str, value: object) -> None:
         """Append a record, from any thread. It waits for the first figures: a load may come before
         them.
         """
-        with self._lock:
+        with self._writing():
             row = {kind: value, "after_step": self._last, "time": round(time.time(), 3)}
             self.waiting.append(row)
             if self._begun and self.folder is not None:
@@ -199,15 +208,18 @@ class MetricsFile:
 
     def sync(self) -> bool:
         """Return when all lines are on disk, and whether they could be written."""
-        with self._lock:
-            if self.folder is not None and (self.waiting or (self.folder / NAME).exists()):
-                self._flush(self.folder)
-                try:
-                    with open(self.folder / NAME, "rb") as opened:
-                        os.fsync(opened.fileno())
-                except OSError as error:
-                    self._tell(error)
-            return not self.waiting
+        with self._writing():
+            return self._sync()
+
+    def _sync(self) -> bool:
+        if self.folder is not None and (self.waiting or (self.folder / NAME).exists()):
+            self._flush(self.folder)
+            try:
+                with open(self.folder / NAME, "rb") as opened:
+                    os.fsync(opened.fileno())
+            except OSError as error:
+                self._fail_to_write(error)
+        return not self.waiting
 
     def _flush(self, folder: Path) -> int:
         """Write the lines that wait; return the bytes of the file."""
@@ -225,15 +237,28 @@ class MetricsFile:
             return _append(folder / NAME, [json.dumps(row) for row in rows])
         except OSError as error:
             self.waiting = rows
-            self._tell(error)
+            self._fail_to_write(error)
             return 0
 
-    def _tell(self, error: OSError) -> None:
-        if not self._has_failed:
-            self._has_failed = True  # first: the warning is a line, too
-            logger.warning(
-                "metrics: %s cannot be written (%s); its lines wait in memory", self.folder, error
-            )
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Context that holds the lock; warns of new failures once it has released it."""
+        with self._lock:
+            yield
+            untold, self._untold = self._untold, []
+        for text in untold:
+            logger.warning("metrics: %s", text)
+
+    def _fail_to_write(self, error: OSError) -> None:
+        self._fail(
+            "written", f"{self.folder} cannot be written ({error}); its lines wait in memory"
+        )
+
+    def _fail(self, kind: str, text: str) -> None:
+        """Have a warning say ``text``, once for each ``kind``."""
+        if kind not in self._failed:
+            self._failed.add(kind)
+            self._untold.append(text)
 
     def _drop_repeats(self, folder: Path) -> int:
         """Move the lines of steps that this run repeats; return the number of these steps. A run
@@ -241,7 +266,7 @@ class MetricsFile:
         """
         steps = 0
         for path in reversed(files_of(folder)):
-            text = path.read_text()
+            text = path.read_bytes().decode("utf-8", "replace")
             rows = [(line, _parsed(line)) for line in text.splitlines()]
             whole = [(line, row) for line, row in rows if row is not None]
             repeated = [line for line, row in whole if self._repeats(row)]
@@ -277,7 +302,7 @@ def _replace(path: Path, lines: Sequence[str]) -> None:
         path.unlink()
         return
     draft = path.with_suffix(".draft")
-    with open(draft, "w") as opened:
+    with open(draft, "w", encoding="utf-8") as opened:
         opened.writelines(f"{line}\n" for line in lines)
         opened.flush()
         os.fsync(opened.fileno())

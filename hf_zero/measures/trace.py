@@ -90,30 +90,33 @@ class StepTrace:
         job = engine.mesh.job
         described = engine.global_rank, socket.gethostname(), self._met
         ranks = job.all_gather_object(described, "ranks of a trace")
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-
-            def take(index: int, part: bytes) -> None:
-                with open(folder / str(index), "ab") as opened:
-                    opened.write(part)
-
-            job.gather_bytes(self._stop(engine), take, "traces")
+        # all ranks join the gather, whatever their disks refuse
+        with _Received() as received:
+            job.gather_bytes(self._events(engine), received.take, "traces")
             if engine.global_rank == 0:
                 self._write(
                     [
-                        RankTrace(rank, host, met, folder / str(index))
+                        RankTrace(rank, host, met, received.files[index])
                         for index, (rank, host, met) in enumerate(ranks)
-                    ]
+                        if index in received.files
+                    ],
+                    received.error,
                 )
         return True
 
-    def _write(self, ranks: Sequence[RankTrace]) -> None:
-        try:
-            write_merged(self.path, ranks)
-        except OSError as error:
+    def _write(self, ranks: Sequence[RankTrace], error: OSError | None) -> None:
+        """Write the events of ``ranks``, unless there are none, or ``error`` has lost some."""
+        if error is None and ranks:
+            try:
+                write_merged(self.path, ranks)
+            except OSError as failed:
+                error = failed
+        if error is not None or not ranks:
             with suppress(OSError):
                 self.path.unlink()
-            logger.warning("trace: %s cannot be written (%s)", self.path, error)
+            logger.warning(
+                "trace: %s cannot be written (%s)", self.path, error or "no rank has events"
+            )
             return
         logger.info(
             "trace of steps %d to %d of %d ranks: %s (open it in https://ui.perfetto.dev)",
@@ -123,15 +126,27 @@ class StepTrace:
             self.path.resolve(),
         )
 
-    def _stop(self, engine: TrainingEngine) -> bytes:
-        """End the profile; return this rank's events as gzipped JSON."""
+    def _events(self, engine: TrainingEngine) -> bytes:
+        """End the profile; return this rank's events as gzipped JSON, or nothing, with a warning,
+        if its disk refuses them.
+        """
         kinds.synchronize(engine.device)  # the last kernels belong to the steps
         self._profile.stop()
         spans.show_blocks(False)
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "rank.json"
-            self._profile.export_chrome_trace(str(file))
-            trace = json.loads(file.read_text())
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "rank.json"
+                self._profile.export_chrome_trace(str(file))
+                trace = json.loads(file.read_text())
+        # the profiler raises nothing where a disk is full: its file ends within an event
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "trace: the events of rank %d are left out, as they cannot be written to a "
+                "temporary file (%s); set TMPDIR to a folder with room",
+                self._rank,
+                error,
+            )
+            return b""
         base = trace.get("baseTimeNanoseconds", 0) / 1e3
         events = [
             event | ({"ts": event["ts"] + base} if "ts" in event else {})
@@ -149,6 +164,37 @@ class StepTrace:
             )
         spans.show_blocks(False)
         self._profile.stop()
+
+
+class _Received:
+    """Context manager of a temporary folder with the events of ranks: ``files``, by their places.
+    ``error``: what lost some of them.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[int, Path] = {}
+        self.error: OSError | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> _Received:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def take(self, index: int, part: bytes) -> None:
+        """Append ``part`` to the events of the rank at the place ``index``."""
+        if self.error is not None or not part:
+            return
+        try:
+            if self._folder is None:
+                self._folder = tempfile.TemporaryDirectory()
+            path = self.files.setdefault(index, Path(self._folder.name) / str(index))
+            with open(path, "ab") as opened:
+                opened.write(part)
+        except OSError as error:
+            self.error = error
 
 
 @contextmanager

@@ -96,10 +96,11 @@ def measure_(
         ]
         return torch.tensor(sums, dtype=torch.float64).view(-1, 2)
     numbers = *asdict(settings).values(), divisor
-    if not wanted("optimizer", kernels, weights[0].device):
-        return reference.lamb_measure(*arrays, *numbers)
-    sums = SUMS(*MEASURE(*arrays, *numbers))
-    return sums.view(2, len(weights)).t()
+    takes = wanted("optimizer", kernels, weights[0].device)
+    run: Callable[..., tuple[Tensor, Tensor]] = MEASURE if takes else _measure
+    partials, bounds = run(*arrays, *numbers)
+    total = SUMS(partials, bounds) if takes else partials
+    return total.view(2, len(weights)).t()
 
 
 def apply_(

@@ -4,11 +4,16 @@ the log; and that nothing of it is left behind.
 
 from __future__ import annotations
 
+import errno
+import gzip
 import json
+import logging
 import os
 import resource
 import shutil
 import signal
+import tempfile
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -290,6 +295,67 @@ def test_a_disk_that_is_full_for_some_steps_loses_no_line(cut, tmp_path, heard):
     assert len(told) == 2 and "cannot be written" in told[0] and file.lost_steps == 0
 
 
+def test_a_warning_of_a_lost_file_waits_for_no_other_thread(tmp_path):
+    """Another one may hold the lock of the handler, and wait for that of the file."""
+    noted = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            thread = threading.Thread(target=file.note, args=("warning", "beside"), daemon=True)
+            thread.start()
+            thread.join(20)
+            noted.append(not thread.is_alive())
+
+    handler = Handler()
+    logger.addHandler(handler)
+    try:
+        for act in ("write", "note", "sync"):
+            file = MetricsFile(1 << 20)
+            folder = tmp_path / act
+            file.keep_in(folder)
+            file.write({"step": 1})
+            (folder / NAME).unlink()
+            (folder / NAME).mkdir()  # an error also for root
+            if act == "write":
+                file.write({"step": 2})
+            elif act == "note":
+                file.note("trace", "of a file")
+            else:
+                file.sync()
+    finally:
+        logger.removeHandler(handler)
+    assert noted == [True] * 3
+
+
+def test_a_file_that_cannot_be_renamed_grows_on(tmp_path, heard, monkeypatch):
+    def refused(path, target):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    file = MetricsFile(rotate_bytes=60)
+    file.keep_in(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", refused)
+        write(file, range(1, 9))
+    assert [path.name for path in files_of(tmp_path)] == [NAME]
+    assert sum("cannot be renamed" in line for line in heard) == 1
+    write(file, range(9, 10))
+    assert numbers(tmp_path) == [*range(1, 10)] and not (tmp_path / NAME).exists()
+
+
+def test_a_run_resumes_over_a_damaged_file(tmp_path):
+    file = MetricsFile(1 << 20)
+    file.keep_in(tmp_path)
+    write(file, range(1, 5))
+    content = (tmp_path / NAME).read_bytes().splitlines(keepends=True)
+    content[1] = b"\xff\xfe" + content[1][2:]
+    (tmp_path / NAME).write_bytes(b"".join(content))
+    again = MetricsFile(1 << 20)
+    again.keep_in(tmp_path)
+    again.resume_after(3)
+    write(again, range(4, 6))
+    assert numbers(tmp_path) == [1, 3, 4, 5]
+
+
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     runs = str(tmp_path / "file" / "runs")
@@ -520,6 +586,72 @@ def test_utilisation_of_a_given_peak(heard_in_full):
     assert figures["tokens"] == RANKS * tokens(0, 0, 0).numel()
     assert any("the figures of 1 steps are in no file" in line for line in heard_in_full)
     assert figures["mfu"] == pytest.approx(figures["tokens_per_second"] / RANKS * 1e3 / 1e6)
+
+
+class OneEvent:
+    """In place of torch's profiler, of which a process has one."""
+
+    def __init__(self, **given: Any) -> None:
+        self.start = self.stop = lambda: None
+
+    def export_chrome_trace(self, path: str) -> None:
+        event = {"ph": "X", "name": "a kernel", "pid": 7, "ts": 1.0, "dur": 1.0}
+        Path(path).write_text(json.dumps({"traceEvents": [event]}))
+
+
+@in_turn("full", ["of rank 1", "of all ranks", "of what rank 0 receives"])
+def test_a_full_temporary_folder_ends_no_training(full, tmp_path, heard, monkeypatch):
+    """All ranks exchange their events, also if they have none."""
+    made, here, lock = tempfile.TemporaryDirectory, threading.local(), threading.Lock()
+    calls = []
+
+    def folder():
+        with lock:
+            calls.append(here.rank)
+            second = calls.count(here.rank) == 2  # the first one is for its own events
+        if full == "of all ranks" or full == f"of rank {here.rank}" or (full[3] == "w" and second):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return made()
+
+    monkeypatch.setattr(trace.tempfile, "TemporaryDirectory", folder)
+    monkeypatch.setattr(trace, "profile", OneEvent)
+
+    def run(rank, model):
+        here.rank = rank
+        engine = measured(model, 1)
+        engine.trace(folder=str(tmp_path))
+        run_steps(engine, rank, range(3), MICROS)
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+    written = list(tmp_path.iterdir())
+    if full != "of rank 1":
+        assert written == []
+        assert sum("cannot be written" in line for line in heard) >= 1
+        return
+    with gzip.open(written[0], "rt") as opened:
+        events = json.load(opened)["traceEvents"]
+    assert {event["pid"] // trace.PIDS for event in events if "pid" in event} == {0}
+    assert any("events of rank 1 are left out" in line for line in heard)
+
+
+@on_each_rank(1)
+def test_a_disk_that_is_full_at_the_end_of_a_trace(rank, model, tmp_path, heard_in_full):
+    """The profiler says nothing about it."""
+    engine = measured(model, 1)
+    engine.trace(folder=str(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        run_steps(engine, rank, range(1), MICROS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    run_steps(engine, rank, range(1, 2), MICROS)
+    engine.destroy()
+    assert list(tmp_path.iterdir()) == []
+    assert any("rank 0 are left out" in line for line in heard_in_full)
 
 
 @in_turn("first", [2, 3])
