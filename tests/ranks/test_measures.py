@@ -268,6 +268,15 @@ def test_files_are_rotated_and_repeats_removed(tmp_path):
     assert sorted(json.loads(line)["step"] for line in replaced) == [5, 6, 7, 8]
 
 
+@pytest.fixture
+def too_large_is_an_error():
+    """A file over its limit raises OSError and ends no process. Set by the main thread."""
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGXFSZ, before)
+
+
+@pytest.mark.usefixtures("too_large_is_an_error")
 @in_turn("cut", [False, True])
 def test_a_disk_that_is_full_for_some_steps_loses_no_line(cut, tmp_path, heard):
     """Whether it takes no byte of a line, or some."""
@@ -277,7 +286,6 @@ def test_a_disk_that_is_full_for_some_steps_loses_no_line(cut, tmp_path, heard):
     file.write({"step": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     held = (tmp_path / NAME).stat().st_size
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (held + 5 * cut, hard))
         file.write({"step": 2})
@@ -286,7 +294,6 @@ def test_a_disk_that_is_full_for_some_steps_loses_no_line(cut, tmp_path, heard):
         assert (tmp_path / NAME).stat().st_size == held
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
     warnings.close()
     assert file.lost_steps == 1
     file.write({"step": 3})
@@ -635,19 +642,18 @@ def test_a_full_temporary_folder_ends_no_training(full, tmp_path, heard, monkeyp
     assert any("events of rank 1 are left out" in line for line in heard)
 
 
+@pytest.mark.usefixtures("too_large_is_an_error")
 @on_each_rank(1)
 def test_a_disk_that_is_full_at_the_end_of_a_trace(rank, model, tmp_path, heard_in_full):
     """The profiler says nothing about it."""
     engine = measured(model, 1)
     engine.trace(folder=str(tmp_path))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
         run_steps(engine, rank, range(1), MICROS)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
     run_steps(engine, rank, range(1, 2), MICROS)
     engine.destroy()
     assert list(tmp_path.iterdir()) == []
