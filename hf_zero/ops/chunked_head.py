@@ -246,7 +246,7 @@ def _softmax_(
 ) -> torch.Tensor:
     """Return the sum of the rows' losses; with ``gradient`` write its gradient over ``logits``."""
     if not terms.plain:
-        one = torch.ones(1) if gradient else None
+        one = torch.ones(1, dtype=torch.float32, device=logits.device) if gradient else None
         return reference.cross_entropy_(
             logits, logits.shape[1], labels, one, None, *terms.numbers()
         )[0].sum()

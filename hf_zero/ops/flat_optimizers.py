@@ -117,7 +117,7 @@ def _log(beta: float) -> float:
 def settings_table(rows: Sequence[RowSettings], device: torch.device | str) -> Tensor:
     """Return ``rows`` as [rows, SETTINGS] fp64 on ``device``, copied there without waiting."""
     table = upload(
-        torch.tensor([row.numbers() for row in rows], dtype=torch.float64).view(
+        torch.tensor([row.numbers() for row in rows], dtype=torch.float64, device="cpu").view(
             len(rows), SETTINGS
         ),
         device,

@@ -95,8 +95,9 @@ class Tiles:
                 raise KernelError(
                     f"Tiles: {piece} has a negative length, row or place; all of them count from 0"
                 )
-        tables = [_cut(piece, tile) for piece in joined]
-        table = torch.cat(tables) if tables else torch.empty(0, COLUMNS, dtype=torch.int64)
+        with torch.device("cpu"):  # whatever the default device is
+            tables = [_cut(piece, tile) for piece in joined]
+            table = torch.cat([torch.empty(0, COLUMNS, dtype=torch.int64), *tables])
         ends = [tuple(start + piece.length for start in piece.places) for piece in joined]
         extents = tuple(max(places) for places in zip(*ends)) if ends else (0, 0, 0, 0)
         return cls(
@@ -269,15 +270,15 @@ def run_tables(places: tuple[tuple[int, int], ...], device: torch.device) -> tup
     """Return the runs [runs, RUN_COLUMNS] of ranges (first element, length) of one buffer, and the
     index of the first run of each range [ranges + 1].
     """
-    tables, bounds = [torch.empty(0, RUN_COLUMNS, dtype=torch.int64)], [0]
-    for offset, length in places:
-        starts = torch.arange(0, length, RUN, dtype=torch.int64)
-        table = torch.zeros(starts.numel(), RUN_COLUMNS, dtype=torch.int64)
-        table[:, 0] = starts + offset
-        table[:, 1] = (length - starts).clamp(max=RUN)
-        table[:, 2] = (table[:, 1] == RUN) & (offset % PHASE == 0)
-        tables.append(table)
-        bounds.append(bounds[-1] + starts.numel())
-    return upload(torch.cat(tables), device), upload(
-        torch.tensor(bounds, dtype=torch.int64), device
-    )
+    with torch.device("cpu"):  # whatever the default device is
+        tables, bounds = [torch.empty(0, RUN_COLUMNS, dtype=torch.int64)], [0]
+        for offset, length in places:
+            starts = torch.arange(0, length, RUN, dtype=torch.int64)
+            table = torch.zeros(starts.numel(), RUN_COLUMNS, dtype=torch.int64)
+            table[:, 0] = starts + offset
+            table[:, 1] = (length - starts).clamp(max=RUN)
+            table[:, 2] = (table[:, 1] == RUN) & (offset % PHASE == 0)
+            tables.append(table)
+            bounds.append(bounds[-1] + starts.numel())
+        run_bounds = torch.tensor(bounds, dtype=torch.int64)
+    return upload(torch.cat(tables), device), upload(run_bounds, device)

@@ -172,7 +172,7 @@ class HostArena:
         Raises HostMemoryError, and OSError where the file system has no room for the file.
         """
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         requested = numel * dtype.itemsize
         nbytes = -(-requested // mmap.PAGESIZE) * mmap.PAGESIZE
         free = free_ram().nbytes

@@ -94,7 +94,7 @@ def measure_(
             host.lamb_measure(*map(_flat, tensors), divisor=divisor, **asdict(settings))
             for tensors in zip(*arrays)
         ]
-        return torch.tensor(sums, dtype=torch.float64).view(-1, 2)
+        return torch.tensor(sums, dtype=torch.float64, device="cpu").view(-1, 2)
     numbers = *asdict(settings).values(), divisor
     takes = wanted("optimizer", kernels, weights[0].device)
     run: Callable[..., tuple[Tensor, Tensor]] = MEASURE if takes else _measure
@@ -161,16 +161,18 @@ def tile_table(*arrays: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def _table(
     places: tuple[tuple[int, ...], ...], lengths: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    tables, bounds = [], [0]
-    for part, (at, length) in enumerate(zip(places, lengths)):
-        starts = torch.arange(0, length, TILE, dtype=torch.int64)
-        table = torch.zeros(starts.numel(), COLUMNS, dtype=torch.int64)
-        for column, address in enumerate(at):
-            table[:, column] = starts * 4 + address
-        table[:, 4] = (length - starts).clamp(max=TILE)
-        table[:, 5] = part
-        table[:, 6] = (table[:, 4] == TILE) & all(address % ALIGNED == 0 for address in at)
-        tables.append(table)
-        bounds.append(bounds[-1] + starts.numel())
-    bounds += [bounds[-1] + bound for bound in bounds[1:]]
-    return upload(torch.cat(tables), device), upload(torch.tensor(bounds), device)
+    with torch.device("cpu"):  # whatever the default device is
+        tables, bounds = [], [0]
+        for part, (at, length) in enumerate(zip(places, lengths)):
+            starts = torch.arange(0, length, TILE, dtype=torch.int64)
+            table = torch.zeros(starts.numel(), COLUMNS, dtype=torch.int64)
+            for column, address in enumerate(at):
+                table[:, column] = starts * 4 + address
+            table[:, 4] = (length - starts).clamp(max=TILE)
+            table[:, 5] = part
+            table[:, 6] = (table[:, 4] == TILE) & all(address % ALIGNED == 0 for address in at)
+            tables.append(table)
+            bounds.append(bounds[-1] + starts.numel())
+        bounds += [bounds[-1] + bound for bound in bounds[1:]]
+        sum_bounds = torch.tensor(bounds)
+    return upload(torch.cat(tables), device), upload(sum_bounds, device)

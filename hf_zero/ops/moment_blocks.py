@@ -71,7 +71,8 @@ class Blocks:
         """Return ``numel`` zeros."""
         zero = reference.ZERO_CODE if dynamic and signed else 0
         codes = torch.full((numel,), zero, dtype=torch.uint8, device=device)
-        return cls(codes, torch.zeros(-(-numel // BLOCK), device=device), signed, dynamic)
+        scales = torch.zeros(-(-numel // BLOCK), dtype=torch.float32, device=device)
+        return cls(codes, scales, signed, dynamic)
 
     @property
     def numel(self) -> int:
@@ -151,7 +152,7 @@ class Blocks:
         core = core_for(self.codes)
         if core is None:
             return reference.decode(self.codes, self.scales, self.signed, self.dynamic)
-        out = torch.empty(self.numel, dtype=torch.float32)
+        out = torch.empty(self.numel, dtype=torch.float32, device="cpu")
         core.decode(
             out.data_ptr(), self.codes.data_ptr(), self.scales.data_ptr(), self.kind, self.numel
         )

@@ -59,7 +59,7 @@ def kept_rows(seed: torch.Tensor, rows: int, width: int, dropout: float) -> torc
     The words are those of :func:`uniform_rows`, ``tl.randint4x`` in Triton, unsigned.
     """
     return _words(seed, rows, width) >= int(
-        torch.tensor(dropout, dtype=torch.float32).double() * 2**32
+        torch.tensor(dropout, dtype=torch.float32, device="cpu").double() * 2**32
     )
 
 

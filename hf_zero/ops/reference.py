@@ -177,7 +177,7 @@ def _sqrt(x: Tensor) -> Tensor:
 
 
 def _fp32(number: float) -> float:
-    return float(torch.tensor(number, dtype=torch.float32))
+    return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
 
 
 def _gradient(grad: Tensor, shared: dict[str, Any]) -> Tensor:
@@ -395,7 +395,7 @@ def checksum(source: Tensor) -> int:
         _hash_runs(data[whole * _RUN :].view(1, -1)),
     ]
     runs = torch.cat(hashes if data.numel() % _RUN else hashes[:1])
-    x = runs + (torch.arange(runs.numel()) + 1) * _MIX
+    x = runs + (torch.arange(runs.numel(), device="cpu") + 1) * _MIX
     for _ in range(2):
         x = (x ^ _shift(x, 32)) * _MIX
     total = int((x ^ _shift(x, 32)).sum()) + data.numel() * 0x9E3779B97F4A7C15
@@ -412,10 +412,10 @@ def _hash_runs(data: Tensor) -> Tensor:
     words = (
         data[:, : size // 64 * 64].reshape(-1).clone().view(torch.int64).view(runs, size // 64, 8)
     )
-    lanes = (torch.tensor([_P3]) * torch.arange(1, 9)).expand(runs, 8)
+    lanes = (torch.arange(1, 9, device="cpu") * _P3).expand(runs, 8)
     for step in range(size // 64):
         lanes = _rotate(lanes + words[:, step] * _P2, 31) * _P1
-    total = torch.full((runs,), size, dtype=torch.int64) * _P1
+    total = torch.full((runs,), size, dtype=torch.int64, device="cpu") * _P1
     for lane in range(8):
         total = _rotate(total ^ lanes[:, lane], 27) * _P1 + _P2
     for at in range(size // 64 * 64, size):

@@ -50,11 +50,11 @@ def combine(
     total = first.clone()
     for row in others:
         total += row
-    mean = total * torch.tensor(1.0 / came.shape[0])
+    mean = total * _fp32(1.0 / came.shape[0])
     deviation = _taken(average, places) - _said(momentum, edges, block, scales_at)
     unrounded = (mean + beta * deviation) * inside
     sent = _encode(out, unrounded, inside, scales_at)
-    _put(average, places, sent + (unrounded - sent) * torch.tensor(1.0 / beta))
+    _put(average, places, sent + (unrounded - sent) * _fp32(1.0 / beta))
 
 
 def apply(
@@ -75,6 +75,10 @@ def apply(
     sizes = _said(momentum, edges, block, scales_at, step)
     powers_of = powers(_taken(exponents, places))
     _put(weights, places, _taken(weights, places) * keep[:, :, None] - sizes * powers_of)
+
+
+def _fp32(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float32, device="cpu")
 
 
 def _places(edges: Tensor, block: int, numel: int) -> tuple[Tensor, Tensor]:

@@ -82,11 +82,13 @@ class CPUAdam(CPUOptimizer):
         seed: int,
     ) -> None:
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             for name in self.kept:
                 state[name] = self.new_moment(group, name, param)
         if group["amsgrad"] and "max_exp_avg_sq" not in state:
-            state["max_exp_avg_sq"] = torch.zeros(param.shape, device=param.device)
+            state["max_exp_avg_sq"] = torch.zeros(
+                param.shape, dtype=torch.float32, device=param.device
+            )
         state["step"] += 1
         adam(
             self.arrays(state, master),
@@ -148,7 +150,7 @@ class CPULion(CPUOptimizer):
         if "exp_avg" not in state:
             state["exp_avg"] = self.new_moment(group, "exp_avg", param)
         # The update does not use the count; it seeds stochastic rounding.
-        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        state["step"] = state.get("step", torch.tensor(0.0, dtype=torch.float32, device="cpu")) + 1
         step = int(state["step"])
         lion(
             self.arrays(state, master),
@@ -200,8 +202,13 @@ class CPUAdagrad(CPUOptimizer):
         seed: int,
     ) -> None:
         if not state:
-            state["step"] = torch.tensor(0.0)
-            state["sum"] = torch.full(param.shape, float(group["initial_accumulator_value"]))
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            state["sum"] = torch.full(
+                param.shape,
+                float(group["initial_accumulator_value"]),
+                dtype=torch.float32,
+                device=param.device,
+            )
         state["step"] += 1
         adagrad(
             self.arrays(state, master),

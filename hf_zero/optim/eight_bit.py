@@ -78,7 +78,7 @@ def own_names(state: ParamState, signed_names: Mapping[str, bool]) -> None:
         if state.get(name) is None:
             state.pop(name, None)
     if isinstance(state.get("step"), int):
-        state["step"] = torch.tensor(float(state["step"]))
+        state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device="cpu")
 
 
 def state_dict_in_own_names(state_dict: StateDict, signed: Mapping[str, bool]) -> StateDict:

@@ -122,7 +122,7 @@ class Muon(WholeTensorOptimizer):
     @classmethod
     def adopt_state(cls, state: ParamState) -> None:
         if state:  # torch's Muon keeps no step count: nothing depends on it
-            state.setdefault("step", torch.tensor(0.0))
+            state.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
 
     @classmethod
     def prepares(cls, group: ParamGroup) -> bool:
@@ -185,7 +185,7 @@ def _adamw(group: ParamGroup, parts: Parts) -> None:
         averages,
         variances,
         [],
-        [torch.tensor(float(step)) - 1 for step in parts.steps],
+        [torch.tensor(float(step) - 1, dtype=torch.float32, device="cpu") for step in parts.steps],
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,

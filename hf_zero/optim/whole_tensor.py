@@ -233,7 +233,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 )
             state = self.state[part]
             if not state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 for name in names:
                     state[name] = torch.zeros_like(part, memory_format=torch.preserve_format)
             elif missing := set(names) - set(state):

@@ -291,7 +291,8 @@ def _random(blocks: int, count: int, attention: str, random: torch.Generator) ->
     if not count:
         return layout
     count = min(count, blocks)
-    drawn = torch.rand(blocks, blocks, generator=random)
+    # in fp32, whatever the default dtype is: all ranks and runs draw the same blocks
+    drawn = torch.rand(blocks, blocks, generator=random, dtype=torch.float32)
     if attention == "unidirectional":
         drawn = drawn.masked_fill(torch.ones_like(layout).triu(1), 2.0)
     layout.scatter_(1, drawn.topk(count, dim=1, largest=False).indices, True)

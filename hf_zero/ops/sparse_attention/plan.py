@@ -20,7 +20,7 @@ import torch
 
 from hf_zero.errors import KernelError
 
-from .sparsity_config import config_of
+from .sparsity_config import SparsityConfig, config_of
 
 TILE = 64
 SHORTEST_SPLIT = 16  # tiles: a shorter list is not worth a second program and the sum after it
@@ -67,7 +67,13 @@ def plan_for(
     """Return the plan of a registered configuration for ``length`` tokens, ``heads`` of queries,
     ``group`` of which share keys and values.
     """
-    config = config_of(handle)
+    with torch.device("cpu"):  # tables are made on the host, whatever the default device is
+        return _planned(config_of(handle), length, heads, group, causal, device)
+
+
+def _planned(
+    config: SparsityConfig, length: int, heads: int, group: int, causal: bool, device: torch.device
+) -> SparsePlan:
     block = config.block
     if block not in (16, 32) and block % TILE:
         raise KernelError(

@@ -90,9 +90,11 @@ class SparsityConfig(metaclass=_Registered):
                 "sparse_attention pads by itself"
             )
         blocks = seq_len // self.block
-        random = torch.Generator().manual_seed(getattr(self, "seed", 0))
-        layouts = [self.head_layout(head, blocks, random) for head in range(self.num_layout_heads)]
-        layout = torch.stack(layouts).to(torch.int64)
+        with torch.device("cpu"):  # whatever the default device is
+            random = torch.Generator().manual_seed(getattr(self, "seed", 0))
+            heads = range(self.num_layout_heads)
+            layouts = [self.head_layout(head, blocks, random) for head in heads]
+            layout = torch.stack(layouts).to(torch.int64)
         return (
             layout
             if self.num_layout_heads == self.num_heads
