@@ -95,6 +95,26 @@ def test_a_sequence_shorter_than_the_pattern_is_attended_to_whole() -> None:
     assert config.make_layout(64)[0].tolist() == spelled
 
 
+def test_negative_blocks_count_from_the_end() -> None:
+    """As indices and slices of tensors do, by which DeepSpeed writes them."""
+    horizontal = {"horizontal_global_attention": True}
+    for kind, more in (
+        (VariableSparsityConfig, {}),
+        (VariableSparsityConfig, horizontal),
+        (VariableSparsityConfig, UNIDIRECTIONAL),
+        (sparse.BSLongformerSparsityConfig, {}),
+    ):
+
+        def layout(*starts: int, ends: Any = None, kind: Any = kind, more: Any = more) -> Any:
+            spans = {"global_block_indices": starts, "global_block_end_indices": ends}
+            return kind(1, **spans, **more).make_layout(16 * 9)
+
+        assert torch.equal(layout(-1, -4), layout(8, 5))
+        assert torch.equal(layout(-3, ends=[-1]), layout(6, ends=[8]))
+        assert torch.equal(layout(-2, ends=[99]), layout(7, ends=[9]))
+        assert torch.equal(layout(-99), layout(99))  # no block of this sequence
+
+
 def held(config: Any) -> None:
     SparsityConfig.__init__(config, 1)
     config.own = lambda: None

@@ -95,7 +95,7 @@ class VariableSparsityConfig(SparsityConfig):
     random blocks in each row.
 
     ``global_block_indices`` are single blocks, or with ``global_block_end_indices`` the starts of
-    spans, whose (exclusive) ends those are.
+    spans, whose (exclusive) ends those are. Negative ones count from the end of the sequence.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ def _sliding(blocks: int, width: int) -> torch.Tensor:
 
 
 def _globals(
-    blocks: int, spans: list[tuple[int, int]], attention: str, *, horizontal: bool
+    blocks: int, spans: Sequence[tuple[int, int | None]], attention: str, *, horizontal: bool
 ) -> torch.Tensor:
     layout = torch.zeros(blocks, blocks, dtype=torch.bool)
     for start, end in spans:
@@ -325,8 +325,9 @@ def _spans_checked(
     return tuple(starts), tuple(ends)
 
 
-def _spans(starts: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
-    return list(zip(starts, ends if ends is not None else [start + 1 for start in starts]))
+def _spans(starts: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int | None]]:
+    """Return the spans as the bounds of slices: -1 is the last block."""
+    return list(zip(starts, ends if ends is not None else [start + 1 or None for start in starts]))
 
 
 # ---- DeepSpeed's JSON section ``sparse_attention`` ----
