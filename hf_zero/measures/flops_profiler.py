@@ -1,6 +1,6 @@
 """``flops_profiler``: the floating-point operations of a model's forward, counted by
-torch.utils.flop_counter: those of matrix products, convolutions and attention; the profile of the
-step that the section names.
+torch.utils.flop_counter: those of matrix products, convolutions and attention, also in this
+package's operators; the profile of the step that the section names.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero.config.sections import FlopsProfilerSection
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
+from hf_zero.measures.flop_formulas import formulas
 from hf_zero.measures.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class FlopsProfiler:
         self.end_profile()
         self.reset_profile()
         self._ignored = tuple(ignore_list or ())
-        self._counter = FlopCounterMode(display=False)
+        self._counter = FlopCounterMode(display=False, custom_mapping={**formulas()})
         self._counter.__enter__()
         self._hooks = [
             self.model.register_forward_pre_hook(self._begin),
@@ -133,16 +134,19 @@ class FlopsProfiler:
         root = type(self.model).__name__
         by_module = {name: sum(ops.values()) for name, ops in counted.items()}
         counts = {"": by_module.get("Global", 0)}
+        ignored: list[str] = []  # the outermost ones, whose counts include those of their modules
         for name, module in self.model.named_modules():
             count = by_module.get(f"{root}.{name}", 0)
-            if name and count:
-                counts[name] = count
-                if isinstance(module, self._ignored):
-                    parents = name.split(".")[:-1]
-                    for depth in range(len(parents) + 1):
-                        parent = ".".join(parents[:depth])
-                        counts[parent] = counts.get(parent, 0) - count
-                    counts[name] = 0
+            if not name or not count or any(name.startswith(f"{other}.") for other in ignored):
+                continue
+            counts[name] = count
+            if isinstance(module, self._ignored):
+                ignored.append(name)
+                parents = name.split(".")[:-1]
+                for depth in range(len(parents) + 1):
+                    parent = ".".join(parents[:depth])
+                    counts[parent] = counts.get(parent, 0) - count
+                counts[name] = 0
         return counts
 
     def get_total_flops(self, as_string: bool = False) -> Any:

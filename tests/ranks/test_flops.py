@@ -1,0 +1,87 @@
+"""Operations that a profile counts: those of kernels, as many as without them; modules that are
+left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf_zero.measures.flops_profiler import FlopsProfiler
+from hf_zero.ops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
+from hf_zero.ops.packed_linear import packed_linear
+from hf_zero.ops.sparse_attention import BlockLayout, sparse_attention
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import ARCHITECTURES, tokens
+from tests.helpers.stacks import on_ranks
+from tests.helpers.training import adamw
+
+
+def test_a_profile_counts_the_operators_of_kernels():
+    """As many operations as without kernels."""
+
+    def run(rank, model, kernels):
+        model.set_attn_implementation("eager")
+        section = {"enabled": True, "profile_step": 0}
+        config = config_of(0, kernels=kernels, flops_profiler=section)
+        engine, ids = start(model, adamw(model), config), tokens(0, 0, rank)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        found = engine.measures.profile.profiler.get_total_flops()
+        engine.destroy()
+        return found
+
+    build = ARCHITECTURES["llama"].build
+    (off,) = on_ranks(1, run, "off", build=build)
+    assert on_ranks(1, run, ["qkv"], build=build) == [off] and off > 0
+
+
+def operations(run: Any) -> int:
+    profiler = FlopsProfiler(nn.Module())
+    profiler.start_profile()
+    run()
+    profiler.stop_profile()
+    return profiler.get_total_flops()
+
+
+def test_operators_count_as_the_products_that_they_stand_for():
+    x = torch.randn(2, 3, 12, requires_grad=True)
+    weights = [torch.randn(n, 12, requires_grad=True) for n in (8, 4)]
+    plain = operations(lambda: sum(F.linear(x, w).sum() for w in weights).backward())
+    assert operations(lambda: sum(y.sum() for y in packed_linear(x, weights)).backward()) == plain
+    assert plain == 3 * 2 * 6 * 12 * 12
+    head, labels = weights[0], torch.tensor([[0, 1, 7], [3, 3, 3]])
+    logits = operations(lambda: F.linear(x, head))
+    assert operations(lambda: linear_cross_entropy(x, head, labels)) == logits > 0
+    scored = operations(lambda: linear_log_probs(x, head, labels).sum().backward())
+    assert scored == (1 + 3) * logits  # logits are computed again
+
+    q, k, v = (torch.randn(1, 2, 70, 16, requires_grad=True) for _ in range(3))
+    layout = BlockLayout(torch.ones(1, 5, 5), 16)
+    with sdpa_kernel(SDPBackend.MATH):
+        whole = operations(lambda: F.scaled_dot_product_attention(q, k, v))
+    assert operations(lambda: sparse_attention(q, k, v, layout)) == whole
+    assert whole == 2 * 2 * 2 * 70 * 70 * 16
+    half = BlockLayout(torch.ones(1, 5, 5).tril(), 16)
+    attended = 2 * 2 * 2 * 16 * (10 * 16 * 16 + 6 * (4 * 16 + 6))
+    assert operations(lambda: sparse_attention(q, k, v, half)) == attended
+    assert operations(lambda: sparse_attention(q, k, v, layout, causal=True)) == attended
+    both = operations(lambda: sparse_attention(q, k, v, half).sum().backward())
+    assert both == attended + attended // 2 * 5
+
+
+def test_a_module_inside_an_ignored_one_is_left_out_once():
+    inner = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Linear(4, 4), inner)
+    profiler = FlopsProfiler(model)
+    profiler.start_profile([nn.Linear, nn.Sequential])
+    model(torch.ones(2, 4))
+    profiler.stop_profile()
+    assert profiler.get_total_flops() == 0
+    profiler.start_profile([type("None", (nn.Linear,), {}), nn.Sequential])
+    model(torch.ones(2, 4))
+    profiler.stop_profile()
+    assert profiler.get_total_flops() == 2 * 2 * 4 * 4
