@@ -7,13 +7,15 @@ Recomputed operations do not count.
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 
 from hf_zero.device import kinds
 from hf_zero.zero.layout.declared import config_of, text_config_of
 
-# dense TFLOP/s in 16 bits, by the vendors' data sheets; the first name that fits
+# dense TFLOP/s in 16 bits, by the vendors' data sheets; the first name whose words a device has
 PEAKS = (
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
@@ -23,12 +25,14 @@ PEAKS = (
     ("H20", 148.0),
     ("GH200", 989.0),
     ("B200", 2250.0),
+    ("GB200", 2500.0),
     ("A100", 312.0),
     ("A800", 312.0),
     ("A40", 149.7),
     ("A10G", 70.0),
     ("A10", 125.0),
     ("L40S", 362.0),
+    ("L40", 181.0),
     ("L4", 121.0),
     ("V100", 125.0),
     ("T4", 65.0),
@@ -44,7 +48,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if kinds.is_host(device) or precision == "fp32":
         return None
     name = str(getattr(kinds.properties(device), "name", ""))
-    return next((1e12 * peak for part, peak in PEAKS if part in name), None)
+    # whole words: an RTX A4000 is no A40
+    return next((1e12 * peak for words, peak in PEAKS if re.search(rf"\b{words}\b", name)), None)
 
 
 def flops_per_token(model: nn.Module, length: float, tensor: int, stages: int) -> float | None:

@@ -16,6 +16,7 @@ import tempfile
 import threading
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -31,7 +32,7 @@ from hf_zero.distributed import world_group
 from hf_zero.distributed.collectives import Handle
 from hf_zero.errors import CheckpointError, ConfigError, RankMismatchError
 from hf_zero.logging import logger
-from hf_zero.measures import trace
+from hf_zero.measures import trace, utilisation
 from hf_zero.measures.collectives import FIGURES, wire_bytes
 from hf_zero.measures.metrics_file import (
     NAME,
@@ -577,6 +578,31 @@ def test_operations_of_a_token_are_those_that_torch_counts():
     assert frozen is not None and frozen < per_token
     model.config.num_local_experts = 4
     assert flops_per_token(model, ids.shape[1], 1, 1) is None
+
+
+def test_peaks_are_those_of_the_named_device(monkeypatch):
+    cuda, peaks = torch.device("cuda"), dict(utilisation.PEAKS)
+    for name, row in (
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA A10G", "A10G"),
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("AMD Instinct MI250X / MI250", "MI250"),
+        *(("NVIDIA " + name, None) for name in ("RTX A1000", "RTX A4000", "T400 4GB", "L400")),
+    ):
+        monkeypatch.setattr(
+            utilisation.kinds, "properties", lambda _, n=name: SimpleNamespace(name=n)
+        )
+        wanted = None if row is None else peaks[row] * 1e12
+        assert utilisation.peak_flops(cuda, "bf16") == wanted, name
+        assert utilisation.peak_flops(cuda, "fp32") is None
 
 
 def test_utilisation_of_a_given_peak(heard_in_full):
