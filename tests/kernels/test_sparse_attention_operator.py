@@ -106,3 +106,21 @@ def test_layouts_of_every_kind() -> None:
     assert plan_for.cache_info().misses == before
     sparse_attention(q, k, v, BigBirdSparsityConfig(2, seed=4))
     assert plan_for.cache_info().misses == before + 1
+
+
+def test_a_tensor_is_a_layout_for_each_length() -> None:
+    """Of 8 blocks of 16 or of 32 tokens; inference tensors, whose writes torch does not count, are
+    read each time.
+    """
+    with torch.inference_mode():
+        unwatched = torch.ones(1, 8, 8)
+    for layout in (torch.ones(1, 8, 8), unwatched):
+        for length in (128, 250, 120, 128):
+            q, k, v = qkv(length=length)
+            ours = sparse_attention(q, k, v, layout)
+            torchs = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-6)
+        with torch.inference_mode():
+            layout[:, 1:, 0] = 0
+        after = sparse_attention(q, k, v, layout)
+        assert torch.equal(after[:, :, :16], ours[:, :, :16]) and not torch.equal(after, ours)

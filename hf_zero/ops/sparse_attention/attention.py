@@ -22,7 +22,8 @@ from .plan import SparsePlan, plan_for
 
 WIDEST_HEAD = 256
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_GIVEN: dict[int, tuple[weakref.ref[torch.Tensor], int, BlockLayout]] = {}
+# layouts of tensors, with the versions that were read, by id and block
+_GIVEN: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], int, BlockLayout]] = {}
 
 
 def sparse_attention(
@@ -104,10 +105,9 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) 
 
 
 def _given(layout: torch.Tensor, length: int) -> BlockLayout:
-    """Return the layout of a tensor, read from the device once while the tensor is unchanged."""
-    cached = _GIVEN.get(id(layout))
-    if cached is not None and cached[0]() is layout and cached[1] == layout._version:
-        return cached[2]
+    """Return the layout of a tensor for ``length`` tokens, read from the device once while the
+    tensor is unchanged. Inference tensors do not count writes, so they are read each time.
+    """
     if layout.dim() != 3:
         raise KernelError(
             f"a layout has the shape [heads, blocks, blocks], not {list(layout.shape)}"
@@ -119,13 +119,15 @@ def _given(layout: torch.Tensor, length: int) -> BlockLayout:
             f"a layout of {blocks} blocks fits {length} tokens with no block of 16, "
             "32, 64, 128, 256 or 512"
         )
+    if layout.is_inference():
+        return BlockLayout(layout, block)
+    key = id(layout), block
+    cached = _GIVEN.get(key)
+    if cached is not None and cached[0]() is layout and cached[1] == layout._version:
+        return cached[2]
     block_layout = BlockLayout(layout, block)
-    number = id(layout)
-    _GIVEN[number] = (
-        weakref.ref(layout, lambda _: _GIVEN.pop(number, None)),
-        layout._version,
-        block_layout,
-    )
+    forget = weakref.ref(layout, lambda _: _GIVEN.pop(key, None))
+    _GIVEN[key] = forget, layout._version, block_layout
     return block_layout
 
 
