@@ -78,6 +78,12 @@ def linear_cross_entropy(
     count = (labels != ignore_index).sum() if num_items is None else num_items
     if not isinstance(count, torch.Tensor):
         count = total.new_full((), count)
+    if count.numel() != 1:
+        raise KernelError(
+            f"num_items has shape {tuple(count.shape)}: the loss is divided by one number; give "
+            "their sum"
+        )
+    count = count.reshape(())
     inverse = count.to(total.device, total.dtype, non_blocking=True).reciprocal()
     # 0 / 0 is NaN, as in torch, but zero gradients stay zero.
     return total * inverse.nan_to_num(posinf=0.0) + inverse * 0.0

@@ -194,6 +194,8 @@ def _packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
     out = x.new_empty(*x.shape[:-1], sum(w.shape[0] for w in weights))
     if out.numel() == 0:
         return out
+    if x.shape[-1] == 0:  # a sum of nothing
+        return out.copy_(torch.cat(list(biases))) if biases else out.zero_()
     rows, result = as_rows(x), as_rows(out)  # [tokens, inputs], [tokens, outputs]
     matrix = _whole(weights)
     if matrix is not None:
@@ -226,8 +228,10 @@ def _packed_linear_backward(
     that are not wanted are empty.
     """
     dx, dw, db = _gradients(dy, x, x_trains, weights_train, biases_train)
-    if dy.numel() == 0 or x.numel() == 0:
-        return dx.zero_(), dw.zero_(), db.zero_()
+    if dy.numel() == 0 or x.shape[-1] == 0:
+        if biases_train:
+            torch.sum(as_rows(dy), 0, out=db)
+        return dx.zero_(), dw.zero_(), db
     grad, rows = as_rows(dy), as_rows(x)  # [tokens, outputs], [tokens, inputs]
     if x_trains:
         matrix, result = _whole(weights), as_rows(dx)

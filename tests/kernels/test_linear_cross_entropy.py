@@ -24,6 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "summed": {"reduction": "sum"},
     "divided": {"num_items": 11},
     "divided by a tensor": {"num_items": torch.tensor(11)},
+    "divided by a tensor of shape [1]": {"num_items": torch.tensor([11])},
     "all": {**ALL, "num_items": 11},
 }
 TOKENS, WIDTH, VOCABULARY, CHUNK = 23, 24, 101, 10
@@ -66,8 +67,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(form: str) -> None:
         told = {"bias": bias, **options}
         loss = linear_cross_entropy(*given[:2], labels, chunk=(CHUNK, 16, 1000)[number % 3], **told)
         expected = reference.linear_cross_entropy(*given[:2], labels, **told)
-        assert loss.dtype == torch.float32
-        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6, msg=name)
+        assert loss.dtype == torch.float32 and loss.shape == ()
+        torch.testing.assert_close(loss, expected.reshape(()), rtol=1e-6, atol=1e-6, msg=name)
         for found, exact in zip(grads(loss, given), grads(expected, given)):
             limit = 1e-6 * float(exact.abs().max())
             torch.testing.assert_close(found, exact, rtol=1e-5, atol=limit, msg=name)

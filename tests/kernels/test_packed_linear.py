@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -61,6 +62,19 @@ def test_is_each_layer_by_itself(cell):
     if dtype == torch.bfloat16:
         close = {"rtol": 3e-2, "atol": 0.25}
     assert all(g.shape == w.shape and torch.allclose(g, w, **close) for g, w in zip(*results))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_without_inputs_give_their_biases(bias):
+    weights = [nn.Parameter(torch.zeros(n, 0)) for n in OUTPUTS]
+    biases = [nn.Parameter(torch.randn(n)) for n in OUTPUTS] if bias else []
+    x = torch.zeros(5, 0, requires_grad=True)
+    outs = packed_linear(x, weights, biases or None)
+    wanted = [b.expand(5, -1) for b in biases] if bias else [torch.zeros(5, n) for n in OUTPUTS]
+    assert all(torch.equal(one, other) for one, other in zip(outs, wanted))
+    sum(out.sum() for out in outs).backward()
+    assert all(torch.equal(b.grad, torch.full_like(b, 5.0)) for b in biases)
+    assert all(w.grad.shape == w.shape for w in weights) and x.grad.shape == x.shape
 
 
 def test_beside_each_other_they_are_one_product_and_otherwise_go_the_plain_way():

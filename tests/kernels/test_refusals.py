@@ -107,6 +107,7 @@ LOSSES: list[Row] = [
     (lambda: loss(label_smoothing=1.5), "label_smoothing=1.5"),
     (lambda: loss(reduction="none"), "reduction='none'"),
     (lambda: loss(reduction="sum", num_items=3), "num_items with reduction='sum'"),
+    (lambda: loss(num_items=zeros(3)), r"num_items has shape \(3,\)"),
     (lambda: loss(chunk=0), "chunk=0"),
     (lambda: select_rows(zeros(4, 6), LABELS[:3], capacity=2), r"hidden \(4, 6\) with labels"),
     (lambda: select_rows(zeros(4, 6), LABELS.to("meta"), capacity=2), "labels are on meta"),

@@ -73,6 +73,11 @@ def test_empty_inputs_give_empty_outputs() -> None:
     out = sparse_attention(q, k, v, DenseSparsityConfig(2))
     out.sum().backward()
     assert out.shape == q.shape == q.grad.shape
+    q, k, v = qkv(width=0)
+    out = sparse_attention(q, k, v, DenseSparsityConfig(2))
+    out.sum().backward()
+    assert out.shape == q.shape == q.grad.shape
+    q, k, v = qkv(batch=0)
     with torch.autocast("cpu", torch.bfloat16):
         out = sparse_attention(q, k.bfloat16(), v, DenseSparsityConfig(2))
         assert out.dtype == torch.bfloat16

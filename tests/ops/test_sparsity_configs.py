@@ -23,6 +23,7 @@ from hf_zero.ops.sparse_attention import (
     SparsityConfig,
     VariableSparsityConfig,
     from_section,
+    sparsity_config,
 )
 from tests.helpers.cells import in_one_item
 
@@ -132,6 +133,20 @@ def test_equal_configurations_are_one_and_do_not_change() -> None:
     assert own() != own()
     with pytest.raises(NotImplementedError, match="no pattern"):
         own().make_layout(16)
+
+
+def test_a_number_is_known_once_it_has_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Numbers(dict[Any, int]):
+        def __setitem__(self, key: Any, number: int) -> None:
+            assert isinstance(sparsity_config.config_of(number), DenseSparsityConfig)
+            super().__setitem__(key, number)
+
+        def setdefault(self, key: Any, number: int = 0) -> int:
+            self[key] = number
+            return number
+
+    monkeypatch.setattr(sparsity_config, "_HANDLES", Numbers())
+    assert DenseSparsityConfig(2, 16) == DenseSparsityConfig(2, 16)
 
 
 Fixed, Variable = FixedSparsityConfig, VariableSparsityConfig

@@ -67,7 +67,7 @@ def sparse_attention(
     seed = (
         torch.randint(0, 2**31 - 1, (1,), device=q.device, dtype=torch.int64) if dropout else None
     )
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    scale = 1 / math.sqrt(q.shape[3] or 1) if scale is None else float(scale)
     o, _ = _attend(q, k, v, padding, seed, config.handle, causal, scale, float(dropout))
     return o
 

@@ -113,8 +113,9 @@ def register(config: SparsityConfig) -> int:
     """Return the number of ``config``, equal for all configurations of its class and content."""
     key = type(config), _content(config.__dict__)
     if key not in _HANDLES:
-        _HANDLES[key] = next(_NUMBERS)
-        _CONFIGS[_HANDLES[key]] = config
+        handle = next(_NUMBERS)
+        _CONFIGS[handle] = config  # first: another thread may look a number up once it is known
+        _HANDLES.setdefault(key, handle)
     return _HANDLES[key]
 
 
