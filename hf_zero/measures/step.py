@@ -266,6 +266,7 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
             self.file.sync()
 
     def loaded(self, engine: TrainingEngine, continues: bool, folder: str | None) -> None:
+        self.times.restart()
         if self._figures is not None:
             self._figures.restart(engine)
         if self._trace is not None:

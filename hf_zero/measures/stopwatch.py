@@ -109,6 +109,13 @@ class StepTimes:
         while self._unread and is_over(self._unread[0].end):
             self._read(self._unread.popleft())
 
+    def restart(self) -> None:
+        """Drop what has not been reported: a load has changed the number of steps."""
+        self._now.clear()
+        self._unread.clear()
+        self.windows.clear()
+        self._in_window = dict.fromkeys(PARTS, 0.0)
+
     def finish(self) -> None:
         """Read the rest; waits for the device."""
         while self._unread:

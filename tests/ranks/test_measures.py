@@ -562,6 +562,24 @@ def test_collectives_are_counted_by_unit_and_group(heard_in_full):
     assert rows and all("over ranks 0, 1" in row for row in rows)
 
 
+@on_each_rank(1)
+def test_times_of_a_window_that_a_load_ends_are_in_no_other(rank, model, tmp_path):
+    engine = measured(model, 1, wall_clock_breakdown=True)
+    run_steps(engine, rank, range(1), MICROS)
+    engine.save_checkpoint(str(tmp_path))
+    times = engine.measures.times
+    with times.timed("fwd"):
+        pass
+    times.end(False, 1)
+    times.windows.append((2, {"fwd": 1e9}))  # as of a device that has yet to complete step 2
+    with times.timed("bwd"):
+        pass
+    engine.load_checkpoint(str(tmp_path))
+    times.end(True, 2)
+    assert set(times.window.values()) == {0.0} and len(times.windows) == 1
+    engine.destroy()
+
+
 # ---- utilisation, traces ----
 
 
