@@ -19,6 +19,7 @@ from hf_zero.checkpoint.convert.outputs import (
     OutputTensor,
     choose,
     dtype_option,
+    exported,
     outputs,
     plan_outputs,
     tied_names,
@@ -281,11 +282,11 @@ def _outputs_of(
         for alias in names.every(slot.name)
     }
     results = [
-        OutputTensor(export.names.get(name, name), name, *shapes[name])
+        OutputTensor(name, name, *shapes[name])
         for name in engine_state.model_order(engine.module, engine.aliases, shapes)
     ]
     results += [
         OutputTensor(name, name, buffer.dtype, tuple(buffer.shape), is_buffer=True)
         for name, buffer in buffers.items()
     ]
-    return [output for output in results if output.name not in export.skip]
+    return exported(results, export)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -78,6 +80,47 @@ def test_whole_of_the_engine_the_bare_model_and_submodules(stage, name):
             assert value.device.type == "cpu" and torch.equal(value, want[name]), name
 
     on_ranks(RANKS, run, build=build)
+
+
+def hooked():
+    """A stack with a wrapper whose hook renames, and hooks that change a value and add one."""
+
+    def double(module, state, prefix, metadata):
+        state[prefix + "weight"] = state[prefix + "weight"] * 2
+
+    def add_note(module, state, prefix, metadata):
+        state[prefix + "note"] = state[prefix + "head.weight"].sum()
+
+    model = stack()
+    model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    model.head.register_state_dict_post_hook(double)
+    model.register_state_dict_post_hook(add_note)
+    return model
+
+
+@in_turn("stage, small", [(0, 0), (2, 0), (3, 0), (3, 10**6)])
+def test_hooks_for_state_dicts_change_every_state_dict(stage, small, tmp_path):
+    """A file of the whole model has its names, too."""
+    want, plain = plain_state(hooked), plain_state()
+    assert set(want) == {*plain, "note"}
+    frozen = {name for name in plain if name.startswith("blocks.1.")}
+
+    def run(rank, model):
+        model.blocks[1].requires_grad_(False)
+        zero = {"stage": stage, "stage3_param_persistence_threshold": small}
+        engine = start(model, adamw(model), config_of(stage, zero_optimization=zero))
+        same(engine.state_dict(), want, "state_dict")
+        same(whole_state_dict(engine), want, "everywhere")
+        state = engine.state_dict(rank0_only=True)
+        assert (state is None) == (rank > 0)
+        same(state or want, want, "rank 0")
+        trained = {name: value for name, value in want.items() if name not in frozen}
+        same(whole_state_dict(engine, exclude_frozen=True), trained, "trained")
+        engine.save_16bit_model(str(tmp_path / "whole"), "model.safetensors")
+        run_steps(engine, rank, [0])
+
+    on_ranks(RANKS, run, build=hooked)
+    assert load_file(tmp_path / "whole" / "model.safetensors").keys() == plain.keys()
 
 
 @in_turn("stage, precision", [(0, "bf16"), (1, "fp32"), (3, "bf16")])

@@ -7,8 +7,10 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from hf_zero.zero.access.wholes import Whole, whole_groups
+from hf_zero.zero.layout.parameter import OwnedParameter, name_of
 from hf_zero.zero.layout.sharding import WholeNames, belongs, written
 
 if TYPE_CHECKING:
@@ -48,7 +50,8 @@ def whole_state_dict(
     """Return ``engine.module.state_dict()`` as it would be on one device, on the CPU; None on ranks
     other than 0 unless ``everywhere``.
 
-    Tied names share memory. ``exclude_frozen`` leaves out frozen parameters except
+    Tied names share memory. Hooks for state dicts run where the result is returned; the parameters
+    themselves are not gathered for them. ``exclude_frozen`` leaves out frozen parameters except
     ``engine.kept_when_frozen``; ``dtype`` as in :func:`consolidated`. Collective.
     """
     wanted = everywhere or engine.global_rank == 0
@@ -62,17 +65,28 @@ def whole_state_dict(
     if not wanted:
         return None
     names = WholeNames(engine.module)
-    state: dict[str, object] = {}
-    for prefix, module in engine.module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, value in written(module).items():
-            first = engine.aliases.get(dot + name, dot + name)
-            if module._parameters.get(name) is not None:
-                for each, held in zip(names.every(dot + name), names.every(first)):
-                    if held in values:
-                        state[each] = values[held]
-            elif not (exclude_frozen and belongs(dot + name, frozen)):
-                state[dot + name] = (
-                    value.detach().to("cpu") if isinstance(value, torch.Tensor) else value
-                )
+
+    def fill(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        left_out: set[str] = set()
+        for name, parameter in module._parameters.items():
+            if not isinstance(parameter, OwnedParameter):
+                continue
+            first = name_of(parameter)
+            if exclude_frozen and first in frozen:
+                left_out.add(name)
+            for key, source in zip(names.every(prefix + name), names.every(first)):
+                if source in values:
+                    state[key] = values[source]
+                else:
+                    state.pop(key, None)
+        for name in written(module) if left_out else ():
+            if belongs(name, left_out):
+                state.pop(prefix + name, None)
+
+    # torch's own walk: hooks of modules change names and values
+    with engine.sharded_model.guards.filling(fill):
+        state: dict[str, object] = engine.module.state_dict()
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            state[key] = value.to("cpu")
     return state

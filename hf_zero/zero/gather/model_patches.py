@@ -4,7 +4,8 @@ state_dict, load_state_dict, ``.to``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 
 _parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
+# Puts whole parameters of a module into the state dict, under a prefix.
+Fill = Callable[[nn.Module, dict[str, Any], str], None]
 
 
 class Attached(partial):  # type: ignore[type-arg]
@@ -200,7 +203,8 @@ class _LoadCall:
 class ModuleGuards:
     """Hooks on every module that owns parameters of an engine or wraps a unit.
 
-    ``state_dict`` gathers and returns copies (on the CPU where parameters are sharded);
+    ``state_dict`` gathers and returns copies (on the CPU where parameters are sharded), which a
+    module's other hooks for state dicts read and change, as those of a plain module;
     ``load_state_dict`` gathers, lets torch copy, and takes the values over into shards and master
     weights. Both are collective at stage 3, and where parameters are cut by tensor or expert
     parallelism: a state dict has them whole. ``.to`` and its kin move buffers and refuse to change
@@ -219,6 +223,7 @@ class ModuleGuards:
         self._patched: list[nn.Module] = []
         self._model = model
         self._part = False  # the state_dict call under way is for a part of the model
+        self._fill: Fill | None = None  # the source of whole parameters in place of gathers
         self._own: dict[nn.Module, dict[str, OwnedParameter]] = {}
         # load_state_dict calls under way, by module
         self._loads: dict[nn.Module, _LoadCall] = {}
@@ -243,13 +248,19 @@ class ModuleGuards:
             if tuple(pinned) not in hooks_of:
                 hooks_of[tuple(pinned)] = [
                     Attached(self._before_state_dict, pinned),
-                    Attached(self._after_state_dict, pinned),
+                    Attached(self._fill_state_dict),
+                    Attached(self._after_state_dict),
                     Attached(self._before_load, pinned),
                     Attached(self._after_load),
                 ]
-            before, after, before_load, after_load = hooks_of[tuple(pinned)]
+            before, fill, after, before_load, after_load = hooks_of[tuple(pinned)]
+            filled = module._register_state_dict_hook(fill)
+            # before the hooks of others, which would read a released parameter's placeholder, and
+            # whose changes it would overwrite
+            module._state_dict_hooks.move_to_end(filled.id, last=False)  # type: ignore[attr-defined]
             self._removable += [
                 module.register_state_dict_pre_hook(before),
+                filled,
                 module._register_state_dict_hook(after),
                 module.register_load_state_dict_pre_hook(before_load),
                 module.register_load_state_dict_post_hook(after_load),
@@ -319,9 +330,23 @@ class ModuleGuards:
             list(chain.from_iterable(map(dict.values, registries))),
         )
 
+    @contextmanager
+    def filling(self, fill: Fill) -> Iterator[None]:
+        """Context in which ``state_dict`` gathers nothing: ``fill`` puts the whole parameters of
+        each module into it, before other hooks of the module read them.
+        """
+        self._end_broken()
+        self._fill = fill
+        try:
+            yield
+        finally:
+            self._fill = None
+
     def _before_state_dict(
         self, pinned: list[Unit], module: nn.Module, prefix: str, keep_vars: bool
     ) -> None:
+        if self._fill is not None:
+            return
         while self._entered and module not in self._entered[-1].inside:
             self._leave_one()  # an exception has broken that call
         if not self._entered:
@@ -338,14 +363,17 @@ class ModuleGuards:
                 self._schedule.pin(unit)
             call.pinned.append(unit)
 
-    def _after_state_dict(
-        self,
-        pinned: list[Unit],
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: object,
+    def _fill_state_dict(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
     ) -> None:
+        (self._fill or self._copy_gathered)(module, state, prefix)
+        for name, weight in weights_of_parts(module):
+            paths = names_of_parts(name, weight, prefix)
+            if all(path in state for path in paths.values()):
+                parts = {part: state.pop(path).detach() for part, path in paths.items()}
+                state[prefix + name] = of_parts(weight, parts)
+
+    def _copy_gathered(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         for name, parameter in module._parameters.items():
             key = prefix + name
             if (
@@ -368,11 +396,12 @@ class ModuleGuards:
                         value.shape, dtype=parameter.dtype
                     ).copy_(value)
                 state[key] = self._copies[id(parameter)]
-        for name, weight in weights_of_parts(module):
-            paths = names_of_parts(name, weight, prefix)
-            if all(path in state for path in paths.values()):
-                parts = {part: state.pop(path).detach() for part, path in paths.items()}
-                state[prefix + name] = of_parts(weight, parts)
+
+    def _after_state_dict(
+        self, module: nn.Module, state: object, prefix: str, metadata: object
+    ) -> None:
+        if self._fill is not None:
+            return
         while self._leave_one() is not module:
             pass
 
