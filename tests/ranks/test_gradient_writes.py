@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero.errors import PartitionError
+from hf_zero.zero.access.local import safe_get_local_grad, safe_update_full_grad_vectorized
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_grads, full_weights, start
 from tests.helpers.oracle import compare_tensors
@@ -149,6 +150,30 @@ def penalise(model, backward=torch.Tensor.backward):
     with hf_zero.GatheredParameters(model.head.weight):
         term = penalty(model)
     backward(term)
+
+
+@in_turn("stage", (0, 2, 3))
+@on_each_rank(RANKS, build=lambda: stack().double())
+def test_gradients_in_fp64_are_read_and_updated_in_fp64(rank, model, stage):
+    plain, double = stack().double(), torch.float64
+    for other in range(RANKS):
+        (squared(plain, At(0, 0, other), double) / RANKS).backward()
+    want = {name: p.grad for name, p in plain.named_parameters()}
+    engine = start(model, adamw(model), config_of(stage))
+    engine.backward(squared(engine, At(0, 0, rank), double))
+    named = dict(model.named_parameters())
+
+    def read():
+        return {name: hf_zero.safe_get_full_grad(p) for name, p in named.items()}
+
+    before = read()
+    for name, gradient in before.items():
+        assert gradient.dtype == double
+        torch.testing.assert_close(gradient, want[name], rtol=1e-12, atol=1e-15)
+        part = safe_get_local_grad(named[name])
+        assert part.dtype == double and torch.isin(part, gradient).all()
+    safe_update_full_grad_vectorized(model.parameters(), lambda gradient, p: gradient)
+    assert all(torch.equal(gradient, before[name]) for name, gradient in read().items())
 
 
 @in_turn("stage", (1, 3))

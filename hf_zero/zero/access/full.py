@@ -357,7 +357,9 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     if not flat.optimizer_shard.has_master:
         return None
     engine, own = _reduced_gradient(flat)
-    return None if own is None else whole_of(flat, parameter, own.float()) / engine.scaler.scale
+    if own is None:
+        return None
+    return whole_of(flat, parameter, own.to(step_dtype(own.dtype))) / engine.scaler.scale
 
 
 @torch.no_grad()

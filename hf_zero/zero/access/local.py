@@ -91,7 +91,8 @@ def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     engine, own = _reduced_gradient(flat)
     if own is None:
         return None
-    return _part(parameter, own.float(), "safe_get_local_grad") / engine.scaler.scale
+    part = _part(parameter, own, "safe_get_local_grad")
+    return part.to(step_dtype(part.dtype)) / engine.scaler.scale
 
 
 @torch.no_grad()
