@@ -72,7 +72,37 @@ def set_in_place(model, memory):
         model.head.weight.set_(model.head.weight * 0.7)
 
 
-WRITES = [initialise, assign, transpose, vector, average, kept_alias, set_in_place, add]
+def swap(model, memory):
+    """Other weights take the place of these, and these return in the next step."""
+    others = memory.setdefault("others", [p.detach() * 0.5 for p in model.parameters()])
+    for other, p in zip(others, model.parameters()):
+        weights = p.data
+        p.data = other.data
+        other.data = weights
+
+
+def exchange(model, memory):
+    """Two weights of one shape, and what a script has of one in a forward's graph."""
+    one, other = model.blocks[0].up.weight, model.blocks[1].up.weight
+    scale = torch.ones(32, dtype=one.dtype, requires_grad=True)
+    early = (one.data * scale).sum()
+    one.data, other.data = other.data, one.data
+    early.backward()
+    model.head.bias.data = scale.grad[:5] * 0.01
+
+
+WRITES = [
+    initialise,
+    assign,
+    transpose,
+    vector,
+    average,
+    kept_alias,
+    set_in_place,
+    add,
+    swap,
+    exchange,
+]
 CPU = {"device": "cpu"}
 WHOLE = {"stage3_param_persistence_threshold": 1_000_000}
 SETTINGS = [
@@ -84,6 +114,8 @@ SETTINGS = [
     (1, "fp16", {}),
     (3, "fp32", WHOLE),
     (3, "bf16", WHOLE | {"offload_optimizer": CPU, "offload_param": CPU}),
+    (2, "bf16", {}),
+    (1, "fp32", {}),
 ]
 CELLS = [(write, *setting) for write, setting in zip(WRITES, SETTINGS, strict=True)]
 

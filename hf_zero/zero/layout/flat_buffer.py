@@ -11,10 +11,11 @@ release must follow the last read of such a view: a later read would crash the p
 A script may write to parameters in place, through ``parameter.data``, or by assignment to it. torch
 counts the changes of a tensor in ``_version``. A parameter has its own count although its memory is
 a view of a flat buffer, so the engine's writes to the buffer do not change the count.
-``parameter.data`` has a new count each time it is read; the engine therefore returns one alias per
-parameter, whose views share one count. So a step compares one sum of integers per flat buffer, and
-examines single parameters only after a write. An update of the engine increments the parameters'
-own counts, too, so that autograd raises for a backward after it over a graph from before it.
+``parameter.data`` has a new count each time it is read; the engine therefore returns views of one
+alias per parameter, which share its count. So a step compares one sum of integers per flat buffer,
+and examines single parameters only after a write. An update of the engine increments the
+parameters' own counts, too, so that autograd raises for a backward after it over a graph from
+before it.
 
 [Note: whose values count]
 Each rank keeps its own part of a write, as of everything else. Ranks that write the same values, as
@@ -25,13 +26,12 @@ their master weights in full precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from hf_zero.device import streams
 from hf_zero.device.spans import NOTHING, span
@@ -46,6 +46,7 @@ from hf_zero.zero.layout.flat_spec import FlatSpec, reading
 from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
 from hf_zero.zero.layout.parameter_handles import ParameterHandles
 from hf_zero.zero.layout.training_state import GradientBuffer, GradientMemory, OptimizerShard
+from hf_zero.zero.layout.user_writes import UserWrites
 
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -339,8 +340,9 @@ class FlatBuffer:
         return self.user_writes.alias(name, view)
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
-        """Copy ``value`` over the whole parameter ``name``. Return False if torch should move the
-        parameter to the memory of ``value`` instead.
+        """Copy ``value`` over the whole parameter ``name``; what a script has from ``.data`` keeps
+        the former values. Return False if torch should move the parameter to the memory of
+        ``value`` instead.
 
         Raises PartitionError if the parameter trains and ``value`` does not fit its slot.
         """
@@ -364,9 +366,9 @@ class FlatBuffer:
         self.optimizer_shard.wait_for_update()
         with torch.no_grad():
             if value.untyped_storage()._cdata != view.untyped_storage()._cdata:
-                self.user_writes.alias(name, view).copy_(value)
+                self.user_writes.write(name, view, value)
             elif value.data_ptr() != view.data_ptr() or value.stride() != view.stride():
-                self.user_writes.alias(name, view).copy_(value.clone())
+                self.user_writes.write(name, view, value.clone())
             if _get_data(parameter).data_ptr() != view.data_ptr() or parameter.shape != view.shape:
                 _set_data(parameter, view)
         return True
@@ -484,68 +486,3 @@ class FlatBuffer:
         whole = torch.empty(self.layout.padded, dtype=self.dtype, device=self.full.device)
         self.axis.all_gather([(whole, self.shard)], self.key).wait()
         return whole
-
-
-# ---- writes of a script ----
-
-_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
-
-
-class UserWrites:
-    """Count the writes to the parameters of one flat buffer."""
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor]):
-        self._parameters = dict(parameters)
-        self._members = list(self._parameters.values())
-        self._aliases: dict[str, torch.Tensor] = {}
-        self.updates = 0  # the engine's updates, counted in each parameter's ``_version``
-        self.accept()
-
-    @property
-    def aliases(self) -> int:
-        """Number of tensors here that share the memory of the flat buffer."""
-        return len(self._aliases)
-
-    def alias(self, name: str, view: torch.Tensor) -> torch.Tensor:
-        """Return a tensor over ``view``, the memory of parameter ``name``, whose writes are
-        counted.
-        """
-        with torch.inference_mode(False):
-            if name not in self._aliases:
-                self._aliases[name] = _data(view)  # a new alias has count 0
-            return self._aliases[name].detach()
-
-    def names(self) -> list[str]:
-        """Return the parameters written to since :meth:`accept`."""
-        if self._sum() == self._total:
-            return []
-        return [name for name in self._parameters if self._count(name) != self._seen[name]]
-
-    def accept(self) -> None:
-        """Mark all writes so far as known."""
-        self._seen = {name: self._count(name) for name in self._parameters}
-        self._total = self._sum()
-
-    def mark_updated(self) -> None:
-        """Record that the engine has changed the parameters: autograd then raises for a backward
-        through an older graph, as it does for plain parameters.
-        """
-        increment_version(self._members)
-        self.updates += 1
-
-    def drop_aliases(self) -> None:
-        """Drop the aliases before the memory of the parameters is freed; no writes may follow."""
-        if self._aliases:
-            self._aliases.clear()
-            self.accept()
-
-    def _sum(self) -> int:
-        with torch._C.DisableTorchFunctionSubclass():
-            total = sum(map(_version, self._members)) - self.updates * len(self._members)
-        return total + sum(map(_version, self._aliases.values())) if self._aliases else total
-
-    def _count(self, name: str) -> int:
-        with torch._C.DisableTorchFunctionSubclass():
-            count = _version(self._parameters[name]) - self.updates
-        return count + _version(self._aliases[name]) if name in self._aliases else count
