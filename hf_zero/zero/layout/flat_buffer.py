@@ -44,9 +44,8 @@ from hf_zero.zero.layout.compute_copy import Change, Computing
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 from hf_zero.zero.layout.flat_spec import FlatSpec, reading
 from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
-from hf_zero.zero.layout.parameter_handles import ParameterHandles
+from hf_zero.zero.layout.parameter_handles import ParameterHandles, UserWrites
 from hf_zero.zero.layout.training_state import GradientBuffer, GradientMemory, OptimizerShard
-from hf_zero.zero.layout.user_writes import UserWrites
 
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
