@@ -299,6 +299,41 @@ def test_data_of_another_kind_is_refused_but_of_a_frozen_parameter(rank, model):
     assert frozen.dtype == torch.float64
 
 
+def through_data(module, *_):
+    module.weight.data[0, 0] = 0.5
+
+
+def in_place(module, *_):
+    with torch.no_grad():
+        module.weight[0, 0] = 0.5
+
+
+@in_turn("stage, writes", [(0, through_data), (2, through_data), (3, through_data), (2, in_place)])
+@on_each_rank(1)
+def test_writes_of_a_pass_with_changed_values_are_refused(rank, model, stage, writes):
+    """After the pass they are kept."""
+
+    def halve(views):
+        for view in views.values():
+            view.mul_(0.5)
+
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    engine = start(model, plain_sgd(model), config_of(stage, zero_optimization=zero))
+    engine.schedule.computed.change(engine.flats, halve, "halved weights")
+    want, layer = full_weights(engine), model.blocks[1].up
+    hook = layer.register_forward_pre_hook(writes)
+    for _ in range(2):
+        with pytest.raises(PartitionError, match=r"up\.weight was written to .* halved weights"):
+            squared(engine, At(0, 0, rank))
+            engine.step()
+    hook.remove()
+    compare_tensors("weights", full_weights(engine), want, 0.0, 0.0)
+    with hf_zero.GatheredParameters([layer.weight], modifier_rank=0):
+        writes(layer)
+    assert full_weights(engine)["blocks.1.up.weight"][0, 0] == 0.5
+    squared(engine, At(1, 0, rank))
+
+
 @in_turn("stage, offload", [(1, True), (2, False), (3, False)])
 def test_a_graph_from_before_a_step_does_not_go_backward_after_it(stage, offload):
     """Plain PyTorch raises as well: weights that the backward reads have changed in place."""

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from hf_zero.zero.layout.parameter_handles import UserWrites
+
 # Changes the parameters of one flat buffer, by name, in place. Must be deterministic: the same
 # result for the same values, on all ranks, from a forward to the end of its backward.
 Change = Callable[[Mapping[str, torch.Tensor]], None]
@@ -35,8 +37,10 @@ class Computing:
         self._for_script = False  # the gather under way is for a script
         # for whole parameters the second buffer; for parameters that a script has gathered, their
         # unchanged values
-        self._other = None if flat.sharded else torch.empty_like(flat.full)
-        self._views = {} if flat.sharded else flat.handles.views_of(self._other)
+        with torch.inference_mode(False):
+            self._other = None if flat.sharded else torch.empty_like(flat.full)
+            self._views = {} if flat.sharded else flat.handles.views_of(self._other)
+        self._writes = UserWrites(self._views)
 
     @property
     def under_way(self) -> bool:
@@ -47,6 +51,15 @@ class Computing:
     def memory(self) -> Sequence[torch.Tensor]:
         """The second buffer, if any."""
         return () if self._other is None else (self._other,)
+
+    def data_of(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Return ``values``, the memory of parameter ``name``, as a tensor whose writes are
+        counted, if they are in the second buffer.
+        """
+        view = self._views.get(name)
+        if view is None or values.data_ptr() != view.data_ptr():
+            return values
+        return self._writes.alias(name, view)
 
     def expect(self, exact: bool) -> None:
         """Prepare for a gather into ``full``; ``exact``: for a script, which reads unchanged
@@ -76,6 +89,7 @@ class Computing:
             if renew:
                 self._other.copy_(flat.full)
                 self._change(self._views)
+                self._writes.accept()
             flat.handles.point_at(self._views)
         self._exact = False
 
@@ -88,6 +102,9 @@ class Computing:
             return
         try:
             flat.take_user_writes()
+            for name in self._writes.names():
+                self._writes.accept()
+                flat.refuse_changed(name)
         finally:
             with torch.inference_mode(False), torch.no_grad():
                 if flat.sharded:

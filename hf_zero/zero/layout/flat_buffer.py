@@ -334,9 +334,10 @@ class FlatBuffer:
         counted.
         """
         view = self.views.get(name)
-        if view is None or values.data_ptr() != view.data_ptr():
-            return values  # a script has changed the parameter's memory (``Tensor.set_``)
-        return self.user_writes.alias(name, view)
+        if view is not None and values.data_ptr() == view.data_ptr():
+            return self.user_writes.alias(name, view)
+        # other memory than the engine's: a script has moved the parameter (``Tensor.set_``)
+        return values if self.computing is None else self.computing.data_of(name, values)
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
         """Copy ``value`` over the whole parameter ``name``; what a script has from ``.data`` keeps
