@@ -299,6 +299,42 @@ def test_data_of_another_kind_is_refused_but_of_a_frozen_parameter(rank, model):
     assert frozen.dtype == torch.float64
 
 
+@in_turn("stage, more", [(0, {}), (2, {}), (3, WHOLE)])
+@on_each_rank(RANKS)
+def test_a_frozen_parameter_cast_by_a_script_is_the_same_in_every_state(
+    rank, model, stage, more, tmp_path
+):
+    frozen = model.blocks[0].up.bias.requires_grad_(False)
+    zero = {"stage": stage, **more}
+    engine = start(model, plain_sgd(model), config_of(stage, zero_optimization=zero))
+    engine.save_checkpoint(str(tmp_path), "before")
+    before, name = frozen.detach().clone(), "blocks.0.up.bias"
+
+    def assert_is(values):
+        states = engine.state_dict(), dict(engine.consolidated()), model.state_dict()
+        for state in states:
+            assert torch.equal(state[name].float(), values.float())
+
+    frozen.data = torch.linspace(0, 1, 64, dtype=torch.float64)
+    assert frozen.dtype == torch.float64
+    assert_is(torch.linspace(0, 1, 64, dtype=torch.float64))
+    with torch.no_grad():
+        frozen.fill_(2.0)
+    assert_is(torch.full((64,), 2.0))
+    engine.save_checkpoint(str(tmp_path), "after")
+    frozen.data = torch.full((64,), 3.0, dtype=torch.bfloat16)
+    engine.load_checkpoint(str(tmp_path), "after")
+    assert_is(torch.full((64,), 2.0))
+    engine.load_checkpoint(str(tmp_path), "before")
+    assert_is(before)
+    assert frozen.dtype == torch.float32
+    for wrong in (torch.zeros(6), torch.zeros(64, device="meta")):
+        with pytest.raises(PartitionError, match=r"up\.bias\.data of shape \(64,\)"):
+            frozen.data = wrong
+    run_steps(engine, rank, [1])
+    assert_is(before)
+
+
 def through_data(module, *_):
     module.weight.data[0, 0] = 0.5
 

@@ -344,24 +344,26 @@ class FlatBuffer:
         the former values. Return False if torch should move the parameter to the memory of
         ``value`` instead.
 
-        Raises PartitionError if the parameter trains and ``value`` does not fit its slot.
+        A frozen parameter may have another dtype or device than its slot, which then has its
+        values, too. Raises PartitionError for other values that do not fit the slot.
         """
         view, parameter = self.views.get(name), self.parameters[name]
         if view is None or self.retired:
             return False
-        fits = (
-            value.shape == view.shape and value.dtype == view.dtype and value.device == view.device
-        )
-        if not fits:
-            if self.trainable and not (self.sharded and self.unit.guard.watched):
+        if (value.shape, value.dtype, value.device) != (view.shape, view.dtype, view.device):
+            if self.raw or (self.sharded and (self.unit.guard.watched or not self.trainable)):
+                return False  # a release drops what a pass changes of sharded ones
+            if self.trainable or value.shape != view.shape or value.is_meta:
                 raise PartitionError(
                     f"{name}.data of shape {tuple(view.shape)}, {view.dtype} on {view.device} was "
                     "given a tensor of shape "
                     f"{tuple(value.shape)}, {value.dtype} on {value.device}, but the place of a "
-                    "parameter that an engine "
-                    "trains is fixed; assign values of the same kind, or change the model "
+                    "parameter in an engine's "
+                    "flat buffer is fixed; assign values of the same kind, or change the model "
                     "before hf_zero.initialize"
                 )
+            with torch.no_grad():
+                self.user_writes.write(name, view, value)
             return False
         self.optimizer_shard.wait_for_update()
         with torch.no_grad():
@@ -372,6 +374,14 @@ class FlatBuffer:
             if _get_data(parameter).data_ptr() != view.data_ptr() or parameter.shape != view.shape:
                 _set_data(parameter, view)
         return True
+
+    def recall(self) -> None:
+        """Make frozen parameters that a script has moved (:meth:`assign`) views of the buffer
+        again, before a load of values into it.
+        """
+        if not (self.trainable or self.sharded or self.raw):
+            self.take_user_writes()
+            self.handles.point_at(self.views)
 
     @torch.no_grad()
     def take_user_writes(self) -> None:
