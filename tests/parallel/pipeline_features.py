@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.parallel.pipeline.module import LayerSpec
+from hf_zero.parallel.pipeline.module import LayerSpec, set_random_seed
 from tests.parallel.pipelines import (
     CLIP,
     STEPS,
+    VOCAB,
     WIDTH,
     Whole,
     batches,
@@ -187,9 +188,69 @@ def check_halved(case, answers, readers):
     assert 0 < error(ours) <= 1.2 * error(theirs)
 
 
+# ---- stages that differ ----
+
+MANY = 600
+
+
+class Many(nn.Module):
+    """Many small parameters, whose flags of use fill a long message."""
+
+    def __init__(self):
+        super().__init__()
+        self.shifts = nn.ParameterList(
+            [nn.Parameter(torch.full((WIDTH,), 0.01 * at)) for at in range(MANY)]
+        )
+
+    def forward(self, hidden):
+        for shift in self.shifts:
+            hidden = hidden + 0.01 * torch.tanh(shift)
+        return hidden
+
+
+def with_many(first):
+    made = [LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(nn.Linear, WIDTH, WIDTH)]
+    made.insert(0 if first else 2, LayerSpec(Many))
+    return [LayerSpec(nn.Embedding, VOCAB, WIDTH), *made, LayerSpec(nn.Linear, WIDTH, VOCAB)]
+
+
+def uneven(first, rank, world, folder):
+    """Losses and norms where one stage has far more parameters than the other."""
+    module, readers = pipeline(2, world, with_many(first)), world // 2
+    if rank >= readers:
+        assert (len(list(module.parameters())) > MANY) != first
+    engine = start(module)
+    data = batches(2 * readers * STEPS)[rank % readers :: readers]
+    told = []
+    for step in range(STEPS):
+        loss = engine.train_batch(iter(data[2 * step : 2 * step + 2]))
+        told.append((float(loss), engine.get_global_grad_norm()))
+    engine.destroy()
+    return told
+
+
+def check_uneven(first, answers, readers):
+    assert all(told == answers[0] for told in answers)
+    built = []
+    for index, layer in enumerate(with_many(first)):
+        set_random_seed(1234 + index)
+        built.append(layer.build())
+    windows = windows_of(batches(2 * readers * STEPS), 2, readers)
+    expected, _ = plain(nn.Sequential(*built), windows, lambda m, b: loss_of(m(b[0]), b[1]))
+    for found, wanted in zip(answers[0], expected):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
 # what each rank does, given its number, the number of ranks and a folder; and what is checked of
 # the answers of all ranks, given how many read data of their own
 CASES: dict[str, tuple[Callable[[int, int, str], Any], Callable[[list[Any], int], None]]] = {
     "dropout": (dropout, check_dropout),
     **{case: (partial(halved, case), partial(check_halved, case)) for case in HALVES},
+    **{
+        f"many parameters on the {stage} stage": (
+            partial(uneven, stage == "first"),
+            partial(check_uneven, stage == "first"),
+        )
+        for stage in ("first", "last")
+    },
 }
