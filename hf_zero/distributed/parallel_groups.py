@@ -82,8 +82,8 @@ class ParallelGroups:
 
     @property
     def logs(self) -> dict[str, CollectiveLog]:
-        """The logs of the communicators, by purpose."""
-        axes = {axis: dim for axis, dim in self.axes.items() if dim.size > 1}
+        """The logs of the communicators among the ranks of a pipeline stage, by purpose."""
+        axes = {a: dim for a, dim in self.axes.items() if dim.size > 1 and a != "pipeline"}
         gathers = {f"gathers along {axis}": dim.gathers for axis, dim in axes.items()}
         return gathers | {f"reductions along {axis}": m.reductions for axis, m in axes.items()}
 

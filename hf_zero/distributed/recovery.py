@@ -12,7 +12,8 @@ store, and waits. A thread of every other rank finds the statement
 has come as far: yes, if that rank has begun the same pass at the same numbers, or has issued the
 same collective and as much as the other in the pass that broke; else the reason why not, which ends
 both. While nothing breaks, a pass costs one entry in a list. An engine that ends takes its broken
-pass with it: no rank could answer for it any more.
+pass with it: no rank could answer for it any more. Two ranks compare the communicators that both
+are in: messages of a pipeline are between two ranks.
 """
 
 from __future__ import annotations
@@ -161,6 +162,9 @@ class PassTracker:
             "all ranks to come to where this one goes on after an exception", needs=tuple(peers)
         )
         try:
+            if self._watchdog.rank_status is not None:
+                # shows ranks that wait for it which collectives the exception has left
+                self._watchdog.rank_status.publish("here")
             board.state(self.name, self._rank, statement)
             with self._watchdog.watching(pending):
                 self._await_answers(peers, statement)
@@ -197,8 +201,9 @@ class PassTracker:
                 raise RankMismatchError(text)
             self._watchdog.sleep(next_pause(waited, len(peers)))
 
-    def _described(self, one: _Pass) -> list[object]:
-        return [str(one), list(one.began), list(one.ended or ())]
+    def _described(self, one: _Pass) -> tuple[str, Numbers, Numbers]:
+        began, ended = (dict(zip(self._logs, at)) for at in (one.began, one.ended or ()))
+        return str(one), began, ended
 
     def numbers(self) -> Numbers:
         return {role: log.sequence_number for role, log in self._logs.items()}
@@ -216,33 +221,38 @@ class PassTracker:
         """Return this rank's answer to ``statement`` of ``peer``: "" is yes; None: not
         known yet.
         """
+        shared = self._logs.keys() & statement["at"].keys()
+
+        def of_both(numbers: Numbers) -> Numbers:
+            return {role: number for role, number in numbers.items() if role in shared}
+
         # read before the passes: a pass is recorded before its first collective
-        at, theirs = self.numbers(), statement["at"]
+        at, theirs = of_both(self.numbers()), of_both(statement["at"])
         ours = self._board.stated.get(self.name) if self._board is not None else None
-        passes = list(self._passes)
-        if ours is not None and all(ours[key] == statement[key] for key in ("at", "kind", "first")):
+        passes = [
+            (kind, of_both(began), of_both(ended))
+            for kind, began, ended in map(self._described, list(self._passes))
+        ]
+        together = ours is not None and of_both(ours["at"]) == theirs
+        alike = ours is not None and all(ours[key] == statement[key] for key in ("kind", "first"))
+        if together and alike:
             same = True  # this rank's pass broke as well, and it awaits the other's answer
         elif statement["first"] is not None:
             role, number, what = statement["first"]
             log = self._logs[role]
             index = number - (log.sequence_number - len(log.recent))
             same = 0 <= index < len(log.recent) and log.recent[index] == what
-            same = same and statement["broken"] in map(self._described, passes)
+            kind, began, ended = statement["broken"]
+            same = same and (kind, of_both(began), of_both(ended)) in passes
         else:
-            began = [(str(one), dict(zip(self._logs, one.began))) for one in passes]
-            same = (statement["kind"], theirs) in began
+            same = (statement["kind"], theirs) in [(kind, began) for kind, began, _ in passes]
         if same:
             return ""
-        parted = (
-            ours is not None
-            and ours["at"] == theirs
-            and any(ours[part] != statement[part] for part in ("kind", "first"))
-        )
         # this rank may still reach the same place
-        if not parted and all(at[role] <= theirs[role] for role in at):
+        if not (together and not alike) and all(at[role] <= theirs[role] for role in at):
             return None
         # its training thread has issued more meanwhile, so that these reads do not fit together
-        if self.numbers() != at:
+        if of_both(self.numbers()) != at:
             return None
         return (
             f"rank {peer} goes on with another {statement['what']} after an exception, having "

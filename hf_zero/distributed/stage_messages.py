@@ -5,6 +5,11 @@ differ from one micro-batch to the next. The gradients of what a stage has sent 
 same shapes, so they need none. Headers travel through host memory where the process group has a
 backend for it; a stage waits there for the one before it, which the watchdog sees.
 
+A header also says of which run of the schedule its message is, and of which stage and micro-batch:
+ranks that differ in their runs raise before activations meet the labels of other samples. Gradients
+are safe without: their activations belong to the same run, and the rank whose run an exception has
+ended compares itself with the others before the next run (recovery.py).
+
 [Note: one operation]
 On NCCL the messages of a pipeline follow each other on the stream of one communicator, in batches
 or not: a batch takes the communicator of its group, and so does a single operation where the group
@@ -17,17 +22,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
-from hf_zero.distributed.collectives import MARGIN_SECONDS, MeshDim
+from hf_zero.distributed.collectives import MARGIN_SECONDS, Handle, MeshDim
 from hf_zero.distributed.flat_mesh import DimMaker, connect
 from hf_zero.distributed.parallel_groups import ParallelGroups
 from hf_zero.distributed.process_group import (
@@ -35,13 +41,15 @@ from hf_zero.distributed.process_group import (
     abort,
     backend_serving,
     backends_of_parts,
+    destroy_group,
     group_backend,
 )
+from hf_zero.distributed.recovery import REMEDY, PassTracker, RecoveryBoard
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
-from hf_zero.errors import PartitionError
+from hf_zero.errors import PartitionError, RankMismatchError
 
-HEADER = 128  # numbers in a header
+HEADER = 128  # numbers that describe activations in a header
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -63,6 +71,22 @@ Activations = tuple[torch.Tensor | None, ...]
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
+class _Position(NamedTuple):
+    """The position of a message: the first numbers of its header."""
+
+    run: int
+    training: bool
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        what = "training" if self.training else "evaluation"
+        return (
+            f"micro-batch {self.micro_batch} of stage {self.stage} in run {self.run} of the "
+            f"pipeline ({what})"
+        )
+
+
 class StageMessages:
     """The messages of one rank of a pipeline with the others, ``ranks``, over ``group``."""
 
@@ -76,9 +100,10 @@ class StageMessages:
         watchdog: Watchdog,
         name: str,
         timeout: float,
+        board: RecoveryBoard | None = None,
     ):
         """``ranks`` are global, ``rank`` is this one among them. Messages are counted as those of
-        ``dim``.
+        ``dim``. ``board``: the recovery board of this rank.
         """
         self.ranks = list(ranks)
         self.size = len(self.ranks)
@@ -89,7 +114,7 @@ class StageMessages:
         self._watchdog = watchdog
         self._headers = CPU if self.size > 1 and backend_serving(CPU) else device
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # headers in flight
-        self._waiting = ExitStack()
+        self._unfinished: dict[int, PendingCollective] = {}  # by id of the operation
         self._logs: dict[tuple[int, int], CollectiveLog] = {}
         off = partial(abort, group, group_backend(device), device)
         for peer in range(self.size):
@@ -106,6 +131,17 @@ class StageMessages:
                     if watchdog.rank_status is not None:
                         log = watchdog.rank_status.register(log)
                     self._logs[pair] = log
+        logs = [*self.logs, dim.gathers, dim.reductions] if self.size > 1 else []
+        self._run, self._training = 0, False
+        self._passes = PassTracker(
+            f"{name} in the pipeline of ranks {', '.join(map(str, self.ranks))}",
+            rank,
+            self.ranks,
+            {log.name: log for log in logs},
+            watchdog,
+            timeout,
+            board,
+        )
 
     @classmethod
     def over(cls, groups: ParallelGroups, name: str, timeout: float) -> StageMessages:
@@ -136,18 +172,69 @@ class StageMessages:
             get_world_group().watchdog if joined is not None else Watchdog(enabled=False),
             name,
             timeout,
+            get_world_group().recovery_board if joined is not None else None,
         )
+
+    @property
+    def logs(self) -> list[CollectiveLog]:
+        """The logs of its messages, one for each direction between two ranks."""
+        return list(self._logs.values())
 
     def close(self) -> None:
         """Release the communicator."""
-        for log in self._logs.values():
+        self._passes.close()
+        for log in self.logs:
             log.closed = "destroyed its engine"
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+            log.close()
+        destroy_group(self._group)
         self._group = None
 
+    @contextmanager
+    def running(self, training: bool) -> Iterator[None]:
+        """Context of one run of the schedule, which all ranks of the pipeline begin together: of a
+        ``training`` step or of an evaluation.
+        """
+        self._run, self._training = self._run + 1, training
+        what = f"run of the pipeline ({'training' if training else 'evaluation'})"
+        self._passes.begin(what, self._run)
+        try:
+            yield
+        except BaseException:
+            # Those that were launched may never be sent: their works end with the schedule.
+            for pending in self._unfinished.values():
+                if pending.log is not None and pending.log.sequence_number == pending.number + 1:
+                    pending.log.abandon(pending.number, pending.what)
+            self._passes.broke()
+            raise
+        finally:
+            self._unfinished.clear()
+        self._passes.end()
+
+    def launch(
+        self,
+        own: Callable[..., list[Any]],
+        operations: Sequence[dist.P2POp],
+        desc: str | None = None,
+    ) -> list[Any]:
+        """Launch ``operations`` by ``own``, torch's function. Return its works, whose waits the
+        watchdog sees.
+        """
+        works = own(operations, desc)
+        if len(works) != len(operations):  # one for a batch, in which receives are the last
+            operations = list(operations[-1:]) * len(works)
+        return [
+            Handle([work], self._watchdog, pending, finish=partial(self._finished, operation))
+            if (pending := self._unfinished.get(id(operation))) is not None
+            else work
+            for work, operation in zip(works, operations)
+        ]
+
+    def _finished(self, operation: dist.P2POp) -> None:
+        self._unfinished.pop(id(operation), None)
+
     def _issue(self, source: int, target: int, what: str) -> PendingCollective:
-        return self._logs[source, target].issue(what, (self.ranks[source],))
+        other = target if source == self.rank else source
+        return self._logs[source, target].issue(what, (self.ranks[other],))
 
     # ---- headers ----
 
@@ -161,7 +248,8 @@ class StageMessages:
 
     def announced_by(self, peer: int, pending: PendingCollective) -> Sequence[int]:
         """Wait for the next header of ``peer``, and return its numbers."""
-        header = torch.empty(HEADER, dtype=torch.int64, device=self._headers)
+        size = len(_Position._fields) + HEADER
+        header = torch.empty(size, dtype=torch.int64, device=self._headers)
         self._watchdog.check()
         try:
             with self._watchdog.watching(pending):
@@ -175,73 +263,101 @@ class StageMessages:
 
     # ---- activations ----
 
-    def send(self, peer: int, activations: Activations, single: bool, key: str) -> list[dist.P2POp]:
-        """Send the header of ``activations`` to ``peer``, and return the operations that send the
-        tensors. ``single``: they are one tensor, not a tuple of one.
+    def send(
+        self, peer: int, stage: int, micro_batch: int, activations: Activations, single: bool
+    ) -> list[dist.P2POp]:
+        """Send the header of ``activations``, of ``stage``, to ``peer``, and return the operations
+        that send the tensors. ``single``: they are one tensor, not a tuple of one.
         """
-        self._issue(self.rank, peer, f"{key} forward")
-        self.announce(peer, _header(activations, single))
+        key, position = _key(stage, micro_batch), self._position(stage, micro_batch)
+        header = [*position, *_header(activations, single)]
+        pending = self._issue(self.rank, peer, f"{key} forward")
+        self.announce(peer, header)
         tensors = [activation.detach() for activation in activations if activation is not None]
-        return self._send("send_activations", tensors, peer, FORWARD_TAG, key)
+        return self._send("send_activations", tensors, peer, FORWARD_TAG, key, pending)
 
     def receive(
-        self, peer: int, key: str
+        self, peer: int, stage: int, micro_batch: int
     ) -> tuple[Activations, tuple[bool, ...], bool, list[dist.P2POp]]:
-        """Wait for the header of the next activations of ``peer``. Return memory for them, which of
-        them require grad, whether they are one tensor, and the operations that fill that memory.
+        """Wait for the header of the next activations of ``peer``, of ``stage``. Return memory for
+        them, which of them require grad, whether they are one tensor, and the operations that fill
+        that memory.
+
+        Raises RankMismatchError if they are of another run or micro-batch.
         """
-        pending = self._issue(peer, self.rank, f"{key} forward")
-        announced, grads, single = _announced(self.announced_by(peer, pending))
+        pending = self._issue(peer, self.rank, f"{_key(stage, micro_batch)} forward")
+        numbers = self.announced_by(peer, pending)
+        run, training, *message = numbers[: len(_Position._fields)]
+        came = _Position(run, bool(training), *message)
+        self._refuse_other(peer, came, self._position(stage, micro_batch))
+        announced, grads, single = _announced(numbers[len(came) :])
         tensors, buffer = _room([form for form in announced if form is not None], self.device)
         received = iter(tensors)
         activations = tuple(None if form is None else next(received) for form in announced)
-        return activations, grads, single, self._operation(dist.irecv, buffer, peer, FORWARD_TAG)
+        operations = self._operation(dist.irecv, buffer, peer, FORWARD_TAG, pending)
+        return activations, grads, single, operations
+
+    def _position(self, stage: int, micro_batch: int) -> _Position:
+        return _Position(self._run, self._training, stage, micro_batch)
+
+    def _refuse_other(self, peer: int, came: _Position, awaited: _Position) -> None:
+        """Raise RankMismatchError, on all ranks, unless the header that ``peer`` has sent is of the
+        ``awaited`` message.
+        """
+        if came == awaited:
+            return
+        here, sender = self.ranks[self.rank], self.ranks[peer]
+        text = (
+            f"rank {here} awaits {awaited}, and rank {sender} has sent {came}: an exception has "
+            "ended a run on one of them alone, or one trains where the other evaluates. Call "
+            f"train_batch and eval_batch in the same order on all ranks. {REMEDY}"
+        )
+        self._watchdog.end(text)
+        raise RankMismatchError(text)
 
     # ---- gradients ----
 
     def send_gradients(
-        self, peer: int, gradients: Sequence[torch.Tensor], key: str
+        self, peer: int, stage: int, micro_batch: int, gradients: Sequence[torch.Tensor]
     ) -> list[dist.P2POp]:
-        self._issue(self.rank, peer, f"{key} backward")
-        return self._send("send_gradients", gradients, peer, BACKWARD_TAG, key)
+        key = _key(stage, micro_batch)
+        pending = self._issue(self.rank, peer, f"{key} backward")
+        return self._send("send_gradients", gradients, peer, BACKWARD_TAG, key, pending)
 
     def receive_gradients(
-        self, peer: int, outputs: Sequence[torch.Tensor], key: str, blocks: bool
+        self, peer: int, stage: int, micro_batch: int, outputs: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[dist.P2POp]]:
-        """Return memory for the gradients of ``outputs`` that ``peer`` sends next, and the
-        operations that fill it. ``blocks``: the caller waits for them before it does anything else,
-        and calls :meth:`came`.
+        """Return memory for the gradients of ``outputs``, of ``stage``, that ``peer`` sends next,
+        and the operations that fill it.
         """
-        pending = self._issue(peer, self.rank, f"{key} backward")
-        if blocks:
-            self._waiting.enter_context(self._watchdog.watching(pending))
+        pending = self._issue(peer, self.rank, f"{_key(stage, micro_batch)} backward")
         shapes = [(tuple(output.shape), output.dtype) for output in outputs]
         gradients, buffer = _room(shapes, self.device)
-        return gradients, self._operation(dist.irecv, buffer, peer, BACKWARD_TAG)
-
-    def came(self) -> None:
-        """End the watched waits: the messages that the caller waited for have arrived."""
-        self._waiting.close()
+        return gradients, self._operation(dist.irecv, buffer, peer, BACKWARD_TAG, pending)
 
     def explain(self, error: RuntimeError) -> Exception:
-        """Return the exception to raise for ``error`` of a wait for another stage."""
-        self.came()
+        """Return the exception to raise for ``error`` of the launch of a message."""
         pending = PendingCollective("the stages of the pipeline", needs=tuple(self.ranks))
         return self._watchdog.explain_failure(pending, error)
 
     def finish(self) -> None:
         """Wait until all sends are complete."""
-        self.came()
         for work, _ in self._sent:
             work.wait()
         self._sent = []
 
     def _send(
-        self, what: str, tensors: Sequence[torch.Tensor], peer: int, tag: int, key: str
+        self,
+        what: str,
+        tensors: Sequence[torch.Tensor],
+        peer: int,
+        tag: int,
+        key: str,
+        pending: PendingCollective,
     ) -> list[dist.P2POp]:
         if size := sum(tensor.numel() * tensor.element_size() for tensor in tensors):
             self._dim.stats.record(what, f"{key} (pipeline)", size)
-        return self._operation(dist.isend, _packed(tensors), peer, tag)
+        return self._operation(dist.isend, _packed(tensors), peer, tag, pending)
 
     def _operation(
         self,
@@ -249,10 +365,17 @@ class StageMessages:
         buffer: torch.Tensor,
         peer: int,
         tag: int,
+        pending: PendingCollective,
     ) -> list[dist.P2POp]:
         if not buffer.numel():
             return []
-        return [dist.P2POp(operation, buffer, group=self._group, tag=tag, group_peer=peer)]
+        message = dist.P2POp(operation, buffer, group=self._group, tag=tag, group_peer=peer)
+        self._unfinished[id(message)] = pending
+        return [message]
+
+
+def _key(stage: int, micro_batch: int) -> str:
+    return f"micro-batch {micro_batch} between stages {stage} and {stage + 1}"
 
 
 def receives(operation: dist.P2POp) -> bool:

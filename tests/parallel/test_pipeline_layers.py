@@ -17,7 +17,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.distributed import flat_mesh, stage_messages
-from hf_zero.distributed.collective_log import CollectiveStats
+from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.distributed.stage_messages import StageMessages
@@ -421,13 +421,16 @@ DEVICE = torch.device("cuda", 0)
 def test_the_communicator_is_made_with_its_group(monkeypatch):
     """All ranks of a pipeline have to come to it, and messages are between two of them."""
     dims, reduced = ParallelDims.over(6, pipeline=3), list[Any]()
-    world = SimpleNamespace(watchdog=Watchdog(enabled=False))
+    world = SimpleNamespace(watchdog=Watchdog(enabled=False), recovery_board=None)
     groups: Any = SimpleNamespace(
         dims=dims,
         rank=3,
         device=DEVICE,
         stats={"pipeline": CollectiveStats()},
-        along=lambda axis: None,
+        along=lambda axis: SimpleNamespace(
+            gathers=CollectiveLog("gathers", (1, 3, 5), 5.0),
+            reductions=CollectiveLog("reductions", (1, 3, 5), 5.0),
+        ),
     )
     bound = []
 

@@ -123,7 +123,7 @@ def test_a_rank_that_issues_during_its_answer_is_asked_again() -> None:
     log.issue("first")
     tracker.end()
     log.issue("second")
-    broken = ["forward 'kind'", [0], [1]]
+    broken = ["forward 'kind'", {"gathers": 0}, {"gathers": 1}]
     statement = {"at": {"gathers": 1}, "kind": "", "first": ["gathers", 1, "second"]}
     statement |= {"what": "second", "broken": broken, "last": "first"}
     log.recent = Busy(log.recent)

@@ -99,9 +99,6 @@ class Stage:
     def _after(self) -> int:
         return (self.stage_index + 1) % self.group_size
 
-    def _key(self, stage: int, micro_batch: int) -> str:
-        return f"micro-batch {micro_batch} between stages {stage} and {stage + 1}"
-
     # ---- setup by the schedule ----
 
     def clear_runtime_states(self) -> None:
@@ -134,8 +131,9 @@ class Stage:
     def get_fwd_recv_ops(self, micro_batch: int) -> list[P2POp]:
         if self.is_first:
             return []
-        key = self._key(self.stage_index - 1, micro_batch)
-        memory, grads, single, operations = self._messages.receive(self._before, key)
+        memory, grads, single, operations = self._messages.receive(
+            self._before, self.stage_index - 1, micro_batch
+        )
         self._inputs[micro_batch] = memory, grads, single
         return operations
 
@@ -143,8 +141,9 @@ class Stage:
         if self.is_last:
             return []
         outputs, single = self._outputs[micro_batch]
-        key = self._key(self.stage_index, micro_batch)
-        operations = self._messages.send(self._after, outputs, single, key)
+        operations = self._messages.send(
+            self._after, self.stage_index, micro_batch, outputs, single
+        )
         if not self.has_backward:
             del self._outputs[micro_batch]
         return operations
@@ -157,10 +156,9 @@ class Stage:
             for output in self._outputs[micro_batch][0]
             if output is not None and output.requires_grad
         ]
-        # with several stages on a rank a schedule receives ahead
-        blocks = self.num_stages == self.group_size
-        key = self._key(self.stage_index, micro_batch)
-        memory, operations = self._messages.receive_gradients(self._after, outputs, key, blocks)
+        memory, operations = self._messages.receive_gradients(
+            self._after, self.stage_index, micro_batch, outputs
+        )
         self._gradients[micro_batch] = memory
         return operations
 
@@ -168,8 +166,9 @@ class Stage:
         if self.is_first or not self.has_backward:
             return []
         gradients = self._sent_back.pop(micro_batch)
-        key = self._key(self.stage_index - 1, micro_batch)
-        return self._messages.send_gradients(self._before, gradients, key)
+        return self._messages.send_gradients(
+            self._before, self.stage_index - 1, micro_batch, gradients
+        )
 
     # ---- neighbours on the same rank ----
 
@@ -232,7 +231,6 @@ class Stage:
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        self._messages.came()
         if not self.has_backward:
             return
         if self.is_last:
@@ -342,7 +340,8 @@ class PipelineRun:
         self._loss = loss
         run = schedule.step if training else schedule.eval
         try:
-            run(losses=losses, return_outputs=False, **arguments)
+            with self.messages.running(training), launching_by(self.messages.launch):
+                run(losses=losses, return_outputs=False, **arguments)
         except BaseException as error:
             del self._schedules[micro_batches]  # holds losses of the run that failed
             if not isinstance(error, RuntimeError) or not _is_of_a_message(error):
@@ -350,7 +349,6 @@ class PipelineRun:
             raise self.messages.explain(error) from error
         finally:
             self._loss = None
-            self.messages.came()
             for stage in self.stages:
                 stage.clear_runtime_states()
         self.messages.finish()

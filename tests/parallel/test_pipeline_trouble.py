@@ -1,0 +1,105 @@
+"""Pipelines whose ranks part ways, on gloo processes: no stage trains on the wrong pairs."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.distributed import stage_messages
+from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
+from hf_zero.distributed.stage_messages import StageMessages
+from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.errors import RankMismatchError
+from tests.helpers.cells import in_one_item
+from tests.helpers.processes import run_processes
+from tests.parallel.pipelines import batches, config, pipeline, sgd
+
+MICRO = 2
+FAILS = 5  # a step in which no rank compares batches with the others
+ALIKE = "After an exception every rank must go on alike"
+# the rank that catches an exception, in which micro-batch; whether it evaluates then; and what all
+# ranks are told: nothing if they go on alike, because all messages of the run have arrived
+CASES = {
+    "the first stage fails": (0, 0, False, ALIKE),
+    "the first stage fails before it has sent": (0, 1, False, "forward, left by an exception"),
+    "the last stage fails": (1, 0, False, ALIKE),
+    "the last stage fails at the end of an evaluation": (1, 1, True, ""),
+}
+
+
+def _parts(rank, case):
+    """The error of a rank after one has caught an exception, and how many steps it has run."""
+    fails, micro_batch, evaluates, _ = CASES[case]
+    module = pipeline(2, 2)
+    engine, _, _, _ = hf_zero.initialize(
+        model=module, config=config(MICRO, 0, timeout=30.0), optimizer=sgd
+    )
+    real, now = engine._run_forward, [0]
+
+    def run_forward(stage, number, inputs):
+        if (rank, now[0], number) == (fails, FAILS, micro_batch):
+            raise ArithmeticError("one bad micro-batch")
+        return real(stage, number, inputs)
+
+    for stage in engine.pipeline_run.stages:
+        stage._forward = run_forward
+    data = batches(MICRO, seed=3) * 9
+    for step in range(9):
+        now[0] = step
+        window = data[MICRO * step : MICRO * (step + 1)]
+        try:
+            if evaluates and step == FAILS:
+                engine.eval_batch(iter(window), compute_loss=False)
+            else:
+                engine.train_batch(iter(window))
+        except ArithmeticError:
+            assert rank == fails
+        except RankMismatchError as error:
+            return str(error), engine.global_steps
+    return "", engine.global_steps
+
+
+@in_one_item(CASES)
+def test_an_exception_on_one_stage_ends_all(case):
+    """At the next run, before activations meet other labels."""
+    words = CASES[case][-1]
+    for text, steps in run_processes(2, _parts, case, timeout=120.0):
+        assert words in text and bool(words) == bool(text), text
+        assert "timeout" not in text and "within" not in text, text
+        assert steps <= FAILS if words else steps == 8
+
+
+def test_a_message_of_another_run(monkeypatch):
+    dim: Any = SimpleNamespace(
+        stats=CollectiveStats(),
+        gathers=CollectiveLog("gathers", (0, 1), 9.0),
+        reductions=CollectiveLog("reductions", (0, 1), 9.0),
+    )
+    headers = deque[list[int]]()
+    monkeypatch.setattr(StageMessages, "announce", lambda self, peer, sent: headers.append(sent))
+    monkeypatch.setattr(StageMessages, "announced_by", lambda self, *_: headers.popleft())
+    monkeypatch.setattr(StageMessages, "_operation", lambda *_: [])
+    monkeypatch.setattr(stage_messages, "backend_serving", lambda device: "gloo")
+    monkeypatch.setattr(stage_messages, "group_backend", lambda device: "gloo")
+
+    def messages(rank):
+        watchdog, on = Watchdog(enabled=False), torch.device("cpu")
+        return StageMessages((0, 1), rank, None, on, dim, watchdog, "engine 1", 9.0)
+
+    first, second = messages(0), messages(1)
+    with first.running(training=False):
+        first.send(1, 0, 1, (torch.ones(2),), True)
+        first.send(1, 0, 0, (torch.ones(2),), True)
+    with second.running(training=False):
+        second.receive(0, 0, 1)
+    with second.running(training=True), pytest.raises(RankMismatchError) as raised:
+        second.receive(0, 0, 0)
+    assert str(raised.value).startswith(
+        "rank 1 awaits micro-batch 0 of stage 0 in run 2 of the pipeline (training), and rank 0 "
+        "has sent micro-batch 0 of stage 0 in run 1 of the pipeline (evaluation): an exception has "
+    )
