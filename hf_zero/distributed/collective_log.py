@@ -85,6 +85,7 @@ class CollectiveLog:
         self.sequence_number = 0
         self.recent: deque[str] = deque(maxlen=RECENT)
         self.closed = ""  # why this rank will issue nothing more
+        self.open = True  # whether the communicator exists
         # called before the next collective, after a pass has broken (recovery.py)
         self.before_issue: Callable[[CollectiveLog, str], None] | None = None
         self.deferred = DeferredCollectives()  # issued before each of its own (the note)
@@ -114,7 +115,7 @@ class CollectiveLog:
 
     def close(self) -> None:
         """Drop the reference to the communicator; the log of issued collectives stays."""
-        self.abort = lambda: None
+        self.abort, self.open = lambda: None, False
 
     def withdraw(self) -> None:
         """Remove the last collective, which no rank has joined."""

@@ -261,7 +261,7 @@ class FlatMeshMaker:
         # The mean divides by all ranks, but only 1 / tensor of them contribute; multiply by
         # ``tensor``.
         gain = float(self._dims.tensor) if "tensor" in axes else 1.0
-        group = self.group(axes)
+        group = self._group(axes, name)
         return FlatMesh(shard, replicate, updates, of_node, hops, group, axes, weight, gain)
 
     def _hops(
@@ -292,9 +292,9 @@ class FlatMeshMaker:
             self.logs |= {f"gathers{role}": axis.gathers, f"reductions{role}": axis.reductions}
         return axis
 
-    def group(self, axes: tuple[str, ...]) -> RankGroup | None:
+    def _group(self, axes: tuple[str, ...], name: str) -> RankGroup | None:
         """Return the group of all ranks that hold the same part of values cut by ``axes``, for
-        blocking calls; None if it has one rank (collective).
+        blocking calls; None if it has one rank (collective). ``name`` names its owner in messages.
         """
         sets, group = self._dims.sets_sharing(axes), None
         if len(sets) > 1 and len(sets[0]) > 1:
@@ -305,7 +305,7 @@ class FlatMeshMaker:
         mine = next(ranks for ranks in sets if self._maker.rank in ranks)
         if len(mine) == 1:
             return None
-        return get_world_group().part(mine, group, self._maker.timeout, self._name)
+        return get_world_group().part(mine, group, self._maker.timeout, name)
 
     def sums(self, whole: FlatMesh) -> tuple[MeshDim, MeshDim]:
         """Return the dimension along which numbers of all ranks are summed, and the one along which

@@ -223,9 +223,9 @@ class Mesh:
             shards,
             options,
         )
-        self.peers = making.group(())
         self._of = {axes: making.flat_mesh(axes) for axes in options.cuts}
         self.uncut = self._of[()]
+        self.peers = self.uncut.group
         stages = parallel.along("pipeline") if parallel is not None else making.alone()
         self.sums = Sums(*making.sums(self.uncut), stages)
         logs |= making.logs | (parallel.logs if parallel is not None else {})
@@ -233,7 +233,7 @@ class Mesh:
             self.name, self.rank, self.ranks, logs, self.watchdog, timeout, board
         )
         serving = self.consensus.fetches.serving if self.consensus is not None else None
-        groups = [self.peers, *(dim.group for dim in self._of.values())]
+        groups = [dim.group for dim in self._of.values()]
         own_logs = [
             group for group in groups if group is not None and len(group.ranks) < self.dims.world
         ]

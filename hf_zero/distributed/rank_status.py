@@ -39,7 +39,7 @@ from hf_zero.distributed.hang_proofs import (
 )
 from hf_zero.distributed.host_heartbeats import HostHeartbeats
 from hf_zero.distributed.rank_states import rank_states
-from hf_zero.errors import RankMismatchError
+from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.logging import JsonObject
 
 PATIENCE_SECONDS = 5.0  # wait for the post of a rank whose connection was lost
@@ -87,7 +87,17 @@ class RankStatus:
         self._ask("append", "who", json.dumps([rank, self.identity]) + "\n")
 
     def register(self, log: CollectiveLog) -> CollectiveLog:
-        """Register the log of a communicator under its name."""
+        """Register the log of a communicator under its name, by which other ranks find it.
+
+        Raises PartitionError if another communicator in use has that name.
+        """
+        before = self.logs.get(log.name)
+        if before not in (None, log) and before.open and not before.closed:
+            raise PartitionError(
+                f"two communicators in use are named {log.name!r}: what one has issued would prove "
+                "to other ranks that the other hangs; close the first, or give the second another "
+                "name"
+            )
         self.logs[log.name] = log
         self._left.discard(log.name)
         return log

@@ -23,7 +23,7 @@ from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.hang_proofs import StatusPost, diagnose_hang
 from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.errors import RankMismatchError
+from hf_zero.errors import PartitionError, RankMismatchError
 from tests.helpers.cells import in_one_item
 
 
@@ -429,6 +429,16 @@ def test_a_rank_is_gone_once_its_interpreter_has_ended_and_not_before() -> None:
     assert "rank 1 has ended (its script is over)" in other.exit_reasons([1])[1]
     reasons = RankStatus(Gone(), 1, 2, store_host=0).exit_reasons([0])
     assert reasons[0].startswith("rank 0, which hosts the ranks' store, cannot be reached")
+
+
+def test_two_communicators_in_use_differ_in_their_names(pair: Any) -> None:
+    status = pair[0].rank_status
+    first, second = (CollectiveLog("calls of engine 1", (0, 1), 60.0) for _ in range(2))
+    assert status.register(first) is status.register(first) is first
+    with pytest.raises(PartitionError, match=r"named 'calls of engine 1'.* close the first, or"):
+        status.register(second)
+    first.close()
+    assert status.register(second) is second
 
 
 def test_a_wait_in_an_engine_that_all_have_left_is_over(pair: Any) -> None:

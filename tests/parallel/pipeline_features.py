@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.distributed.world_group import get_world_group
 from hf_zero.parallel.pipeline.module import LayerSpec, set_random_seed
 from tests.parallel.pipelines import (
     CLIP,
@@ -241,11 +242,31 @@ def check_uneven(first, answers, readers):
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
+# ---- communicators ----
+
+
+def communicators(rank, world, folder):
+    """Whether others find the log of this stage's ranks, and the names of those of tied weights."""
+    engine = start(pipeline(2, world))
+    logs, peers = get_world_group().watchdog.rank_status.logs, engine.mesh.peers
+    found = logs[peers.log.name] is peers.log
+    tied = sorted(name for name, log in logs.items() if "tied" in name and not log.closed)
+    engine.destroy()
+    return found, tied
+
+
+def check_communicators(answers, readers):
+    for found, tied in answers:
+        assert found
+        assert tied and all("engine " in name for name in tied)
+
+
 # what each rank does, given its number, the number of ranks and a folder; and what is checked of
 # the answers of all ranks, given how many read data of their own
 CASES: dict[str, tuple[Callable[[int, int, str], Any], Callable[[list[Any], int], None]]] = {
     "dropout": (dropout, check_dropout),
     **{case: (partial(halved, case), partial(check_halved, case)) for case in HALVES},
+    "communicators": (communicators, check_communicators),
     **{
         f"many parameters on the {stage} stage": (
             partial(uneven, stage == "first"),

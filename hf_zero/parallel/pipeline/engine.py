@@ -64,11 +64,11 @@ class PipelineTraining(TrainingEngine):
         if self.config.pipeline.activation_checkpoint_interval:
             module: Any = self.module
             module.set_checkpoint_interval(self.config.pipeline.activation_checkpoint_interval)
-        self.tied = TiedParameters(self.module, groups, mesh.timeout)
+        name = mesh.name.partition(" of stage ")[0]  # the same on all stages
+        self.tied = TiedParameters(self.module, groups, name, mesh.timeout)
         super()._build(plan, mesh, installed)
         self.tied.check(self.flats)
         installed.callback(self.tied.close)
-        name = mesh.name.partition(" of stage ")[0]  # the same on all stages
         messages = StageMessages.over(groups, name, mesh.timeout)
         installed.callback(messages.close)
         count = self.module.num_stages * self.module.stages_per_rank

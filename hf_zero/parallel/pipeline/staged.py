@@ -212,17 +212,17 @@ def set_tied(module: StagedModule, tied: Mapping[str, tuple[int, ...]]) -> None:
 
 class TiedParameters:
     """The parameters of ``module`` that :func:`mark_tied` found. The constructor sets the values of
-    their first stage (collective over all ranks).
+    their first stage (collective over all ranks). ``name`` names the engine in messages.
     """
 
-    def __init__(self, module: StagedModule, groups: ParallelGroups, timeout: float):
+    def __init__(self, module: StagedModule, groups: ParallelGroups, name: str, timeout: float):
         self._along: dict[tuple[int, ...], MeshDim] = {}
         self._device = groups.device
         along = (groups.dims.ranks_along(rank, "pipeline") for rank in range(groups.dims.world))
         self._columns = set(along)  # ranks of each pipeline
         for stages in sorted(set(module.tied.values())):
-            name = f"weights tied over stages {', '.join(map(str, stages))}"
-            self._along[stages] = dim_of_stages(groups, stages, name, timeout)
+            title = f"{name}, weights tied over stages {', '.join(map(str, stages))}"
+            self._along[stages] = dim_of_stages(groups, stages, title, timeout)
         parameters = dict(module.named_parameters())
         for name, stages in module.tied.items():
             if name in parameters:
