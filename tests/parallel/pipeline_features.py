@@ -261,12 +261,35 @@ def check_communicators(answers, readers):
         assert tied and all("engine " in name for name in tied)
 
 
+# ---- stopping ----
+
+
+def stopping(asks, rank, world, folder):
+    """Whether all are to stop after each step, where rank ``asks`` was asked before the second."""
+    engine, readers = start(pipeline(2, world)), world // 2
+    engine.stop_on()
+    data = batches(2 * readers * STEPS)[rank % readers :: readers]
+    told = []
+    for step in range(STEPS):
+        if step == 1 and rank == asks:
+            engine.request_stop()
+        engine.train_batch(iter(data[2 * step : 2 * step + 2]))
+        told.append(engine.stop_requested)
+    engine.destroy()
+    return told
+
+
+def check_stopping(answers, readers):
+    assert answers == [[False] + [True] * (STEPS - 1)] * len(answers)
+
+
 # what each rank does, given its number, the number of ranks and a folder; and what is checked of
 # the answers of all ranks, given how many read data of their own
 CASES: dict[str, tuple[Callable[[int, int, str], Any], Callable[[list[Any], int], None]]] = {
     "dropout": (dropout, check_dropout),
     **{case: (partial(halved, case), partial(check_halved, case)) for case in HALVES},
     "communicators": (communicators, check_communicators),
+    **{f"rank {asks} stops": (partial(stopping, asks), check_stopping) for asks in (0, 3)},
     **{
         f"many parameters on the {stage} stage": (
             partial(uneven, stage == "first"),

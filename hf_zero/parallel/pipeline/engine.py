@@ -119,7 +119,9 @@ class PipelineTraining(TrainingEngine):
             super().step()
         finally:
             window.boundary = before
-        return self._mean(losses)
+        mean, requests = self._means(losses, float(self.stop_requests.asked))
+        self.stop_requests.end_run(requests)
+        return mean
 
     def eval_batch(
         self,
@@ -162,7 +164,7 @@ class PipelineTraining(TrainingEngine):
         elif reduce_output is None:
             answer = losses if is_last else None
         else:
-            answer = self._mean(losses)
+            answer, _ = self._means(losses)
         if not return_logits:
             return answer
         shapes = {
@@ -263,15 +265,18 @@ class PipelineTraining(TrainingEngine):
         elif outputs:
             super().backward(outputs[0])
 
-    def _mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the mean of the losses of all ranks of the last stage, the same on every rank."""
-        mean = torch.zeros(1, dtype=torch.float64, device=self.device)
+    def _means(self, losses: Sequence[torch.Tensor], number: float = 0.0) -> torch.Tensor:
+        """Return the mean of the losses of all ranks of the last stage, and the sum of ``number``
+        over all ranks divided by those of a stage: [2] fp32, the same on every rank.
+        """
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums[1] += number
         if losses:
-            mean += torch.stack([loss.detach().double() for loss in losses]).mean()
+            sums[0] += torch.stack([loss.detach().double() for loss in losses]).mean()
         mesh = self.mesh
         for axis in (mesh.sums.stages, mesh.shard, mesh.replicate):
-            axis.all_reduce(mean, "loss of the pipeline").wait()
-        return (mean / mesh.world).float().squeeze(0)
+            axis.all_reduce(sums, "loss of the pipeline").wait()
+        return (sums / mesh.world).float()
 
     # ---- data ----
 

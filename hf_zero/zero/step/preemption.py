@@ -2,8 +2,10 @@
 step.
 
 The ranks agree through the store (consensus.py), only in the step in which a rank was asked; other
-steps cost nothing. torchrun and Accelerate send signals to the process group of a rank, so the
-workers of its DataLoaders get them, too, and a worker that ends fails its rank before it can save.
+steps cost nothing. In a pipeline, whose stages each have a store of their own, the sum of the
+losses carries the requests of all ranks. torchrun and Accelerate send signals to the process group
+of a rank, so the workers of its DataLoaders get them, too, and a worker that ends fails its rank
+before it can save.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from torch.utils.data._utils import signal_handling
 
 from hf_zero.distributed.mesh import Mesh
@@ -92,13 +95,24 @@ class StopRequests:
                 "rank before training"
             )
         self.asked = True
-        if self._mesh.consensus is not None:
+        if self._mesh.consensus is not None and self._mesh.dims.pipeline == 1:
             self._mesh.consensus.steps.request_stop()
 
     def end_step(self) -> None:
         """End a step, the same on all ranks: read whether they have agreed to stop."""
-        before, consensus = self.agreed, self._mesh.consensus
-        self.agreed = before or (self.asked if consensus is None else consensus.steps.stopped)
+        consensus = self._mesh.consensus
+        if self._mesh.dims.pipeline == 1:
+            self._agree(self.asked if consensus is None else consensus.steps.stopped)
+
+    def end_run(self, requests: torch.Tensor) -> None:
+        """End a step of a pipeline. ``requests``: the sum over all ranks of :attr:`asked`, which is
+        read only on ranks that listen, since it may be on a device.
+        """
+        if self._listens and not self.agreed:
+            self._agree(bool(requests))
+
+    def _agree(self, stops: bool) -> None:
+        before, self.agreed = self.agreed, self.agreed or stops
         if self.agreed and not before:
             log_rank0(
                 "a rank was told to stop: all ranks see stop_requested now, after the same step"
