@@ -415,7 +415,8 @@ class Watchdog:
                 )
         if verdict is None and log is not None and waited >= log.timeout:
             late = rank_status.missing_ranks(pending)
-            needed = late or [rank for rank in pending.needs if rank != rank_status.rank]
+            needs = pending.needs or log.ranks
+            needed = late or [rank for rank in needs if rank != rank_status.rank]
             text = (
                 f"rank {rank_status.rank} has waited {waited:.0f} s, which is the timeout, for "
                 f"{pending}; {rank_hosts.named(needed)} {'has' if len(needed) == 1 else 'have'} "

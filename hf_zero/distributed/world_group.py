@@ -82,12 +82,8 @@ class RankTree:
         self, ranks: Sequence[int], rank: int, root: int, group: dist.ProcessGroup | None, tag: int
     ):
         self._group, self._tag = group, tag
-        size, position = len(ranks), (rank - root) % len(ranks)
-        lowest = position & -position or 1 << (size - 1).bit_length()
-        steps = (1 << power for power in range((lowest - 1).bit_length()))
-        at = [position + step for step in steps if position + step < size]
-        self._children = [ranks[(child + root) % size] for child in at]
-        self._parent = ranks[(position - lowest + root) % size] if position else None
+        path, self._children = _in_tree(ranks, rank, root)
+        self._parent = path[0] if path else None
 
     def gather(self, value: bytes) -> list[bytes]:
         """Return the values of this rank and of those below it, in the order of the tree: on the
@@ -137,6 +133,22 @@ class RankTree:
             work.wait()
 
 
+def _in_tree(ranks: Sequence[int], rank: int, root: int) -> tuple[list[int], list[int]]:
+    """Return the path from the rank at index ``rank`` of ``ranks`` to the one at index ``root`` of
+    their binomial tree, without its beginning, and the ranks next below it.
+    """
+    size, position = len(ranks), (rank - root) % len(ranks)
+    lowest = position & -position or 1 << (size - 1).bit_length()
+    steps = (1 << power for power in range((lowest - 1).bit_length()))
+    below = [position + step for step in steps if position + step < size]
+    above = []
+    while position:
+        position &= position - 1
+        above.append(position)
+    path, children = ([ranks[(at + root) % size] for at in places] for places in (above, below))
+    return path, children
+
+
 class RankGroup:
     """Blocking, rarely used collectives over ``ranks`` (global) on ``group`` (None: the default
     group). ``agrees``: the ranks agree on each by gloo messages first.
@@ -166,7 +178,9 @@ class RankGroup:
         ``source`` of a broadcast. Where ranks agree by messages, ``by_tree`` does the same by a few
         messages, which need no agreement.
         """
-        needs = None if source is None else () if source == self.rank else (source,)
+        index = self.ranks.index(self.rank)
+        source_index = None if source is None else self.ranks.index(source)
+        needs = self._needs(index, source_index, by_tree is not None)
         if self.watchdog.operation:
             what = f"{what} in {self.watchdog.operation}"
         number, completed = self.log.sequence_number, False
@@ -180,8 +194,6 @@ class RankGroup:
             pending = self.log.issue(what, needs)
             # a blocking call is its own wait
             works: list[Waitable | None] = [SimpleNamespace(wait=finish)]
-            source_index = None if source is None else self.ranks.index(source)
-            index = self.ranks.index(self.rank)
             if self._agrees and by_tree is not None:
                 root, tag = source_index or 0, message_tag(pending)
 
@@ -197,6 +209,17 @@ class RankGroup:
             if not completed:
                 self.log.abandon(number, what)
             raise
+
+    def _needs(self, rank: int, source: int | None, by_tree: bool) -> tuple[int, ...] | None:
+        """Return the ranks without which the call does not end on this one, all for None. ``rank``
+        and ``source`` are indices into :attr:`ranks`.
+        """
+        if source is None or (self._agrees and rank == source and not by_tree):
+            return None  # a message over gloo ends on the rank that sends it once it is received
+        if self._agrees and by_tree:
+            above, below = _in_tree(self.ranks, rank, source)
+            return (*above, *below)
+        return () if rank == source else (self.ranks[source],)
 
     def close(self) -> None:
         """Release the communicator, if it is this group's own."""

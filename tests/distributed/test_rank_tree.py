@@ -69,6 +69,29 @@ def run_on(ranks: int, act: Any, patch: pytest.MonkeyPatch) -> tuple[list[Any], 
     return [results[rank] for rank in numbers], post.sent
 
 
+@pytest.mark.parametrize("agrees", [True, False])
+def test_a_broadcast_needs_the_path_to_its_source_and_the_ranks_below(agrees: bool) -> None:
+    """The source of a tensor over gloo awaits all: each message ends once it is received."""
+    ranks = range(10, 18)
+
+    def needs(rank: int, source: int, by_tree: bool) -> tuple[int, ...] | None:
+        log = CollectiveLog("calls", ranks, SECONDS)
+        group = RankGroup(ranks, rank, None, log, Watchdog(enabled=False), agrees)
+        return group._needs(ranks.index(rank), ranks.index(source), by_tree)
+
+    if not agrees:
+        assert needs(10, 10, True) == () and needs(17, 10, True) == (10,)
+        return
+    assert needs(10, 10, False) is None and needs(17, 10, False) == (10,)
+    assert [needs(rank, 10, True) for rank in (10, 14, 16, 17)] == [
+        (11, 12, 14),
+        (10, 15, 16),
+        (14, 10, 17),
+        (16, 14, 10),
+    ]
+    assert needs(12, 15, True) == (11, 15)
+
+
 @pytest.mark.parametrize("size", [10, 4 * FRAME])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 37])
 def test_messages_of_a_rank_grow_with_the_logarithm_of_the_ranks(

@@ -94,9 +94,17 @@ PARTED = {
     "sets a weight": (Job.set_a_weight, (0, 2, 3)),
     "catches an error in backward": (Job.raise_and_go_on, (0, 2, 3)),
     "destroys its engine": (Job.destroy, (0, 2, 3)),
+    "sends an object": (lambda job: get_world_group().broadcast_object("x", ODD), (0, 3)),
+    "sends a tensor": (lambda job: get_world_group().broadcast(torch.ones(3), ODD), (0, 3)),
     "waits elsewhere": (lambda job: hf_zero.distributed.world_group.barrier(), (0, 2, 3)),
 }
-FAST = [("more micro-batches", 2, 2), ("saves", 3, 2), ("catches an error in backward", 0, 2)]
+FAST = [
+    ("more micro-batches", 2, 2),
+    ("saves", 3, 2),
+    ("catches an error in backward", 0, 2),
+    ("sends an object", 3, 2),
+    ("sends a tensor", 3, 2),
+]
 # name, stage, steps before ODD parts
 ALL = [(name, stage, 2) for name, (_, stages) in PARTED.items() for stage in stages] + [
     ("sets a weight", 2, 0),
