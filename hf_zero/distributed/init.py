@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
 
@@ -65,7 +65,10 @@ def init_distributed(
     seconds = (
         timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or DEFAULT_TIMEOUT
     )
-    device = default_device()
+    known = rank if rendezvous is None else rendezvous.rank
+    if by_address and rank < 0:  # torch reads it from the address, too
+        known = int(parse_qs(urlsplit(init_method or "").query).get("rank", ["0"])[0])
+    device = default_device(max(known, 0))
     backend = backends_asked(backend, device)
     kinds.set_device(device)
     meeting = (

@@ -45,8 +45,11 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if is_initialized() else 1
 
 
-def get_local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", get_rank()))
+def get_local_rank(rank: int | None = None) -> int:
+    """Return the number of this rank on its host: LOCAL_RANK, or else ``rank``, by default that in
+    the process group.
+    """
+    return int(os.environ.get("LOCAL_RANK", get_rank() if rank is None else rank))
 
 
 def default_store() -> dist.Store:
@@ -75,9 +78,9 @@ def chosen_device() -> torch.device | None:
     return _chosen
 
 
-def default_device() -> torch.device:
+def default_device(rank: int | None = None) -> torch.device:
     """Return the device of this rank: its own GPU, or the CPU if there is none or if the launcher
-    or DS_ACCELERATOR forces it.
+    or DS_ACCELERATOR forces it. ``rank``: the number of this rank before there is a process group.
     """
     if _chosen is not None:
         return _chosen
@@ -87,7 +90,7 @@ def default_device() -> torch.device:
     )
     kind = None if forced else kinds.accelerator()
     if kind is not None:
-        return torch.device(kind, get_local_rank() % kinds.device_count())
+        return torch.device(kind, get_local_rank(rank) % kinds.device_count())
     return torch.device("cpu")
 
 

@@ -9,8 +9,10 @@ import socket
 from typing import Any
 
 import pytest
+import torch
 
-from hf_zero.distributed import rank_hosts
+from hf_zero.device import kinds
+from hf_zero.distributed import init, rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.rank_hosts import VARIABLES, choose_interface, interface_of
@@ -310,3 +312,41 @@ def test_an_interface_that_is_not_there_is_named(
     monkeypatch.setenv(VARIABLES[0], "lo,eth98")
     with pytest.raises(LaunchError, match=r"GLOO_SOCKET_IFNAME=lo,eth98: .* interface eth98;"):
         choose_interface("127.0.0.1", several_hosts=False)
+
+
+# ---- devices ----
+
+
+@in_one_item(
+    {
+        "variables": ({"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1"}, {}),
+        "arguments": ({}, {"init_method": "tcp://10.0.0.1:5000", "rank": 3, "world_size": 8}),
+        "an address": ({}, {"init_method": "tcp://10.0.0.1:5000?rank=3&world_size=8"}),
+        "LOCAL_RANK": (
+            {"LOCAL_RANK": "1"},
+            {"init_method": "tcp://10.0.0.1:5000", "rank": 3, "world_size": 8},
+        ),
+    }.values()
+)
+def test_a_rank_takes_its_device_before_it_joins(
+    case: tuple[dict[str, str], dict[str, Any]],
+) -> None:
+    """The same as once the process group knows its rank."""
+    environ, given = case
+    devices, patch = list[torch.device](), pytest.MonkeyPatch()
+
+    def joined(*_: Any) -> None:
+        raise InterruptedError
+
+    with patch.context() as patch, pytest.raises(InterruptedError):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+            patch.delenv(name, raising=False)
+        for name, value in {**environ, "MASTER_PORT": "5000"}.items():
+            patch.setenv(name, value)
+        patch.setattr(kinds, "accelerator", lambda: "cuda")
+        patch.setattr(kinds, "device_count", lambda: 4)
+        patch.setattr(kinds, "set_device", devices.append)
+        patch.setattr(init, "wait_for_address", joined)
+        patch.setattr(init, "is_initialized", lambda: False)
+        init.init_distributed(**given)
+    assert devices == [torch.device("cuda", int(environ.get("LOCAL_RANK", 3)))]
