@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import BinaryIO
 
+from hf_zero.errors import LaunchError
 from hf_zero.launch.agent import GRACE_SECONDS
 from hf_zero.launch.plan import LaunchPlan, Start
 
@@ -61,10 +62,13 @@ class _Front:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ordered: set[int] = set()  # processes that have taken their order
         self._pumps: list[threading.Thread] = []
+        self._lost: list[BinaryIO] = []  # sinks that cannot be written
 
     def run(self) -> int:
         with ExitStack() as stack:
             for number in SIGNALS:
+                if signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # nohup
                 before = signal.signal(
                     number,
                     lambda caught, _: self._news.put(
@@ -83,13 +87,20 @@ class _Front:
     def _start(self, start: Start) -> None:
         # Each agent has its own session: Ctrl-C reaches this process only, which ends them in
         # order.
-        process = subprocess.Popen(
-            start.reached_by,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                start.reached_by,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            program = start.reached_by[0]
+            raise LaunchError(
+                f"{start.host.name} cannot be reached through {program}: {error}; install it, or "
+                "name another program with --ssh"
+            ) from error
         self._processes.append(process)
         assert process.stdout is not None and process.stderr is not None
         for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
@@ -196,10 +207,30 @@ class _Front:
             self._write(sink, prefix + line + b"\n")
 
     def _write(self, sink: BinaryIO, data: bytes) -> None:
-        # If the reader of our output is gone, discard the output: the ranks must not block.
-        with self._lock, suppress(BrokenPipeError):
-            sink.write(data)
-            sink.flush()
+        # What cannot be written is discarded: the ranks must not block.
+        with self._lock:
+            error = _write_to(sink, data)
+            # a reader that has gone, such as head, wants no more
+            if error is None or isinstance(error, BrokenPipeError) or sink in self._lost:
+                return
+            self._lost.append(sink)
+            streams = [sys.stdout.buffer, sys.stderr.buffer]
+            at = int(sink is streams[1])
+            _write_to(
+                streams[1 - at],
+                f"hf-zero: the standard {('output', 'error')[at]} cannot be written ({error}): "
+                "what the ranks print there is lost from here on, and they go on\n".encode(),
+            )
 
     def _say(self, text: str) -> None:
         self._write(sys.stderr.buffer, f"hf-zero: {text}\n".encode())
+
+
+def _write_to(sink: BinaryIO, data: bytes) -> OSError | None:
+    """Write ``data``; return the error if that is impossible."""
+    try:
+        sink.write(data)
+        sink.flush()
+    except OSError as error:
+        return error
+    return None

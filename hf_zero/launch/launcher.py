@@ -29,6 +29,8 @@ HANDLED = "PET_SIGNALS_TO_HANDLE"  # the default of --signals-to-handle of torch
 STOPPED = (-signal.SIGTERM, -signal.SIGABRT)  # ends of ranks that follow another
 LONGEST = 160  # characters of an error that are repeated at the end
 # messages of torchrun and accelerate launch about a rendezvous port in use
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+IGNORED = signal.SIG_IGN  # of SIGHUP under nohup
 TAKEN = re.compile(r"port:? `?(\d+).*(?:EADDRINUSE|another process is utilizing it)", re.DOTALL)
 LOGGERS = (
     "torch.distributed.elastic.multiprocessing.api",
@@ -46,7 +48,8 @@ def main() -> int:
     launcher = sys.argv[1]
     sys.argv = sys.argv[1:]
     # torchrun hands these to the ranks; any other signal ends it and leaves them behind
-    os.environ.setdefault(HANDLED, "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    handled = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) is not IGNORED]
+    os.environ.setdefault(HANDLED, ",".join(handled))
     whole = shows_tracebacks()
     for name in () if whole else LOGGERS:
         logging.getLogger(name).addFilter(_wanted)

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from hf_zero.distributed.torchrun import RendezvousStore, start_ranks_whole
+from hf_zero.errors import LaunchError
 from hf_zero.launch import launcher
 from hf_zero.launch.front import carry_out
 from hf_zero.launch.hosts import Host
@@ -139,6 +140,50 @@ def test_a_signal_ends_all_and_is_told(tmp_path: Path) -> None:
     assert all(gone(int(path.read_text())) for path in pids)
 
 
+def test_nohup_holds(tmp_path: Path) -> None:
+    """A signal that is ignored as the launch begins stays ignored."""
+    here, go = tmp_path / "here", tmp_path / "go"
+    line = f"touch {here}; while ! [ -e {go} ]; do sleep 0.05; done; echo trained"
+    process = subprocess.Popen(
+        ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", sys.executable, "-c", FRONT, line],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        limit = time.monotonic() + 300.0
+        while not here.exists():
+            assert time.monotonic() < limit and process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGHUP)
+        go.touch()
+        out, _ = process.communicate(timeout=300.0)
+    finally:
+        end_group(process)
+    assert (process.returncode, out) == (0, "trained\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_under_the_output_holds_up_no_rank() -> None:
+    line = "i=0; while [ $i -lt 3000 ]; do echo " + "x" * 100 + "; i=$((i+1)); done; echo end >&2"
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", FRONT, line, line],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300.0,
+        )
+    assert done.stderr.count("the standard output cannot be written ([Errno 28] No space") == 1
+    assert "[a] end" in done.stderr and "[b] end" in done.stderr
+
+
+def test_a_program_that_reaches_no_host_is_named() -> None:
+    start = Start(Host("far", (0,)), ["true"], {}, ["no-such-ssh", "far", "true"], here=False)
+    with pytest.raises(LaunchError, match=r"far cannot be reached through no-such-ssh: .* --ssh"):
+        carry_out(LaunchPlan([start, start], None))
+
+
 # ---- failures of ranks ----
 
 LONG = "which says at length what else is to be known about it and what might be done, " * 2
@@ -185,19 +230,25 @@ def test_a_signal_keeps_its_exit_code_with_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ends(*_: Any, **__: Any) -> None:
-        assert "SIGUSR1" in os.environ[launcher.HANDLED], "it would end torchrun, not its ranks"
+        handled = os.environ[launcher.HANDLED].split(",")
+        assert "SIGUSR1" in handled, "it would end torchrun, not its ranks"
+        assert ("SIGHUP" in handled) is (hung_up is signal.SIG_DFL), "nohup"
         raise api.SignalException("got signal: 15", sigval=signal.SIGTERM)
 
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr(launcher.runpy, "run_module", ends)
     monkeypatch.setattr(dist, "TCPStore", dist.TCPStore)  # which main replaces in its process
-    for shown in ("0", "1"):
+    before = signal.getsignal(signal.SIGHUP)
+    for shown, hung_up in (("0", signal.SIG_DFL), ("1", signal.SIG_IGN)):
         monkeypatch.setattr(sys, "argv", ["launcher.py", "torch.distributed.run"])
+        monkeypatch.delenv(launcher.HANDLED, raising=False)
+        signal.signal(signal.SIGHUP, hung_up)
         monkeypatch.setenv("HF_ZERO_TRACEBACK", shown)
         assert launcher.main() == 128 + signal.SIGTERM
         said = capsys.readouterr().err
         assert said.endswith("hf-zero launch: this launcher was ended by SIGTERM\n")
         assert ("Traceback" in said) is (shown == "1")
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_while_ranks_are_started_leaves_none_behind(
