@@ -163,7 +163,7 @@ def plan(request: Request, default_ranks: Callable[[], int]) -> LaunchPlan:
         is_local = local or host.name == LOCAL or is_here(host.name)
         only = len(hosts) == 1 and is_local
         environment = exported(
-            {} if only or local else os.environ, request.export, request.env_files
+            os.environ, request.export, request.env_files, families=not (only or local)
         )
         if not (only or local):
             environment[HOST_NAME] = host.name
@@ -351,10 +351,13 @@ def _kind(request: Request, module: str, no_python: str) -> list[str]:
 
 
 def exported(
-    environ: Mapping[str, str], names: Sequence[str] = (), files: Sequence[Path] = ()
+    environ: Mapping[str, str],
+    names: Sequence[str] = (),
+    files: Sequence[Path] = (),
+    families: bool = True,
 ) -> dict[str, str]:
-    """Return the variables to export: those of the families above, then the lines of ``files``,
-    then ``names`` (``NAME``, or ``NAME=VALUE``).
+    """Return the variables to export: with ``families`` those of the families above, then the lines
+    of ``files``, then ``names`` (``NAME``, or ``NAME=VALUE``).
 
     Raises LaunchError for a name that is not set in ``environ``, and for a line that is not
     NAME=VALUE.
@@ -362,7 +365,7 @@ def exported(
     out = {
         name: value
         for name, value in environ.items()
-        if name.startswith(FAMILIES) and name not in KEPT
+        if families and name.startswith(FAMILIES) and name not in KEPT
     }
     for path in files:
         out.update(_read(path))

@@ -273,6 +273,16 @@ def test_variables_that_go_along(tmp_path: Path) -> None:
     assert own == go_along | {"HF_HOME": "/elsewhere", "FROM_FILE": "a b"} | asked
 
 
+def test_a_variable_that_is_asked_for_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The families are in the environment of its ranks anyway."""
+    monkeypatch.setenv("MINE", "x=y")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    (start,) = made(export=("MINE",)).starts
+    assert start.environment["MINE"] == "x=y" and "NCCL_DEBUG" not in start.environment
+    with pytest.raises(LaunchError, match="--export UNSET: it is not set here"):
+        made(export=("UNSET",))
+
+
 def test_variables_that_cannot_go_along(tmp_path: Path) -> None:
     file = tmp_path / "env"
     for asked, says in (
