@@ -184,7 +184,8 @@ def _tiles(run: RecordedRun, named: bool) -> str:
     summary = run.summary()
     tiles = [("steps", f"{summary['steps']:,}", counted(summary["restarts"], "restart"))]
     if "loss" in summary:
-        tiles.append(("loss", f"{summary['loss']:.4g}", "of the last step"))
+        loss = "not finite" if summary["loss"] is None else f"{summary['loss']:.4g}"
+        tiles.append(("loss", loss, "of the last step"))
     for name, what in (("tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s")):
         if name in summary:
             tiles.append((what, in_numbers(summary[name]), "median, all ranks"))
@@ -377,4 +378,5 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the names and values of a summary for a table of text."""
     for name, value in summary.items():
         text = in_units(value) if name.endswith("_bytes") else value
+        text = "not finite" if value is None else text
         yield name, f"{text:.6g}" if isinstance(text, float) else str(text)

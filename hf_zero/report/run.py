@@ -98,11 +98,13 @@ class RecordedRun:
         return [row[name] for row in self.steps if row.get(name) is not None]
 
     def summary(self) -> dict[str, Any]:
-        """Return the run in a few numbers: last loss, medians of rates, most bytes by tier."""
+        """Return the run in a few numbers: loss and the like of the last step that has them, None
+        if they are not finite; medians of rates, most bytes by tier.
+        """
         figures: dict[str, Any] = {"run": self.name, "steps": self.steps[-1]["step"]}
         for name in ("loss", "learning_rate", "grad_norm", "loss_scale"):
-            if values := self.figure(name):
-                figures[name] = values[-1]
+            if having := [row for row in self.steps if name in row]:
+                figures[name] = having[-1][name]
         for name in ("step_ms", "samples_per_second", "tokens_per_second", "mfu", "wire_bytes"):
             if values := self.figure(name):
                 figures[name] = median(values)

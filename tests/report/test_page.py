@@ -20,7 +20,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.measures.metrics_file import read_metrics, read_rows
 from hf_zero.report import charts, write_report
-from hf_zero.report.page import in_numbers
+from hf_zero.report.page import in_numbers, summary_lines
 from hf_zero.report.run import SPEEDS, RecordedRun, read_run
 from hf_zero.report.timeline import read_timeline
 from tests.helpers.cells import fast
@@ -96,6 +96,14 @@ def test_a_run_is_read_whole(folders: Path) -> None:
     found = run.summary()
     assert (found["run"], found["steps"], found["restarts"]) == ("three", STEPS + AGAIN, 1)
     assert found["loss"] == list(read_metrics(folders / "three"))[-1]["loss"]
+
+
+def test_a_loss_that_is_not_finite_is_that_of_the_last_step(tmp_path: Path) -> None:
+    rows = [{"step": step, "loss": 2.25 if step < 3 else None} for step in range(1, 6)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path, (found,) = write_report(tmp_path)
+    assert found["loss"] is None and ("loss", "not finite") in summary_lines(found)
+    assert "<dt>loss</dt><dd>not finite</dd><small>of the last step</small>" in path.read_text()
 
 
 def test_a_page_has_the_figures_and_loads_nothing(
