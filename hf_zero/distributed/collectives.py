@@ -41,6 +41,7 @@ from hf_zero.distributed.watchdog import Watchdog
 
 DEFAULT_TIMEOUT = 1800.0
 MARGIN_SECONDS = 30.0  # between our timeout, which names ranks, and the backend's
+DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)  # of this rank alone
 SMALL_NUMEL = 6  # sums of at most this many numbers carry a code of their collective
 # backends whose works are completed when their wait returns
 BLOCKING = ("gloo", "threaded", "fake")
@@ -102,7 +103,7 @@ class Handle:
         self._free = free
         self._finish = finish
         self._follows = follows
-        self._failure: RuntimeError | None = None
+        self._failure: BaseException | None = None
 
     def finish_with(self, finish: Callable[[], None]) -> None:
         """Have the first wait call ``finish`` once the collective is done."""
@@ -110,13 +111,13 @@ class Handle:
 
     def wait(self) -> None:
         """Block (on a GPU: make the current stream wait) until the collective is done. After a
-        failure, every wait raises it.
+        failure, every wait raises it; after an interrupt, the next one goes on.
         """
         if not self._works:
             if self._failure is not None:
                 raise self._failure
             return
-        works, self._works = self._works, []
+        works, waited = self._works, 0
         watchdog = self._watchdog
         if not watchdog.started:
             watchdog.start()
@@ -126,9 +127,14 @@ class Handle:
             try:
                 for work in works:
                     work.wait()
+                    waited += 1
             finally:
                 watchdog.current = outer
+                self._works = works[waited:]
         except RuntimeError as error:
+            self._works, self._failure = [], error
+            if isinstance(error, DEVICE_ERRORS):
+                raise
             self._failure = watchdog.explain_failure(self._pending, error)
             raise self._failure from error
         if self._follows is not None and not graphs.capturing():
@@ -138,7 +144,11 @@ class Handle:
             is_over = partial(_are_completed, works) if event is None else event.query
             watchdog.follow(self._pending, is_over, self._follows)
         if self._finish is not None:
-            self._finish()
+            try:
+                self._finish()
+            except BaseException as error:
+                self._failure = error
+                raise
 
     def reduce_into(self, out: torch.Tensor, accumulate: bool, scale: float) -> None:
         """Wait, then set ``out = scale * sum`` or, if ``accumulate``, ``out += scale * sum``.
@@ -257,7 +267,7 @@ class _Starting:
             self._span.__exit__(kind, error, trace)
         if error is not None and self._pending.log is not None:
             self._pending.log.abandon(self._pending.number, self._pending.what)
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError) and not isinstance(error, DEVICE_ERRORS):
             raise self._watchdog.explain_failure(self._pending, error) from error
 
 

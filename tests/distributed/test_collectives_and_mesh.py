@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_zero.distributed import communicators, flat_mesh, init, mesh, process_group, world_group
-from hf_zero.distributed.collective_log import CollectiveStats, PendingCollective
-from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
+from hf_zero.distributed.collectives import Handle, _Starting
 from hf_zero.distributed.flat_mesh import DimMaker
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.watchdog import Watchdog
@@ -112,6 +112,53 @@ def test_the_end_of_a_reduction(case: tuple[int, torch.dtype, float, bool]) -> N
     if wire == torch.float32 and not accumulate:
         Handle([], OFF, PendingCollective("reduction"), fresh).reduce_into(fresh[0], False, scale)
         assert torch.equal(fresh[0], want)
+
+
+class Failing:
+    """A work whose first wait raises ``error``, if there is one."""
+
+    def __init__(self, error: BaseException | None = None):
+        self.error, self.waits = error, 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
+def handle(works: Sequence[Failing], **given: Any) -> tuple[Handle, Watchdog]:
+    watchdog = Watchdog(enabled=False)
+    pending = CollectiveLog("gathers", (0, 1), 9.0).issue("all-gather of a unit")
+    return Handle(works, watchdog, pending, **given), watchdog
+
+
+def test_a_wait_that_was_interrupted_goes_on() -> None:
+    works, ends = [Failing(), Failing(KeyboardInterrupt()), Failing()], list[int]()
+    waiting, _ = handle(works, finish=lambda: ends.append(1))
+    with pytest.raises(KeyboardInterrupt):
+        waiting.wait()
+    for _ in range(2):
+        waiting.wait()
+    assert [work.waits for work in works] == [1, 2, 1] and ends == [1]
+
+
+def test_every_wait_raises_what_its_end_has_raised() -> None:
+    waiting, _ = handle([Failing()], finish=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            waiting.wait()
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_an_error_of_the_device_is_no_lost_connection(kind: type[RuntimeError]) -> None:
+    waiting, watchdog = handle([Failing(kind("of this device"))])
+    for _ in range(2):
+        with pytest.raises(kind, match="of this device"):
+            waiting.wait()
+    with pytest.raises(kind), _Starting(watchdog, waiting._pending, "all_gather", "a unit", 4):
+        raise kind("of this device")
+    assert not watchdog.verdict
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))

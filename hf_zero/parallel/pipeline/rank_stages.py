@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hf_zero.distributed.collectives import DEVICE_ERRORS
 from hf_zero.distributed.stage_messages import Activations, StageMessages
 from hf_zero.errors import ConfigError
 from hf_zero.ops.operators import GradientContext
@@ -367,6 +368,8 @@ def _is_of_a_message(error: RuntimeError) -> bool:
     while trace is not None:
         where = trace.tb_frame.f_globals.get("__name__", "")
         function, trace = trace.tb_frame.f_code.co_name, trace.tb_next
+    if isinstance(error, DEVICE_ERRORS):
+        return False
     if where == "torch.distributed.pipelining.schedules":
         return function in ("_batch_p2p", "_wait_batch_p2p")
     return where.startswith("torch.distributed.dist")
