@@ -66,7 +66,7 @@ def whole_state_dict(
         return None
     names = WholeNames(engine.module)
 
-    def fill(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    def fill(module: nn.Module, state: dict[str, object], prefix: str) -> None:
         left_out: set[str] = set()
         for name, parameter in module._parameters.items():
             if not isinstance(parameter, OwnedParameter):
