@@ -91,7 +91,7 @@ class StepTrace:
         described = engine.global_rank, socket.gethostname(), self._met
         ranks = job.all_gather_object(described, "ranks of a trace")
         # all ranks join the gather, whatever their disks refuse
-        with _Received() as received:
+        with _ReceivedEvents() as received:
             job.gather_bytes(self._events(engine), received.take, "traces")
             if engine.global_rank == 0:
                 self._write(
@@ -166,7 +166,7 @@ class StepTrace:
         self._profile.stop()
 
 
-class _Received:
+class _ReceivedEvents:
     """Context manager of a temporary folder with the events of ranks: ``files``, by their places.
     ``error``: what lost some of them.
     """
@@ -176,7 +176,7 @@ class _Received:
         self.error: OSError | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def __enter__(self) -> _Received:
+    def __enter__(self) -> _ReceivedEvents:
         return self
 
     def __exit__(self, *raised: object) -> None:
