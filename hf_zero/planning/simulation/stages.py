@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from hf_zero.distributed.process_group import Waitable
     from hf_zero.parallel.pipeline.engine import PipelineTraining
 
-COMPUTED = 2  # micro-batches: the first, and one that the others are like
+# micro-batches: the first, the first that adds gradients to others, and one that the rest is like
+COMPUTED = 3
 CALLS = (
     "get_fwd_recv_ops", "forward_one_chunk", "get_fwd_send_ops",
     "get_bwd_recv_ops", "backward_one_chunk", "get_bwd_send_ops",
