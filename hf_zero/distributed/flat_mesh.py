@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -209,11 +209,17 @@ class MeshOptions:
 DATA_PARALLEL = MeshOptions()
 
 
+class Owner(Protocol):
+    """The holder of communicators, which closes them at the end of an engine."""
+
+    def hold(self, *made: MeshDim | RankGroup) -> None: ...
+
+
 class FlatMeshMaker:
     """Make the meshes of one engine's flat buffers, on all ranks of the job in the same order.
 
-    ``shards``: size of the shard dimension of buffers held by all peers. :attr:`logs`: the
-    communicators made, by purpose.
+    ``shards``: size of the shard dimension of buffers held by all peers. ``owner`` holds each
+    dimension and group as soon as it is made. :attr:`logs`: the communicators made, by purpose.
     """
 
     def __init__(
@@ -224,7 +230,9 @@ class FlatMeshMaker:
         stats: CollectiveStats,
         shards: int,
         options: MeshOptions,
+        owner: Owner,
     ):
+        self._owner = owner
         self._maker, self._dims, self._name, self._stats = maker, dims, name, stats
         self._shards, self._options = shards, options
         self.logs: dict[str, CollectiveLog] = {}
@@ -249,6 +257,7 @@ class FlatMeshMaker:
         if self._options.updates and shards > 1:
             name_of_updates, quiet = f"{name} of updates", self._maker.watchdog.beside()
             updates = self._maker.make(rows, name_of_updates, self._stats, 1, quiet, over=over)
+            self._owner.hold(updates)
         if node > 1:
             nodes = [row[at : at + node] for row in rows for at in range(0, shards, node)]
             of_node = self._counted(nodes, f"{name} in a node", f" in a node{kind}", 1, over=over)
@@ -286,6 +295,7 @@ class FlatMeshMaker:
         over: dist.ProcessGroup | None = None,
     ) -> MeshDim:
         axis = self._maker.make(sets, name, self._stats, places, shares=shares, over=over)
+        self._owner.hold(axis)
         if axis.size > 1:
             for log in (axis.gathers, axis.reductions):
                 log.deferred = get_world_group().deferred
@@ -305,7 +315,10 @@ class FlatMeshMaker:
         mine = next(ranks for ranks in sets if self._maker.rank in ranks)
         if len(mine) == 1:
             return None
-        return get_world_group().part(mine, group, self._maker.timeout, name)
+        part = get_world_group().part(mine, group, self._maker.timeout, name)
+        if group is not None:
+            self._owner.hold(part)
+        return part
 
     def sums(self, whole: FlatMesh) -> tuple[MeshDim, MeshDim]:
         """Return the dimension along which numbers of all ranks are summed, and the one along which

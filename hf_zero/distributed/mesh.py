@@ -81,26 +81,28 @@ class MeshResources:
         self.heartbeats: HostHeartbeats | None = None  # of which this engine is a holder
 
     def join(self, store: dist.Store, holders: int) -> None:
-        """Hold the keys in ``store``, the engine's own. The first of its ranks counts all
+        """Hold the keys in ``store``, the engine's own. The first rank of the job counts all
         ``holders`` before any of them can leave.
         """
         self._store = store
         if holders:
             store.add(HOLDERS, holders)
 
-    def hold(
-        self,
-        dims: Sequence[MeshDim],
-        groups: Sequence[RankGroup],
-        logs: Sequence[CollectiveLog],
-        server: Server | None,
-    ) -> None:
-        """Take over process groups and logs, and the thread that uses the store."""
+    def serve_by(self, server: Server) -> None:
+        """Hold the thread that uses the store."""
         self._server = server
-        self._dims, self._groups, self._logs = list(dims), list(groups), list(logs)
-        for axis in dims:
-            self._logs += [axis.gathers, axis.reductions]
-        self._logs += [group.log for group in groups]
+
+    def hold(self, *made: MeshDim | RankGroup | CollectiveLog) -> None:
+        """Take over process groups with their logs, and logs of groups that others close."""
+        for one in made:
+            if isinstance(one, MeshDim):
+                self._dims.append(one)
+                self._logs += [one.gathers, one.reductions]
+            elif isinstance(one, RankGroup):
+                self._groups.append(one)
+                self._logs.append(one.log)
+            else:
+                self._logs.append(one)
 
     def abandon(self) -> None:
         """Note that the engine was garbage-collected: :meth:`settle` closes what it left open."""
@@ -213,8 +215,11 @@ class Mesh:
             if options.nccl and backend != NCCL:
                 keys = ", ".join(f"nccl.{name}" for name in options.nccl)
                 log_rank0(f"{keys} has no effect: the communicators are of {backend}")
+        # before any of them is made: this may fail as well
+        weakref.finalize(self, self._resources.abandon).atexit = False
+        if self.dims.world > 1 and backend != "fake":
             logs["agreements"] = self._meet(host_timeout)
-            settle_all(world.unsettled)
+            settle_all(get_world_group().unsettled)
         making = FlatMeshMaker(
             DimMaker(self.rank, device, backend, self.watchdog, timeout, options.nccl),
             self.dims,
@@ -222,6 +227,7 @@ class Mesh:
             self.stats,
             shards,
             options,
+            self._resources,
         )
         self._of = {axes: making.flat_mesh(axes) for axes in options.cuts}
         self.uncut = self._of[()]
@@ -232,14 +238,6 @@ class Mesh:
         self.passes = PassTracker(
             self.name, self.rank, self.ranks, logs, self.watchdog, timeout, board
         )
-        serving = self.consensus.fetches.serving if self.consensus is not None else None
-        groups = [dim.group for dim in self._of.values()]
-        own_logs = [
-            group for group in groups if group is not None and len(group.ranks) < self.dims.world
-        ]
-        agreements = [log for role, log in logs.items() if role == "agreements"]
-        self._resources.hold(self.axes, own_logs, agreements, serving)
-        weakref.finalize(self, self._resources.abandon).atexit = False
 
     shard = property(attrgetter("uncut.shard"))
     replicate = property(attrgetter("uncut.replicate"))
@@ -273,12 +271,15 @@ class Mesh:
         log = CollectiveLog(f"agreements of {self.name}", self.ranks, self.timeout, native=False)
         if rank_status is not None:
             rank_status.register(log)
+        self._resources.hold(log)
+        # of all stages of a pipeline, which share the logs of its messages
+        store = dist.PrefixStore(f"{world.prefix}/{number}", default_store())
+        self._resources.join(store, self.dims.world if self.rank == 0 else 0)
         if self.world > 1:
-            shared = self._store()
-            self._resources.join(shared, self.world if self.rank == self.ranks[0] else 0)
             self.consensus = Consensus(
-                shared, self.rank, self.ranks, self.timeout, self.watchdog, log
+                self._store(), self.rank, self.ranks, self.timeout, self.watchdog, log
             )
+            self._resources.serve_by(self.consensus.fetches.serving)
         # Making groups blocks in native code, which cannot name a missing rank.
         identity = "" if rank_status is None else rank_status.identity
         identities = world.all_gather_object(identity, f"ranks at the making of {number}")
@@ -290,13 +291,20 @@ class Mesh:
             )
             if heartbeats is not None:
                 heartbeats.hold(host_timeout)
-                rank_status.watch_hosts(heartbeats)
                 self._resources.heartbeats = heartbeats
+                rank_status.watch_hosts(heartbeats)
         return log
 
     def _store(self) -> dist.Store:
-        """Return the job's store under the prefix of this engine."""
-        return dist.PrefixStore(f"{get_world_group().prefix}/{self.name}", default_store())
+        """Return the job's store under the prefix of this engine and stage of a pipeline."""
+        name = self.name.replace(" of stage ", "/stage ")
+        return dist.PrefixStore(f"{get_world_group().prefix}/{name}", default_store())
+
+    def hold(self, logs: Sequence[CollectiveLog]) -> None:
+        """Keep ``logs``, of other communicators of the engine, for the proofs of other ranks until
+        all ranks have left the engine.
+        """
+        self._resources.hold(*logs)
 
     def issue_before_others(self, issue: Callable[[], None]) -> None:
         """Have ``issue``, a method whose object is held weakly, called before each collective of

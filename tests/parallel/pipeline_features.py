@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import copy
+import gc
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.distributed.flat_mesh import DimMaker
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.distributed.process_group import default_store
 from hf_zero.distributed.world_group import get_world_group
+from hf_zero.errors import ConfigError
 from hf_zero.parallel.pipeline.module import LayerSpec, set_random_seed
 from tests.parallel.pipelines import (
     CLIP,
@@ -246,19 +254,34 @@ def check_uneven(first, answers, readers):
 
 
 def communicators(rank, world, folder):
-    """Whether others find the log of this stage's ranks, and the names of those of tied weights."""
+    """Whether others find the log of this stage's ranks; the names of logs and keys of engines that
+    remain after one could not be made and another has ended.
+    """
+    module = pipeline(2, world)
+    with (
+        patch.object(DimMaker, "_check_connections", side_effect=ConfigError("in a test")),
+        pytest.raises(ConfigError),
+    ):
+        Mesh(world // 2, torch.device("cpu"), 60.0, parallel=get_parallel())
+    gc.collect()
+    start(module).destroy()
     engine = start(pipeline(2, world))
     logs, peers = get_world_group().watchdog.rank_status.logs, engine.mesh.peers
     found = logs[peers.log.name] is peers.log
-    tied = sorted(name for name, log in logs.items() if "tied" in name and not log.closed)
+    keys = [key for key in default_store().list_keys() if "holders" in key]
+    names = [name for name in logs if "engine" in name]
+    number = engine.mesh.name.partition(" of stage ")[0]
+    get_world_group().barrier()
     engine.destroy()
-    return found, tied
+    return found, number, names, keys
 
 
 def check_communicators(answers, readers):
-    for found, tied in answers:
+    for found, number, names, keys in answers:
         assert found
-        assert tied and all("engine " in name for name in tied)
+        assert all(re.search(rf"{number}\b", name) for name in names), (number, names)
+        assert all(any(part in name for name in names) for part in ("tied", "messages"))
+        assert [key.split("/")[-2:] for key in keys] == [[number, "holders"]]
 
 
 # ---- stopping ----

@@ -66,10 +66,12 @@ class PipelineTraining(TrainingEngine):
             module.set_checkpoint_interval(self.config.pipeline.activation_checkpoint_interval)
         name = mesh.name.partition(" of stage ")[0]  # the same on all stages
         self.tied = TiedParameters(self.module, groups, name, mesh.timeout)
+        mesh.hold(self.tied.logs)
         super()._build(plan, mesh, installed)
         self.tied.check(self.flats)
         installed.callback(self.tied.close)
         messages = StageMessages.over(groups, name, mesh.timeout)
+        mesh.hold(messages.logs)
         installed.callback(messages.close)
         count = self.module.num_stages * self.module.stages_per_rank
         stages = [

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hf_zero.distributed import init, process_group
+from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import ParallelGroups, get_parallel, init_parallel
@@ -293,6 +294,11 @@ class TiedParameters:
     def axes(self) -> list[MeshDim]:
         """The dimensions over which gradients of tied parameters are summed."""
         return list(self._along.values())
+
+    @property
+    def logs(self) -> list[CollectiveLog]:
+        """The logs of its communicators."""
+        return [log for along in self.axes for log in (along.gathers, along.reductions)]
 
     def close(self) -> None:
         for along in self._along.values():
