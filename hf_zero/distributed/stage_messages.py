@@ -431,6 +431,12 @@ def _header(activations: Activations, single: bool) -> list[int]:
     for activation in activations:
         if activation is None:
             numbers.append(-1)
+        elif activation.dtype not in DTYPES:
+            raise PartitionError(
+                f"a stage of the pipeline passes on a tensor of {activation.dtype}; pass one of "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}, a complex "
+                "one as torch.view_as_real of it"
+            )
         else:
             numbers += [
                 DTYPES.index(activation.dtype),

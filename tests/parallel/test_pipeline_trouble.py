@@ -14,7 +14,7 @@ from hf_zero.distributed import stage_messages
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.stage_messages import StageMessages
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.errors import RankMismatchError
+from hf_zero.errors import PartitionError, RankMismatchError
 from tests.helpers.cells import in_one_item
 from tests.helpers.processes import run_processes
 from tests.parallel.pipelines import batches, config, pipeline, sgd
@@ -103,3 +103,9 @@ def test_a_message_of_another_run(monkeypatch):
         "rank 1 awaits micro-batch 0 of stage 0 in run 2 of the pipeline (training), and rank 0 "
         "has sent micro-batch 0 of stage 0 in run 1 of the pipeline (evaluation): an exception has "
     )
+
+
+def test_a_dtype_that_no_message_has_is_named():
+    complex_numbers = torch.zeros(1, dtype=torch.complex64)
+    with pytest.raises(PartitionError, match=r"of torch\.complex64; pass one of .*_as_real"):
+        stage_messages._header((complex_numbers,), True)
