@@ -209,7 +209,7 @@ class MeshOptions:
 DATA_PARALLEL = MeshOptions()
 
 
-class Owner(Protocol):
+class CommunicatorHolder(Protocol):
     """The holder of communicators, which closes them at the end of an engine."""
 
     def hold(self, *made: MeshDim | RankGroup) -> None: ...
@@ -230,7 +230,7 @@ class FlatMeshMaker:
         stats: CollectiveStats,
         shards: int,
         options: MeshOptions,
-        owner: Owner,
+        owner: CommunicatorHolder,
     ):
         self._owner = owner
         self._maker, self._dims, self._name, self._stats = maker, dims, name, stats
