@@ -51,6 +51,10 @@ LOOKED_AT = ["version", "digested", "leader", "ends", "resumes"]
 SCRIPT = "script"  # state of a rank whose script waits in its own collective
 
 
+class StoreSilent(RuntimeError):
+    """A call that the ranks' store has not answered, and may yet: its process may be stopped."""
+
+
 class RankStatus:
     """One rank's entry in ``store``, and its view of the entries of the others.
 
@@ -79,6 +83,7 @@ class RankStatus:
         self.statements = 0  # of ranks that go on after an exception (recovery.py)
         self._diagnosed: tuple[object, HangDiagnosis | None] = (None, None)
         self._gone = False  # the store is gone: torch prints a stack for every failing call
+        self._silent = False  # whether it has left the last look without an answer
         self._lock, self._posting = threading.RLock(), threading.RLock()
         self._process = os.getpid()
         self.identity = _identity(self._process)
@@ -142,6 +147,8 @@ class RankStatus:
         """Return the answer of the store to ``call``; None once it is gone."""
         try:
             return None if self._gone else getattr(self._store, call)(*args)
+        except StoreSilent:
+            return None  # it is read once the store answers
         except RuntimeError:
             self._gone = True  # no rank can read
             return None
@@ -169,6 +176,9 @@ class RankStatus:
             try:
                 if not self._gone:
                     self._look()
+                    self._silent = False
+            except StoreSilent:
+                self._silent = True
             except RuntimeError:
                 self._gone = True
             return None if self._gone and not self._unreachable() else self._known()
@@ -271,6 +281,8 @@ class RankStatus:
         try:
             if not self._gone:
                 self._learn_identities([rank])
+        except StoreSilent:
+            pass
         except RuntimeError:
             self._gone = True
         return rank in self._identities
@@ -410,7 +422,7 @@ class RankStatus:
             if posts is None:
                 return self._without_store()
             if time.monotonic() >= limit:
-                return None
+                return self._without_store() if self._silent else None
             time.sleep(pause)
         raise AssertionError("pauses are endless")
 

@@ -29,6 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_zero.distributed.collective_log import PendingCollective
+from hf_zero.distributed.rank_status import StoreSilent
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logging import logger
@@ -53,13 +54,22 @@ def next_pause(waited: float, ranks: int = 1) -> float:
 
 
 class TimeoutStore:
-    """Calls of ``store`` for posts, all from one thread, each limited to ``seconds``; RuntimeError
-    if it does not answer.
+    """Calls of ``store`` for posts, all from one thread, each limited to ``seconds``: StoreSilent
+    if it does not answer; another RuntimeError if it has not for ``patience`` seconds, by default
+    as many, or is gone.
     """
 
-    def __init__(self, store: dist.Store, seconds: float = TIMEOUT_SECONDS):
+    def __init__(
+        self,
+        store: dist.Store,
+        seconds: float = TIMEOUT_SECONDS,
+        patience: float | None = None,
+    ):
         self._store = store.clone() if hasattr(store, "clone") else store
-        self._seconds = seconds
+        self._seconds, self._patience = seconds, seconds if patience is None else patience
+        # seconds without an answer, and the end of the last call; the time for which this process
+        # was stopped itself is left out
+        self._silent, self._called = 0.0, 0.0
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -72,7 +82,8 @@ class TimeoutStore:
         """Wait ``seconds`` more for an answer, and no longer once ``is_lost()``: heartbeats tell a
         host that is gone from one whose processes are stopped for a while.
         """
-        self._seconds, self._host_is_lost = TIMEOUT_SECONDS + seconds, is_lost
+        self._seconds = self._patience = TIMEOUT_SECONDS + seconds
+        self._host_is_lost = is_lost
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key, value)
@@ -115,14 +126,22 @@ class TimeoutStore:
                 self._thread.start()
         call = _Call(name, args)
         self._calls.put(call)
+        seconds = self._seconds
+        if self._silent:  # the thread is still in an earlier call, or has just left it
+            self._silent += min(time.monotonic() - self._called, seconds)
+            seconds /= SLICES
         # In slices: if another thread held the interpreter's lock for longer, or the process was
         # suspended, one slice is over at once, and the others still wait.
         for _ in range(SLICES):
-            if call.done.wait(self._seconds / SLICES) or self._host_is_lost():
+            if call.done.wait(seconds / SLICES) or self._host_is_lost():
                 break
         if not call.done.is_set():
-            self._lost = True
-            raise RuntimeError(f"the ranks' store has not answered for {self._seconds:g} s")
+            self._silent, self._called = self._silent + seconds, time.monotonic()
+            self._lost = self._silent >= self._patience or self._host_is_lost()
+            raise (RuntimeError if self._lost else StoreSilent)(
+                f"the ranks' store has not answered for {self._silent:g} s"
+            )
+        self._silent = 0.0
         if call.error is not None:
             raise call.error
         return call.answer

@@ -44,7 +44,7 @@ from hf_zero.distributed.process_group import (
 )
 from hf_zero.distributed.rank_status import RankStatus, first_line
 from hf_zero.distributed.recovery import RecoveryBoard
-from hf_zero.distributed.store import TimeoutStore
+from hf_zero.distributed.store import STORE_SECONDS, TimeoutStore
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError, RankMismatchError
 
@@ -386,7 +386,8 @@ class WorldGroup(RankGroup):
             self.prefix += f"/{number}"
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             # a separate client: calls on a shared one block each other
-            attempt_store = TimeoutStore(dist.PrefixStore(str(number), shared))
+            posts = dist.PrefixStore(str(number), shared)
+            attempt_store = TimeoutStore(posts, patience=STORE_SECONDS)
             rank_status = RankStatus(attempt_store, rank, self.world, None if agent else 0)
             self.recovery_board = RecoveryBoard(attempt_store, rank)
         watchdog = Watchdog(

@@ -20,7 +20,7 @@ import hf_zero
 from hf_zero.distributed import rank_requests, rank_status
 from hf_zero.distributed import store as job_store
 from hf_zero.distributed.consensus import Consensus
-from hf_zero.distributed.rank_status import RankStatus
+from hf_zero.distributed.rank_status import RankStatus, StoreSilent
 from hf_zero.distributed.store import RollCall, StoreMessages, TimeoutStore
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import LaunchError, RankMismatchError
@@ -47,6 +47,27 @@ def test_a_store_that_does_not_answer_is_given_up_once() -> None:
         with pytest.raises(RuntimeError, match="does not answer"):
             call()
     silent.watching.set()
+
+
+def test_a_store_whose_process_was_stopped_is_asked_again() -> None:
+    """A wait ends by it only once it has not answered for long; what was posted arrives."""
+    silent, posted = Silent(), list[str]()
+    silent.set = lambda key, value: posted.append(key)  # type: ignore[attr-defined]
+    store = TimeoutStore(silent, 0.05, patience=60.0)
+    for call in (lambda: store.check(["a"]), lambda: store.set("a", "x")):
+        with pytest.raises(StoreSilent, match="has not answered for"):
+            call()
+    silent.watching.set()
+    limit = time.monotonic() + 60.0
+    while not posted and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert posted == ["a"] and store.check(["a"])
+    lost = TimeoutStore(Silent(), 0.05, patience=0.09)
+    for error in (StoreSilent, RuntimeError):
+        with pytest.raises(error) as raised:
+            lost.check(["a"])
+        assert raised.type is error
+        time.sleep(0.05)
 
 
 class Locking:

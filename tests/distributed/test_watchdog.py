@@ -21,7 +21,7 @@ from hf_zero.distributed import rank_status as module
 from hf_zero.distributed import watchdog as watching
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.hang_proofs import StatusPost, diagnose_hang
-from hf_zero.distributed.rank_status import RankStatus
+from hf_zero.distributed.rank_status import RankStatus, StoreSilent
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import PartitionError, RankMismatchError
 from tests.helpers.cells import in_one_item
@@ -413,6 +413,30 @@ def test_a_store_that_is_gone_is_asked_once_and_its_rank_named() -> None:
     assert rank_status.diagnose(native) is None, "the backend tells of that"
     said = "the launcher, which hosts the ranks' store, is gone or cannot be reached"
     assert RankStatus(store, 1, 2).failure_cause(0.0) == said
+
+
+def test_a_store_that_is_silent_proves_nothing() -> None:
+    store: Any = dist.HashStore()
+    answers = [True]
+
+    class Stopped:
+        def __getattr__(self, name: str) -> Any:
+            if not answers[0]:
+                raise StoreSilent("the ranks' store has not answered for 5 s")
+            return getattr(store, name)
+
+    here, there = RankStatus(Stopped(), 0, 2), RankStatus(store, 1, 2)
+    log = here.register(CollectiveLog("agreements", (0, 1), 60.0, native=False))
+    pending = log.issue("agreement")
+    answers[0] = False
+    here.publish("waits", pending=pending)
+    assert here.diagnose(pending) is None and not here.exit_reasons([1])
+    said = "the launcher, which hosts the ranks' store, is gone or cannot be reached"
+    assert here.failure_cause(0.0) == said, "of a connection that is lost as well"
+    there.publish("failed", "ValueError: it")
+    answers[0] = True
+    verdict = here.diagnose(pending)
+    assert verdict is not None and "rank 1 has failed: ValueError: it" in verdict.text
 
 
 def test_a_rank_is_gone_once_its_interpreter_has_ended_and_not_before() -> None:
