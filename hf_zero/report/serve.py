@@ -99,8 +99,9 @@ class _PageHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with the page, or with what has changed in it."""
-        names = [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]
-        if self.headers.get("Host") not in names:  # a site whose name leads here
+        # Of a browser that reached it through another port, as ssh forwards it, too; not of a site
+        # whose name leads here.
+        if self.headers.get("Host", "").partition(":")[0] not in (HOST, "localhost"):
             self.send_error(HTTPStatus.FORBIDDEN)
         elif self.path == "/":
             self._answer("text/html; charset=utf-8", self.server.page(), None)

@@ -107,7 +107,13 @@ def test_only_this_machine_is_answered(run: Path, tmp_path: Path) -> None:
         for path in ("run.json?", "secret", "../run/secret", "metrics.jsonl"):
             with pytest.raises(HTTPError, match="404"):
                 urlopen(server.url + path)
-        for host, status in ((f"localhost:{server.server_port}", 200), ("elsewhere.org", 403)):
+        for host, status in (
+            (f"localhost:{server.server_port}", 200),
+            ("localhost:8080", 200),
+            ("127.0.0.1", 200),
+            ("elsewhere.org", 403),
+            (f"localhost.elsewhere.org:{server.server_port}", 403),
+        ):
             asked = http.client.HTTPConnection("127.0.0.1", server.server_port)
             asked.request("GET", "/", headers={"Host": host})
             assert asked.getresponse().status == status
