@@ -172,7 +172,8 @@ def _of_host(spans: Iterable[Bar]) -> Iterator[Bar]:
             blocks[what].append(bar._replace(lane="compute", kind=what, name=unit))
         elif what == "all_gather" or what in COLLECTIVES:
             lane = "gathers" if what == "all_gather" else "reductions"
-            launched[lane, unit].append(bar._replace(lane=lane, kind=lane, name=unit))
+            first, _, _ = unit.partition("..")  # of a message of several units; its wait ends all
+            launched[lane, first].append(bar._replace(lane=lane, kind=lane, name=unit))
         elif what in ("wait_all_gather", "wait_reduction"):
             lane = "gathers" if what == "wait_all_gather" else "reductions"
             exposed = bar._replace(lane=lane, kind="exposed", name=f"wait for {unit}")

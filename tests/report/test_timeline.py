@@ -66,6 +66,21 @@ def test_the_spans_of_a_host(tmp_path: Path) -> None:
     assert row["updates"] * 1e3 == pytest.approx(60) and not row["transfers"]
 
 
+def test_a_message_of_several_units_is_in_flight_until_the_first_of_them_is_awaited(
+    tmp_path: Path,
+) -> None:
+    first, last = (f"blocks.{at}|trainable|float32" for at in (1, 0))
+    packed = [
+        event(303, 305, f"reduce_scatter {first}..{last}"),
+        event(401, 404, f"wait_reduction {first}"),
+        event(405, 406, f"wait_reduction {last}"),
+    ]
+    steps = [each for each in STEP if "reduc" not in each["name"]]
+    found = read_timeline(write(tmp_path / "t.json.gz", [*steps, *packed]))
+    (bar,) = [bar for bar in found.bars if bar.kind == "reductions" and bar.name != "norm"]
+    assert (bar.name, bar.begin + 15, bar.end + 15) == (f"{first}..{last}", 303, 404)
+
+
 def test_the_kernels_of_a_device(tmp_path: Path) -> None:
     """Communication is exposed where no other kernel runs; copies on the device are none."""
     device = [
