@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -421,8 +421,10 @@ MICROS = 4
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}  # stages of each rank
 
 
-def train_pipeline(schedule: str) -> list[float]:
-    """The losses of a pipeline; reports are left to be read."""
+def train_pipeline(schedule: str, look: Callable[[], None] = lambda: None) -> list[float]:
+    """The losses of a pipeline; reports are left to be read. Calls ``look`` before its end, which
+    releases its communicators.
+    """
     from tests.late import device
 
     hf_zero.init_distributed()
@@ -438,7 +440,9 @@ def train_pipeline(schedule: str) -> list[float]:
     engine, *_ = hf_zero.initialize(model=module, config=config)
     data = iter(pipelines.batches(MICROS * pipelines.STEPS))
     try:
-        return [float(engine.train_batch(data)) for _ in range(pipelines.STEPS)]
+        losses = [float(engine.train_batch(data)) for _ in range(pipelines.STEPS)]
+        look()
+        return losses
     finally:
         engine.destroy()
         device.synchronize_all()
