@@ -485,24 +485,6 @@ def test_files_that_are_removed_or_refused_end_no_training(rank, model, tmp_path
     assert any("before step 7 had ended; nothing is written" in line for line in heard_in_full)
 
 
-@on_each_rank(1)
-def test_a_full_temporary_folder_costs_a_trace_and_no_step(rank, model, tmp_path, heard_in_full):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    engine = measured(model, 1)
-    for at, (owner, name) in enumerate(((trace, "open"), (trace.tempfile, "TemporaryDirectory"))):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, name, full, raising=False)
-            engine.trace(steps=1, folder=str(tmp_path))
-            run_steps(engine, rank, range(at, at + 1), MICROS)
-    assert engine.global_steps == 2
-    engine.destroy()
-    said = [line for line in heard_in_full if "cannot be written" in line]
-    assert len(said) == 2 and all("No space left on device" in line for line in said)
-    assert not [*tmp_path.iterdir()]
-
-
 @in_turn("ends", [True, False])
 @on_each_rank(1)
 def test_two_engines_have_a_folder_each(rank, model, ends, tmp_path):
