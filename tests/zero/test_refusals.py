@@ -315,6 +315,12 @@ class Special(torch.Tensor):
         return Special(args[0])
 
 
+def with_table(value):
+    model = stack()
+    model.blocks[1].register_buffer("table", value, persistent=False)
+    return model, adamw(model)
+
+
 def with_weight(value):
     model = stack()
     model.blocks[1].up.weight = nn.Parameter(value)
@@ -346,6 +352,11 @@ MODELS = {
     f"{NAME} is a Special": lambda: with_weight(Special(torch.zeros(64, 32))),
     r"2 parameters that are not in the model \(shapes \[\(5, 32\), \(5,\)\]\)": with_another_head,
     r'parameter enter\.weight is torch\.bfloat16.*"bf16"': in_16_bits,
+    r"blocks\.1\.table is a sparse_coo": lambda: with_table(torch.eye(3).to_sparse()),
+    r"blocks\.1\.table is a sparse_csr": lambda: with_table(torch.eye(3).to_sparse_csr()),
+    r"blocks\.1\.table is a nested": lambda: with_table(
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    ),
 }
 
 

@@ -86,8 +86,8 @@ def plan(
     Raises:
         ConfigError: a 16-bit trainable parameter in fp32 training, and keys that do not go with
             model parallelism or the optimizer.
-        PartitionError: parameters without a shape, those cut along axes that the job does not have,
-            and packed ones that do not exist.
+        PartitionError: parameters without a shape, sparse and nested tensors, parameters cut along
+            axes that the job does not have, and packed ones that do not exist.
     """
     axes = _axes(model, dims, cuts)
     extensions = extensions_of(settings, optimizer)
@@ -201,6 +201,13 @@ def _axes(model: nn.Module, dims: ParallelDims, cuts: Cuts) -> frozenset[tuple[s
             raise PartitionError(
                 f"{name_of(tensor)} has no shape yet, as its module is lazy; call the model once "
                 "before hf_zero.initialize"
+            )
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise PartitionError(
+                f"{name_of(tensor)} is a {kind} tensor, which has no memory that ranks can share; "
+                "keep the dense tensors that it consists of, such as indices and values, and put "
+                "them together in the forward"
             )
         axes = sharding_under(tensor, cuts).axes
         combinations.add(axes)
