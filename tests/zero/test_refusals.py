@@ -24,6 +24,7 @@ from hf_zero.errors import (
     RankMismatchError,
     ReleasedParameterError,
 )
+from hf_zero.zero.layout.initial_values import pending
 from hf_zero.zero.layout.materialize import check_parameters
 from hf_zero.zero.layout.parameter import ReleasedParameter
 from hf_zero.zero.layout.wrap import find_units
@@ -402,6 +403,36 @@ def test_ranks_that_hold_different_models(rank, model, stage, different):
     with pytest.raises(RankMismatchError, match="ranks 0 and 1 hold different models") as told:
         start(model, torch.optim.SGD(groups, lr=0.1), config_of(stage))
     assert "head" in str(told.value) or different == "group"
+
+
+class OnOneRank:
+    """A source of which ranks other than 0 read nothing, and whose disk may fail."""
+
+    dtype, sliceable = torch.float32, False
+
+    def __init__(self, rank: int, fails: bool):
+        self.rank, self.fails = rank, fails
+
+    def whole(self) -> torch.Tensor:
+        assert self.rank == 0
+        if self.fails:
+            raise OSError(5, "Input/output error")
+        return torch.full((64, 32), 2.0)
+
+
+@in_turn("stage, fails", [(2, True), (3, True), (3, False)])
+@on_each_rank(2)
+def test_a_weight_that_stays_whole_is_read_by_one_rank(rank, model, stage, fails):
+    """Where it cannot, all ranks are told."""
+    model.blocks[1].up.weight = pending((64, 32), OnOneRank(rank, fails))
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 10**6}
+    config = config_of(stage, zero_optimization=zero)
+    if fails:
+        with pytest.raises((OSError, RankMismatchError), match="Input/output error"):
+            start(model, None, config)
+    else:
+        engine = start(model, None, config)
+        assert dict(engine.consolidated())["blocks.1.up.weight"].eq(2).all()
 
 
 def test_a_model_that_has_an_engine_already():

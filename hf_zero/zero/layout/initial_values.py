@@ -64,9 +64,8 @@ class FormerValues:
                     flat.drop()
 
     def values(self, parameter: torch.Tensor) -> torch.Tensor:
-        flat, source = owner_of(parameter), source_of(parameter)
-        if source is not None:
-            return source.whole()
+        """Return the values of ``parameter``, which has no source (collective if it is sharded)."""
+        flat = owner_of(parameter)
         if flat is None:
             return parameter
         if flat is not self._flat:
@@ -80,8 +79,9 @@ class FormerValues:
 def fill_whole(
     flat: FlatBuffer, full: torch.Tensor, mesh: Mesh, former: FormerValues
 ) -> torch.Tensor:
-    """Broadcast the values of the first rank that holds ``flat`` and write them into ``full``.
-    Return them in their original precision, for the master weights: [padded].
+    """Broadcast the values of the first rank that holds ``flat``, which alone reads sources, and
+    write them into ``full``. Return them in their original precision, for the master weights:
+    [padded].
     """
     dtypes = {parameter.dtype for parameter, _ in flat.items}
     widest = flat.dtype if dtypes <= {flat.dtype} else torch.float32
@@ -92,12 +92,20 @@ def fill_whole(
     )
     clear_padding(flat.layout, values)
     for parameter, slot in flat.items:
-        values[slot.offset : slot.end].view(slot.shape).copy_(former.values(parameter))
+        target, source = values[slot.offset : slot.end].view(slot.shape), source_of(parameter)
+        if source is None:
+            target.copy_(former.values(parameter))
+        elif flat.mesh.is_first:
+            former.attempt(_copy_whole, source, target)
         parameter.__dict__.pop("_hf_zero_source", None)
     mesh.broadcast(values, flat.mesh)
     if values is not full:
         full.copy_(values)
     return values
+
+
+def _copy_whole(source: Source, target: torch.Tensor) -> None:
+    target.copy_(source.whole())
 
 
 def clear_padding(layout: FlatLayout, values: torch.Tensor, start: int = 0) -> None:
@@ -131,7 +139,8 @@ class Staging:
 
 
 def is_pending(flat: FlatBuffer) -> bool:
-    return flat.sharded and any(source_of(parameter) is not None for parameter, _ in flat.items)
+    """Whether values of ``flat`` are read from a source."""
+    return any(source_of(parameter) is not None for parameter, _ in flat.items)
 
 
 @torch.no_grad()

@@ -168,7 +168,7 @@ def _fill(
     """Allocate the memory of ``flat`` and write its first values."""
     full = memory.full(flat)
     memory.place_shard(flat)
-    if is_pending(flat):
+    if flat.sharded and is_pending(flat):
         local_shard = read_own(flat, mesh, former, staging)
     else:
         local_shard = fill_whole(flat, full, mesh, former)[flat.owned[0] : flat.owned[1]]
