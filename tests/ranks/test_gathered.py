@@ -9,7 +9,7 @@ from hf_zero.errors import PartitionError, ReleasedParameterError
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.stacks import on_each_rank, run_steps, squared, stack
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 from tests.ranks.cases import trains_alike, values_of
 
@@ -58,6 +58,30 @@ def test_what_is_not_written_keeps_its_master(rank, model, stage):
     before["blocks.0.down.weight"][0, 0] = 0.5
     oracle.compare_tensors("masters", full_weights(engine), before, 0.0, 0.0)
     assert any(not torch.equal(each, each.bfloat16().float()) for each in before.values())
+
+
+@in_turn("asked", ("weight", "both", "nothing"))
+def test_a_write_to_another_parameter_of_the_unit_is_told(asked, heard):
+    """One that is asked for is kept."""
+    del heard[:]
+
+    def run(rank, model):
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        engine = start(model, plain_sgd(model), config_of(3, zero_optimization=zero))
+        weight, bias = model.blocks[0].up.weight, model.blocks[0].up.bias
+        given = [weight, bias] if asked == "both" else [weight]
+        with hf_zero.GatheredParameters(given, modifier_rank=0), torch.no_grad():
+            if rank == 0:
+                weight.zero_()
+                if asked != "nothing":
+                    bias.fill_(1.0)
+        kept = full_weights(engine)
+        assert kept["blocks.0.up.weight"].eq(0).all()
+        assert kept["blocks.0.up.bias"].eq(1).all() == (asked == "both")
+
+    on_ranks(RANKS, run)
+    told = [line for line in heard if "blocks.0.up.bias: written inside Gathered" in line]
+    assert len(told) == (asked == "weight") and not any("up.weight" in line for line in told)
 
 
 @in_turn("summoned, stage", [(False, 3), (True, 1), (True, 3)])

@@ -72,6 +72,7 @@ class GatheredParameters:
         self._params = _flatten(params) if enabled else []
         self._modifier = modifier_rank
         self._gathered = ExitStack()
+        self._released: list[FlatBuffer] = []  # sharded ones that the exit releases
         if modifier_rank is not None and not 0 <= modifier_rank < process_group.get_world_size():
             raise PartitionError(
                 f"modifier_rank {modifier_rank} does not exist among "
@@ -101,6 +102,7 @@ class GatheredParameters:
         if self._modifier is not None:
             for engine in dict.fromkeys(units.values()):
                 engine.changes.refuse_half_done("GatheredParameters with a modifier_rank")
+        self._released = []
         # ``__exit__`` does not run after an exception here
         with ExitStack() as entered:
             for unit, engine in units.items():
@@ -109,6 +111,7 @@ class GatheredParameters:
                 entered.callback(engine.schedule.shards.end_asking)
                 if not watched:
                     unit.take_user_writes()  # writes of a forward, not of this context
+                    self._released += unit.sharded
                 entered.callback(unit.drop_user_writes)
             self._gathered.push(entered.pop_all())
         return self
@@ -120,6 +123,11 @@ class GatheredParameters:
             self._refuse_other_shapes()
             if self._modifier is not None:
                 self.keep()
+                self.warn_of_writes(
+                    "GatheredParameters of other parameters",
+                    "give it every parameter that is written",
+                    self._params,
+                )
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -129,15 +137,23 @@ class GatheredParameters:
         for parameter in self._params:
             self._keep(parameter, self._modifier)
 
-    def warn_of_writes(self) -> None:
-        """Warn of writes to sharded parameters that are dropped at the exit of this context."""
-        flats = dict.fromkeys(filter(None, map(owner_of, self._params)))
-        names = [name for flat in flats if flat.sharded for name in flat.user_writes.names()]
-        if names:
+    def warn_of_writes(self, where: str, remedy: str, kept: Iterable[torch.Tensor] = ()) -> None:
+        """Warn of writes to sharded parameters other than ``kept``, which are dropped at the exit
+        of this context, ``where``.
+        """
+        ids = {*map(id, kept)}
+        written = [
+            name
+            for flat in self._released
+            for name in flat.user_writes.names()
+            if id(flat.parameters[name]) not in ids
+        ]
+        if written:
             logger.warning(
-                "%s: written inside summon_full_params, which drops it for sharded parameters; "
-                "pass writeback=True to keep it",
-                listed(names, 6),
+                "%s: written inside %s, which drops it for sharded parameters; %s",
+                listed(written, 6),
+                where,
+                remedy,
             )
 
     def _refuse_other_shapes(self) -> None:
@@ -197,7 +213,7 @@ def summon_full_params(model: nn.Module, writeback: bool = False) -> Iterator[No
         if writeback:
             gathered.keep()
         else:
-            gathered.warn_of_writes()
+            gathered.warn_of_writes("summon_full_params", "pass writeback=True to keep it")
 
 
 def _owned(parameter: torch.Tensor, what: str) -> FlatBuffer:
