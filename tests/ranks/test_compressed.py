@@ -258,6 +258,23 @@ def test_whole_weights_and_checkpoints_are_of_the_masters(tmp_path):
     on_ranks(3, load)
 
 
+@on_each_rank(2)
+def test_a_write_gives_the_masters_of_its_parameter_the_values_of_all_ranks(rank, model):
+    """``safe_set_full_fp32_param`` sets the masters alone."""
+    engine = start(model, adamw(model), config(2, Plan(precision="bf16"), **FOUR))
+    run_steps(engine, rank, range(2))
+    weight, other = model.blocks[0].up.weight, model.blocks[1].up.weight
+    before = hf_zero.safe_get_full_fp32_param(other)
+    with torch.no_grad():
+        weight[0, 0] = 1.0
+    assert torch.equal(hf_zero.safe_get_full_fp32_param(weight).bfloat16(), weight)
+    assert torch.equal(hf_zero.safe_get_full_fp32_param(other), before)
+    assert not torch.equal(before.bfloat16(), other)
+    before[0, 0] = 1.0
+    hf_zero.safe_set_full_fp32_param(other, before)
+    assert torch.equal(hf_zero.safe_get_full_fp32_param(other), before)
+
+
 # ---- beside dense training ----
 
 BLOCKS_OF_32: dict[str, Any] = {"compressed_communication": FEW}

@@ -21,7 +21,9 @@ before it.
 Each rank keeps its own part of a write, as of everything else. Ranks that write the same values, as
 in a script that is the same on all of them, lose nothing; if the values differ, the rank that owns
 an element decides, and all ranks have its value after the next gather. Unchanged elements keep
-their master weights in full precision.
+their master weights in full precision, except where steps send differences
+(``FlatSpec.sends_differences``): whole values lag behind the master weights there, and do not tell
+which elements were written, so the master weights of a written parameter become these values.
 """
 
 from __future__ import annotations
@@ -407,7 +409,7 @@ class FlatBuffer:
 
     def _take_part(self, start: int, stop: int, values: torch.Tensor) -> None:
         """Set elements [start, stop) of this rank's shard and master weights to ``values``. Master
-        weights that already round to them stay.
+        weights that already round to them stay (the note on whose values count).
         """
         master = self.optimizer_shard.master if self.optimizer_shard.has_own_master else None
         if master is not None:
