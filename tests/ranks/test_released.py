@@ -94,6 +94,7 @@ def test_casts_further_groups_and_clipping_by_hand_are_refused(rank, model, stag
 @on_each_rank(RANKS)
 def test_a_scaler_of_torch_is_refused(rank, model, stage, fused, unscaled):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    attributes = {*vars(optimizer)}
     engine = start(model, optimizer, config_of(stage))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(squared(engine, At(0, 0, rank))).backward()
@@ -104,6 +105,7 @@ def test_a_scaler_of_torch_is_refused(rank, model, stage, fused, unscaled):
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
     engine.destroy()
     assert vars(optimizer).get("_step_supports_amp_scaling", False) is fused
+    assert {*vars(optimizer)} - attributes <= {"_opt_called"}  # of torch's schedulers
 
 
 @in_turn(

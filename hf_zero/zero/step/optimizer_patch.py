@@ -55,8 +55,10 @@ def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
         "overflow": False,
         _SUPPORTS_AMP: True,
     }
-    for name, value in attributes.items():
+    # the engine sets the two scales (``publish_scale``)
+    for name in (*attributes, "cur_scale", "loss_scale"):
         installed.callback(_set_attribute, optimizer, name, vars(optimizer).get(name, _MISSING))
+    for name, value in attributes.items():
         setattr(optimizer, name, value)
 
 
