@@ -25,8 +25,9 @@ def is_raw(parameter: torch.Tensor) -> bool:
 
 
 def kept_in_fp32(model: nn.Module, precision: str, configured: Iterable[str]) -> frozenset[str]:
-    """Return the names of the parameters that compute in fp32 under ``precision``: those in which
-    the names ``configured``, or declared by the model or one of its submodules, are a part.
+    """Return the names of the parameters that compute in fp32 under ``precision``: all names of
+    those in one of whose names those ``configured``, or declared by the model or one of its
+    submodules, are a part.
     """
     parts = {"": set(configured)}
     attributes = ["_keep_in_fp32_modules_strict"]
@@ -45,11 +46,9 @@ def kept_in_fp32(model: nn.Module, precision: str, configured: Iterable[str]) ->
     ]
     if not patterns:
         return frozenset()
-    return frozenset(
-        name
-        for name, _ in model.named_parameters(remove_duplicate=False)
-        if any(pattern.fullmatch(name) for pattern in patterns)
-    )
+    named = list(model.named_parameters(remove_duplicate=False))
+    kept = {id(p) for name, p in named if any(pattern.fullmatch(name) for pattern in patterns)}
+    return frozenset(name for name, parameter in named if id(parameter) in kept)
 
 
 def compute_dtype(

@@ -83,6 +83,13 @@ def test_modules_that_a_model_keeps_in_fp32(row):
     assert not kept_in_fp32(with_weight(name, **dict.fromkeys(declared)), precision, ())
 
 
+@in_one_item(["words", "head"])
+def test_every_name_of_a_tied_parameter_counts(named):
+    model = nn.ModuleDict({each: nn.Linear(2, 2, bias=False) for each in ("words", "head")})
+    model["head"].weight = model["words"].weight
+    assert kept_in_fp32(model, "bf16", [named]) == {"words.weight", "head.weight"}
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.sampled_from("ggggo"), min_size=12, max_size=40),
