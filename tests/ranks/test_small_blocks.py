@@ -57,6 +57,27 @@ def test_consecutive_blocks_are_joined_up_to_the_threshold():
     assert units(100 * BLOCK) == [("",), *containers]
 
 
+@in_turn("stage, precision", [(0, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp32")])
+def test_matrices_that_stay_whole_begin_at_128_bytes(stage, precision):
+    """Of the memory that units share, whatever sizes come before."""
+
+    def run(rank, model):
+        zero = {"stage": stage, "stage3_module_granularity_threshold": 0}
+        zero["stage3_param_persistence_threshold"] = 10**6
+        config = config_of(stage, Plan(precision=precision), zero_optimization=zero)
+        engine = start(model, adamw(model), config)
+        run_steps(engine, rank, range(1))
+        found = 0
+        for flat in engine.flats:
+            assert not flat.sharded
+            for view in flat.views.values():
+                assert view.dim() < 2 or view.storage_offset() * view.itemsize % 128 == 0
+            found += flat.full.storage_offset() > 0
+        assert found
+
+    on_ranks(2, run, build=lambda: seeded(lambda: Stack(3, 9)))
+
+
 def travelled(stage, blocks, depth=9):
     """How many (gathers, reductions) the fourth step has on each of two ranks."""
 

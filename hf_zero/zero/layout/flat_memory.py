@@ -12,13 +12,15 @@ from hf_zero.offload.placement import Placement
 from hf_zero.offload.storage import MASTER, CastStorage, DeviceStorage
 from hf_zero.zero.layout.engine_plan import EnginePlan, shard_spec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.flat_layout import MATRIX_ALIGNMENT
 from hf_zero.zero.layout.training_state import gradient_memories
 
 
 class FlatMemory:
     """Memory for ``flats``, the flat buffers of ``plan``, each of which must take its parts once
-    and in this order: neighbours of one dtype are adjacent. If files hold some of it, the
-    constructor reserves disk space (collective) and raises DiskSpaceError if there is not enough.
+    and in this order: neighbours of one dtype are adjacent, whole buffers up to their alignment. If
+    files hold some of it, the constructor reserves disk space (collective) and raises
+    DiskSpaceError if there is not enough.
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class FlatMemory:
             with raise_on_all_ranks("take the room on its disk that offloading needs"):
                 placement.reserve(plan.file_bytes())
         training = [flat for flat in plan.flats if flat.spec.trainable]
-        self._full = _arena([(f.layout.padded, f.dtype) for f in flats if not f.sharded], device)
+        self._full = _arena(
+            [(f.layout.padded, f.dtype) for f in flats if not f.sharded], device, MATRIX_ALIGNMENT
+        )
         self._shard_of = placement.shards(
             [shard_spec(f.spec) for f in plan.flats if f.spec.sharded and not f.casts_master],
             {flat.spec.key: flat.shard_tier for flat in plan.flats},
@@ -121,16 +125,16 @@ def keeps_master(flat: FlatBuffer) -> bool:
 
 
 def _arena(
-    pieces: Sequence[tuple[int, torch.dtype]], device: torch.device
+    pieces: Sequence[tuple[int, torch.dtype]], device: torch.device, alignment: int = 1
 ) -> Iterator[torch.Tensor]:
-    """Allocate one block per dtype and yield its pieces in order: adjacent ones can be processed as
-    one.
+    """Allocate one block per dtype and yield its pieces in order, each at a multiple of
+    ``alignment`` bytes from its begin: adjacent ones can be processed as one.
     """
-    arenas = {
-        dtype: torch.zeros(sum(n for n, d in pieces if d == dtype), dtype=dtype, device=device)
-        for dtype in dict.fromkeys(d for _, d in pieces)
-    }
-    at = dict.fromkeys(arenas, 0)
+    begins, sizes = [], dict.fromkeys((dtype for _, dtype in pieces), 0)
     for numel, dtype in pieces:
-        yield arenas[dtype][at[dtype] : at[dtype] + numel]
-        at[dtype] += numel
+        step = max(alignment // dtype.itemsize, 1)
+        begins.append(-(-sizes[dtype] // step) * step)
+        sizes[dtype] = begins[-1] + numel
+    arenas = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in sizes.items()}
+    for begin, (numel, dtype) in zip(begins, pieces):
+        yield arenas[dtype][begin : begin + numel]
