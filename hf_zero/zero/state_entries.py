@@ -251,7 +251,8 @@ def _fill(
     shard = flat.optimizer_shard
     if shard.wait_until_copied is not None:
         shard.wait_for_copy()
-    flat.recall()
+    if not flat.trainable:
+        flat.recall()
     begun = optimizer and state.bound.create_offloaded(shard)
     arrays = state.arrays(flat, optimizer)
     kinds = {*names_of, *arrays} if optimizer else {MASTER}

@@ -378,10 +378,10 @@ class FlatBuffer:
         return True
 
     def recall(self) -> None:
-        """Make frozen parameters that a script has moved (:meth:`assign`) views of the buffer
-        again, before a load of values into it.
+        """Make the frozen parameters, which a script may have moved (:meth:`assign`), views of
+        the buffer again, before a load of values into it.
         """
-        if not (self.trainable or self.sharded or self.raw):
+        if not (self.sharded or self.raw):
             self.take_user_writes()
             self.handles.point_at(self.views)
 
