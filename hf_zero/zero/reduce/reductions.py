@@ -39,6 +39,7 @@ from hf_zero.zero.reduce.norm import sums_of_squares
 # (:meth:`Reductions.hold`): in the first backward of a kind with gathers, and while the backward
 # of an older forward is pending
 IN_FLIGHT = 2
+SHARE = 4  # a message of small flat buffers has room for this many of the largest
 
 
 @dataclass(eq=False)
@@ -73,7 +74,7 @@ class Reductions:
     """Sends the reductions of one engine, in call order.
 
     ``before_wait`` is called before this waits for a reduction in a backward. Small ones, of at
-    most ``packed`` elements together, share a message; larger ones are sent at once.
+    most ``packed`` elements together, share a message; others are sent at once.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Reductions:
         messages per flat buffer and does not.
         """
         return (
-            flat.layout.padded <= self._pack.limit
+            flat.layout.padded <= self._pack.small
             and flat.spec.reduce_codec is None
             and not flat.mesh.sums_twice
         )
@@ -445,10 +446,12 @@ def dense(flat: FlatBuffer, index: int, grad: torch.Tensor) -> torch.Tensor:
 
 
 class Pack:
-    """A message being filled: at most ``limit`` elements of one dtype, over one mesh."""
+    """A message being filled: at most ``limit`` elements of one dtype, over one mesh. Only flat
+    buffers of at most a :data:`SHARE` of them are ``small``: packing costs a copy.
+    """
 
     def __init__(self, limit: int):
-        self.limit = limit
+        self.limit, self.small = limit, limit // SHARE
         self._elements = 0
         self._kind: tuple[torch.dtype, FlatMesh] | None = None
 
@@ -474,15 +477,16 @@ class Pack:
 
 
 def packs(flats: Iterable[FlatBuffer], limit: int) -> list[list[FlatBuffer]]:
-    """Split ``flats``, in order, into messages of at most ``limit`` elements; a larger one is
-    alone.
+    """Split ``flats``, in order, into messages of at most ``limit`` elements; one that is not
+    small is alone.
     """
     packs: list[list[FlatBuffer]] = []
     pack = Pack(limit)
     for flat in flats:
-        if not packs or not pack.has_room(flat.layout.padded, flat.dtype, flat.mesh):
+        elements = flat.layout.padded if flat.layout.padded <= pack.small else limit + 1
+        if not packs or not pack.has_room(elements, flat.dtype, flat.mesh):
             packs.append([])
             pack.clear()
         packs[-1].append(flat)
-        pack.add(flat.layout.padded, flat.dtype, flat.mesh)
+        pack.add(elements, flat.dtype, flat.mesh)
     return packs
