@@ -392,7 +392,7 @@ class Engine(TrainingEngine):
                 target = locate(self, load_dir, tag, load_module_strict)
                 load_dir, tag, in_memory = target.directory, target.tag, target.in_memory
                 if in_memory and str(load_dir) == run:
-                    run = None  # chosen before: of which run, it does not say
+                    run = None  # the folder was chosen before; its run is unknown
             self.measures.finish(self)
             with self.schedule.shards.writing():
                 answer = load(

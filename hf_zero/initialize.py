@@ -125,7 +125,8 @@ def initialize(
             ranks cannot divide.
         CheckpointError: the folder to resume from has no complete checkpoint.
         NotBuiltError: an ``mpu`` that splits the model.
-        UnsupportedOptimizerError: an optimizer that needs whole tensors.
+        UnsupportedOptimizerError: an optimizer that is neither known to update each element by
+            itself nor built for shards of whole tensors (``hf_zero/optim/README.md``).
         DoesNotFitError: training needs more memory or disk space than is free; the message says
             what fits.
     """

@@ -115,7 +115,8 @@ def save(
         keep: number of whole checkpoints to keep among those whose tags differ from this one in
             their numbers alone, this one included; older ones are removed after the commit. None
             keeps all.
-        background: return once everything is copied to staging memory, or what no change waits for
+        background: return once everything is copied to staging memory, or, with
+            ``checkpoint.staging_bytes``, once the state is copied whose changes cannot wait
             (``staging.py``), and let a thread write it.
             If there is no memory for the copy, a warning says so and the save blocks. The caller
             has waited for the save before (``background.wait``).
@@ -154,7 +155,7 @@ def save(
         if background is not None and not not_staged:
             background.start(job, plan.own.file)
             return target.final
-        exchanged = _Exchanged.NOTHING  # that a thread depends on: this rank writes in the call
+        exchanged = _Exchanged.NOTHING  # no thread depends on it: this rank writes in the call
         if background is not None:
             background.discard()
         if not_staged and rank == 0:

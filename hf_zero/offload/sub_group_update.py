@@ -160,7 +160,7 @@ class Update:
             for sub_group, those in groupby(segments, key=lambda segment: segment.sub_group)
         ]
 
-    def run(self, flat: Flat, stage: Place, placed: Placed) -> None:
+    def run(self, flat: Flat, place: Place, placed: Placed) -> None:
         """Update ``flat``, which was announced, sub-group by sub-group: write the new values to
         ``place(start, stop)``, then call ``placed`` with the range and them.
         """
@@ -169,7 +169,7 @@ class Update:
         for sub_group, segments in self._sub_groups(flat):
             arrays = self._acquire(storage, sub_group)
             start, stop = segments[0].start, segments[-1].stop
-            out = stage(start, stop)
+            out = place(start, stop)
             if len(segments) == 1 and segments[0] in self._counted:
                 self._apply(segments[0], arrays, grad[start:stop], out)
             else:

@@ -164,13 +164,13 @@ class Updater:
                 flat.begin_update(partial(self.finish, unit), future)
             # The thread takes the waiting unit that the next forward needs first, or the oldest one
             # if all ranks gather.
-            urgency = (
+            order = (
                 self.units.index(unit)
                 if self._gathers is None and update is self.early
                 else len(self.units) + index
             )
             run = partial(self._run, update, unit, [*events, *self._copied_gradients(unit)])
-            self._queue.submit(urgency, run, future)
+            self._queue.submit(order, run, future)
 
     def _add(self, unit: Unit, future: Future[streams.Event | None]) -> None:
         """Register the update of ``unit``, whose result is ``future``, and its gather."""
@@ -222,7 +222,7 @@ class Updater:
                     streams.current_stream(self._device).wait_event(copied)
                 if self._gathers is not None and gather is not None:
                     self._gathers.wait(gather)
-                updated.gathered_here()
+                updated.record_gather_stream()
             if self._pending.pop(updated, None) is not None:
                 _end(updated, copied)
 
@@ -274,14 +274,14 @@ def _end(unit: Unit, copied: streams.Event | None) -> None:
         flat.end_update(copied)
 
 
-# ---- The update thread, which runs the most urgent waiting job first ----
+# ---- The update thread, which runs the waiting job with the smallest key first ----
 
 
 @dataclass(order=True)
 class _Job:
     """A job; the smallest runs first."""
 
-    urgency: int
+    order: int
     number: int
     run: Callable[[], Any] = field(compare=False)
     future: Future[object] = field(compare=False)
@@ -297,16 +297,16 @@ class UpdateQueue:
         self._numbers = count()
         self._lock = threading.Lock()
 
-    def submit(self, urgency: int, run: Callable[[], Any], future: Future[Any]) -> None:
+    def submit(self, order: int, run: Callable[[], Any], future: Future[Any]) -> None:
         """Queue ``run``; ``future`` gets its result or exception. Waiting jobs with less
-        ``urgency`` run first, among equal ones the oldest.
+        ``order`` run first, among equal ones the oldest.
         """
         if self._worker is None:
             begin = partial(kinds.set_device, self._device)
             self._worker = ThreadPoolExecutor(1, "hf-zero update", initializer=begin)
             weakref.finalize(self, self._worker.shutdown, wait=False)
         with self._lock:
-            heapq.heappush(self._waiting, _Job(urgency, next(self._numbers), run, future))
+            heapq.heappush(self._waiting, _Job(order, next(self._numbers), run, future))
         self._worker.submit(self._run_next)
 
     def _run_next(self) -> None:

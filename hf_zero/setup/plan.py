@@ -1,5 +1,6 @@
 """The plan of one call of ``hf_zero.initialize``: the resolved configuration, the optimizer, and
-the plan of the engine, checked. Nothing is changed: all that can refuse a call refuses here.
+the plan of the engine, checked. Nothing of the model is changed, except what a callable optimizer
+changes; what the plan can know refuses a call here.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class Backward:
         self._sanity = sanity
         self._removable = ExitStack()
         self._removed = False
-        self.runs = False  # a backward of :meth:`run` is under way
+        self.runs_captured = False  # a backward of the captured step is under way
         self.captured: CapturedStep | None = None
 
     def install(self, scaler: Fp16LossScaler) -> None:
@@ -236,11 +236,11 @@ class Backward:
         """Backpropagate ``root``, a loss with ``factors``, while a captured forward awaits its
         backward.
         """
-        before, self.runs = self.reducer.progress, True
+        before, self.runs_captured = self.reducer.progress, True
         try:
             root.backward(retain_graph=retain_graph)
         finally:
-            self.runs = False
+            self.runs_captured = False
         captured.end_backward(factors, self.reducer.progress is not before)
 
     def begin_replay(self) -> None:

@@ -82,7 +82,7 @@ class ShardedModel:
         self.units = materialize(plan, mesh, placement)
         self.extensions: Extensions = plan.extensions
         for unit in self.units:
-            unit.gather_from(self.extensions.gathers)
+            unit.set_gather_source(self.extensions.gathers)
         self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]
         self.trainable = [flat for flat in self.flats if flat.trainable]
         report(self.flats, plan.wire_dtype)
@@ -139,7 +139,8 @@ class ShardedModel:
         after_step: bool = False,
     ) -> None:
         """Cast the master weights of ``stale`` into their shards, then gather the whole ones of
-        these flat buffers, and the units of ``chosen`` that are pinned (collective).
+        these flat buffers, and the units of ``chosen`` that a pin or the schedule keeps
+        (collective).
 
         The shards of flat buffers with keys in ``written`` are up to date already.
         ``after_step``: all ranks have the values of the step before, so flat buffers that send
@@ -270,7 +271,7 @@ class UpdatedGather:
             # a script orders its streams after the one of the step
             self._stream.wait_stream(current)
         for flat in self._flats:
-            flat.unit.gathered_here()
+            flat.unit.record_gather_stream()
             flat.end_update(None)
 
 

@@ -71,8 +71,8 @@ class StateSource:
     parted: Collection[int] = ()
 
     def held(self, flat: FlatBuffer) -> Mapping[str, Collection[str]]:
-        """Return by kind the parameters of ``flat`` all of whose elements on this rank are here;
-        none of a kind that has only a part of them.
+        """Return by kind the parameters of ``flat`` all of whose elements on this rank are here,
+        without those of which only a part is.
         """
         raise NotImplementedError
 

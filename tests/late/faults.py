@@ -277,7 +277,7 @@ FAULTS: dict[str, Fault] = {
             replaced(unit.streams, "record_use", _nothing), COPIES),
         "the second stream of a unit does not wait for its gather": (
             "stage 3, branches on two streams in a unit",
-            left_out("wait", "unit.py runs_here"), COPIES),
+            left_out("wait", "unit.py record_compute_stream"), COPIES),
         "the forward does not wait for parameters of other ranks": (
             "stage 2", left_out("wait", "sharded_model.py _finish"), COPIES),
         "a message is sent while another stream fills it": (
@@ -285,7 +285,7 @@ FAULTS: dict[str, Fault] = {
             left_out("wait", "reductions.py flush"), COPIES),
         "another stream of a unit does not wait for its update": (
             "stage 2, optimizer on the host, branches on two streams in a unit",
-            left_out("wait", "unit.py runs_here"), COPIES),
+            left_out("wait", "unit.py record_compute_stream"), COPIES),
         "a gradient of another stream is given back while it is read": (
             "stage 3, branches on two streams in a unit",
             replaced(unit, "raw_grads", _none), COPIES),
@@ -293,7 +293,7 @@ FAULTS: dict[str, Fault] = {
             IN_A_UNIT, left_out("wait", "unit.py await_gradients"), COPIES),
         "the second stream of a unit does not wait for parameters of other ranks": (
             "stage 2, branches on two streams in a unit",
-            replaced(unit.Unit, "gathered_here", _nothing), COPIES),
+            replaced(unit.Unit, "record_gather_stream", _nothing), COPIES),
         "the copy of a gradient is over before it begins": (
             HOST_ONCE, unrecorded("gradient_offload.py send"), COPIES),
         "a gradient is given back under its copy": (

@@ -88,7 +88,7 @@ def outputs(
 
 
 def exported(tensors: Sequence[OutputTensor], export: Export) -> list[OutputTensor]:
-    """Rename and drop ``tensors`` as ``save_pretrained`` would."""
+    """Return ``tensors`` named as ``save_pretrained`` names them, without those it leaves out."""
     skip, names = set(export.skip), export.names
     renamed = [
         replace(output, name=strip_wrappers(names.get(output.held, output.name)))

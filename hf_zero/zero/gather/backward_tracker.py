@@ -64,7 +64,7 @@ class BackwardTracker:
         self.tasks: list[tuple[int, weakref.ref[object]]] = []
         # forwards since the last backward, by kind; None: those that may have run on one rank only
         self._forwards: Counter[Hashable] = Counter()
-        self._first = False  # no call has been reached by the backward under way
+        self._first = False  # until the backward under way reaches its first call
         self._older: weakref.WeakSet[RootForward] = weakref.WeakSet()  # forwards with a graph
         # forwards reached by the backward under way
         self._roots_reached: set[RootForward] = set()
@@ -135,7 +135,7 @@ class BackwardTracker:
             return
         self._schedule.ensure_gathered(call.unit, module)
         if call.unit.device_of_streams is not None:
-            call.unit.runs_here()
+            call.unit.record_compute_stream()
         if spans.blocks:
             spans.ended(call)
             spans.began(call, "backward", call.unit.name_of(module))

@@ -60,7 +60,7 @@ _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # The sequence number of this thread's next autograd node; a backward runs higher numbers first.
 _next_node: Callable[[], int] = torch.autograd._get_sequence_nr
 # With a cache or this argument a decoder step of generate takes another path than a whole forward.
-# Others may be None on some ranks only.
+# Other arguments do not select a plan: ranks may differ in them.
 ENCODED = "encoder_outputs"
 
 
@@ -260,7 +260,7 @@ class Hooks:
             unit.forwards.in_forward.append(None)
             self._schedule.ensure_gathered(unit, module)
             if unit.device_of_streams is not None:
-                unit.runs_here()
+                unit.record_compute_stream()
             return None
         inputs = requiring_grad(args, kwargs)
         if (
@@ -277,7 +277,7 @@ class Hooks:
             if unit.sharded:
                 self._schedule.ensure_gathered(unit, module)
             if unit.device_of_streams is not None:
-                unit.runs_here()
+                unit.record_compute_stream()
             call.last_node = _next_node() - 1
             return None
         outer = tracker.outstanding.recomputation if inside else self._outer
@@ -286,7 +286,7 @@ class Hooks:
         unit.forwards.in_forward.append(call)
         self._schedule.ensure_gathered(unit, module)
         if unit.device_of_streams is not None:
-            unit.runs_here()
+            unit.record_compute_stream()
         if not inputs:
             call.last_node = _next_node() - 1
             return None

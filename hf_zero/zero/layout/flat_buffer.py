@@ -74,7 +74,7 @@ class EngineFlats:
 
 class FlatBuffer:
     """The values of the parameters of one flat buffer: whole in ``full`` [padded] while gathered;
-    this rank's parameter shard [owned] always exists.
+    this rank's parameter shard [owned] exists always, except where gathers cast the master weights.
 
     ``gradient`` and ``optimizer_shard`` are the other state of the same parameters. Only the
     methods here change attributes.
@@ -438,7 +438,7 @@ class FlatBuffer:
         if self.computing is not None:
             self.computing.expect(exact)
 
-    def fill(self) -> None:
+    def mark_filled(self) -> None:
         """Mark ``full`` as filled."""
         if self.computing is not None:
             self.computing.gathered()

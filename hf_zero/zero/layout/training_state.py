@@ -62,7 +62,7 @@ class GradientBuffer:
         self.shard: torch.Tensor | None = None
         self.accumulated_grad: torch.Tensor | None = None
         # reduced gradients, set aside while ``accumulated_grad`` takes further ones in
-        self.pending_grad: torch.Tensor | None = None
+        self.earlier_reduced_grad: torch.Tensor | None = None
         # sum of squares of ``shard``, if computed on the device before it was offloaded (0-dim)
         self.grad_sq_norm: torch.Tensor | None = None
         # 16 bits are enough as long as nothing is added
@@ -170,7 +170,7 @@ class GradientBuffer:
         """
         if self.state is GradState.REDUCED and not self.offloaded:
             assert self.shard is not None
-            self.pending_grad = self.shard.clone()
+            self.earlier_reduced_grad = self.shard.clone()
 
     def mark_accumulated(self, used: int = 0) -> None:
         """Record that gradients of the parameters in the bits ``used`` were added to
@@ -189,10 +189,10 @@ class GradientBuffer:
         ``sq_norm``: its sum of squares, if known.
         """
         self.grad_sq_norm, self.unused = sq_norm, _NONE
-        if self.pending_grad is not None:
+        if self.earlier_reduced_grad is not None:
             assert self.shard is not None
-            self.shard.add_(self.pending_grad)
-            self.pending_grad = None
+            self.shard.add_(self.earlier_reduced_grad)
+            self.earlier_reduced_grad = None
         self.state = GradState.REDUCED
 
     def mark_applied(self, sq_norm: torch.Tensor) -> None:
@@ -234,7 +234,7 @@ class GradientBuffer:
 
     def clear(self) -> None:
         """Drop all gradients, after a step and for ``zero_grad``."""
-        self.state, self.pending_grad = GradState.EMPTY, None
+        self.state, self.earlier_reduced_grad = GradState.EMPTY, None
         self.used, self.idle, self.unused = 0, 0, _NONE
 
     def record_state(self) -> Callable[[], None]:
@@ -242,17 +242,17 @@ class GradientBuffer:
         one has done is launched from a graph.
         """
         state, used = self.state, self.used
-        pending, sq_norm = self.pending_grad, self.grad_sq_norm
+        pending, sq_norm = self.earlier_reduced_grad, self.grad_sq_norm
 
         def restore() -> None:
             self.state, self.used, self.unused = state, self.used | used, _NONE
-            self.pending_grad, self.grad_sq_norm = pending, sq_norm
+            self.earlier_reduced_grad, self.grad_sq_norm = pending, sq_norm
 
         return restore
 
     def free(self) -> None:
         """Free the memory for good."""
-        self.shard = self.accumulated_grad = self.pending_grad = self.grad_sq_norm = None
+        self.shard = self.accumulated_grad = self.earlier_reduced_grad = self.grad_sq_norm = None
         self.memory = None
 
     def write(
@@ -274,8 +274,8 @@ class GradientBuffer:
             if value is None
             else (value.to_dense() if value.is_sparse else value).detach().reshape(-1)
         )
-        if self.pending_grad is not None:
-            self.pending_grad[start:stop].zero_()
+        if self.earlier_reduced_grad is not None:
+            self.earlier_reduced_grad[start:stop].zero_()
         elif self.has_reduced and self.shard is not None:
             part = self.shard[start:stop]
             if flattened is None or self.has_unreduced:

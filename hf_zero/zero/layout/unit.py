@@ -258,7 +258,7 @@ class Unit:
             if shard.finish_update is not None:
                 shard.finish_update()
 
-    def runs_here(self) -> None:
+    def record_compute_stream(self) -> None:
         """Register the current stream of :attr:`device_of_streams` as one on which a forward, or
         its backward, runs: it waits for the gather, and the values are not released under it.
         """
@@ -278,7 +278,7 @@ class Unit:
             if flat.gradient.memory is not None:
                 flat.gradient.memory.forget_stream()
 
-    def gathered_here(self) -> None:
+    def record_gather_stream(self) -> None:
         """Record that the current stream has waited for the last gather: others wait for it."""
         if self.device_of_streams is not None:
             self._gathered_on = streams.current_stream(self.device_of_streams)
@@ -325,7 +325,7 @@ class Unit:
             for flat in self.sharded
         )
 
-    def gather_from(self, source: Callable[[Unit], ShardGather]) -> None:
+    def set_gather_source(self, source: Callable[[Unit], ShardGather]) -> None:
         """Set where later gathers take the values from."""
         self.source = source(self)
 
@@ -375,7 +375,7 @@ class Unit:
                 for handle in handles:
                     handle.wait()
             if self.device_of_streams is not None:
-                self.gathered_here()
+                self.record_gather_stream()
             if self.source.keeps_values:
                 self.source.keep()
             for flat in self.sharded:
@@ -435,7 +435,7 @@ class Unit:
                 codec = flat.spec.gather_codec
                 if codec is not None and not exact:  # same rounding as a gather
                     codec.decode(codec.encode(flat.full, flat.layout.shards), flat.full)
-                flat.fill()
+                flat.mark_filled()
                 at += size
         self.state = State.GATHERING
         self.finish_gather()

@@ -51,7 +51,7 @@ class CapturedBackward(Protocol):
     """The backward of an engine (:class:`hf_zero.zero.backward.Backward`)."""
 
     reducer: Reducer
-    runs: bool
+    runs_captured: bool
 
     @property
     def under_way(self) -> bool: ...
@@ -268,7 +268,7 @@ class CapturedStep:
                 "or backward has overwritten; call backward after each forward, and once, or "
                 "remove the key"
             )
-        if not self._backward.runs:
+        if not self._backward.runs_captured:
             raise PartitionError(
                 f"{KEY}: loss.backward() does not launch the captured backward; call "
                 "engine.backward(loss)"
