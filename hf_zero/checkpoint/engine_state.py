@@ -349,7 +349,7 @@ class Described:
             narrow = flat.trainable and flat.spec.wide == torch.bfloat16
             kinds = flat.trainable, flat.dtype, flat.layout, (), flat.raw, narrow
             flats.append(FlatEntry(key, *kinds))
-            dtypes |= {name: dtype_of(engine.param_dtypes[name]) for name in held}
+            dtypes |= {name: dtype_of(engine.sharded_model.param_dtypes[name]) for name in held}
         order = model_order(engine.module, engine.aliases, dtypes)
         group_of = {} if engine.bound is None else engine.bound.group_of
         every = names.every_of([*order, *left_out, *group_of])

@@ -260,7 +260,7 @@ class Manifest:
     excluded: tuple[str, ...]
     export: Export
     optimizer: OptimizerEntry | None
-    scaler: dict[str, object] | None
+    scaler: dict[str, float] | None
     lr_scheduler: JsonObject | None
     counters: dict[str, int]
     client_state: JsonObject

@@ -346,8 +346,8 @@ def manifest_head(
         begun=0 if memory is None else memory.begun,
         world={
             "size": engine.mesh.dims.world,
-            "shard": engine.shard_world,
-            "replicate": engine.world_size // engine.shard_world,
+            "shard": engine.mesh.shard.size,
+            "replicate": engine.world_size // engine.mesh.shard.size,
             **sizes_of_axes(engine),
         },
         stage=engine.stage,

@@ -22,7 +22,7 @@ def destroy_and_restore(engine: Engine) -> None:
     whole: list[tuple[nn.Parameter, torch.Tensor]] = []
     for name, parameter in engine.module.named_parameters():
         flat = owner_of(parameter)
-        dtype = getattr(torch, engine.param_dtypes[name])
+        dtype = getattr(torch, engine.sharded_model.param_dtypes[name])
         if flat.optimizer_shard.has_master:
             values = safe_get_full_fp32_param(parameter)
             assert values is not None  # master weights exist for every trainable parameter

@@ -164,7 +164,7 @@ class Update:
         """Update ``flat``, which was announced, sub-group by sub-group: write the new values to
         ``place(start, stop)``, then call ``placed`` with the range and them.
         """
-        storage, grad = flat.storage, flat.grad
+        storage, grad = flat.storage, flat.gradient.shard
         assert grad is not None
         for sub_group, segments in self._sub_groups(flat):
             arrays = self._acquire(storage, sub_group)
@@ -179,7 +179,7 @@ class Update:
 
     def prepare(self, flat: Flat, at: int) -> None:
         """Run round ``at`` before the update of ``flat``, which was announced."""
-        storage, grad = flat.storage, flat.grad
+        storage, grad = flat.storage, flat.gradient.shard
         assert grad is not None
         for sub_group, segments in self._sub_groups(flat):
             chosen = [s for s in segments if s in self._counted and self._prepares(s)]

@@ -268,7 +268,9 @@ class BoundOptimizer:
         """
         table, fused = self._table, self._fused
         segments = table.stepped if of_step is None else of_step()
-        unused = frozenset[str]().union(*(flat.unused for flat in flats if flat.unused))
+        unused = frozenset[str]().union(
+            *(flat.gradient.unused for flat in flats if flat.gradient.unused)
+        )
         if unused:
             left_out = table.leave_out([s for s in segments if s.parts], unused)
             segments = table.stepped if of_step is None else of_step()
@@ -319,8 +321,8 @@ class BoundOptimizer:
         of unused parameters are left out of both.
         """
         left_out = (
-            self._table.leave_out(self._table.offloaded.segments(flat), flat.unused)
-            if flat.unused
+            self._table.leave_out(self._table.offloaded.segments(flat), flat.gradient.unused)
+            if flat.gradient.unused
             else ()
         )
         counted = {}

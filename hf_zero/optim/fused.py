@@ -179,7 +179,7 @@ class FusedStep:
             *self._arenas.values(),
             *(launch.tiles.table for launch in tables.launches),
             *(segment.tensor for segment in segments),
-            *(part.flat.grad for part in parts if part.flat.grad is not None),
+            *(part.flat.gradient.shard for part in parts if part.flat.gradient.shard is not None),
             *shards.values(),
         ]
 
@@ -236,7 +236,7 @@ class FusedStep:
         assert self._steps is not None
         coefficients = self._advance(tables, self._steps, segments, skip)
         for launch in tables.launches:
-            shard, grad = shards.get(launch.part.flat.key), launch.part.flat.grad
+            shard, grad = shards.get(launch.part.flat.key), launch.part.flat.gradient.shard
             assert grad is not None
             master, out = (
                 _storage_of(launch.segment.tensor),
@@ -348,7 +348,7 @@ class FusedStep:
         key = tuple(
             (
                 _place(segment.tensor),
-                _place(part.flat.grad),
+                _place(part.flat.gradient.shard),
                 _place(shards.get(part.flat.key)),
             )
             for segment in segments
@@ -360,7 +360,7 @@ class FusedStep:
         covered: dict[str, int] = {}
         for segment in segments:
             for part in segment.parts:
-                grad, shard = part.flat.grad, shards.get(part.flat.key)
+                grad, shard = part.flat.gradient.shard, shards.get(part.flat.key)
                 assert grad is not None
                 kind = tuple(
                     None if t is None else (t.untyped_storage()._cdata, t.dtype)
@@ -559,7 +559,7 @@ def _is_number(lr: object) -> bool:
 
 
 def is_ready(part: SegmentPart, device: torch.device) -> bool:
-    grad = part.flat.grad
+    grad = part.flat.gradient.shard
     return (
         grad is not None
         and grad.device == device

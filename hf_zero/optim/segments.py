@@ -37,10 +37,20 @@ StateArrays: TypeAlias = Mapping[str, Any]
 """The same for reading; a :class:`FetchedArrays` fetches what is read."""
 
 
+class Gradient(Protocol):
+    """This rank's part of the gradient of a flat buffer, 1-D over ``owned``."""
+
+    @property
+    def shard(self) -> Tensor | None: ...
+    @property
+    def unused(self) -> frozenset[str]:
+        """The parameters without a gradient on any rank: the next step changes neither them nor
+        their state.
+        """
+
+
 class Flat(Protocol):
-    """The interface of a flat buffer that the optimizer needs; ``master`` and ``grad`` are 1-D over
-    ``owned``.
-    """
+    """The interface of a flat buffer that the optimizer needs; ``master`` is 1-D over ``owned``."""
 
     @property
     def key(self) -> str: ...
@@ -53,7 +63,7 @@ class Flat(Protocol):
     @property
     def master(self) -> Tensor | None: ...
     @property
-    def grad(self) -> Tensor | None: ...
+    def gradient(self) -> Gradient: ...
     @property
     def offloaded(self) -> bool:
         """Whether master weights and moments are stored elsewhere than on the device."""
@@ -62,12 +72,6 @@ class Flat(Protocol):
     def storage(self) -> Storage:
         """The :class:`hf_zero.offload.storage.Storage` of master weights, and of moments that are
         offloaded.
-        """
-
-    @property
-    def unused(self) -> frozenset[str]:
-        """The parameters without a gradient on any rank: the next step changes neither them nor
-        their state.
         """
 
     @property
@@ -170,23 +174,23 @@ class Segment:
         A flat buffer without a gradient counts as zero; unused parameters are in segments that are
         not stepped.
         """
-        parts = self.parts
-        first = parts[0].flat.grad
+        parts, grads = self.parts, [part.flat.gradient.shard for part in self.parts]
+        first = grads[0]
         if (
             first is not None
             and first.dtype == self.tensor.dtype
-            and all(_touch(a.flat.grad, b.flat.grad) for a, b in pairwise(parts))
+            and all(_touch(a, b) for a, b in pairwise(grads))
         ):
             return first.detach().as_strided(
                 (self.stop - self.start,), (1,), first.storage_offset() + parts[0].start
             )
         out = torch.empty_like(self.tensor)
-        for part in parts:
+        for part, grad in zip(parts, grads):
             target = out[part.offset : part.offset + part.stop - part.start]
-            if part.flat.grad is None:
+            if grad is None:
                 target.zero_()
             else:
-                target.copy_(part.flat.grad[part.start : part.stop])
+                target.copy_(grad[part.start : part.stop])
         return out
 
 
@@ -357,7 +361,7 @@ def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[MemoryRegion
             joined
             and before is not None
             and _touch(masters(before), masters(flat))
-            and _touch(before.grad, flat.grad)
+            and _touch(before.gradient.shard, flat.gradient.shard)
         )
         if not joined:
             regions.append(MemoryRegion([], [], 0))

@@ -22,7 +22,6 @@ from hf_zero.zero.backward import AccumulationWindow, Backward, Counters
 from hf_zero.zero.gather.model_patches import Override, Patches, Techniques, refuse_foreign_step
 from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.flat_spec import reading
 from hf_zero.zero.layout.materialize import make_mesh, plan_on_this_rank
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, retire_flats, take_native_threads
@@ -167,6 +166,10 @@ class EngineParts(AroundModel):
         self.extensions_of = plan.extensions_of
         sharded = self.sharded_model = ShardedModel(plan, mesh, placement)
         installed.callback(sharded.retire)
+        self.mesh, self.device = mesh, mesh.device
+        self.global_rank, self.world_size = mesh.rank, mesh.world
+        self.units, self.flats, self.schedule = sharded.units, sharded.flats, sharded.schedule
+        self.aliases, self.shard_only = sharded.aliases, sharded.shard_only
         sharded.attach(weakref.ref(self))
         if self.optimizer is not None:
             installed.callback(take_native_threads(placement))
@@ -191,7 +194,9 @@ class EngineParts(AroundModel):
         scaler = self._loss_scaler()
         sanity = SanityChecks(mesh.device, self.accumulation, config.precision, mesh.rank)
         self.optimizer_step = OptimizerStep(sharded, self.optimizer, config, scaler, sanity)
-        self.changes.updater = self.optimizer_step.updater
+        self.bound, self.updater = self.optimizer_step.bound, self.optimizer_step.updater
+        self.scaler = scaler
+        self.changes.updater = self.updater
         self.backward_pass = Backward(
             sharded, self.optimizer_step, config, self.accumulation, self.counters, sanity
         )
@@ -257,27 +262,30 @@ class EngineParts(AroundModel):
 
     # ---- what the engine says about itself ----
 
-    stage: int = reading("config.stage")
-    mesh = reading("sharded_model.mesh")
-    device: torch.device = reading("sharded_model.mesh.device")
-    global_rank: int = reading("sharded_model.mesh.rank")
-    world_size: int = reading("sharded_model.mesh.world")
-    shard_rank: int = reading("sharded_model.mesh.shard.rank")
-    shard_world: int = reading("sharded_model.mesh.shard.size")
-    units = reading("sharded_model.units")
-    flats = reading("sharded_model.flats")
-    schedule = reading("sharded_model.schedule")
-    shard_only: bool = reading("sharded_model.shard_only")
-    aliases = reading("sharded_model.aliases")
-    param_dtypes = reading("sharded_model.param_dtypes")
-    bound = reading("optimizer_step.bound")
-    updater = reading("optimizer_step.updater")
-    updates_state = reading("optimizer_step.updates_state")
-    scaler = reading("backward_pass.losses.scaler")
-    global_steps: int = reading("counters.global_steps")
-    global_samples: int = reading("counters.global_samples")
-    micro_steps: int = reading("counters.micro_steps")
-    skipped_steps: int = reading("counters.skipped_steps")
+    @property
+    def stage(self) -> int:
+        """ZeRO stage."""
+        return self.config.stage
+
+    @property
+    def global_steps(self) -> int:
+        """Number of steps so far, skipped ones included."""
+        return self.counters.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Number of samples of these steps on all ranks."""
+        return self.counters.global_samples
+
+    @property
+    def micro_steps(self) -> int:
+        """Number of backwards so far."""
+        return self.counters.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of skipped steps, each because gradients were not finite."""
+        return self.counters.skipped_steps
 
     @property
     def data_rank(self) -> int:

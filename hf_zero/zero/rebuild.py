@@ -95,7 +95,9 @@ class CarriedState(StateSource):
                     for e in entries
                 }
                 local_dtypes[shared[slot.name]] = {kind: v.dtype for kind, v in arrays.items()}
-        self.dtypes = {parameters[name]: dtype for name, dtype in engine.param_dtypes.items()}
+        self.dtypes = {
+            parameters[name]: dtype for name, dtype in engine.sharded_model.param_dtypes.items()
+        }
         # in host memory: a pickled tensor returns to its own device, in every process
         local_factors = {
             shared[name]: {key: tensor.cpu() for key, tensor in tensors.items()}

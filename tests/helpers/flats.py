@@ -14,6 +14,14 @@ from hf_zero.zero.layout.flat_layout import FlatLayout
 
 
 @dataclass
+class ShardGradient:
+    """One rank's part of the gradient of one flat."""
+
+    shard: Tensor | None
+    unused: frozenset[str] = frozenset()
+
+
+@dataclass
 class ShardFlat:
     """One rank's chunk of one flat."""
 
@@ -21,9 +29,8 @@ class ShardFlat:
     layout: FlatLayout
     owned: tuple[int, int]
     master: Tensor
-    grad: Tensor | None = None
+    gradient: ShardGradient
     trainable: bool = True
-    unused: frozenset[str] = frozenset()
     offloaded: bool = False
     shared_by: tuple[int, ...] = ()
 
@@ -74,7 +81,7 @@ def shard(
                 layout,
                 layout.rank_range(rank),
                 masters[index],
-                grads[index],
+                ShardGradient(grads[index]),
             )
             flat.write(unit, flat.master)
             flats.append(flat)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import weakref
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -119,6 +120,7 @@ def test_another_rank_that_fetches_right_after_an_update_waits_for_its_copies():
     waited: list[str] = []
     layout = FlatLayout.build([], 1)
     spec = FlatSpec(0, "", layout, torch.float32, True, False, False, True, (2, 4))
+    spec = replace(spec, mesh=SimpleNamespace(shard=None))
     flat = FlatBuffer(spec, {}, EngineFlats(SimpleNamespace()))
     flat.use_full(torch.arange(4.0))
     assert flat.shard_for_others().tolist() == [2.0, 3.0] and not waited

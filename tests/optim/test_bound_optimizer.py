@@ -71,7 +71,7 @@ class World:
         scaled = {name: parameter.grad * scale for name, parameter in self.whole.items()}
         for flats in self.ranks:
             for flat in flats:
-                flat.write(scaled, flat.grad)
+                flat.write(scaled, flat.gradient.shard)
 
     def step(self, scale=None, found_inf=None):
         self.gradients(1.0 if scale is None else scale)
@@ -222,7 +222,7 @@ def test_options_of_the_user(options):
     before = {name: tensor.clone() for name, tensor in it.sharded().items()}
     for flats, bound in zip(it.ranks, it.bound):
         for flat in flats:
-            flat.grad.fill_(float("inf"))
+            flat.gradient.shard.fill_(float("inf"))
         bound.step(torch.tensor(2.0), torch.tensor(1.0))
     assert all(torch.equal(tensor, before[name]) for name, tensor in it.sharded().items())
 
@@ -266,7 +266,7 @@ def test_frozen_flats_and_ungrouped_parameters_are_left_alone():
     optimizer = torch.optim.SGD([parameters["b.weight"]], lr=1.0)
     bound = BoundOptimizer(optimizer, flats, {"b.weight": 0}, parameters)
     for flat in flats:
-        flat.grad = torch.ones_like(flat.master)
+        flat.gradient.shard = torch.ones_like(flat.master)
     before = [flat.master.clone() for flat in flats]
     bound.step()
     assert torch.equal(flats[0].master, before[0])

@@ -81,8 +81,8 @@ class Bound:
     def step(self, seed, **told):
         generator = torch.Generator().manual_seed(seed)
         for flat in self.flats:
-            assert flat.grad is not None
-            flat.grad.copy_(torch.randn(flat.grad.numel(), generator=generator))
+            assert flat.gradient.shard is not None
+            flat.gradient.shard.copy_(torch.randn(flat.gradient.shard.numel(), generator=generator))
         return self.bound.step(**told)
 
     def everything(self):
@@ -148,7 +148,9 @@ def test_parts_that_are_stepped_apart_upload_their_rows_once(forced, monkeypatch
         for each in (ours, theirs):
             generator = torch.Generator().manual_seed(number)
             for flat in each.flats:
-                flat.grad.copy_(torch.randn(flat.grad.numel(), generator=generator))
+                flat.gradient.shard.copy_(
+                    torch.randn(flat.gradient.shard.numel(), generator=generator)
+                )
                 each.bound.step_some([flat], number)
         same(ours, theirs)
         assert len(uploaded) == len(ours.flats)
@@ -232,10 +234,10 @@ def test_counts_stay_apart_after_the_optimizer_s_own_step_leaves_segments_out(to
     for each in (ours, theirs):
         each.step(0)
         hook = each.optimizer.register_step_pre_hook(lambda *_: None)
-        each.flats[2].unused = frozenset({"c.weight", "c.bias"})
+        each.flats[2].gradient.unused = frozenset({"c.weight", "c.bias"})
         each.step(1)
         hook.remove()
-        each.flats[2].unused = frozenset()
+        each.flats[2].gradient.unused = frozenset()
         each.step(2)
     same(ours, theirs)
     assert counts(ours.bound) == counts(theirs.bound)
@@ -278,7 +280,7 @@ def test_what_the_kernel_does_not_know_is_left_to_the_optimizer(forced):
         make_it = lambda groups, change=change: make(groups, change)  # noqa: E731
         ours = Bound(make_it, "off" if change == "off" else "auto")
         if change == "gradient":
-            ours.flats[0].grad = None
+            ours.flats[0].gradient.shard = None
             assert ours.bound.step() == set()
         else:
             assert ours.step(0) == set(), change

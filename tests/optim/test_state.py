@@ -115,8 +115,10 @@ def test_an_optimizer_the_user_vouches_for_runs_with_python_counters():
     gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     for name, p in twins.items():
         p.grad = gradients[name]
-    assert flats[0].grad is not None
-    flats[0].write({name: 2 * gradient for name, gradient in gradients.items()}, flats[0].grad)
+    assert flats[0].gradient.shard is not None
+    flats[0].write(
+        {name: 2 * gradient for name, gradient in gradients.items()}, flats[0].gradient.shard
+    )
     plain.step()
     bound.step(torch.tensor(2.0), torch.tensor(0.0))
     out = {name: torch.zeros(shape) for name, shape in SHAPES.items()}

@@ -309,7 +309,7 @@ def test_everything_else_is_bit_for_bit_what_it_was(
             return engine.scaler.state_dict(), engine.get_lr(), norm, engine.was_step_applied()
 
         before, earlier = momenta(engine), place()
-        dtypes, seen = dict(engine.param_dtypes), engine.optimizer
+        dtypes, seen = dict(engine.sharded_model.param_dtypes), engine.optimizer
         model[0].requires_grad_(True)
         rebuild(engine, "a test", lambda: None)
         after = momenta_of_old = {
@@ -320,7 +320,7 @@ def test_everything_else_is_bit_for_bit_what_it_was(
             for one, other in zip(before[name], momenta_of_old[name]):
                 assert torch.equal(one.view(torch.int32), other.view(torch.int32)), name
         assert place() == earlier and earlier[2] > 0.0
-        assert dtypes == engine.param_dtypes and engine.optimizer is seen
+        assert dtypes == engine.sharded_model.param_dtypes and engine.optimizer is seen
         assert engine.global_steps == 3
         step(3)
         assert engine.stop_requested

@@ -130,7 +130,7 @@ class FolderContents:
     aliases: dict[str, str] = field(default_factory=dict)
     groups: tuple[OptimizerGroup, ...] | None = None
     lr_scheduler: dict[str, object] | None = None
-    scaler: dict[str, object] | None = None
+    scaler: dict[str, float] | None = None
     counters: dict[str, int] = field(default_factory=dict)
     client_state: dict[str, object] = field(default_factory=dict)
     world: int = 1

@@ -37,14 +37,12 @@ from torch import nn
 
 from hf_zero.device import streams
 from hf_zero.device.spans import NOTHING, span
-from hf_zero.distributed.collectives import MeshDim
-from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.offload.storage import SHARD, CastStorage, DeviceStorage, Storage, numbers
 from hf_zero.zero.layout.compute_copy import Change, Computing
-from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
-from hf_zero.zero.layout.flat_spec import FlatSpec, reading
+from hf_zero.zero.layout.flat_layout import Slot
+from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
 from hf_zero.zero.layout.parameter_handles import ParameterHandles, UserWrites
 from hf_zero.zero.layout.training_state import GradientBuffer, GradientMemory, OptimizerShard
@@ -80,27 +78,17 @@ class FlatBuffer:
     methods here change attributes.
     """
 
-    key: str = reading("spec.key")
-    layout: FlatLayout = reading("spec.layout")
-    dtype: torch.dtype = reading("spec.dtype")
-    owned: tuple[int, int] = reading("spec.owned")
-    trainable: bool = reading("spec.trainable")
-    sharded: bool = reading("spec.sharded")
-    raw: bool = reading("spec.raw")
-    writes: bool = reading("spec.writes")
-    number: int = reading("spec.number")
-    mesh: FlatMesh = reading("spec.mesh")
-    axis: MeshDim = reading("spec.mesh.shard")
-    engine_mesh: Mesh = reading("engine_flats.mesh")
-    engine: Callable[[], Any | None] = reading("engine_flats.engine")
-    # whether the parameter shard is offloaded from the compute device
-    is_away: bool = reading("_storage.offloaded")
-
     def __init__(
         self, spec: FlatSpec, parameters: dict[str, nn.Parameter], engine_flats: EngineFlats
     ):
+        assert spec.mesh is not None
         self.spec = spec
-        self.engine_flats = engine_flats
+        self.number, self.key = spec.number, spec.key
+        self.layout, self.dtype, self.owned = spec.layout, spec.dtype, spec.owned
+        self.trainable, self.sharded = spec.trainable, spec.sharded
+        self.raw, self.writes = spec.raw, spec.writes
+        self.mesh, self.axis = spec.mesh, spec.mesh.shard
+        self.engine_flats, self.engine_mesh = engine_flats, engine_flats.mesh
         self.handles = ParameterHandles(spec, parameters)
         self.parameters = parameters
         # from ``handles``: in buffer order, and as views of the buffer by name
@@ -115,11 +103,17 @@ class FlatBuffer:
         self.full: torch.Tensor
         self._own: torch.Tensor  # this rank's part of ``full``
         self._storage: Storage = DeviceStorage({})  # storage of the parameter shard
+        self.is_away = False  # that storage is not on the compute device
         self.computing: Computing | None = None
         engine_flats.add(self)
 
     def __repr__(self) -> str:
         return f"FlatBuffer({self.key}, {self.layout.numel} elements, owned {self.owned})"
+
+    @property
+    def engine(self) -> Callable[[], Any | None]:
+        """A weak reference to the engine."""
+        return self.engine_flats.engine
 
     def join(self, unit: Any) -> None:
         """Set the unit that gathers and releases this flat buffer."""
@@ -279,7 +273,7 @@ class FlatBuffer:
 
     def keep_shard_in(self, storage: Storage) -> None:
         """Keep the parameter shard in ``storage``, under the name ``SHARD``."""
-        self._storage = storage
+        self._storage, self.is_away = storage, storage.offloaded
 
     def move_states_to_device(
         self, master: torch.Tensor | None, grad: GradientMemory | None
@@ -454,7 +448,7 @@ class FlatBuffer:
         """
         self._set_full(full)
         if not self.sharded:
-            self._storage = DeviceStorage({SHARD: self._own})
+            self.keep_shard_in(DeviceStorage({SHARD: self._own}))
         self.handles.take(self, full)
 
     def _set_full(self, full: torch.Tensor) -> None:
@@ -472,7 +466,7 @@ class FlatBuffer:
         """
         self.optimizer_shard.wait_for_update()
         if self.cast_master is not None:
-            self._storage = DeviceStorage({SHARD: self.shard})
+            self.keep_shard_in(DeviceStorage({SHARD: self.shard}))
         self.retired = True
         self.gradient.free()
         self.optimizer_shard.free()
@@ -483,7 +477,7 @@ class FlatBuffer:
         """Free this rank's memory: the parameters belong to another flat buffer by now, or to no
         engine.
         """
-        self._storage = DeviceStorage({})
+        self.keep_shard_in(DeviceStorage({}))
         self.handles.drop_memory()
         self.user_writes.drop_aliases()
         self.full = self.full.new_empty(0)

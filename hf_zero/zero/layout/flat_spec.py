@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
-from typing import Any
 
 import torch
 
@@ -76,10 +74,3 @@ class FlatSpec:
         if start >= stop:
             return 0, 0, 0
         return start - slot.offset, start - self.owned[0], stop - self.owned[0]
-
-
-def reading(path: str) -> Any:
-    """Return a read-only property for the attribute at ``path``, such as ``spec.key``: a lookup
-    without a Python frame.
-    """
-    return property(attrgetter(path))

@@ -23,8 +23,7 @@ import torch
 from hf_zero.device import kinds, streams
 from hf_zero.offload.storage import MASTER, DeviceStorage, Storage
 from hf_zero.ops.host_memory import MAPPED_ALONE, advise_huge_pages
-from hf_zero.zero.layout.flat_layout import FlatLayout
-from hf_zero.zero.layout.flat_spec import FlatSpec, reading
+from hf_zero.zero.layout.flat_spec import FlatSpec
 
 _NONE: frozenset[str] = frozenset()
 LARGEST = 1 << 28  # bytes of an allocation with several gradients
@@ -51,12 +50,9 @@ class GradientBuffer:
     reductions write into the tensors.
     """
 
-    key: str = reading("spec.key")
-    layout: FlatLayout = reading("spec.layout")
-    owned: tuple[int, int] = reading("spec.owned")
-
     def __init__(self, spec: FlatSpec):
         self.spec = spec
+        self.key, self.layout, self.owned = spec.key, spec.layout, spec.owned
         self.state = GradState.EMPTY
         self.memory: GradientMemory | None = None
         self.shard: torch.Tensor | None = None
@@ -483,21 +479,14 @@ class OptimizerShard(CopiedState):
     parameter shard, a master weight, a moment or a whole parameter.
     """
 
-    key: str = reading("spec.key")
-    layout: FlatLayout = reading("spec.layout")
-    owned: tuple[int, int] = reading("spec.owned")
-    trainable: bool = reading("spec.trainable")
-    grad: torch.Tensor | None = reading("gradient.shard")
-    unused: frozenset[str] = reading("gradient.unused")
-    shared_by: tuple[int, ...] = reading("spec.sharding.stages")
-    # whether master weights and moments are offloaded
-    offloaded: bool = reading("storage.offloaded")
-
     def __init__(self, spec: FlatSpec, gradient: GradientBuffer):
         self.spec = spec
+        self.key, self.layout, self.owned = spec.key, spec.layout, spec.owned
+        self.trainable, self.shared_by = spec.trainable, spec.sharding.stages
         self.gradient = gradient
         # storage of master weights, and of offloaded moments; torch allocates moments on the device
         self.storage: Storage = DeviceStorage({})
+        self.offloaded = False  # master weights and moments are
         # whether the master weights are separate from the parameter shard
         self.has_own_master = False
         # waits for the update under way; None if there is none
@@ -518,6 +507,7 @@ class OptimizerShard(CopiedState):
         shard.
         """
         self.storage, self.has_own_master = storage, own_master
+        self.offloaded = storage.offloaded
 
     def move_to_device(
         self, master: torch.Tensor | None, shard: torch.Tensor, own_master: bool

@@ -130,7 +130,7 @@ class _EngineMethods:
 
     def _wait(self) -> None:
         alive = self._engine()
-        if alive is not None and not alive.updates_state:
+        if alive is not None and not alive.optimizer_step.updates_state:
             alive.updater.finish()
 
     def _restart(self) -> None:
