@@ -214,7 +214,7 @@ ON_AN_ENGINE = set(re.findall(r"self\.([a-z]\w*)\b.*?=", inspect.getsource(Engin
 """Attributes that an engine sets on itself."""
 for base in Engine.__mro__:
     if base.__module__.startswith("hf_zero"):
-        ON_AN_ENGINE |= set(re.findall(r"self\.([a-z]\w*)\b[^=\n]*=", inspect.getsource(base)))
+        ON_AN_ENGINE |= set(re.findall(r"self\.([a-z]\w*)\b(?=[^=\n]*=)", inspect.getsource(base)))
 
 
 def value_of(node: ast.expr, known: dict[str, Any]) -> Any:

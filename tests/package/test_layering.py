@@ -35,7 +35,7 @@ LAYERS = {
 }
 # Of these packages none imports one that stands after it.
 ORDER = (
-    "distributed storage zero.layout zero.reduce zero.gather zero compression "
+    "distributed zero.layout zero.reduce zero.gather zero compression "
     "measures.metrics_file checkpoint activations parallel techniques measures engine setup "
     "initialize"
 )
