@@ -14,6 +14,7 @@ import torch
 
 from hf_zero.checkpoint import engine_state, find, storage
 from hf_zero.checkpoint.convert.export import convert_checkpoint
+from hf_zero.checkpoint.convert.files import torch_save
 from hf_zero.checkpoint.convert.outputs import (
     DtypeName,
     OutputTensor,
@@ -216,7 +217,7 @@ def save_whole(
         if engine.global_rank == 0:
             try:
                 temporary.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(state, temporary)
+                torch_save(state, temporary)
             except Exception as error:
                 failed.append(error)
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.checkpoint.reader import Checkpoint, recognise
-from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote, store_errors
+from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote, modified_ns, store_errors
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger, parse_json
 
@@ -114,14 +115,21 @@ def next_order(directory: AnyPath) -> int:
 
 def _age(folder: AnyPath) -> tuple[int, int]:
     """Return order and step of a checkpoint; 0 for an order that it lacks, and -1 for a step."""
-    if not is_checkpoint(folder):
-        return 0, -1
     try:
-        with store_errors(folder), (folder / MANIFEST_NAME).open("rb") as file:
-            manifest = parse_json(file.read())
-        order, step = manifest.get("order", 0), manifest["counters"].get("global_steps", -1)
+        with store_errors(folder):
+            return _age_of(folder / MANIFEST_NAME, modified_ns(folder / MANIFEST_NAME))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return 0, -1  # damaged
+        return 0, -1  # none, or damaged
+
+
+@lru_cache(maxsize=4096)
+def _age_of(manifest: AnyPath, modified: int) -> tuple[int, int]:
+    """Return order and step in ``manifest``, which was last written at ``modified`` (ns). Each save
+    asks this of every checkpoint in its folder, and a manifest may have megabytes of hashes.
+    """
+    with manifest.open("rb") as file:
+        read = parse_json(file.read())
+    order, step = read.get("order", 0), read["counters"].get("global_steps", -1)
     return (order, step) if type(order) is type(step) is int else (0, -1)
 
 

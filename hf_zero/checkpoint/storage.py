@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from hf_zero.errors import CheckpointError
@@ -258,16 +257,7 @@ def exchange(first: Path, second: Path) -> bool:
 @functools.cache
 def _renameat2() -> Callable[..., int] | None:
     """Return the function of the C library, None if it has none."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is not None:
-        call.argtypes = [
-            ctypes.c_int,
-            ctypes.c_char_p,
-            ctypes.c_int,
-            ctypes.c_char_p,
-            ctypes.c_uint,
-        ]
-    return call
+    return getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 
 
 def rename_durably(source: Path, target: Path) -> None:
@@ -353,12 +343,7 @@ class Upload:
     def __enter__(self) -> Upload:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._sent:
             return
         try:

@@ -110,13 +110,6 @@ def runs_triton(device: torch.device | str) -> bool:
     return (device if isinstance(device, str) else device.type) in TRITON
 
 
-def gemm_widens(device: torch.device) -> bool:
-    """Whether a GEMM takes operands in 16 bits and returns fp32: cuBLAS does, hipBLAS and others do
-    not.
-    """
-    return is_nvidia(device)
-
-
 def is_nvidia(device: torch.device) -> bool:
     """Whether ``device`` is driven by CUDA itself, not by ROCm under its name."""
     return device.type == "cuda" and torch.version.hip is None

@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -45,14 +44,9 @@ class _Span:
             self._record.__enter__()
         self._began = time.perf_counter()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._record is not None:
-            self._record.__exit__(kind, error, trace)
+            self._record.__exit__(*raised)
         if logs:
             _log(self._what, self._unit, self._nbytes, self._began)
 

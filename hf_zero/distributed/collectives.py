@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -257,12 +256,7 @@ class _Starting:
         if self._span is not None:
             self._span.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._span is not None:
             self._span.__exit__(kind, error, trace)
         if error is not None and self._pending.log is not None:

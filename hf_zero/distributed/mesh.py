@@ -209,7 +209,7 @@ class Mesh:
         backend = group_backend(device)
         if self.dims.world > 1 and backend != "fake":
             world = get_world_group()
-            world.log.timeout = timeout
+            world.wait_at_most(timeout)
             self.watchdog, board = world.watchdog, world.recovery_board
             self._resources = MeshResources(self.watchdog.rank_status, world.unsettled)
             if options.nccl and backend != NCCL:
@@ -371,10 +371,6 @@ class Mesh:
     def all_gather_object(self, value: T, what: str = "objects") -> list[T]:
         """Return ``value`` of each peer, in the order of :attr:`ranks` (collective)."""
         return [value] if self.peers is None else self.peers.all_gather_object(value, what)
-
-    def all_gather_bytes(self, value: bytes, what: str) -> list[bytes]:
-        """Return ``value`` of each peer, of any size, by the order of :attr:`ranks`; collective."""
-        return [value] if self.peers is None else self.peers.all_gather_bytes(value, what)
 
     def gather_bytes(self, value: bytes, take: Callable[[int, bytes], None], what: str) -> None:
         """Call ``take(place, part)`` on the first peer with consecutive parts of ``value`` of each

@@ -135,12 +135,12 @@ def allow_connections(world: int) -> None:
         )
 
 
-def add_host_backend(timeout: timedelta) -> None:
+def add_host_backend(timeout: timedelta) -> dist.ProcessGroupGloo | None:
     """Add gloo for host memory to the default group if a script has made it for the device alone
-    (collective).
+    (collective). Return it; None if the group serves host memory, or gloo is not built.
     """
     if backend_serving(CPU) or not dist.is_gloo_available():
-        return
+        return None
     group = dist.group.WORLD
     assert group is not None
     address = os.environ.get("MASTER_ADDR")
@@ -152,6 +152,7 @@ def add_host_backend(timeout: timedelta) -> None:
     # torch reads the backends of a group from here (get_backend_config)
     configs = dist.distributed_c10d._world.pg_backend_config
     configs[group] = f"{CPU.type}:gloo,{configs[group]}"
+    return gloo
 
 
 def backends_of_parts() -> str | None:

@@ -166,11 +166,7 @@ class RankStatus:
 
     # ---- reading ----
 
-    def look(self) -> None:
-        """Bring what is known of the other ranks up to date."""
-        self._read()
-
-    def _read(self) -> dict[int, StatusPost] | None:
+    def read(self) -> dict[int, StatusPost] | None:
         """Return what is known of the other ranks; None if the store is gone."""
         with self._lock:
             try:
@@ -336,7 +332,7 @@ class RankStatus:
         ``stuck_in`` as for :func:`diagnose_hang`.
         """
         log = pending.log
-        posts = self._read()
+        posts = self.read()
         if posts is None:
             # A native backend reports a dead peer itself, and messages in flight may still arrive.
             return (
@@ -359,7 +355,7 @@ class RankStatus:
         """Return those of ``ranks`` that cannot arrive before this rank goes on: they have ended,
         wait in a collective that this rank has not issued, or in a collective of their script.
         """
-        posts = self._read()
+        posts = self.read()
         if posts is None:
             return list(ranks)
         return [rank for rank in ranks if self._is_elsewhere(posts.get(rank, {"state": "here"}))]
@@ -398,7 +394,7 @@ class RankStatus:
         """Return why no thread of some of ``ranks`` will say anything more: they have died, or
         their interpreters have ended. Others may.
         """
-        posts = self._read()
+        posts = self.read()
         if posts is None:
             return dict.fromkeys(ranks, self._without_store())
         over = {
@@ -415,7 +411,7 @@ class RankStatus:
         """
         limit = time.monotonic() + patience
         for pause in poll_pauses():
-            posts = self._read()
+            posts = self.read()
             text = end_of(self._known() if posts is None else posts)
             if text is not None:
                 return text
@@ -484,7 +480,7 @@ class RankStatus:
     def _wait_for_peers(self, enough: Callable[[Mapping[int, StatusPost]], bool]) -> None:
         limit = time.monotonic() + WAIT_FOR_PEERS_SECONDS
         for pause in poll_pauses():
-            posts = self._read()
+            posts = self.read()
             if posts is None or enough(posts) or time.monotonic() > limit:
                 return
             time.sleep(pause)

@@ -321,7 +321,7 @@ class Watchdog:
             return
         self._polled = now
         if in_script:
-            rank_status.look()
+            rank_status.read()
         try:
             self._poll(rank_status.statements, self.end)
         except RuntimeError:

@@ -4,7 +4,6 @@ runs.
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import weakref
@@ -22,6 +21,7 @@ from hf_zero.distributed.collective_log import CollectiveLog, DeferredCollective
 from hf_zero.distributed.collectives import (
     BLOCKING,
     DEFAULT_TIMEOUT,
+    MARGIN_SECONDS,
     Handle,
     call_each,
     message_tag,
@@ -49,21 +49,6 @@ from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError, RankMismatchError
 
 ROUND = 64 << 20  # bytes that the first rank receives at a time
-BROADCAST = 64 << 10  # bytes that cost as much as one more collective
-
-
-def common_size(sizes: Sequence[int]) -> int:
-    """Return the size up to which all ranks send in one collective, so that this and broadcasts of
-    what longer ones have beyond it cost least.
-    """
-    best, least, beyond = 0, math.inf, 0
-    ordered = sorted(sizes, reverse=True)
-    for longer, size in enumerate(ordered):
-        cost = len(sizes) * size + (beyond - longer * size) + longer * BROADCAST
-        if cost < least:
-            best, least = size, cost
-        beyond += size
-    return best
 
 
 T = TypeVar("T")
@@ -303,35 +288,6 @@ class RankGroup:
         self._call(f"exchange of {what}", call, by_tree=by_tree)
         return box
 
-    def all_gather_bytes(self, value: bytes, what: str = "bytes") -> list[bytes]:
-        """Return ``value`` of each rank, in the order of :attr:`ranks`.
-
-        A collective sends as much of each as of any other; where few ranks have far more than the
-        rest, they broadcast that, so that the others do not receive as much padding from each rank.
-        """
-        sizes = self.all_gather_object(len(value), f"sizes of {what}")
-        if len(self.ranks) == 1:
-            return [value]
-        common, at = common_size(sizes), self.ranks.index(self.rank)
-        on = CPU if backend_serving(CPU) else default_device()
-        message = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else None
-        whole = [torch.zeros(max(common, size), dtype=torch.uint8, device=on) for size in sizes]
-        if message is not None:
-            whole[at][: len(value)].copy_(message)
-
-        def exchange() -> None:
-            if common:
-                parts = [buffer[:common] for buffer in whole]
-                dist.all_gather(parts, whole[at][:common].clone(), self._group)
-            for index, size in enumerate(sizes):
-                if size > common:
-                    dist.broadcast(whole[index][common:], self.ranks[index], self._group)
-
-        self._call(f"exchange of {what}", exchange)
-        return [
-            buffer[:size].cpu().numpy().tobytes() for buffer, size in zip(whole, sizes, strict=True)
-        ]
-
     def gather_bytes(
         self, value: bytes, take: Callable[[int, bytes], None], what: str = "bytes"
     ) -> None:
@@ -379,6 +335,7 @@ class WorldGroup(RankGroup):
         rank_status: RankStatus | None = None
         self.prefix, self.engines = "hf_zero", 0  # of keys in the store; engines made so far
         self.recovery_board: RecoveryBoard | None = None
+        self._added: dist.ProcessGroupGloo | None = None  # to a default group without gloo
         if self.world > 1 and backend not in ("threaded", "fake"):
             allow_connections(self.world)  # the script may have made the group
             shared = dist.PrefixStore("hf_zero/ranks", store)
@@ -398,7 +355,7 @@ class WorldGroup(RankGroup):
         if rank_status is not None:
             every = PendingCollective("gloo's connections", needs=tuple(range(self.world)))
             with watchdog.watching(every):
-                add_host_backend(timedelta(seconds=DEFAULT_TIMEOUT))
+                self._added = add_host_backend(timedelta(seconds=DEFAULT_TIMEOUT))
         # a script's own collectives on the device, too: work behind them would never end
         device = default_device()
         backends = dict.fromkeys((group_backend(CPU), group_backend(device)))
@@ -414,6 +371,14 @@ class WorldGroup(RankGroup):
         # resources of ended engines that are not released yet
         self.unsettled: list[EngineResources] = []
         self.log.deferred = self.deferred
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Set the timeout of waits for calls of all ranks to ``seconds``: that of the last engine.
+        A group of the script keeps its own for its collectives.
+        """
+        self.log.timeout = seconds
+        if self._added is not None:
+            self._added.set_timeout(timedelta(seconds=seconds + MARGIN_SECONDS))
 
     def part(
         self,

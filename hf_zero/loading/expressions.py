@@ -299,7 +299,7 @@ class InBlocks(Expression):
         self.sliceable = base.sliceable
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        base = self._base if self.sliceable else _Whole(self._base)
+        base = self._base if self.sliceable else InMemory(self._base.whole())
         first, stop = start, start + out.numel()
         blocks = max(ELEMENTS // self._block, 1)
         while first < stop:
@@ -314,17 +314,6 @@ class InBlocks(Expression):
             part = encoded[within : within + stop - first]
             out[first - start : first - start + part.numel()].copy_(part)
             first += part.numel()
-
-
-class _Whole(Expression):
-    """An expression that is not sliceable, read once for all ranges."""
-
-    def __init__(self, base: Expression):
-        super().__init__(base.shape, base.dtype)
-        self._values = base.whole().reshape(-1)
-
-    def read(self, start: int, out: torch.Tensor) -> None:
-        out.copy_(self._values[start : start + out.numel()])
 
 
 class Together:

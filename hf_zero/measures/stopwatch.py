@@ -114,6 +114,7 @@ class StepTimes:
         self._now.clear()
         self._unread.clear()
         self.windows.clear()
+        self._to_print.clear()
         self._in_window = dict.fromkeys(PARTS, 0.0)
 
     def finish(self) -> None:

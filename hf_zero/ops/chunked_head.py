@@ -107,9 +107,9 @@ class Gradients:
         self.hidden = hidden.new_zeros(hidden.shape if needs.hidden else 0, dtype=dtype)
         self.weight = hidden.new_empty(weight.shape if needs.weight else 0, dtype=dtype)
         self.bias = hidden.new_zeros(weight.shape[0] if needs.bias else 0, dtype=dtype)
-        # Without a GEMM from 16 to 32 bits everything is computed in 32: a product rounded to 16 is
-        # no better for being added in 32.
-        self._widens = dtype != hidden.dtype and not kinds.gemm_widens(hidden.device)
+        # Without a GEMM from 16 to 32 bits, which cuBLAS has and hipBLAS has not, everything is
+        # computed in 32: a product rounded to 16 is no better for being added in 32.
+        self._widens = dtype != hidden.dtype and not kinds.is_nvidia(hidden.device)
         self._wanted, self._head, self._begun = (
             needs,
             weight.to(dtype) if self._widens and needs.hidden else weight,

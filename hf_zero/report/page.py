@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError
-from hf_zero.logging import in_units, listed
+from hf_zero.logging import counted, in_units, listed
 from hf_zero.report import charts
 from hf_zero.report.charts import Chart
 from hf_zero.report.run import RecordedRun, read_run
@@ -346,10 +346,6 @@ def _table(
 
 def _value(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def counted(number: int, name: str) -> str:
-    return f"{number:,} {name}" + ("" if number == 1 else "s")
 
 
 def in_numbers(number: float) -> str:

@@ -27,6 +27,7 @@ from transformers import (
 from hf_zero import checkpoint
 from hf_zero.checkpoint import convert_checkpoint, reader
 from hf_zero.checkpoint.convert import export
+from hf_zero.checkpoint.find import NEW
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.jobs import Engine, Job, other, run, small, state_of, train_some
 from tests.checkpoint.setups import Setup, same, train
@@ -352,6 +353,10 @@ def test_the_whole_model_into_a_folder_that_cannot_be(tmp_path: Path) -> None:
         for name in ("model.safetensors", "pytorch_model.bin"):
             with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
                 engine.save_16bit_model(str(tmp_path / "file"), name)
+        if rank == 0:
+            (tmp_path / f"{NEW}full.bin").symlink_to("/dev/full")
+        with pytest.raises(CheckpointError, match=r"rank 0: .*disk is full"):
+            engine.save_16bit_model(str(tmp_path), "full.bin")
         with pytest.raises(CheckpointError, match="one file of the whole model"):
             engine.save_16bit_model("memory://bucket/model")
         return train(engine, rank, range(1))

@@ -214,6 +214,7 @@ def test_weights_go_into_an_engine_and_through_the_converter(tmp_path: Path) -> 
 INDICES = {
     b"{": "is damaged",
     b'{"weight_map": 3}': "is damaged",
+    b'{"weight_map": {}}': "names no file",
     json.dumps({"weight_map": {"a": "../b.safetensors"}}).encode(): r"out of its folder: \.\./b",
     json.dumps({"weight_map": {"a": "gone.safetensors"}}).encode(): "gone.safetensors cannot be",
 }

@@ -10,6 +10,8 @@ import itertools
 import json
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -191,13 +193,21 @@ def test_only_what_fits_a_pattern(tmp_path):
 
 @pytest.mark.parametrize("call", ["open", "pwrite"])
 def test_a_file_system_without_direct_writes(run, tmp_path, monkeypatch, cut_often, want, call):
-    """A refusal of another kind is told."""
-    original, count = getattr(os, call), [0]
+    """Also if a thread is refused after another has cleared the flag. A refusal of another kind is
+    told.
+    """
+    original, refused, both = getattr(os, call), [], threading.Event()
 
     def refusing(*args, **kwargs):
         flags = args[1] if call == "open" else fcntl.fcntl(args[0], fcntl.F_GETFL)
         if flags & files.DIRECT:
-            count[0] += 1
+            refused.append(args[0])
+            if call == "pwrite" and len(refused) == 1:
+                both.wait(5)
+            elif len(refused) == 2 and refused[0] == refused[1]:
+                both.set()
+                while fcntl.fcntl(args[0], fcntl.F_GETFL) & files.DIRECT:
+                    time.sleep(0.001)
             raise OSError(number, os.strerror(number), "model")
         return original(*args, **kwargs)
 
@@ -205,7 +215,8 @@ def test_a_file_system_without_direct_writes(run, tmp_path, monkeypatch, cut_oft
     with monkeypatch.context() as patch:
         patch.setattr(os, call, refusing)
         convert_checkpoint(run, tmp_path / "out")
-    assert count[0] > 0 and content(tmp_path / "out") == want
+    assert refused and content(tmp_path / "out") == want
+    assert both.is_set() == (call == "pwrite")
     number = errno.EACCES
     with monkeypatch.context() as patch:
         patch.setattr(os, call, refusing)

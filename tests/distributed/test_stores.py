@@ -298,7 +298,7 @@ def test_ranks_of_unknown_hosts_are_not_taken_for_dead(monkeypatch: pytest.Monke
     store = dist.HashStore()
     monkeypatch.setattr(rank_status, "_identity", lambda process: f"? {process} ?")
     here, _ = (RankStatus(store, rank, 2) for rank in range(2))
-    here.look()
+    here.read()
     assert here._identities.keys() == {0, 1} and not here._neighbours
     assert here.failure_cause(0.0) is None and not here.troubled
 

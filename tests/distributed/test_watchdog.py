@@ -341,7 +341,7 @@ def test_a_rank_that_fails_because_of_another_is_not_the_cause(
     pair[1].rank_status.publish_exit()
     failing(monkeypatch, RuntimeError("Connection closed by peer"))
     assert pair[0].rank_status.publish_exit() == "rank 1 has failed: ValueError: bad batch"
-    assert pair[1].rank_status._read()[0]["state"] == "broken"
+    assert pair[1].rank_status.read()[0]["state"] == "broken"
 
 
 def rank_of(process: int, store: Any, rank: int, monkeypatch: pytest.MonkeyPatch) -> RankStatus:
@@ -472,7 +472,7 @@ def test_a_wait_in_an_engine_that_all_have_left_is_over(pair: Any) -> None:
     first, second = (rank.rank_status for rank in pair)
     logs = [rank.register(CollectiveLog("engine 1", (0, 1), 60.0)) for rank in (first, second)]
     second.publish("waits", pending=logs[1].issue("gather"))
-    second.look()  # it leads, and writes the digest
+    second.read()  # it leads, and writes the digest
     logs[0].issue("gather")
     waits = pair[0].log.issue("backward")
     for rank, log in zip((first, second), logs):

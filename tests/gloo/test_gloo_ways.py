@@ -123,7 +123,7 @@ def look(others):
 
 def train_and_end(rank, tmp_path):
     one_engine(rank, CASES[0], tmp_path)  # it saves: the keys of messages are made once
-    get_world_group().watchdog.rank_status.look()  # as a long wait does
+    get_world_group().watchdog.rank_status.read()  # as a long wait does
     seen, others = [], working()
     for number, case in enumerate(CASES):
         say(str(case))

@@ -78,6 +78,8 @@ def main() -> None:
     losses = training.train(JOB, STEPS, rank, world)
     found["worst"] = training.worst(losses, training.plain(JOB, STEPS, rank, world))
     found["backends"] = str(dist.get_backend_config())
+    host = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    found["timeout"] = host.options._timeout.total_seconds()
     layer = torch.nn.Linear(3, 3)  # of the host: rank 0 writes for all
     with hf_zero.GatheredParameters(list(layer.parameters()), modifier_rank=0), torch.no_grad():
         layer.weight.fill_(2.0 if rank == 0 else 1.0)

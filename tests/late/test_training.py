@@ -188,6 +188,7 @@ def test_a_group_serves_host_memory_whoever_begins(route: str) -> None:
     launch.needs_the_device()
     for row in launch.run_ranks("tests.late.routes", "eager", route):
         assert row["backends"] == "cpu:gloo,cuda:nccl" and not row["reports"], row
+        assert row["timeout"] == 1830, row  # the engine's, and what is left for its own errors
         assert row["worst"] < 1e-5, row
         assert row["gathered on the host"] == 2 and row["objects"] == [0, 1], row
 

@@ -300,8 +300,8 @@ class _WindowedFile:
             write_all(self.fd, whole, start)
         except OSError as error:
             # Some file systems accept O_DIRECT and refuse the write, and the rest of a short write
-            # does not start on a page boundary.
-            if error.errno != errno.EINVAL or not fcntl.fcntl(self.fd, fcntl.F_GETFL) & DIRECT:
+            # does not start on a page boundary. Another thread may have cleared the flag since.
+            if error.errno != errno.EINVAL:
                 raise
             fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~DIRECT)
             write_all(self.fd, whole, start)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from types import TracebackType
 
 from hf_zero.checkpoint import find, storage
 from hf_zero.logging import logger
@@ -77,12 +76,7 @@ class Publication:
         except OSError:  # a file system without hard links
             os.rename(path, copy)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         failures = {} if error is None else self._put_back()
         if failures:
             logger.error(

@@ -15,8 +15,6 @@ import torch
 from hf_zero.checkpoint.foreign.torch_files import MappedFiles
 from hf_zero.checkpoint.manifest import (
     BUFFER,
-    MASTER,
-    SHARD,
     Chunk,
     Export,
     FileEntry,
@@ -305,18 +303,3 @@ def states(values: Iterable[tuple[str, torch.Tensor]], numel: int) -> dict[str, 
         if isinstance(tensor, torch.Tensor) and tensor.ndim > 0 and tensor.numel() >= numel
     )
     return {name: tensor.reshape(-1)[:numel] for name, tensor in kept_states}
-
-
-__all__ = [
-    "MASTER",
-    "SHARD",
-    "Assembled",
-    "FolderContents",
-    "ModelGroups",
-    "OptimizerGroup",
-    "Parameter",
-    "ParameterPart",
-    "Ranged",
-    "Widened",
-    "states",
-]

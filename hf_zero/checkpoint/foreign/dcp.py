@@ -20,8 +20,6 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.foreign.assembled import (
-    MASTER,
-    SHARD,
     Assembled,
     FolderContents,
     ModelGroups,
@@ -32,6 +30,7 @@ from hf_zero.checkpoint.foreign.assembled import (
 )
 from hf_zero.checkpoint.foreign.optimizer_states import Shape, as_in_model, named
 from hf_zero.checkpoint.foreign.torch_files import Opaque, SavedTensor, damaged, load
+from hf_zero.checkpoint.manifest import MASTER, SHARD
 from hf_zero.errors import CheckpointError, HfZeroError
 from hf_zero.logging import logger
 from hf_zero.optim.segment_table import plain_settings

@@ -26,8 +26,6 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.foreign.assembled import (
-    MASTER,
-    SHARD,
     Assembled,
     FolderContents,
     ModelGroups,
@@ -49,6 +47,7 @@ from hf_zero.checkpoint.foreign.optimizer_states import (
     torch_state,
 )
 from hf_zero.checkpoint.foreign.torch_files import load_pickle
+from hf_zero.checkpoint.manifest import MASTER, SHARD
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject, logger
 

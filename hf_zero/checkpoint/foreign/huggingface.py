@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from hf_zero.checkpoint.foreign.assembled import (
-    SHARD,
     Assembled,
     FolderContents,
     ModelGroups,
@@ -17,6 +16,7 @@ from hf_zero.checkpoint.foreign.assembled import (
     ParameterPart,
     Ranged,
 )
+from hf_zero.checkpoint.manifest import SHARD
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import parse_json
@@ -71,6 +71,8 @@ def files_of(folder: Path) -> dict[str, set[str]]:
         raise CheckpointError(
             f"{index} is damaged ({error}); restore it, or name another folder"
         ) from error
+    if not promised:
+        raise CheckpointError(f"{index} names no file; restore it, or name another folder")
     if odd := sorted(name for name in promised if Path(name).name != name):
         raise CheckpointError(
             f"{index} names files out of its folder: {', '.join(odd)}; restore it, "

@@ -198,11 +198,8 @@ def torch_state(saved: Mapping[str, object]) -> Mapping[str, Any]:
     """
     state = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or saved
     if isinstance(state, list):
-        step = {
-            key: saved[name]
-            for key, name in (("step", "base_optimizer_state_step"),)
-            if name in saved
-        }
+        name = "base_optimizer_state_step"
+        step = {"step": saved[name]} if name in saved else {}
         return {
             "state": dict(enumerate(state)),
             "param_groups": [{"params": [index], **step} for index in range(len(state))],

@@ -200,14 +200,8 @@ class SavedTensor:
     def __init__(
         self, name: str, path: Path, offset: int, length: int, dtype: torch.dtype, numel: int
     ) -> None:
-        self.name, self.path, self.offset, self.length, self.dtype, self.numel = (
-            name,
-            path,
-            offset,
-            length,
-            dtype,
-            numel,
-        )
+        self.name, self.path, self.dtype = name, path, dtype
+        self.offset, self.length, self.numel = offset, length, numel
         self._place: int | None = None
         self._lock = threading.Lock()
 

@@ -92,10 +92,6 @@ class RankRecord:
                 "generation or a checkpoint on disk is to be loaded"
             ) from error
 
-    def write(self, path: Path) -> None:
-        """Write the record to ``path``, whole or not at all."""
-        write_record(path, self.dumps())
-
 
 def write_record(path: Path, content: bytes) -> None:
     """Write the ``content`` of a record to ``path``, whole or not at all: with it the file beside

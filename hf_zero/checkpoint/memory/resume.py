@@ -5,7 +5,6 @@ or the checkpoint on disk; and a folder on each host in which a load finds it.
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -253,8 +252,8 @@ class _Taking:
             return {r: record_path(self._here[r]).read_bytes() for r in share}
 
         records, _ = collective_try(self._ranks, own)
-        gathered = self._ranks.all_gather_bytes(pickle.dumps(records), "records of a generation")
-        contents = {r: content for m in gathered for r, content in pickle.loads(m).items()}
+        gathered = self._ranks.all_gather_object(records, "records of a generation")
+        contents = {r: content for some in gathered for r, content in some.items()}
         return [RankRecord.parse(contents[r], f"the record of rank {r}") for r in order]
 
     def _host_of(self, file: int) -> str:
