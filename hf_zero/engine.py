@@ -133,9 +133,9 @@ class Engine(TrainingEngine):
         measures, self.measures = self.measures, StepMeasures()
         measures.close(self)
 
-    def settle(self, what: str) -> None:
+    def quiesce(self, what: str) -> None:
         self.wait_for_checkpoint(what)
-        super().settle(what)
+        super().quiesce(what)
 
     def take_apart(self) -> dict[str, Any]:
         memory, folder = self.memory, self.measures.folder

@@ -316,7 +316,7 @@ def class_name(instance: object) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Described:
+class ModelEntries:
     """Manifest entries for the model of one engine: the whole model, or one stage of a pipeline.
 
     flats: entries without their chunks. groups: parameter names in each optimizer group.
@@ -336,7 +336,7 @@ class Described:
         saved: Iterable[FlatBuffer],
         names: WholeNames,
         exclude_frozen: bool,
-    ) -> Described:
+    ) -> ModelEntries:
         """Return the entries for the flat buffers ``saved`` of the engine."""
         flats, left_out = [], []
         dtypes: dict[str, torch.dtype] = {}
@@ -367,7 +367,7 @@ class Described:
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[Described]) -> Described:
+    def joined(cls, parts: Sequence[ModelEntries]) -> ModelEntries:
         """Merge the descriptions of the pipeline's stages into that of one model.
 
         Raises CheckpointError if the stages have different numbers of optimizer groups.
@@ -409,7 +409,7 @@ class RankReport:
     apart: list[dict[str, dict[str, float]]]
     factors: dict[str, dict[str, tuple[int, ...]]]  # shapes, by parameter and name
     layouts: dict[str, tuple[str, FlatLayout]]
-    model: Described | None
+    model: ModelEntries | None
 
 
 @dataclass(frozen=True)
@@ -499,7 +499,7 @@ def plan_save(
             for parameter, of in factors.items()
         },
         layouts=layouts,
-        model=Described.of(engine, of_stage, names, exclude_frozen)
+        model=ModelEntries.of(engine, of_stage, names, exclude_frozen)
         if engine.mesh.uncut.is_first
         else None,
     )

@@ -150,14 +150,14 @@ class _DoubleBuffer:
         """
         data = bytes_view(self._blocks[0][: self._used])
         self._hasher.update(data)
-        self.settle()
+        self._wait_for_write()
         self._under_way = self._writer.submit(self._output.write, data)
         self._blocks.reverse()
         self._used = 0
         if self._tick is not None:
             self._tick(len(data))
 
-    def settle(self) -> None:
+    def _wait_for_write(self) -> None:
         """Wait for the write in progress. Raises its error."""
         if self._under_way is not None:
             self._under_way.result()
@@ -165,7 +165,7 @@ class _DoubleBuffer:
     def end(self) -> FileHashes:
         """Write the rest and return the hashes of all data."""
         self.flush()
-        self.settle()
+        self._wait_for_write()
         return self._hasher.result()
 
 

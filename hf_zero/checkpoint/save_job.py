@@ -194,13 +194,13 @@ _in_flight_lock = threading.Lock()
 _in_flight: dict[AnyPath, list[Action]] = {}
 
 
-def started(final: AnyPath) -> None:
+def begin_commit(final: AnyPath) -> None:
     """Register the checkpoint ``final``, which a thread is about to publish."""
     with _in_flight_lock:
         _in_flight[final] = []
 
 
-def finished(final: AnyPath, whole: bool) -> None:
+def end_commit(final: AnyPath, whole: bool) -> None:
     """Unregister ``final``. If it is ``whole``, run the actions deferred until then; otherwise drop
     them.
     """
@@ -368,14 +368,14 @@ class AsyncSaver:
         self._running = (job, ended)
         try:
             if job.rank == 0:
-                started(job.target.final)
+                begin_commit(job.target.final)
             self._thread.start()
         except BaseException:
             if self._thread.ident is None:  # no thread will end the save
                 staged.close()
                 self._running = None
                 if job.rank == 0:
-                    finished(job.target.final, whole=False)
+                    end_commit(job.target.final, whole=False)
             raise
 
     def report_not_started(
@@ -429,10 +429,10 @@ def _run(job: SaveJob, staged: StagedFile, plan: FilePlan, exchange: _ByStore) -
             staged.close()
 
     try:
-        failure, _ = job.run(write, exchange, lambda: finished(final, whole=True))
+        failure, _ = job.run(write, exchange, lambda: end_commit(final, whole=True))
     finally:
         if job.rank == 0:
-            finished(final, whole=False)  # no effect if the commit has called it already
+            end_commit(final, whole=False)  # no effect if the commit has called it already
     if failure:
         text = f"{failure} (written in the background)"
         # The main thread has ended: no call will collect the outcome, so log it.

@@ -27,7 +27,7 @@ import hf_zero
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import CommitTarget, canonical_path, check_keep, commit_target
 from hf_zero.checkpoint.engine_state import (
-    Described,
+    ModelEntries,
     RankReport,
     SavePlan,
     batch_of,
@@ -395,7 +395,7 @@ def join_reports(head: Manifest, reports: Sequence[RankReport]) -> Manifest:
     copy: later changes of the engine do not reach it.
     """
     flats = []
-    model = Described.joined([report.model for report in reports if report.model is not None])
+    model = ModelEntries.joined([report.model for report in reports if report.model is not None])
     for flat in model.flats:
         layouts = {
             key: layout

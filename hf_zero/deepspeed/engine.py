@@ -319,9 +319,9 @@ class DeepSpeedEngine(ReportingEngine):
         if not kinds.is_host(self.device):
             kinds.module_of(self.device).empty_cache()
 
-    def settle(self, what: str) -> None:
+    def quiesce(self, what: str) -> None:
         self._states_away.refuse(what)
-        super().settle(what)
+        super().quiesce(what)
 
     def destroy(self, gather: bool = False) -> None:
         """Run :meth:`hf_zero.Engine.destroy`, with the state of :meth:`offload_states` brought

@@ -174,16 +174,16 @@ class FlatMesh:
 class Sums(NamedTuple):
     """The dimensions along which the numbers of all ranks are summed.
 
-    each: the ranks whose numbers each count once: the shards of one replica, or all peers if flat
-    buffers differ in their ranks. repeats: the dimension along which the sums are equal. stages:
-    the other stages of a pipeline, whose gradients contribute to the norm.
+    counted: the ranks whose numbers count once each: the shards of one replica, or all peers if
+    flat buffers differ in their ranks. repeats: the dimension along which the sums are equal.
+    stages: the other stages of a pipeline, whose gradients contribute to the norm.
 
     Example: four ranks in two replicas of two shards each. Rank 0 sums its numbers along
-    ``each``, ranks 0 and 1; along ``repeats``, ranks 0 and 2, the sums are then equal; ``stages``
-    has rank 0 alone.
+    ``counted``, ranks 0 and 1; along ``repeats``, ranks 0 and 2, the sums are then equal;
+    ``stages`` has rank 0 alone.
     """
 
-    each: MeshDim
+    counted: MeshDim
     repeats: MeshDim
     stages: MeshDim
 

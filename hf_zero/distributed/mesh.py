@@ -66,12 +66,12 @@ class Server(Protocol):
 class MeshResources:
     """The resources of one engine. Holds no reference to the engine itself, and outlives it.
 
-    ``rank_status`` publishes its logs, None if ranks share no store; ``unsettled`` are the
+    ``rank_status`` publishes its logs, None if ranks share no store; ``unreleased`` are the
     resources of this rank that are not released yet.
     """
 
-    def __init__(self, rank_status: RankStatus | None, unsettled: list[EngineResources]):
-        self._rank_status, self._unsettled = rank_status, unsettled
+    def __init__(self, rank_status: RankStatus | None, unreleased: list[EngineResources]):
+        self._rank_status, self._unreleased = rank_status, unreleased
         self._store: dist.Store | None = None
         self._server: Server | None = None
         self._dims: list[MeshDim] = []
@@ -105,11 +105,11 @@ class MeshResources:
                 self._logs.append(one)
 
     def abandon(self) -> None:
-        """Note that the engine was garbage-collected: :meth:`settle` closes what it left open."""
+        """Note that the engine was garbage-collected: :meth:`release` closes what it left open."""
         self._abandoned = True
         for axis in self._dims:
             axis.spare.clear()
-        self._unsettled.append(self)
+        self._unreleased.append(self)
 
     def close_connections(self) -> None:
         """Destroy the process groups that gathers of values left sharded do without. Idempotent."""
@@ -131,7 +131,7 @@ class MeshResources:
         if self._left:
             return
         self._left = True
-        self._unsettled.append(self)
+        self._unreleased.append(self)
         if self._server is not None:
             self._server.end()
         if self.heartbeats is not None:
@@ -145,7 +145,7 @@ class MeshResources:
         except RuntimeError:
             self._store = None  # the store is gone, and its keys with it
 
-    def settle(self) -> None:
+    def release(self) -> None:
         """Release what can be released: the process groups of a garbage-collected engine, and the
         logs of one that all ranks have left.
         """
@@ -158,7 +158,7 @@ class MeshResources:
         if self._rank_status is not None:
             self._rank_status.unregister(self._logs)
         self._logs = []
-        self._unsettled[:] = [resources for resources in self._unsettled if resources is not self]
+        self._unreleased[:] = [resources for resources in self._unreleased if resources is not self]
 
     def _used_elsewhere(self) -> bool:
         try:
@@ -167,10 +167,10 @@ class MeshResources:
             return False
 
 
-def settle_all(unsettled: Sequence[EngineResources]) -> None:
-    """Settle each of ``unsettled``."""
-    for resources in list(unsettled):
-        resources.settle()
+def release_all(unreleased: Sequence[EngineResources]) -> None:
+    """Release what each of ``unreleased`` can."""
+    for resources in list(unreleased):
+        resources.release()
 
 
 class Mesh:
@@ -211,7 +211,7 @@ class Mesh:
             world = get_world_group()
             world.wait_at_most(timeout)
             self.watchdog, board = world.watchdog, world.recovery_board
-            self._resources = MeshResources(self.watchdog.rank_status, world.unsettled)
+            self._resources = MeshResources(self.watchdog.rank_status, world.unreleased)
             if options.nccl and backend != NCCL:
                 keys = ", ".join(f"nccl.{name}" for name in options.nccl)
                 log_rank0(f"{keys} has no effect: the communicators are of {backend}")
@@ -219,7 +219,7 @@ class Mesh:
         weakref.finalize(self, self._resources.abandon).atexit = False
         if self.dims.world > 1 and backend != "fake":
             logs["agreements"] = self._meet(host_timeout)
-            settle_all(get_world_group().unsettled)
+            release_all(get_world_group().unreleased)
         making = FlatMeshMaker(
             DimMaker(self.rank, device, backend, self.watchdog, timeout, options.nccl),
             self.dims,
@@ -316,7 +316,7 @@ class Mesh:
     def axes(self) -> list[MeshDim]:
         """The dimensions over which this engine communicates."""
         of_flats = [(m.shard, m.replicate, m.updates, m.node, *m.hops) for m in self._of.values()]
-        sums = () if self.sums.each is self.shard else (self.sums.each,)
+        sums = () if self.sums.counted is self.shard else (self.sums.counted,)
         return [axis for axes in (*of_flats, sums) for axis in axes if axis is not None]
 
     @property
@@ -348,7 +348,7 @@ class Mesh:
             self._resources.close_groups()
         else:
             self._resources.close_connections()
-        settle_all([self._resources])
+        release_all([self._resources])
 
     def barrier(self) -> None:
         """Wait for all peers."""

@@ -322,7 +322,7 @@ class RankGroup:
 class EngineResources(Protocol):
     """The resources of an engine that has ended."""
 
-    def settle(self) -> None:
+    def release(self) -> None:
         """Release those that no rank uses any more."""
 
 
@@ -369,7 +369,7 @@ class WorldGroup(RankGroup):
             rank_status.register(log)
         self.deferred = DeferredCollectives()
         # resources of ended engines that are not released yet
-        self.unsettled: list[EngineResources] = []
+        self.unreleased: list[EngineResources] = []
         self.log.deferred = self.deferred
 
     def wait_at_most(self, seconds: float) -> None:

@@ -220,7 +220,7 @@ class EngineParts(AroundModel):
         """Return the loss scaler for the start of training."""
         return Fp16LossScaler.from_config(self.config)
 
-    def settle(self, what: str) -> None:
+    def quiesce(self, what: str) -> None:
         """End what is under way before a rebuild for ``what`` (collective). Raises OffloadError
         after a failed write of offloaded state.
         """

@@ -173,7 +173,7 @@ def rebuild(
     with raise_on_all_ranks(f"begin {what}"):
         refuse_now(engine, what, loads)
     broken = engine.changes.broken
-    engine.settle(what)
+    engine.quiesce(what)
     keeps = not engine.config.zero.release_frozen_state
     former = [*engine.sharded_model.parameters.values()]
     lost = dict.fromkeys(former)

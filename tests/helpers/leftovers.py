@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_zero.distributed.mesh import settle_all
+from hf_zero.distributed.mesh import release_all
 from hf_zero.distributed.world_group import get_world_group
 from tests.helpers.broken_stacks import Armed
 from tests.helpers.models import seeded
@@ -67,7 +67,7 @@ def settle() -> None:
     """Give back what engines have left that nobody has destroyed, as the making of the next one
     does.
     """
-    settle_all(get_world_group().unsettled)
+    release_all(get_world_group().unreleased)
 
 
 def held_of_the_job() -> dict[str, int]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hf_zero.checkpoint import manifest as form
-from hf_zero.checkpoint.engine_state import Described, RankReport
+from hf_zero.checkpoint.engine_state import ModelEntries, RankReport
 from hf_zero.checkpoint.manifest import DIGEST, Manifest, is_as_written, sealed
 from hf_zero.checkpoint.save_sharded import join_reports
 from hf_zero.errors import CheckpointError
@@ -165,7 +165,7 @@ def _read_report(data: JsonObject) -> RankReport:
         },
         {key: (of, FlatLayout.from_json(layout)) for key, (of, layout) in data["layouts"].items()},
         model
-        and Described(
+        and ModelEntries(
             tuple(replace(form.read_flat(flat), chunks=()) for flat in model["flats"]),
             {name: form.dtype_of(dtype) for name, dtype in model["parameters"].items()},
             model["aliases"],

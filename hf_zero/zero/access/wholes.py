@@ -110,11 +110,11 @@ def version_of(engine: ShardedEngine) -> Version:
 
     Raises PartitionError if the engine was destroyed.
     """
-    _settle(engine, engine.flats)
+    _complete_updates(engine, engine.flats)
     return Version(engine.global_steps, {flat: flat.changes for flat in engine.flats})
 
 
-def _settle(engine: ShardedEngine, flats: Sequence[FlatBuffer]) -> None:
+def _complete_updates(engine: ShardedEngine, flats: Sequence[FlatBuffer]) -> None:
     """Complete the updates of ``flats``, and take a script's writes into their shards."""
     if engine.destroyed:
         raise PartitionError(
@@ -178,7 +178,7 @@ def _refuse_written(group: Sequence[FlatBuffer], version: Version, engine: Shard
     """Raise PartitionError if weights of ``group`` have been written since ``version``, or the
     engine has other flat buffers.
     """
-    _settle(engine, [flat for flat in group if not flat.retired])
+    _complete_updates(engine, [flat for flat in group if not flat.retired])
     others = (flat.retired or flat.changes != version.changes.get(flat) for flat in group)
     if engine.global_steps != version.step or any(others):
         raise PartitionError(

@@ -317,7 +317,7 @@ class Schedule:
         unit.finish_gather()
         if self.computed.on and not for_script:
             self.computed.use(unit.flats, not self._in_backward)
-        unit.guard.off(module)
+        unit.guard.module_runs(module)
         if unit in self._ahead:
             at = self._ahead.index(unit)
             if at:  # units gathered before it are not needed, or not in this order
@@ -328,7 +328,7 @@ class Schedule:
     def release_later(self, unit: Unit) -> None:
         """Mark ``unit`` as unused: it is released when the next unit is needed."""
         if unit.sharded and not unit.forwards.in_forward and not unit.forwards.in_backward:
-            unit.guard.on()
+            unit.guard.module_ended()
             if not unit.in_use and unit not in self._to_release:
                 self._to_release.append(unit)
 

@@ -204,7 +204,7 @@ class ParameterGuard:
         """Whether a script holds the values through :meth:`watch`."""
         return self._watchers > 0 and bool(self._members)
 
-    def on(self) -> None:
+    def module_ended(self) -> None:
         """Watch all gathered parameters: their own module is not running."""
         if not self._own and not self._watches:
             _become(LiveParameter, WatchedParameter, self._members)
@@ -213,7 +213,7 @@ class ParameterGuard:
             _become(LiveParameter, WatchedParameter, self._own[module])
         self._bare.clear()
 
-    def off(self, module: nn.Module | None = None) -> None:
+    def module_runs(self, module: nn.Module | None = None) -> None:
         """Stop watching the parameters of ``module`` while it runs; None: those of a unit with one
         module.
         """
@@ -230,7 +230,7 @@ class ParameterGuard:
         """Watch all parameters until :meth:`unwatch`, whatever module runs."""
         self._watchers += 1
         if self._watchers == 1:
-            self.on()
+            self.module_ended()
 
     def unwatch(self) -> None:
         self._watchers -= 1

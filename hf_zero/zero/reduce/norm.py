@@ -301,7 +301,7 @@ class IdleParameters:
         self._of_window = _both(self._of_window, self._of_backward or {})
         self._of_backward = None
 
-    def settle(self) -> None:
+    def set_on_flats(self) -> None:
         """Set the flat buffers' idle parameters, once the gradients of the window are reduced."""
         for flat, bits in (self._of_window or {}).items():
             flat.gradient.set_idle(bits)
@@ -331,7 +331,7 @@ def _names(flat: FlatBuffer, bits: int) -> frozenset[str]:
     return frozenset(slot.name for at, slot in enumerate(flat.layout.slots) if bits >> at & 1)
 
 
-def settle_left_out(units: Sequence[Unit]) -> None:
+def zero_left_out(units: Sequence[Unit]) -> None:
     """Set the gradient to zero, once the window is reduced, for flat buffers that all ranks have
     left out of every backward.
     """

@@ -26,7 +26,7 @@ from hf_zero.zero.layout.stage_policy import Policy
 from hf_zero.zero.layout.training_state import GradientMemory
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Scaling
-from hf_zero.zero.reduce.norm import IdleParameters, Usage, settle_left_out
+from hf_zero.zero.reduce.norm import IdleParameters, Usage, zero_left_out
 from hf_zero.zero.reduce.reduction_order import (
     BackwardObservations,
     GatherProgress,
@@ -191,10 +191,10 @@ class Reducer:
         self.backwards += 1
         self.idle.end_backward()
         if self._batch.reduces:
-            self._settle()
+            self._record_left_out()
 
     def forget_buffers(self) -> None:
-        """Free the buffers of messages, and settle the messages that the host has yet to wait for:
+        """Free the buffers of messages, and end the messages that the host has yet to wait for:
         a graph neither uses memory from before it nor leaves its own behind.
         """
         self._buffers.clear()
@@ -316,7 +316,7 @@ class Reducer:
         self.backwards += progress.observed.brought
         self.idle.end_backward()
         if self._batch.reduces:
-            self._settle()
+            self._record_left_out()
         # those that require grad but are in no optimizer group: nothing would ever clear them
         if any_raw_grad(self._frozen):
             drop_raw_grads(self._frozen)
@@ -409,14 +409,14 @@ class Reducer:
                 pool.clear()
         if self._offload is not None:
             self._offload.finish_sums()
-        self._settle()
+        self._record_left_out()
 
-    def _settle(self) -> None:
+    def _record_left_out(self) -> None:
         """Record idle and left-out parameters once the gradients of the window are reduced."""
         if self._order.left_some_out:
-            settle_left_out(self._order.units)
+            zero_left_out(self._order.units)
             self._order.left_some_out = False
-        self.idle.settle()
+        self.idle.set_on_flats()
 
     def unreduced_scale(self, flat: FlatBuffer) -> float:
         """Return the factor that turns an averaged gradient of ``flat`` into a local one such that
