@@ -246,6 +246,20 @@ def test_targets_that_are_refused(of_bert, tmp_path, monkeypatch):
     assert not list((tmp_path / "none").iterdir())
 
 
+def test_what_another_format_has_no_place_for_is_named(tmp_path, heard):
+    """The loss scale in both, and the client state in that of torch."""
+    job = Job(1, 2, precision="fp16")
+    saved(tmp_path / "run", small, job, client_state={"epoch": 3})
+    for to, names in (("dcp", "the client state, the loss scale"), ("universal", "the loss scale")):
+        heard.clear()
+        convert_checkpoint(tmp_path / "run", tmp_path / to, to=to)
+        assert (
+            [line for line in heard if "is not written" in line]
+            == [line for line in heard if f"{names} in " in line]
+            != []
+        )
+
+
 # ---- the names that scripts for DeepSpeed call ----
 
 

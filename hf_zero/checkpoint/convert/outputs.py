@@ -24,7 +24,7 @@ from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.checkpoint.tensorfile import FilePlan, plan_file
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.logging import logger
+from hf_zero.logging import listed, logger
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 CONVERT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -108,6 +108,16 @@ def all_names(manifest: Manifest) -> dict[str, list[str]]:
     for tied, first in tied_names(manifest).items():
         groups.setdefault(first, [first]).append(tied)
     return {name: group for group in groups.values() for name in group}
+
+
+def log_left_out(checkpoint: Checkpoint, state: Mapping[str, object]) -> None:
+    """Warn of the ``state``, by name, that ``checkpoint`` has and the format has no place for."""
+    if names := [name for name, value in state.items() if value]:
+        logger.warning(
+            "%s in %s is not written: this format has no place for it; load the checkpoint itself",
+            listed(names),
+            checkpoint.folder,
+        )
 
 
 def plan_outputs(chosen: Iterable[OutputTensor]) -> FilePlan:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hf_zero.checkpoint.convert.files import file_error
-from hf_zero.checkpoint.convert.outputs import OutputTensor, outputs, tied_names
+from hf_zero.checkpoint.convert.outputs import OutputTensor, log_left_out, outputs, tied_names
 from hf_zero.checkpoint.foreign.dcp import COUNTERS
 from hf_zero.checkpoint.manifest import GroupEntry, strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint
@@ -150,17 +151,21 @@ def write_dcp(
     Raises CheckpointError for optimizer state of whole tensors (Adafactor's), which torch's
     optimizers do not name.
     """
-    optimizer = checkpoint.manifest.optimizer
+    optimizer, scaler = checkpoint.manifest.optimizer, checkpoint.manifest.scaler
     if optimizer is not None and optimizer.factors:
         raise CheckpointError(
             f"{checkpoint.folder} holds {optimizer.class_name}'s state of whole tensors, for which "
             "torch.distributed.checkpoint has no names; convert it with --to safetensors"
         )
+    left_out = {"the client state": checkpoint.client_state(), "the loss scale": scaler}
+    log_left_out(checkpoint, left_out)
     tensors = outputs(checkpoint.manifest, dtype, exclude_frozen)
     state = _State(checkpoint, tensors)
     writer = dcp.FileSystemWriter(folder, thread_count=1)
     try:
-        dcp.save(state.tree, storage_writer=writer, planner=_Planner(state.fills), no_dist=True)
+        with warnings.catch_warnings():  # of a save in one process, which this is meant to be
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.save(state.tree, storage_writer=writer, planner=_Planner(state.fills), no_dist=True)
     except CheckpointException as error:  # torch's, around what was raised here
         cause, _ = error.failures[0]
         raise file_error(cause) from None

@@ -15,7 +15,7 @@ import torch
 
 from hf_zero.checkpoint import find, storage
 from hf_zero.checkpoint.convert.files import torch_save
-from hf_zero.checkpoint.convert.outputs import OutputTensor, outputs
+from hf_zero.checkpoint.convert.outputs import OutputTensor, log_left_out, outputs
 from hf_zero.checkpoint.foreign.deepspeed import FOLDER, OWN_KEYS, SETTINGS, STEP, WEIGHTS
 from hf_zero.checkpoint.manifest import MASTER, is_plain, strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint
@@ -35,6 +35,7 @@ def write_universal(checkpoint: Checkpoint, folder: Path) -> list[OutputTensor]:
     tensors (Adafactor's), and for numbers beside the step count (NAdam's, ASGD's).
     """
     _refuse_unwritten(checkpoint)
+    log_left_out(checkpoint, {"the loss scale": checkpoint.manifest.scaler})
     (folder / FOLDER).mkdir()
     _write_states(checkpoint, folder / FOLDER)
     torch_save(_model_states(checkpoint), folder / MODEL)
