@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -251,13 +251,26 @@ def check_statistics(plan: EnginePlan, device: torch.device) -> None:
 
 def check_alike(plan: EnginePlan) -> None:
     """Raise RankMismatchError on all ranks of the job unless those of each pipeline stage hold the
-    same names, shapes, dtypes and groups, at the same ZeRO stage: else their messages would not
-    fit. Collective.
+    same names, shapes, dtypes and groups, at the same ZeRO stage, else their messages would not
+    fit; and the same settings of groups, clipping and accumulation, else shards would train apart.
+    Collective.
     """
     dims = plan.dims
     if dims.world == 1:
         return
-    mine = {"the engine": {"stage": str(plan.settings.stage)}} | {
+    settings = plan.settings
+    mine = {
+        "the engine": {
+            "stage": str(settings.stage),
+            "precision": settings.precision,
+            "gradient_clipping": str(settings.gradient_clipping),
+            "gradient_accumulation_steps": str(settings.gradient_accumulation_steps),
+        }
+    }
+    if plan.optimizer is not None:
+        for at, group in enumerate(plan.optimizer.param_groups):
+            mine[f"optimizer group {at}"] = _settings_of(group, plan.optimizer.defaults)
+    mine |= {
         name: {
             "shape": f"{attributes.describe(parameter)}{tuple(parameter.shape)}",
             "dtype": str(parameter.dtype),
@@ -281,6 +294,18 @@ def check_alike(plan: EnginePlan) -> None:
             )
 
 
+def _settings_of(group: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, str]:
+    """Return the settings of an optimizer group that its class knows, and that have a value."""
+    settings: dict[str, str] = {}
+    for name in sorted(group.keys() & defaults.keys()):
+        value = group[name]
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+            value = value.item()
+        if isinstance(value, (bool, int, float, str, tuple)):
+            settings[name] = str(value)
+    return settings
+
+
 def _difference(
     one: dict[str, dict[str, str]], right: dict[str, dict[str, str]], first: int, second: int
 ) -> str:
@@ -288,7 +313,8 @@ def _difference(
     for name in sorted({**one, **right}):
         if name not in one or name not in right:
             return f"rank {first if name in one else second} alone has {name}"
-        for kind, value in one[name].items():
-            if value != (other := right[name][kind]):
+        for kind in {**one[name], **right[name]}:
+            value, other = (info[name].get(kind, "not set") for info in (one, right))
+            if value != other:
                 return f"{kind} of {name} is {value} on rank {first}, {other} on rank {second}"
     return "the order of their parameters"
