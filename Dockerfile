@@ -18,10 +18,10 @@ LABEL org.opencontainers.image.title="hf-zero" \
     org.opencontainers.image.version="${VERSION}" \
     org.opencontainers.image.source="${REPOSITORY}"
 COPY --from=build /wheels /wheels
-# Triton and torch.compile call a C compiler at run time.
+# Triton calls a C compiler at run time, torch.compile on CPUs one of C++.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && apt-get install --yes --no-install-recommends g++ gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
     && bash /wheels/image install /wheels "${EXTRAS}" \
     && rm -r /wheels \
