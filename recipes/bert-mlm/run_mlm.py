@@ -3,9 +3,9 @@
 Nothing here knows how the model is partitioned: the configuration given to ``accelerate launch``
 decides.
 
-    accelerate launch --config zero3.yaml run_mlm.py
-    accelerate launch --config zero3.yaml run_mlm.py --resume_from_checkpoint latest
-    accelerate launch --config zero3.yaml run_mlm.py --dataset_name Salesforce/wikitext \\
+    accelerate launch --config_file zero3.yaml run_mlm.py
+    accelerate launch --config_file zero3.yaml run_mlm.py --resume_from_checkpoint latest
+    accelerate launch --config_file zero3.yaml run_mlm.py --dataset_name Salesforce/wikitext \\
         --dataset_config_name wikitext-2-raw-v1
 """
 
