@@ -122,7 +122,9 @@ def masked(rows: torch.Tensor, random: torch.Generator) -> Batch:
 
 @torch.no_grad()
 def evaluate(engine: Any, batch: Batch) -> float:
-    """Mean loss over the held-out rows, which each rank reads in full."""
+    """Mean of the loss that the model returns, over the held-out rows, which each rank reads in
+    full.
+    """
     engine.eval()
     loss = engine(**{name: value.to(engine.device) for name, value in batch.items()}).loss.item()
     engine.train()
