@@ -23,12 +23,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     TrainerCallback,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 sys.path.append(str(Path(__file__).resolve().parent))
 from plot import line_plot
@@ -62,8 +64,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 def parse_arguments(parser: HfArgumentParser) -> tuple[Any, ...]:
-    """The dataclasses of ``parser``, from the command line and the file of TRL's ``--config``. Exit
-    with one line if an argument is unknown: the parsers raise a ValueError.
+    """The dataclasses of ``parser``, from the command line and the file of TRL's ``--config``; the
+    last one has the arguments of the Trainer. Exit with one line if an argument is unknown (the
+    parsers raise a ValueError), or if there is no checkpoint to resume from.
     """
     parse = getattr(parser, "parse_args_and_config", parser.parse_args_into_dataclasses)
     *found, unknown = parse(return_remaining_strings=True)
@@ -72,7 +75,29 @@ def parse_arguments(parser: HfArgumentParser) -> tuple[Any, ...]:
         parser.exit(
             2, f"{parser.prog}: unrecognized arguments: {words}; --help lists all of them\n"
         )
+    args = found[-1]
+    if args.resume_from_checkpoint:
+        args.resume_from_checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+        args.eval_on_start = False  # the interrupted run has these figures
     return tuple(found)
+
+
+def find_checkpoint(wanted: str, output_dir: str) -> str:
+    """The checkpoint ``wanted``, or, for `latest`, the newest one in ``output_dir``."""
+    if wanted == "latest":
+        newest = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+        if newest is None:
+            raise SystemExit(
+                f"no checkpoint in {output_dir}; run once without --resume_from_checkpoint, and "
+                "with --save_strategy steps"
+            )
+        return newest
+    if not Path(wanted, "trainer_state.json").is_file():
+        raise SystemExit(
+            f"{wanted} holds no trainer_state.json: not a checkpoint of the Trainer; name another "
+            "one, or `latest`"
+        )
+    return wanted
 
 
 def load_data(
@@ -112,16 +137,55 @@ def byte_tokenizer(end: bool = False) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="</s>")
 
 
-def load_causal(name: str | None, **sizes: int) -> tuple[Any, Any]:
+def options_of(names: Any, args: Any) -> dict[str, Any]:
+    """Keywords of ``from_pretrained`` in ``names``, TRL's ModelConfig, and ``args``, those of a
+    trainer. Exit with one line if the built-in model would have to take one.
+    """
+    options = {
+        "model_revision": names.model_revision if names.model_revision != "main" else None,
+        "dtype": names.dtype,
+        "attn_implementation": names.attn_implementation,
+        "load_in_4bit": names.load_in_4bit,
+        "load_in_8bit": names.load_in_8bit,
+    }
+    options = {name: value for name, value in options.items() if value}
+    if options and not names.model_name_or_path:
+        words = ", ".join(f"--{name}" for name in options)
+        raise SystemExit(
+            f"{words}: options of a model of the hub, not of the built-in one; name a model with "
+            "--model_name_or_path, or leave them out"
+        )
+    if "model_revision" in options:
+        options["revision"] = options.pop("model_revision")
+    if args.trust_remote_code:
+        options["trust_remote_code"] = True
+    if options.pop("load_in_4bit", False):
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=names.bnb_4bit_quant_type,
+            bnb_4bit_use_double_quant=names.use_bnb_nested_quant,
+            bnb_4bit_compute_dtype=names.dtype if names.dtype not in (None, "auto") else "bfloat16",
+            bnb_4bit_quant_storage=names.bnb_4bit_quant_storage,
+        )
+    elif options.pop("load_in_8bit", False):
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    return options
+
+
+def load_causal(name: str | None, **options: Any) -> tuple[Any, Any]:
     """A model and a tokenizer by their name on the hub, or a Llama of 64 x 2 with a token a byte,
-    from scratch.
+    from scratch. ``options`` are keywords of ``from_pretrained``.
     """
     if name:
-        return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+        both = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+        model = AutoModelForCausalLM.from_pretrained(name, **options)
+        return model, AutoTokenizer.from_pretrained(name, **both)
     tokenizer = byte_tokenizer()
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 256, **sizes}
     config = LlamaConfig(
         vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=256,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
@@ -129,7 +193,6 @@ def load_causal(name: str | None, **sizes: int) -> tuple[Any, Any]:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **shape,
     )
     torch.manual_seed(0)
     return LlamaForCausalLM(config), tokenizer
@@ -190,7 +253,7 @@ class Measured(TrainerCallback):
     """Writes the curves of a run as a plot, and its speed and memory as a row, beside its model.
 
     ``curves``: columns of the Trainer's log by the name that the plot gives them; the first one's
-    ends are the row's.
+    ends are the row's result, which is None for a run that has not logged it.
     """
 
     def __init__(self, recipe: str, curves: dict[str, str], y: str = "loss") -> None:
@@ -205,6 +268,7 @@ class Measured(TrainerCallback):
         ]
         self.parameters = sum(size for size, _ in sizes)
         self.trained = sum(size for size, trains in sizes if trains)
+        self.first_step = state.global_step  # of a resumed run, after those of the former one
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if state.global_step == state.max_steps:
@@ -220,7 +284,9 @@ class Measured(TrainerCallback):
             name: [(entry["step"], entry[column]) for entry in history if column in entry]
             for column, name in self.curves.items()
         }
-        name, ends = next(iter(points.items()))
+        name, curve = next(iter(points.items()))
+        # no curve without --eval_strategy or --logging_strategy
+        result = [name, curve[0][1], curve[-1][1]] if curve else None
         report(
             Path(args.output_dir),
             {
@@ -229,8 +295,8 @@ class Measured(TrainerCallback):
                 "parameters": self.parameters,
                 "trained": self.trained,
                 "steps": state.global_step,
-                "result": [name, ends[0][1], ends[-1][1]],
-                "samples_per_second": state.global_step * samples / runtime,
+                "result": result,
+                "samples_per_second": (state.global_step - self.first_step) * samples / runtime,
                 "seconds": runtime,
                 "state_bytes": self.state_bytes,
             },
@@ -259,14 +325,14 @@ def card_line(texts: Sequence[str]) -> str:
 
 def cells(row: dict[str, Any]) -> list[str]:
     """The row as the card shows it."""
-    name, first, last = row["result"]
+    result = "{} {:.3f} → {:.3f}".format(*row["result"]) if row["result"] else "—"
     return [
         row["machine"],
         str(row["ranks"]),
         f"{row['parameters']:,}",
         f"{row['trained']:,}",
         str(row["steps"]),
-        f"{name} {first:.3f} → {last:.3f}",
+        result,
         f"{row['samples_per_second']:.1f}",
         f"{row['state_bytes'] / 2**20:.1f} MiB",
         f"{row['peak_bytes'] / 2**20:.0f} MiB",

@@ -247,6 +247,10 @@ def main() -> None:
     if args.resume_from_checkpoint:
         tag = None if args.resume_from_checkpoint == "latest" else args.resume_from_checkpoint
         folder, run = engine.load_checkpoint(str(args.output_dir), tag=tag)
+        if folder is None:
+            raise SystemExit(
+                f"no checkpoint in {args.output_dir}; run once without --resume_from_checkpoint"
+            )
         deepspeed.log_dist(
             f"resuming from {folder} after {run['completed_steps']} steps", ranks=[0]
         )

@@ -13,12 +13,20 @@ from pathlib import Path
 from typing import Any
 
 try:
-    from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
+    from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 except ModuleNotFoundError as error:
     sys.exit(f"{error}: this recipe needs pip install 'hf-zero[trl]'")
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs, parse_arguments
+from starting import (
+    DEFAULTS,
+    Measured,
+    load_causal,
+    load_data,
+    options_of,
+    paragraphs,
+    parse_arguments,
+)
 
 
 def texts() -> list[dict[str, Any]]:
@@ -32,24 +40,26 @@ def main() -> None:
         packing=True,
         packing_strategy="wrapped",  # every row is full; texts follow each other after </s>
         warmup_steps=5, lr_scheduler_type="cosine",
+        lora_target_modules=["all-linear"], dtype=None,  # as the checkpoint has it
     )  # fmt: skip
     data, names, args = parse_arguments(parser)
     splits = (data.dataset_train_split, data.dataset_test_split)
     train, test = load_data(data.dataset_name, data.dataset_config, texts, splits)
-    model, tokenizer = load_causal(names.model_name_or_path)
+    model, tokenizer = load_causal(names.model_name_or_path, **options_of(names, args))
     trainer = SFTTrainer(
         model=model,
         args=args,
         train_dataset=train,
         eval_dataset=test,
         processing_class=tokenizer,
+        peft_config=get_peft_config(names),
         callbacks=[
             Measured(
                 "continued-pretraining", {"eval_loss": "held-out loss", "loss": "training loss"}
             )
         ],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
 
 

@@ -17,7 +17,15 @@ except ModuleNotFoundError as error:
     sys.exit(f"{error}: this recipe needs pip install 'hf-zero[trl]'")
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs, parse_arguments
+from starting import (
+    DEFAULTS,
+    Measured,
+    load_causal,
+    load_data,
+    options_of,
+    paragraphs,
+    parse_arguments,
+)
 
 
 def preferences() -> list[dict[str, Any]]:
@@ -36,17 +44,18 @@ def main() -> None:
     parser = TrlParser((ScriptArguments, ModelConfig, DPOConfig))
     parser.set_defaults(
         **DEFAULTS, output_dir="runs/dpo", learning_rate=1e-4, max_length=160,
-        lora_target_modules=["all-linear"],
+        lora_target_modules=["all-linear"], dtype=None,  # as the checkpoint has it
     )  # fmt: skip
     data, names, args = parse_arguments(parser)
     splits = (data.dataset_train_split, data.dataset_test_split)
     train, test = load_data(data.dataset_name, data.dataset_config, preferences, splits)
-    model, tokenizer = load_causal(names.model_name_or_path)
+    options = options_of(names, args)
+    model, tokenizer = load_causal(names.model_name_or_path, **options)
     adapters = get_peft_config(names)  # None without --use_peft
     trainer = DPOTrainer(
         model=model,
         # with adapters, the model without them is the reference
-        ref_model=None if adapters else load_causal(names.model_name_or_path)[0],
+        ref_model=None if adapters else load_causal(names.model_name_or_path, **options)[0],
         args=args,
         train_dataset=train,
         eval_dataset=test,
@@ -54,7 +63,7 @@ def main() -> None:
         peft_config=adapters,
         callbacks=[Measured("dpo", {"eval_loss": "held-out loss", "loss": "training loss"})],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     figures = trainer.evaluate()
     if trainer.is_world_process_zero():

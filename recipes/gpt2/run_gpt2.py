@@ -249,6 +249,12 @@ def main() -> None:
     }
     if args.load:
         folder, run = model.load_checkpoint(str(args.load))
+        if folder is None:
+            raise SystemExit(f"no checkpoint in {args.load}; run once without --load")
+        # other ranks share the rows of an iteration in other micro-batches
+        run["processes"] = mpu.get_data_parallel_world_size()
+        together = model.train_micro_batch_size_per_gpu() * run["processes"]
+        run["micro_batches"] = model.global_samples // together
         deepspeed.log_dist(
             f"continuing from {folder} after {run['iteration']} iterations", ranks=[0]
         )

@@ -28,7 +28,15 @@ except ModuleNotFoundError as error:
     sys.exit(f"{error}: this recipe needs pip install 'hf-zero[trl]'")
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs, parse_arguments
+from starting import (
+    DEFAULTS,
+    Measured,
+    load_causal,
+    load_data,
+    options_of,
+    paragraphs,
+    parse_arguments,
+)
 
 
 @dataclass
@@ -55,13 +63,13 @@ def main() -> None:
     parser.set_defaults(
         **DEFAULTS | {"eval_strategy": "no", "eval_on_start": False, "logging_steps": 1},
         output_dir="runs/grpo", learning_rate=3e-3, num_generations=8, max_completion_length=16,
-        lora_target_modules=["all-linear"],
+        lora_target_modules=["all-linear"], dtype=None,  # as the checkpoint has it
     )  # fmt: skip
     data, names, rewards, args = parse_arguments(parser)
     reward = getattr(trl.rewards, rewards.reward, small_letters)
     splits = (data.dataset_train_split, data.dataset_test_split)
     train, test = load_data(data.dataset_name, data.dataset_config, questions, splits)
-    model, tokenizer = load_causal(names.model_name_or_path)
+    model, tokenizer = load_causal(names.model_name_or_path, **options_of(names, args))
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
@@ -72,7 +80,7 @@ def main() -> None:
         peft_config=get_peft_config(names),
         callbacks=[Measured("grpo", {"reward": "reward"}, "mean over a step")],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
 
 

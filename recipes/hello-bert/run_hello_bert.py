@@ -266,6 +266,11 @@ def main() -> None:
     }
     if args.load_checkpoint_dir:
         folder, run = model.load_checkpoint(load_dir=str(args.load_checkpoint_dir))
+        if folder is None:
+            raise SystemExit(
+                f"no checkpoint in {args.load_checkpoint_dir}; run once without "
+                "--load_checkpoint_dir"
+            )
         deepspeed.log_dist(
             f"continuing from {folder} after {run['checkpoint_step']} iterations", ranks=[0]
         )
@@ -279,7 +284,8 @@ def main() -> None:
 
     window: list[torch.Tensor] = []
     start = run["checkpoint_step"]
-    for step, batch in enumerate(batches(blocks, tokenizer, args, start), start=start + 1):
+    remaining = range(start + 1, args.num_iterations + 1)
+    for step, batch in zip(remaining, batches(blocks, tokenizer, args, start)):
         # for dropout: also the same in a resumed run
         torch.manual_seed(step * run["processes"] + deepspeed.comm.get_rank())
         loss = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss
@@ -297,9 +303,7 @@ def main() -> None:
                 f"iteration {step}: loss {run['log_history'][-1]['loss']:.4f}", ranks=[0]
             )
         run["checkpoint_step"] = step
-        if step >= args.num_iterations:
-            break
-        if step % args.checkpoint_every == 0:
+        if step < args.num_iterations and step % args.checkpoint_every == 0:
             save(model, tokenizer, args.checkpoint_dir, run)
 
     run["log_history"].append(

@@ -80,7 +80,7 @@ def main() -> None:
         loss=MultipleNegativesRankingLoss(model),  # the other positives of a batch are negatives
         callbacks=[Measured("sentence-embeddings", curves)],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
 
 

@@ -13,16 +13,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-
 try:
     from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 except ModuleNotFoundError as error:
     sys.exit(f"{error}: this recipe needs pip install 'hf-zero[trl,peft]'")
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs, parse_arguments
+from starting import (
+    DEFAULTS,
+    Measured,
+    load_causal,
+    load_data,
+    options_of,
+    paragraphs,
+    parse_arguments,
+)
 
 
 def answers() -> list[dict[str, Any]]:
@@ -37,24 +42,12 @@ def main() -> None:
     parser = TrlParser((ScriptArguments, ModelConfig, SFTConfig))
     parser.set_defaults(
         **DEFAULTS, output_dir="runs/sft-lora", learning_rate=5e-3, max_length=192,
-        use_peft=True, lora_target_modules=["all-linear"],
+        use_peft=True, lora_target_modules=["all-linear"], dtype=None,  # as the checkpoint has it
     )  # fmt: skip
     data, names, args = parse_arguments(parser)
     splits = (data.dataset_train_split, data.dataset_test_split)
     train, test = load_data(data.dataset_name, data.dataset_config, answers, splits)
-    if names.load_in_4bit:
-        packed = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=names.bnb_4bit_quant_type,
-            bnb_4bit_use_double_quant=names.use_bnb_nested_quant,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
-        model = AutoModelForCausalLM.from_pretrained(
-            names.model_name_or_path, quantization_config=packed
-        )
-        tokenizer = AutoTokenizer.from_pretrained(names.model_name_or_path)
-    else:
-        model, tokenizer = load_causal(names.model_name_or_path)
+    model, tokenizer = load_causal(names.model_name_or_path, **options_of(names, args))
     trainer = SFTTrainer(
         model=model,
         args=args,
@@ -64,7 +57,7 @@ def main() -> None:
         peft_config=get_peft_config(names),
         callbacks=[Measured("sft-lora", {"eval_loss": "held-out loss", "loss": "training loss"})],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()  # the adapters
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import shutil
 import struct
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from starting import parse_arguments
 
 CARD = Path(__file__).with_name("README.md")
 SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -162,15 +165,8 @@ def main() -> None:
         # the model's loss is a mean over its own rank's tokens, which the Trainer would multiply
         average_tokens_across_devices=False,
     )  # fmt: skip
-    data, shape, args, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
-    if unknown:
-        words = " ".join(unknown)
-        parser.exit(
-            2, f"{parser.prog}: unrecognized arguments: {words}; --help lists all of them\n"
-        )
-    if args.resume_from_checkpoint == "latest":
-        args.resume_from_checkpoint = get_last_checkpoint(args.output_dir)
-    args.eval_on_start = args.resume_from_checkpoint in (None, "False")
+    data, shape, args = parse_arguments(parser)
+    args.eval_on_start = args.resume_from_checkpoint is None
     set_seed(args.seed)
     pairs, source = load_pairs(data, args.seed)
     tokenizer = train_tokenizer(pairs, shape.vocab_size, data.max_length)

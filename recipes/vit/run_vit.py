@@ -106,7 +106,7 @@ def main() -> None:
         compute_metrics=accuracy,
         callbacks=[Measured("vit", curves)],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     right = trainer.evaluate()["eval_accuracy"]
     if trainer.is_world_process_zero():

@@ -113,7 +113,7 @@ def main() -> None:
         data_collator=collate,
         callbacks=[Measured("whisper", curves)],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():
         extractor.save_pretrained(args.output_dir)

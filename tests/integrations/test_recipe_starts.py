@@ -7,15 +7,24 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 
 from hf_zero.config import ZeroConfig
 from tests.helpers.cells import in_one_item
-from tests.integrations.test_recipes import NEEDS, RECIPES, ROOT, commands_of
+from tests.integrations.test_recipes import (
+    NEEDS,
+    RECIPES,
+    ROOT,
+    commands_of,
+    module_of,
+    script_of,
+)
 
 RESULTS = ROOT / "scripts" / "bench" / "results" / "recipes-2026-11-24.jsonl"
 STARTS = sorted(
@@ -46,6 +55,80 @@ def test_the_commands_and_figures_of_a_card(recipe: Path) -> None:
     assert "](curve.svg)" in card
     plot = ElementTree.parse(recipe / "curve.svg").getroot()
     assert plot.findall("{*}polyline") and plot[0].text == recipe.name
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import starting
+
+    return starting
+
+
+def test_a_run_resumes_and_a_run_without_a_curve_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without evaluations there is no result, and the model is saved all the same."""
+    script = script_of(RECIPES / "t5-summarization")
+
+    def train(steps: int, *more: str) -> dict[str, Any]:
+        words = ["--max_steps", str(steps), "--per_device_train_batch_size", "2", "--use_cpu"]
+        words += ["--eval_strategy", "no", "--eval_on_start", "False", "--logging_steps", "1"]
+        words += ["--save_strategy", "steps", "--save_steps", "1", "--output_dir", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", [script.name, *words, *more])
+        module_of(script).main()
+        state = tmp_path / f"checkpoint-{steps}" / "trainer_state.json"
+        return dict(json.loads(state.read_text()))
+
+    for wanted in ("latest", str(tmp_path / "checkpoint-7")):
+        with pytest.raises(SystemExit, match=r"no checkpoint in|not a checkpoint of the"):
+            train(1, "--resume_from_checkpoint", wanted)
+    train(2)
+    row = json.loads((tmp_path / "row.json").read_text())
+    assert row["result"] is None and (tmp_path / "model.safetensors").is_file()
+    first = (tmp_path / "checkpoint-1" / "model.safetensors").stat().st_mtime_ns
+    state = train(3, "--resume_from_checkpoint", "latest")
+    steps = [each["step"] for each in state["log_history"] if "loss" in each]
+    assert steps == [1, 2, 3]
+    assert first == (tmp_path / "checkpoint-1" / "model.safetensors").stat().st_mtime_ns
+
+
+NAMES_OF_TRL = {
+    "model_name_or_path": "some/model",
+    "model_revision": "main",
+    "dtype": None,
+    "attn_implementation": None,
+    "load_in_4bit": False,
+    "load_in_8bit": False,
+    "bnb_4bit_quant_type": "nf4",
+    "use_bnb_nested_quant": False,
+    "bnb_4bit_quant_storage": None,
+}
+
+
+def test_options_of_a_model_are_passed_on_or_refused(starting: Any) -> None:
+    """The built-in model takes none of them."""
+    args = SimpleNamespace(trust_remote_code=False)
+
+    def options(**given: Any) -> dict[str, Any]:
+        return dict(starting.options_of(SimpleNamespace(**NAMES_OF_TRL | given), args))
+
+    assert options() == options(model_name_or_path=None) == {}
+    chosen = {"dtype": "float16", "attn_implementation": "eager"}
+    assert options(**chosen, model_revision="v2") == {**chosen, "revision": "v2"}
+    four = options(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16")["quantization_config"]
+    assert four.load_in_4bit and four.bnb_4bit_quant_storage == torch.bfloat16
+    assert four.bnb_4bit_compute_dtype == torch.bfloat16
+    assert options(load_in_8bit=True)["quantization_config"].load_in_8bit
+    args.trust_remote_code = True
+    assert options() == {"trust_remote_code": True}
+    for given in ({"load_in_4bit": True}, {"dtype": "float32"}, {"model_revision": "v2"}):
+        (name,) = given
+        with pytest.raises(SystemExit, match=f"--{name}: .*--model_name_or_path"):
+            options(model_name_or_path=None, **given)
 
 
 # -- figures of cards ------------------------------------------------------------------------------

@@ -8,18 +8,24 @@ import json
 import runpy
 import shlex
 import sys
+import tempfile
 from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 
 from hf_zero.config import PRESETS, OffloadOptimizer, ZeroConfig
 from hf_zero.distributed.parallel_dims import check_mpu
 from hf_zero.errors import NotBuiltError
+from tests.helpers import launched
+from tests.helpers.cells import in_one_item
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
@@ -125,6 +131,71 @@ def test_a_card_and_the_script_that_takes_its_words(
         module_of(script_of(recipe)).main()
     assert "unrecognized arguments: --learning_rte 1" in capsys.readouterr().err.splitlines()[-1]
     sys.modules.pop("phrases", None)
+
+
+NOTHING = {
+    "cifar10": ["--resume_from_checkpoint", "latest", "--output_dir"],
+    "gpt2": ["--load"],
+    "hello-bert": ["--load_checkpoint_dir"],
+    "translation": ["--resume_from_checkpoint", "latest", "--phrases", "50", "--output_dir"],
+}
+
+
+@contextmanager
+def started(recipe: str, *words: str) -> Iterator[Callable[[], None]]:
+    """The script of ``recipe`` with the arguments ``words``, in the recipe's folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(RECIPES / recipe), *sys.path])
+        patch.chdir(RECIPES / recipe)
+        script = module_of(script_of(RECIPES / recipe))
+        patch.setattr(sys, "argv", [script.__name__, *words])
+        try:
+            yield script.main
+        finally:
+            sys.modules.pop("phrases", None)
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+
+@in_one_item(NOTHING)
+def test_a_run_without_a_checkpoint_to_resume_from_ends_with_one_line(recipe: str) -> None:
+    small = {"cifar10": ["--train_images", "64", "--eval_images", "64"]}
+    config = [] if recipe == "translation" else ["--deepspeed_config", "zero0.json"]
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*config, *small.get(recipe, []), *NOTHING[recipe], folder]
+        said = f"no checkpoint in {folder}; run once without --"
+        with started(recipe, *words) as main, pytest.raises(SystemExit, match=said):
+            main()
+
+
+def test_a_finished_run_that_resumes_trains_no_further(tmp_path: Path) -> None:
+    words = ["--deepspeed_config", "zero0.json", "--vocab_size", "512", "--h_dim", "32"]
+    words += ["--num_iterations", "2", "--log_every", "1", "--checkpoint_dir", str(tmp_path)]
+    for more in ((), ("--load_checkpoint_dir", str(tmp_path))):
+        with started("hello-bert", *words, *more) as main:
+            main()
+        assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_2"]
+
+
+@pytest.mark.long
+def test_a_run_continues_with_the_next_rows_on_other_ranks(tmp_path: Path) -> None:
+    """Two ranks train two micro-batches an iteration, one rank four; without dropout their losses
+    are equal.
+    """
+    words = ["run_gpt2.py", "--deepspeed_config", "zero3.json", "--vocab_size", "512"]
+    words += ["--train_iters", "4", "--save_interval", "2", "--log_interval", "1"]
+
+    def losses(ranks: int, folder: Path, *more: str) -> dict[int, float]:
+        command = ["torchrun", "--nproc_per_node", str(ranks), *words, "--save", str(folder)]
+        launched.output([*command, *more], RECIPES / "gpt2", tmp_path / "log.txt")
+        state = json.loads((folder / "iter_4" / "trainer_state.json").read_text())
+        return {row["step"]: row["loss"] for row in state["log_history"] if "loss" in row}
+
+    whole = losses(2, tmp_path / "whole")
+    (tmp_path / "whole" / "latest").write_text("iter_2")
+    resumed = losses(1, tmp_path / "resumed", "--load", str(tmp_path / "whole"))
+    assert resumed == pytest.approx(whole, rel=1e-4)
+    assert len(whole) == 4
 
 
 LACKING = {
