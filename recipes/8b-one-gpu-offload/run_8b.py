@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from itertools import chain, cycle, islice
+from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,12 @@ def cut(data: datasets.Dataset, tokenizer: Any, length: int) -> datasets.Dataset
     return data.map(rows_of, batched=True, remove_columns=data.column_names).with_format("torch")
 
 
+def epochs(loader: DataLoader) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of one epoch after another; itertools.cycle would keep all of them in memory."""
+    while True:
+        yield from loader
+
+
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, loader: DataLoader) -> float:
     """Mean loss over at most 20 held-out batches."""
@@ -86,7 +93,7 @@ def main() -> None:
     model, optimizer, train, test = accelerator.prepare(model, optimizer, *loaders)
     held_out, training = [(0, evaluate(model, test))], []
     began = time.perf_counter()
-    for step, batch in enumerate(islice(cycle(train), args.max_steps), 1):
+    for step, batch in enumerate(islice(epochs(train), args.max_steps), 1):
         loss = model(**batch, labels=batch["input_ids"]).loss
         accelerator.backward(loss)
         optimizer.step()

@@ -41,13 +41,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", help="a folder, or a name on the hub; default: a small one")
     parser.add_argument("--text", type=Path, help="a file; default: Python's language reference")
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048])
-    parser.add_argument("--steps", type=int, default=6, help="at each length")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="at each length; the memory is that of the second"
+    )
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--num_layers", type=int, default=4)
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/long-context"))
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.steps < 2:
+        parser.error(f"--steps {args.steps}: the memory of the second step is measured; set 2")
+    return args
 
 
 def model_of(args: argparse.Namespace) -> torch.nn.Module:
@@ -69,8 +74,15 @@ def model_of(args: argparse.Namespace) -> torch.nn.Module:
 def stream_of(args: argparse.Namespace) -> torch.Tensor:
     text = args.text.read_text() if args.text else "\n".join(topics[key] for key in sorted(topics))
     if args.model:
-        return AutoTokenizer.from_pretrained(args.model)(text, return_tensors="pt").input_ids[0]
-    return torch.tensor([byte for byte in text.encode() if byte < BYTES])
+        stream = AutoTokenizer.from_pretrained(args.model)(text, return_tensors="pt").input_ids[0]
+    else:
+        stream = torch.tensor([byte for byte in text.encode() if byte < BYTES])
+    if len(stream) <= max(args.lengths):
+        raise SystemExit(
+            f"--lengths {max(args.lengths)} needs a text of more tokens than that, and this one "
+            f"has {len(stream)}; choose a longer --text, or shorter --lengths"
+        )
+    return stream
 
 
 def rows_of(stream: torch.Tensor, length: int, count: int) -> list[dict[str, torch.Tensor]]:

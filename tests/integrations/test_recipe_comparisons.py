@@ -5,6 +5,7 @@ of each, over loopback.
 from __future__ import annotations
 
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from hf_zero.config import ZeroConfig
 from tests.helpers import launched
-from tests.integrations.test_recipes import RECIPES, script_of
+from tests.integrations.test_recipes import RECIPES, module_of, script_of
 
 Row = dict[str, Any]
 
@@ -110,6 +111,21 @@ def test_a_few_steps_of_each(recipe: str, tmp_path: Path) -> None:
     for curve in curves.values():
         assert curve[-1]["loss"] < curve[0]["loss"] == pytest.approx(first, rel=0.5)
         assert all(a["step"] < b["step"] for a, b in pairwise(curve))
+
+
+def test_long_context_refuses_what_it_cannot_measure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = module_of(script_of(RECIPES / "long-context"))
+    monkeypatch.setattr(sys, "argv", ["run_long_context.py", "--steps", "1"])
+    with pytest.raises(SystemExit, match="2"):
+        script.parse()
+    assert "--steps 1" in capsys.readouterr().err
+    (tmp_path / "text").write_text("short")
+    words = ["--text", str(tmp_path / "text"), "--lengths", "2", "5"]
+    monkeypatch.setattr(sys, "argv", ["run_long_context.py", *words])
+    with pytest.raises(SystemExit, match=r"--lengths 5 .* this one has 5"):
+        script.stream_of(script.parse())
 
 
 # Commands of other recipes, without their output folder, and a plot that they write.
