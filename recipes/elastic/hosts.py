@@ -56,7 +56,11 @@ class Hosts:
             stdout=subprocess.PIPE,
         )
         assert self.store.stdout is not None
-        self.store.stdout.readline()
+        if not self.store.stdout.readline():
+            self.store.wait()
+            raise SystemExit(
+                f"the rendezvous store has not started; is port {PORT} of {self.address} free?"
+            )
 
     def _inside(self, host: int) -> list[str]:
         return ["ip", "netns", "exec", self.link.names[host]] if self.link else []
@@ -99,9 +103,12 @@ class Hosts:
         return [json.loads(line) for line in lines]
 
     def close(self) -> None:
+        """End all processes of the run, and remove what hosts have in memory."""
         for agent in self.agents.values():
             _kill_all(agent)
         _kill_all(self.store)
+        for folder in Path("/dev/shm").glob(f"hf-zero-*-run-{self.job}"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:
@@ -155,17 +162,19 @@ def train(run: str, link: Link | None, options: argparse.Namespace) -> list[dict
     return [{"run": run, **row, "seconds": row["time"] - begun} for row in rows]
 
 
-def lost(rows: list[dict[str, Any]]) -> list[tuple[int, int, int, float]]:
+def lost(rows: list[dict[str, Any]]) -> list[tuple[int, int, int | None, float | None]]:
     """Return, for each kill, the host, its step, the steps trained again, and the seconds until
-    training had got to that step again.
+    training had got to that step again; None where the run has ended without a restart, or
+    without a further step.
     """
     found = []
     for kill in (row for row in rows if row["event"] == "killed"):
         after = [row for row in rows if row["seconds"] > kill["seconds"]]
-        start = next(row for row in after if row["event"] == "begun")
-        again = next(row for row in after if row["event"] == "step" and row["step"] > kill["step"])
-        waited = again["seconds"] - kill["seconds"]
-        found.append((kill["host"], kill["step"], kill["step"] - start["step"], waited))
+        starts = [row["step"] for row in after if row["event"] == "begun"]
+        again = [row for row in after if row["event"] == "step" and row["step"] > kill["step"]]
+        repeated = kill["step"] - starts[0] if starts else None
+        waited = again[0]["seconds"] - kill["seconds"] if again else None
+        found.append((kill["host"], kill["step"], repeated, waited))
     return found
 
 
@@ -179,7 +188,9 @@ def report(runs: dict[str, list[dict[str, Any]]], hosts: str, folder: Path) -> N
     print(f"{'':24}{'host':>6}{'killed at':>11}{'repeated':>12}{'s to the same step':>21}")
     for name, rows in runs.items():
         for host, step, steps, seconds in lost(rows):
-            print(f"{name:24}{host:6}{step:11}{steps:12}{seconds:21.1f}")
+            repeated = "—" if steps is None else steps
+            waited = "—" if seconds is None else f"{seconds:.1f}"
+            print(f"{name:24}{host:6}{step:11}{repeated:>12}{waited:>21}")
         print(f"{name:24}{'whole run':>17}{rows[-1]['seconds']:33.1f}")
     curves = {
         name: [(row["seconds"], row["loss"]) for row in rows if row["event"] == "step"]

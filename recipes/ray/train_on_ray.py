@@ -66,7 +66,7 @@ def train(settings: dict[str, Any]) -> None:
         ids = batch(step, settings["batch"])[rank::ranks].to(engine.device)
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
-        if engine.global_steps % settings["save_every"] == 0:
+        if engine.global_steps % settings["save_every"] == 0 or step + 1 == settings["steps"]:
             keep(engine, Path(settings["shared"]), ranks)
     engine.destroy()
 
@@ -90,10 +90,20 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="a GPU for each worker")
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=8, help="rows of a step, of all workers")
-    parser.add_argument("--save_every", type=int, default=10)
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=24,
+        help="rows of a step, of all workers; each number of workers that may be left divides it",
+    )
+    parser.add_argument("--save_every", type=int, default=10, help="steps; the last is saved, too")
     parser.add_argument("--storage", default="runs/ray", help="a folder that all nodes see")
     given = parser.parse_args()
+    if given.batch % given.workers:
+        parser.error(
+            f"--batch {given.batch} is not a multiple of --workers {given.workers}, which read "
+            "equal parts of it; change one of them"
+        )
     storage = Path(given.storage).resolve()
     names = ("stage", "steps", "batch", "save_every")
     settings = {name: getattr(given, name) for name in names}

@@ -8,7 +8,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
-# With GPUs, a task for each:
+# With GPUs, a task for each, and "train_batch_size": 16 in zero3.json, a sample for each:
 ##SBATCH --ntasks-per-node=8
 ##SBATCH --gpus-per-node=8
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -35,6 +37,34 @@ def plain_losses() -> list[float]:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script, with a stand-in for Ray."""
+    for name in ("ray", "ray.train", "ray.train.torch"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    monkeypatch.setitem(sys.modules, SCRIPT.stem, None)
+    return module_of(SCRIPT)
+
+
+def test_the_last_step_is_saved(script: Any, tmp_path: Path) -> None:
+    train = script.ray.train
+    train.get_checkpoint.return_value = None
+    context = train.get_context.return_value
+    context.get_world_rank.return_value, context.get_world_size.return_value = 0, 1
+    script.train({"batch": 2, "stage": 0, "steps": 3, "save_every": 2, "shared": str(tmp_path)})
+    assert [call.args[0]["step"] for call in train.report.call_args_list] == [2, 3]
+
+
+def test_workers_that_cannot_share_a_batch_are_refused(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_on_ray.py", "--workers", "3", "--batch", "8"])
+    with pytest.raises(SystemExit, match="2"):
+        script.main()
+    assert "--batch 8 is not a multiple of --workers 3" in capsys.readouterr().err
+    assert not script.TorchTrainer.called
 
 
 @pytest.mark.long
