@@ -309,7 +309,12 @@ def on_processes(runs: list[Run], base: Path) -> Iterator[tuple[str, dict[str, A
         }
         env = {**os.environ, **{name: str(value) for name, value in place.items()}}
         processes.append(subprocess.Popen(command, env=env))
-    codes = [process.wait(timeout=600) for process in processes]
+    try:
+        codes = [process.wait(timeout=600) for process in processes]
+    finally:  # a rank that has lost its peer may wait for ever
+        for process in processes:
+            process.kill()
+            process.wait()
     if any(codes):
         raise SystemExit(f"the processes over gloo ended with {codes}")
     for run in runs:
@@ -414,16 +419,17 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
         yield f"{path}: {json.dumps(before)} before, {json.dumps(after)} after"
 
 
-def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
-    """Say what differs; the exit code."""
+def compare(before: dict[str, Any], after: dict[str, Any], only: str = "") -> int:
+    """Say what differs among the runs whose names contain ``only``; the exit code."""
     for line in differences(before["machine"], after["machine"]):
         print(f"another machine or other versions: {line}")
-    recorded = {name: before["runs"].get(name) for name in after["runs"]}
+    recorded = {name: run for name, run in before["runs"].items() if only in name}
     found = list(differences(recorded, after["runs"]))
     for line in found:
         print(line)
-    equal = sum(recorded[name] == after["runs"][name] for name in recorded)
-    print(f"{equal} of {len(recorded)} runs are equal bit for bit")
+    both = {*recorded, *after["runs"]}
+    equal = sum(recorded.get(name) == after["runs"].get(name) for name in both)
+    print(f"{equal} of {len(both)} runs are equal bit for bit")
     return 1 if found else 0
 
 
@@ -442,7 +448,7 @@ def main() -> int:
     before = json.loads(given.file.read_text()) if given.what == "compare" else None
     found = measure(given.only)
     if before is not None:
-        return compare(before, found)
+        return compare(before, found, given.only)
     given.file.write_text(text_of(found))
     print(f"{len(found['runs'])} runs recorded in {given.file}")
     return 0

@@ -338,18 +338,18 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def begin_again(release: str) -> None:
+def begin_again(given: argparse.Namespace) -> None:
     """Run this script again, without ``--release``, with that release of Transformers before the
     installed ones.
     """
     import releases
 
     cache = releases.overlays_below(releases.CACHE)
-    (versions,) = releases.environments([f"transformers={release}"], cache, []).values()
+    (versions,) = releases.environments([f"transformers={given.release}"], cache, []).values()
     folders = [releases.overlay(name, of, cache, []) for name, of in versions.items()]
     path = os.pathsep.join([str(releases.ROOT), *map(str, folders)])
-    place = sys.argv.index("--release")
-    arguments = sys.argv[1:place] + sys.argv[place + 2 :]
+    arguments = [f"--kind={kind}" for kind in given.kind or []] + ["--json"] * given.json
+    arguments.append(f"--only={given.only}")
     os.execve(
         sys.executable, [sys.executable, __file__, *arguments], os.environ | {"PYTHONPATH": path}
     )
@@ -363,7 +363,7 @@ def main() -> int:
     parser.add_argument("--release", help="oldest, or a version of Transformers")
     given = parser.parse_args()
     if given.release:
-        begin_again(given.release)
+        begin_again(given)
     import transformers
 
     logging.getLogger("hf_zero").setLevel("ERROR")

@@ -103,6 +103,10 @@ Accelerate {accelerate}, Transformers {transformers} and torch {torch}.
 """
 
 
+# A test by its name, or a file that cannot be imported by its path, and what was said.
+FAILED = r"^(?:FAILED|ERROR) (?:\S+::)?([\w./]+)(?:\[\S*\])?(?: - (.*))?"
+
+
 @dataclass(frozen=True)
 class Library:
     """A library, the path of its DeepSpeed tests, and the tests that are left out."""
@@ -167,10 +171,14 @@ def run(library: Library, source: Path, folder: Path, also: Path | None, only: s
 
 
 def table(library: Library, of: str, said: str) -> str:
-    """The figures of a run; parametrizations of a test are one row."""
-    found = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped)", said)}
+    """The figures of a run; parametrizations of a test are one row. A test whose fixture fails, and
+    a file that cannot be imported, have failed.
+    """
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", said)
+    found = {word: int(n) for n, word in counts}
+    found["failed"] = found.get("failed", 0) + found.pop("error", 0)
     text = HEAD.format(
-        **{"passed": 0, "failed": 0, "skipped": 0} | found,
+        **{"passed": 0, "skipped": 0} | found,
         **{name: version(name) for name in ("accelerate", "transformers", "torch")},
         Name=library.name.capitalize(),
         Whose="Transformers'" if library.name == "transformers" else "Accelerate's",
@@ -179,7 +187,7 @@ def table(library: Library, of: str, said: str) -> str:
         left=f"; {library.why}" if library.why else "",
     )
     rows: Counter[tuple[str, str]] = Counter()
-    for test, reason in re.findall(r"^FAILED \S+::(\w+)(?: - (.*))?", said, re.MULTILINE):
+    for test, reason in re.findall(FAILED, said, re.MULTILINE):
         reasons = REASONS[library.name]
         start = next((start for start in reasons if test.startswith(start)), "")
         rows[start or test, reasons.get(start) or f"not known yet: {reason[:120]}"] += 1
@@ -191,24 +199,38 @@ def table(library: Library, of: str, said: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("library", choices=LIBRARIES)
-    parser.add_argument("--source", type=Path, help="a checkout of the library")
+    parser.add_argument("--source", type=_folder, help="a checkout of the library")
     parser.add_argument("--of", help="its version, for the table")
-    parser.add_argument("--also", type=Path, help="a folder with packages that the tests import")
-    parser.add_argument("-k", dest="only", default="", help="pytest's choice of tests")
+    parser.add_argument("--also", type=_folder, help="with packages that the tests import")
+    parser.add_argument(
+        "-k", dest="only", default="", help="pytest's choice of tests; prints the table of them"
+    )
     given = parser.parse_args()
     library = LIBRARIES[given.library]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = given.source or library.fetch(folder)
         make_models(folder / "hub")
-        make_questions(source / "tests" / "fixtures" / "tests_samples" / "SQUAD" / "sample.json")
+        if given.source is None:  # nothing is written into a checkout
+            make_questions(source / "tests/fixtures/tests_samples/SQUAD/sample.json")
         said = run(library, source, folder, given.also, given.only)
     if not re.search(r"\d+ (passed|failed)", said):
         print(said[-2000:])
         return 1
-    library.table.write_text(table(library, given.of or version(library.name), said))
+    text = table(library, given.of or version(library.name), said)
+    if given.only:  # the file is about all tests
+        print(text)
+    else:
+        library.table.write_text(text)
     print(said[-300:])
     return 0
+
+
+def _folder(text: str) -> Path:
+    """Return a path that processes with another working directory find, too."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a folder")
+    return Path(text).resolve()
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def main(wheel: str, lock: str, extras: str = "") -> None:
     with tempfile.TemporaryDirectory() as folder:
         constraints, report, files = (Path(folder) / name for name in ("pins", "report", "files"))
         constraints.write_text(_lines(pin.requirement for each in pins.values() for pin in each))
-        asked = f"hf-zero[{extras}] @ file://{Path(wheel).resolve()}"
+        asked = f"hf-zero[{extras}] @ {Path(wheel).resolve().as_uri()}"
         dry = ["--dry-run", "--quiet", "--report", report, "--constraint", constraints]
         subprocess.run([*PIP, *dry, asked], check=True)
         locked, outside = chosen(json.loads(report.read_text()), pins)

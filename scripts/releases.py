@@ -6,7 +6,8 @@
 An environment is the installed one, which has the pinned releases, with one library at another
 release: a folder of the cache holds what differs, and needs no network. ``all=newest`` takes these
 folders together. A run replaces the row of its environment in ``bench/results/releases.jsonl`` and
-writes the table of ``hf_zero/docs/compatibility.md``. Exit code 1 if a test fails.
+writes the table of ``hf_zero/docs/compatibility.md``. Exit code 1 if a test fails, or if the tests
+do not end by themselves.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ ROWS = ROOT / "scripts" / "bench" / "results" / "releases.jsonl"
 PAGE = ROOT / "hf_zero" / "docs" / "compatibility.md"
 LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "lightning")
 # Installed packages that change with a library.
+ENDED = (0, 1)  # exit codes of pytest after all tests: they passed, or some failed
 COMPANIONS = {"torch": "torchvision", "lightning": "pytorch-lightning=={release}"}
 LIMIT = 1500  # seconds, which end a hang: the tests take four minutes on two quiet cores
 ALL = ["torch=pinned", *(f"{library}=newest" for library in (*LIBRARIES, "all"))]
@@ -73,15 +75,19 @@ def installed(*names: str, path: str = "") -> dict[str, str]:
 
 def published(library: str, cache: Path, more: list[str]) -> list[str]:
     """Return the releases of ``library`` that the index has, or had when it was last reached, from
-    the newest to the lower bound of pyproject.toml.
+    the newest to the lower bound of pyproject.toml. Exit with one line if neither is known.
     """
     record = cache / f"{library}{'-pre' * ('--pre' in more)}.txt"
     try:
         shown = pip("index", "versions", library, "--retries", "1", "--timeout", "20", *more)
         record.write_text(shown.partition("versions: ")[2].partition("\n")[0])
-    except RuntimeError:
+    except RuntimeError as error:
         if not record.exists():
-            raise
+            raise SystemExit(
+                f"releases: no index has named the releases of {library} yet "
+                f"({str(error).strip().splitlines()[-1]}); run once with a network, or with --only "
+                f"{library}=VERSION"
+            ) from None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = sum(project["optional-dependencies"].values(), project["dependencies"])
     bound = next(line.partition(">=")[2] for line in lines if line.startswith(f"{library}>="))
@@ -194,12 +200,13 @@ def table(rows: list[Row]) -> str:
     for row in sorted(rows, key=position):
         cells = [row["environment"], "broken" if row["broken"] else "passed"]
         names = list(row["broken"])
+        whole = "passed" if row["exit_code"] in ENDED else "not finished"
         for column in SELECTION:
             cell = row["columns"].get(column, {"passed": 0, "failed": []})
             failed, passed = len(cell["failed"]), cell["passed"]
             names += cell["failed"][:2]
             wrong = f"{failed} of {failed + passed} failed"
-            cells.append(wrong if failed else "passed" if passed else "not run")
+            cells.append(wrong if failed else whole if passed else "not run")
         lines.append(f"| {' | '.join([*cells, row['date']])} |")
         if names:
             shown = ", ".join(f"`{name}`" for name in names)
@@ -242,8 +249,10 @@ def main() -> int:
         PAGE.write_text(filled(PAGE.read_text(), "releases", table(list(rows.values()))))
         wrong = len(row["broken"]) + sum(len(cell["failed"]) for cell in row["columns"].values())
         passed = sum(cell["passed"] for cell in row["columns"].values())
-        print(f"{passed} passed, {wrong} failed, {row['seconds']} s", flush=True)
-        failures += wrong or not passed
+        ended = row["exit_code"] in ENDED
+        end = "" if ended else f", not finished: exit code {row['exit_code']}"
+        print(f"{passed} passed, {wrong} failed, {row['seconds']} s{end}", flush=True)
+        failures += wrong or not passed or not ended
     if options.table:
         PAGE.write_text(filled(PAGE.read_text(), "releases", table(list(rows.values()))))
     return int(failures > 0)

@@ -1,7 +1,5 @@
 """Run the checks and tests of ``scripts/test``, which has prepared the environment.
 
-    scripts/test [--all] [--part K/N] [--changed [BASE]] [--stress] [pytest's arguments]
-
 All processes of a run are descendants of this one, or hold its token in their environment. Whatever
 they leave is ended and removed: by this process, or by a guard process if this one is killed.
 """
@@ -39,6 +37,16 @@ VARIABLES = {
 FOLDER = "hf-zero-suite-"  # prefix of a run's folder of temporary files; its process's id follows
 GRACE = 5.0  # seconds between SIGINT or SIGTERM and SIGKILL
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
+HELP = """\
+usage: scripts/test [--all] [--part K/N] [--changed [BASE]] [--stress] [pytest's arguments]
+
+Check lint and types and run the fast suite in the pinned environment.
+  --all             run the long matrices, too
+  --part K/N        run one of N parts of the tests
+  --changed [BASE]  run the tests that the change since BASE touches, by default since the main
+                    branch of the remote, else the last commit
+  --stress          run beside busy loops, with random delays at the store and in collectives
+Other arguments are pytest's: -k layout, -n 0 tests/zero."""
 # What a change of a package folder touches, beside the tests of that folder's name.
 BESIDE = {
     "zero": ("tests/ranks",),
@@ -121,7 +129,8 @@ def changed_files(base: str | None) -> list[str]:
 
 def tests_of(changed: Iterable[str]) -> list[str]:
     """Return the test files and folders that ``changed`` files touch: those that import them, also
-    through helpers, or name them, and those of the package's folder.
+    through helpers, or name them, and those of the package's folder. A file of the tests that no
+    other imports, such as data, touches the tests of its folder.
     """
     texts, imports = _tests()
     chosen, waiting, seen = set[str](), list(changed), set[str]()
@@ -131,15 +140,20 @@ def tests_of(changed: Iterable[str]) -> list[str]:
             continue
         seen.add(name)
         path = Path(name)
+        module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        users = [
+            user
+            for user, text in texts.items()
+            if module in imports[user] or (path.parts[0] != "tests" and name in text)
+        ]
+        waiting += users
+        chosen.update(_folders(path))
         if path.name == "conftest.py" and path.parts[0] == "tests":
             chosen.add(str(path.parent))
         elif path.name.startswith("test_") and name in texts:
             chosen.add(name)
-        chosen.update(_folders(path))
-        module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
-        for user, text in texts.items():
-            if module in imports[user] or (path.parts[0] != "tests" and name in text):
-                waiting.append(user)
+        elif path.parts[0] == "tests" and path.suffix != ".md" and path.parts[2:] and not users:
+            chosen.add(str(Path(*path.parts[:2])))
     return sorted(name for name in chosen if (ROOT / name).exists())
 
 
@@ -335,9 +349,8 @@ def run(options: Options) -> int:
     chosen: list[str] = []
     if options.changed:
         chosen = tests_of(changed_files(options.base))
-        print(f"scripts/test: {' '.join(chosen) or 'no test is touched'}", flush=True)
-        if not chosen:
-            return 0
+        touched = " ".join(chosen) or "no test is touched: lint and types alone"
+        print(f"scripts/test: {touched}", flush=True)
     begun = time.monotonic()
     with guarded() as environment:
         command = Run(environment)
@@ -349,7 +362,7 @@ def run(options: Options) -> int:
                 or command("-m", "ruff", "format", "--check", "-q", ".")
                 or command("-m", "mypy", "--no-error-summary")
             )
-        if code:
+        if code or (options.changed and not chosen):
             return code
         more = dict(VARIABLES)
         if options.stress:
@@ -367,6 +380,9 @@ def run(options: Options) -> int:
 
 def main() -> int:
     arguments = sys.argv[1:]
+    if {"-h", "--help"} & {*arguments}:
+        print(HELP)
+        return 0
     if arguments[:1] == ["--guard"]:
         _guard(*arguments[1:])
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
@@ -35,6 +36,25 @@ def test_a_second_run_is_equal_and_another_training_is_not(
     assert recorder.compare(first, recorder.measure(RUN)) == 1
     said = capsys.readouterr().out
     assert f"{RUN} / weights: " in said and f"{RUN} / checkpoint / saved/rank-00000" in said
+
+
+def test_a_run_that_one_record_lacks_is_a_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    machine: dict[str, str] = {}
+    both = {"machine": machine, "runs": {"threads a": 1, "processes a": 2}}
+    one = {"machine": machine, "runs": {"threads a": 1}}
+    for before, after, which in ((both, one, "before"), (one, both, "after")):
+        assert recorder.compare(before, after) == 1
+        said = capsys.readouterr().out
+        assert f"processes a: only {which}" in said and "1 of 2 runs are equal" in said
+    assert recorder.compare(both, one, "threads") == 0
+
+
+def test_no_rank_outlives_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = [MagicMock(**{"wait.side_effect": [TimeoutError, 0]}), MagicMock()]
+    monkeypatch.setattr(recorder.subprocess, "Popen", Mock(side_effect=started))
+    with pytest.raises(TimeoutError):
+        list(recorder.on_processes([], tmp_path))
+    assert all(process.kill.called for process in started)
 
 
 def test_the_record_names_every_run_and_its_machine() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,11 +54,45 @@ def test_a_change_touches_tests():
         ("scripts/suite.py", "tests/package/test_suite.py"),
         ("README.md", "tests/docs"),
         ("constraints.txt", "tests/package"),
+        ("tests/mistakes/scripts.txt", "tests/mistakes"),
+        ("tests/package/pins.json", "tests/package"),
+        ("tests/late/csrc/clocks.h", "tests/late"),
         ("tests/conftest.py", "tests"),
     ):
         assert touched in suite.tests_of([changed]), changed
     touched = suite.tests_of(["hf_zero/distributed/attempts.py", "scripts/suite.py"])
     assert not any(name.startswith(("tests/kernels", "tests/optim")) for name in touched)
+
+
+def test_lint_runs_where_a_change_touches_no_test(monkeypatch, capsys):
+    commands = []
+    monkeypatch.setattr(suite, "changed_files", lambda base: [])
+    monkeypatch.setattr(suite, "guarded", lambda: nullcontext({}))
+
+    class Recorded:
+        def handle_signals(self) -> None: ...
+
+        def __call__(self, *command: str, **more: str) -> int:
+            commands.append(command[1])
+            return 0
+
+    monkeypatch.setattr(suite, "Run", lambda environment: Recorded())
+    assert suite.run(suite.Options(changed=True)) == 0
+    assert commands == ["ruff", "ruff", "mypy"]
+    assert "no test is touched" in capsys.readouterr().out
+
+
+def test_help_makes_no_environment(tmp_path):
+    own = {"HF_ZERO_VENV": str(tmp_path / "none"), "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "test"), "-k", "layout", "--help"],
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{suite.HELP}\n" and not done.stderr
+    assert not (tmp_path / "none").exists()
 
 
 RUN = """
