@@ -381,6 +381,7 @@ def run(options: Options) -> int:
 def main() -> int:
     arguments = sys.argv[1:]
     if {"-h", "--help"} & {*arguments}:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
         print(HELP)
         return 0
     if arguments[:1] == ["--guard"]:
