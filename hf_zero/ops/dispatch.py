@@ -276,6 +276,11 @@ def check_bias(op: str, bias: Tensor | None, x: Tensor) -> None:
         )
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """Return the number of writes to ``tensor``; None: an inference tensor, which counts none."""
+    return None if tensor.is_inference() else tensor._version
+
+
 # ---- a trial of the declared kernels on a device ----
 
 # Far above the effect of rounding on a few rows, far below that of a wrong index or a lost mask.

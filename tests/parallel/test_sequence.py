@@ -23,6 +23,7 @@ from hf_zero.integrations.transformers.trainer_phases import counting_whole_batc
 from hf_zero.parallel.sequence import batches
 from hf_zero.parallel.sequence.attention import DistributedAttention
 from hf_zero.parallel.sequence.division import Division
+from hf_zero.parallel.sequence.documents import Documents
 from tests.helpers import oracle
 from tests.helpers.causal_zoo import batch_of, by_model_type, tiny
 from tests.helpers.cells import in_one_item
@@ -351,6 +352,14 @@ def test_tokens_of_whole_batches_are_counted_once():
     assert count_theirs(part) == 10 + 2 * 13
     assert trainer._metrics["train"]["num_tokens"] == [36]
     assert count_theirs({"input_ids": ids}) == 36 + 8  # whole sequences
+
+
+def test_a_batch_of_inference_tensors_is_cut():
+    with torch.inference_mode():
+        part = batches.cut({"input_ids": torch.zeros(2, 8, dtype=torch.long)}, 0, Division(2))
+    positions = part["position_ids"]
+    assert positions.is_inference() and batches.are_counted(positions)
+    assert batches.documents_of(positions) == Documents.one_a_row(8)
 
 
 # The reason, and the model types.

@@ -18,9 +18,10 @@ from torch import nn
 
 from hf_zero.integrations.fused.shells import ModuleCall
 from hf_zero.integrations.fused.sublayers import plain, takes, whole
+from hf_zero.ops.dispatch import version_of
 
 GROUP = "_hf_zero_group"
-Held = tuple[torch.Tensor | None, tuple[int, bool], dict[int, torch.Tensor]]
+Held = tuple[torch.Tensor | None, tuple[int | None, bool], dict[int, torch.Tensor]]
 NOTHING: Held = (None, (0, False), {})
 
 
@@ -55,8 +56,8 @@ class Projections:
         return parts[number]
 
 
-def _version(x: torch.Tensor) -> int:
-    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+def _version(x: torch.Tensor) -> int | None:
+    return None if torch.compiler.is_compiling() else version_of(x)
 
 
 def _project(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:

@@ -21,9 +21,10 @@ from hf_zero.device import graphs
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original
+from hf_zero.ops.dispatch import version_of
 from hf_zero.parallel.sequence.documents import note_positions
 
-KNOWN = "_hf_zero_pads"  # attribute of a mask: (whether it masks anything, its _version then)
+KNOWN = "_hf_zero_pads"  # attribute of a mask: (whether it masks anything, its version then)
 
 
 def note_padding(
@@ -167,13 +168,13 @@ def known_padding(mask: object) -> bool | None:
     whole = mask._base if note is None else None
     if whole is not None and whole.shape == mask.shape:
         note = getattr(whole, KNOWN, None)
-    return note[0] if note is not None and mask._version == note[1] else None
+    return note[0] if note is not None and version_of(mask) == note[1] else None
 
 
 def note_mask(mask: object, pads: bool) -> None:
     """Attach to ``mask`` whether it masks anything, for :func:`known_padding`."""
-    if isinstance(mask, torch.Tensor) and not mask.is_inference():  # those have no version counter
-        setattr(mask, KNOWN, (pads, mask._version))
+    if isinstance(mask, torch.Tensor) and (version := version_of(mask)) is not None:
+        setattr(mask, KNOWN, (pads, version))
 
 
 def _masks(batch: object) -> Iterator[tuple[str, torch.Tensor]]:

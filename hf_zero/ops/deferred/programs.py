@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from hf_zero.errors import KernelError
+from hf_zero.ops.dispatch import version_of
 
 T = TypeVar("T")
 Select = Callable[[torch.Tensor], torch.Tensor]
@@ -115,17 +116,12 @@ class RowwiseCall(Protocol):
         """
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of writes to a tensor; of an inference tensor, which counts none, 0."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 @dataclass(frozen=True, eq=False)
 class RowsNode:
     """A node that reads ``rows`` [*lead, k], and their version at the time of the record."""
 
     rows: torch.Tensor
-    version: int = field(init=False)
+    version: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "version", version_of(self.rows))

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_zero.errors import KernelError
-from hf_zero.ops.deferred import programs
+from hf_zero.ops.dispatch import version_of
 
 SELF = object()  # stands for the deferred tensor among arguments
 
@@ -43,14 +43,14 @@ class ChunkedUse:
     function: Any
     args: Any
     kwargs: object
-    versions: list[int] = field(init=False)
+    versions: list[int | None] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", self._versions())
 
-    def _versions(self) -> list[int]:
+    def _versions(self) -> list[int | None]:
         tensors = tree_leaves((self.args, self.kwargs))
-        return [programs.version_of(one) for one in tensors if isinstance(one, torch.Tensor)]
+        return [version_of(one) for one in tensors if isinstance(one, torch.Tensor)]
 
     def recomputed(self, of: History, value: torch.Tensor) -> torch.Tensor:
         """Return the result if the value of ``of`` was ``value``.

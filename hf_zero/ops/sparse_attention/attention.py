@@ -14,7 +14,7 @@ import torch
 
 from hf_zero.device.kinds import autocast_dtype
 from hf_zero.errors import KernelError
-from hf_zero.ops.dispatch import Kernel
+from hf_zero.ops.dispatch import Kernel, version_of
 
 from . import reference
 from .layouts import BigBirdSparsityConfig, BlockLayout, SparsityConfig
@@ -119,15 +119,16 @@ def _given(layout: torch.Tensor, length: int) -> BlockLayout:
             f"a layout of {blocks} blocks fits {length} tokens with no block of 16, "
             "32, 64, 128, 256 or 512"
         )
-    if layout.is_inference():
+    version = version_of(layout)
+    if version is None:
         return BlockLayout(layout, block)
     key = id(layout), block
     cached = _GIVEN.get(key)
-    if cached is not None and cached[0]() is layout and cached[1] == layout._version:
+    if cached is not None and cached[0]() is layout and cached[1] == version:
         return cached[2]
     block_layout = BlockLayout(layout, block)
     forget = weakref.ref(layout, lambda _: _GIVEN.pop(key, None))
-    _GIVEN[key] = forget, layout._version, block_layout
+    _GIVEN[key] = forget, version, block_layout
     return block_layout
 
 

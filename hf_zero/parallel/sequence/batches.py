@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from hf_zero.device.pinned import upload
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.errors import ConfigError
+from hf_zero.ops.dispatch import version_of
 from hf_zero.parallel.sequence.attention import all_gather
 from hf_zero.parallel.sequence.division import Division
 from hf_zero.parallel.sequence.documents import Documents
@@ -119,16 +120,17 @@ def is_part(inputs: Mapping[str, object]) -> bool:
 
 def documents_of(positions: torch.Tensor) -> Documents | None:
     """Return the documents of the batch that ``positions`` is a part of, if :func:`cut` made this
-    tensor and its values have not changed since; None: its values have to be read.
+    tensor and its values have not changed since; None: its values have to be read. Changes of
+    inference tensors are not seen.
     """
     documents, version, *_ = getattr(positions, _PART, (None, 0))
-    return documents if version == positions._version else None
+    return documents if version == version_of(positions) else None
 
 
 def are_counted(positions: torch.Tensor) -> bool:
     """Whether :func:`cut` has created ``positions``, from 0, for a batch without any."""
     _, version, _, counted = getattr(positions, _PART, (None, 0, 0, False))
-    return counted and version == positions._version
+    return counted and version == version_of(positions)
 
 
 def tokens_of(positions: object) -> int | torch.Tensor | None:
@@ -146,7 +148,7 @@ def _marked(
     counted: bool,
 ) -> dict[str, object]:
     positions = part["position_ids"]
-    setattr(positions, _PART, (documents, positions._version, tokens, counted))
+    setattr(positions, _PART, (documents, version_of(positions), tokens, counted))
     return part
 
 
