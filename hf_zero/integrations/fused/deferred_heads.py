@@ -264,10 +264,10 @@ def _decoders(model: nn.Module) -> tuple[nn.Module, list[nn.Linear]] | str:
 def _count_labels(model: PreTrainedModel, args: object, kwargs: Mapping[str, object]) -> None:
     """Forward pre-hook of a model with row-wise modules before its decoder."""
     labels = kwargs.get("labels")
-    if isinstance(labels, torch.Tensor) and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         for module in model.get_output_embeddings().modules():
             if _is_ours(module):
-                count_early(module, labels)
+                count_early(module, labels if isinstance(labels, torch.Tensor) else None)
 
 
 def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:

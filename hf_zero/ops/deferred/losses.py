@@ -9,6 +9,7 @@ dropped where row-wise modules before the decoder are deferred with it.
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from hf_zero.ops.deferred import heads, programs
 from hf_zero.ops.deferred.chunks import SummedLoss
 from hf_zero.ops.deferred.programs import Affine
 from hf_zero.ops.deferred.tensor import HANDLERS, DeferredOutput
+from hf_zero.ops.dispatch import version_of
 from hf_zero.ops.masked_rows import RowCapacity, RowCount, select_rows
 
 _ARGUMENTS = (
@@ -169,8 +171,10 @@ def _labelled(
     if kinds.is_host(labels.device) or graphs.arguments() is not None:  # no host reads the count
         return flat.value(), labels
     capacity = _CAPACITIES.setdefault(call.module, RowCapacity())
-    form, count = _COUNTS.pop(call.module, (None, None))
-    if count is None or form != _identity(labels, ignored):
+    early = _COUNTS.pop(call.module, None)
+    if early is not None and early.is_of(labels, ignored):
+        count = early.count
+    else:
         count = RowCount(labels, ignored)
     places = capacity.places(count, labels.device)
     if places >= labels.numel():
@@ -185,21 +189,42 @@ def _labelled(
     return flat.rows(select), selected[0]
 
 
-def count_early(head: object, labels: torch.Tensor, ignored: int = -100) -> None:
+def count_early(head: object, labels: torch.Tensor | None, ignored: int = -100) -> None:
     """Begin to count the ``labels`` that count, on a device, before the model is launched: the loss
-    of the module ``head`` then waits for this number alone (``masked_rows.py``, the note).
+    of the module ``head`` then waits for this number alone (``masked_rows.py``, the note). Without
+    ``labels`` drop the count of an earlier forward, whose loss did not take it.
     """
-    if not kinds.is_host(labels.device) and graphs.arguments() is None:
-        _COUNTS[head] = _identity(labels, ignored), RowCount(labels, ignored)
+    _COUNTS.pop(head, None)
+    if labels is None or kinds.is_host(labels.device) or graphs.arguments() is not None:
+        return
+    version = version_of(labels)
+    if version is not None:  # writes to inference tensors are not seen: counted at the loss
+        count = RowCount(labels, ignored)
+        _COUNTS[head] = _EarlyCount(weakref.ref(labels), version, ignored, count)
 
 
-def _identity(labels: torch.Tensor, ignored: int) -> tuple[int, ...]:
-    return labels.data_ptr(), labels.numel(), labels._version, ignored
+@dataclass(frozen=True)
+class _EarlyCount:
+    """The count of labels that a forward was called with. The allocator gives the memory of labels
+    that no longer exist to others, so an address identifies labels only while these exist.
+    """
+
+    labels: weakref.ref[torch.Tensor]
+    version: int
+    ignored: int
+    count: RowCount
+
+    def is_of(self, labels: torch.Tensor, ignored: int) -> bool:
+        """Whether ``labels`` are the counted ones or a view of them, without writes since."""
+        counted = self.labels()
+        return (
+            counted is not None
+            and (counted.data_ptr(), counted.numel()) == (labels.data_ptr(), labels.numel())
+            and (self.version, self.ignored) == (version_of(labels), ignored)
+        )
 
 
-_COUNTS: weakref.WeakKeyDictionary[object, tuple[tuple[int, ...], RowCount]] = (
-    weakref.WeakKeyDictionary()
-)
+_COUNTS: weakref.WeakKeyDictionary[object, _EarlyCount] = weakref.WeakKeyDictionary()
 _CAPACITIES: weakref.WeakKeyDictionary[object, RowCapacity] = weakref.WeakKeyDictionary()
 
 

@@ -6,18 +6,22 @@ from __future__ import annotations
 
 import copy
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 
 import hf_zero
 from hf_zero.integrations.fused.deferred_heads import DeferredCall, defer_head
 from hf_zero.integrations.fused.replacement import Replacement
-from hf_zero.ops.deferred import DeferredOutput
+from hf_zero.ops import masked_rows
+from hf_zero.ops.deferred import DeferredOutput, losses
 from tests.helpers.cells import in_one_item, in_turn
 from tests.integrations.fused.languages import (
     LANGUAGES,
@@ -123,6 +127,58 @@ def test_a_masked_head_runs_for_labelled_tokens_alone(
     monkeypatch.setattr(DeferredCall, "run", run)
     step(fused, **given)
     assert len(rows) >= 3 and set(rows) == {int((given["labels"] != -100).sum())}
+
+
+class Counted:
+    """The count of labels on a device, read at once."""
+
+    def __init__(self, labels: torch.Tensor, ignored: int = -100) -> None:
+        self.tokens, self.number = labels.numel(), int((labels != ignored).sum())
+
+    def read(self) -> int:
+        return self.number
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_count_whose_forward_ended_before_its_loss_is_not_that_of_later_labels(
+    inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the same memory, as an allocator gives it, and of labels that count no writes."""
+    monkeypatch.setattr(losses, "kinds", SimpleNamespace(is_host=lambda _: False))
+    monkeypatch.setattr(losses, "RowCount", Counted)
+    monkeypatch.setattr(masked_rows, "GRANULE", 1)
+    plain, fused = fused_pair("bert")
+    given = batch()
+    labels = given.pop("labels").flatten()
+    memory = np.full(labels.numel(), -100)
+    memory[0] = 7
+
+    def now() -> torch.Tensor:
+        with torch.inference_mode(inference):
+            return torch.from_numpy(memory).view_as(given["input_ids"])
+
+    def fail(*_: object) -> None:
+        raise InterruptedError
+
+    hook = fused.bert.register_forward_pre_hook(fail)
+    early = now()
+    with pytest.raises(InterruptedError):
+        fused(**given, labels=early)
+    hook.remove()
+    del early
+    memory[:] = labels.numpy()
+    logits = fused.cls(fused.bert(**given)[0])  # by the parts of the model, without its hook
+    found = F.cross_entropy(logits.flatten(0, 1), now().flatten())
+    expected = F.cross_entropy(plain(**given).logits.flatten(0, 1), labels)
+    found.backward(), expected.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    compare(gradients(fused), gradients(plain))
+
+    head, later = fused.cls.predictions.decoder, now()
+    losses.count_early(head, later)
+    assert inference == (head not in losses._COUNTS)
+    fused(**given)
+    assert head not in losses._COUNTS
 
 
 @pytest.mark.parametrize("name", ["llama", "distilbert"])
