@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hf_zero.ops.philox import kept_rows
@@ -269,7 +268,7 @@ def rotary(
         v_out.copy_(v)
 
 
-# ---- cross-entropy over rows of logits, and over all of them at once ----
+# ---- cross-entropy over rows of logits ----
 
 
 def cross_entropy_(
@@ -326,35 +325,3 @@ def cross_entropy_(
         grad *= scale * factors.to(exact).view(-1, 1)
         logits[:, :vocabulary] = grad.where(labelled[:, None], 0.0)
     return loss, lse
-
-
-def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    reduction: str = "mean",
-    num_items: int | torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute :func:`hf_zero.ops.linear_cross_entropy.linear_cross_entropy` with whole logits and
-    by autograd.
-    """
-    logits = F.linear(hidden, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    total = F.cross_entropy(
-        logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
-    )
-    labelled = labels != ignore_index
-    if z_loss:
-        total = total + z_loss * (torch.logsumexp(logits, -1) ** 2).where(labelled, 0.0).sum()
-    if reduction == "sum":
-        return total
-    return total / (labelled.sum() if num_items is None else num_items)

@@ -177,15 +177,24 @@ def rotary(device: str, small: bool) -> list[Work]:
 
 
 def losses(device: str, small: bool) -> list[Work]:
-    from hf_zero.ops.linear_cross_entropy import linear_cross_entropy
+    from hf_zero.ops.chunked_head import rows_of_a_chunk
+    from hf_zero.ops.deferred.chunks import SummedLoss
 
     rows, width, words = (64, 32, 500) if small else (16384, 2048, 128256)
     hidden, weight = tensor(device, rows, width), tensor(device, words, width, scale=0.02)
     labels = torch.randint(0, words, (rows,), device=device)
-    contenders: dict[str, Contender] = {
-        "eager": lambda h, w, y: F.cross_entropy((h @ w.t()).float(), y),
-        "hf_zero": linear_cross_entropy,
-    }
+
+    def eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy((hidden @ weight.t()).float(), labels)
+
+    def fused(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        size = rows_of_a_chunk(rows, words, hidden.element_size(), hidden.device)
+        plain = lambda hidden, weight, _: eager(hidden, weight, labels) * rows  # noqa: E731
+        numbers = (-100, 0.0, 0.0, 0.0, 1.0, size)
+        total: Tensor = SummedLoss.apply(plain, numbers, labels, hidden, weight, None)
+        return total / rows
+
+    contenders: dict[str, Contender] = {"eager": eager, "hf_zero": fused}
     if liger() is not None:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 

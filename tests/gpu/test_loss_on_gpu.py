@@ -14,8 +14,13 @@ import hf_zero
 from hf_zero.ops import dispatch
 from hf_zero.ops import model_reference as reference
 from hf_zero.ops.chunked_head import CROSS_ENTROPY, Terms
-from hf_zero.ops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
 from hf_zero.ops.masked_rows import RowCapacity, RowCount, select_rows
+from tests.helpers.linear_heads import (
+    chunked_log_probabilities,
+    chunked_loss,
+    plain_log_probabilities,
+    plain_loss,
+)
 
 DEVICE = torch.device("cuda")
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2**-8}
@@ -83,9 +88,9 @@ def test_the_chunked_head_errs_no_more_than_torch(dtype, vocabulary, chunk):
     wide = [each.detach().to(exact).requires_grad_() for each in given]
     results: list[list[torch.Tensor]] = []
     for each, loss in (
-        (wide, reference.linear_cross_entropy(*wide, labels)),
-        (given, linear_cross_entropy(*given, labels, chunk=chunk)),
-        (given, reference.linear_cross_entropy(*given, labels)),
+        (wide, plain_loss(*wide, labels)),
+        (given, chunked_loss(*given, labels, chunk=chunk)),
+        (given, plain_loss(*given, labels)),
     ):
         results.append([loss.detach(), *torch.autograd.grad(loss, each)])
     for true, ours, torchs in zip(*results):
@@ -99,9 +104,8 @@ def test_the_chunked_head_errs_no_more_than_torch(dtype, vocabulary, chunk):
 
 def test_log_probabilities() -> None:
     given, labels = operands(2048, 1024, 50_257, torch.float32)
-    found = linear_log_probs(*given, labels)
-    logs = torch.log_softmax(given[0] @ given[1].t(), -1)
-    exact = logs.gather(1, labels.clamp(min=0)[:, None])[:, 0].where(labels != -100, 0.0)
+    found = chunked_log_probabilities(*given, labels)
+    exact = plain_log_probabilities(given[0] @ given[1].t(), labels)
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
     above = torch.randn_like(found)
     gradients = (torch.autograd.grad(each, given, above) for each in (found, exact))
@@ -146,8 +150,8 @@ def test_nothing_but_the_count_of_rows_is_waited_for() -> None:
     def step() -> torch.Tensor:
         places = capacity.places(RowCount(labels), labels.device)
         rows, kept, _ = select_rows(given[0], labels, capacity=places)
-        loss = linear_cross_entropy(rows, given[1], kept, num_items=count)
-        loss = loss + linear_cross_entropy(*given, labels, chunk=1024)
+        loss = chunked_loss(rows, given[1], kept, num_items=count)
+        loss = loss + chunked_loss(*given, labels, chunk=1024)
         loss.backward()
         return loss
 
@@ -162,13 +166,13 @@ def test_nothing_but_the_count_of_rows_is_waited_for() -> None:
 
 def test_whole_logits_are_never_there() -> None:
     given, labels = operands(16_384, 1024, 128_256, torch.bfloat16)
-    linear_cross_entropy(*given, labels).backward()
+    chunked_loss(*given, labels).backward()
     torch.cuda.synchronize()
     for each in given:
         each.grad = None
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    loss = linear_cross_entropy(*given, labels)
+    loss = chunked_loss(*given, labels)
     loss.backward()
     peak = torch.cuda.max_memory_allocated() - before
     hidden, weight = (each.nbytes for each in given)

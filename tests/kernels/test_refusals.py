@@ -25,7 +25,6 @@ from hf_zero.ops.flat_optimizers import FlatRun, RowSettings, Tiles, adam_, adva
 from hf_zero.ops.flat_optimizers import settings_table as settings_of
 from hf_zero.ops.flat_tiles import squared_norms
 from hf_zero.ops.level_rounding import round_to_levels
-from hf_zero.ops.linear_cross_entropy import linear_cross_entropy
 from hf_zero.ops.masked_rows import select_rows
 from hf_zero.ops.norms import add_layer_norm
 from hf_zero.ops.packed_linear import pack_, packed_linear
@@ -88,27 +87,8 @@ NORMS: list[Row] = [
     (lambda: normed(dropout=1.0), "dropout 1.0 of a norm"),
 ]
 
-HIDDEN, HEAD, LABELS = zeros(4, 8), zeros(16, 8), zeros(4, of=I64)
-
-
-def loss(*given: torch.Tensor, **more: Any) -> object:
-    return linear_cross_entropy(*(given or (HIDDEN, HEAD, LABELS)), **more)
-
-
+LABELS = zeros(4, of=I64)
 LOSSES: list[Row] = [
-    (lambda: loss(HIDDEN, zeros(16, 7), LABELS), r"hidden \(4, 8\) with weight \(16, 7\)"),
-    (lambda: loss(HIDDEN, HEAD, LABELS[:3]), r"labels \(3,\) for hidden"),
-    (lambda: loss(HIDDEN, HEAD, LABELS.float()), "labels are torch.float32"),
-    (lambda: loss(HIDDEN, HEAD, LABELS + 16), "label 16 with a vocabulary of 16"),
-    (lambda: loss(HIDDEN, HEAD, LABELS - 1), "label -1 with a vocabulary"),
-    (lambda: loss(HIDDEN, HEAD.bfloat16(), LABELS), "hidden, weight are .*bfloat16"),
-    (lambda: loss(HIDDEN, HEAD, LABELS.to("meta")), "labels is on meta and hidden on cpu"),
-    (lambda: loss(bias=zeros(8)), r"bias \(8,\) with weight"),
-    (lambda: loss(label_smoothing=1.5), "label_smoothing=1.5"),
-    (lambda: loss(reduction="none"), "reduction='none'"),
-    (lambda: loss(reduction="sum", num_items=3), "num_items with reduction='sum'"),
-    (lambda: loss(num_items=zeros(3)), r"num_items has shape \(3,\)"),
-    (lambda: loss(chunk=0), "chunk=0"),
     (lambda: select_rows(zeros(4, 6), LABELS[:3], capacity=2), r"hidden \(4, 6\) with labels"),
     (lambda: select_rows(zeros(4, 6), LABELS.to("meta"), capacity=2), "labels are on meta"),
     (lambda: select_rows(zeros(4, 6), LABELS, capacity=-1), "capacity=-1"),

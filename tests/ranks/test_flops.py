@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_zero.measures.flops_profiler import FlopsProfiler
-from hf_zero.ops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
 from hf_zero.ops.packed_linear import packed_linear
 from hf_zero.ops.sparse_attention import BlockLayout, sparse_attention
 from tests.helpers.engines import config_of, start
+from tests.helpers.linear_heads import chunked_log_probabilities, chunked_loss
 from tests.helpers.models import ARCHITECTURES, tokens
 from tests.helpers.stacks import on_ranks
 from tests.helpers.training import adamw
@@ -53,10 +53,10 @@ def test_operators_count_as_the_products_that_they_stand_for():
     plain = operations(lambda: sum(F.linear(x, w).sum() for w in weights).backward())
     assert operations(lambda: sum(y.sum() for y in packed_linear(x, weights)).backward()) == plain
     assert plain == 3 * 2 * 6 * 12 * 12
-    head, labels = weights[0], torch.tensor([[0, 1, 7], [3, 3, 3]])
-    logits = operations(lambda: F.linear(x, head))
-    assert operations(lambda: linear_cross_entropy(x, head, labels)) == logits > 0
-    scored = operations(lambda: linear_log_probs(x, head, labels).sum().backward())
+    rows, head, labels = x.flatten(0, 1), weights[0], torch.tensor([0, 1, 7, 3, 3, 3])
+    logits = operations(lambda: F.linear(rows, head))
+    assert operations(lambda: chunked_loss(rows, head, labels)) == logits > 0
+    scored = operations(lambda: chunked_log_probabilities(rows, head, labels).sum().backward())
     assert scored == (1 + 3) * logits  # logits are computed again
 
     q, k, v = (torch.randn(1, 2, 70, 16, requires_grad=True) for _ in range(3))

@@ -20,9 +20,9 @@ from hf_zero.ops.deferred import programs
 from hf_zero.ops.deferred.chunks import is_out_of_place, recorded
 from hf_zero.ops.deferred.programs import Affine, Autocast, CallNode, VocabularyAxis
 from hf_zero.ops.deferred.tensor import plain_rows
+from hf_zero.ops.linear_cross_entropy import DTYPES
 from hf_zero.ops.operators import GradientContext
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IGNORED = -100  # label of the operators for a row without one, in parts of a vocabulary
 
 Body = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor]
