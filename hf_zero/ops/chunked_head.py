@@ -46,7 +46,6 @@ CROSS_ENTROPY = Kernel(
         None,
         -100,
         0.1,
-        1e-4,
         30.0,
         1.0,
     ),
@@ -59,16 +58,15 @@ class Terms:
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
-    z_loss: float = 0.0
     softcap: float = 0.0
     scale: float = 1.0
 
     @property
     def plain(self) -> bool:
-        return not (self.label_smoothing or self.z_loss or self.softcap)
+        return not (self.label_smoothing or self.softcap)
 
-    def numbers(self) -> tuple[int, float, float, float, float]:
-        return self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.scale
+    def numbers(self) -> tuple[int, float, float, float]:
+        return self.ignore_index, self.label_smoothing, self.softcap, self.scale
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ def _forward(
     labels: torch.Tensor,
     ignore_index: int,
     label_smoothing: float,
-    z_loss: float,
     softcap: float,
     scale: float,
     rows: int,
@@ -38,7 +37,7 @@ def _forward(
     """Return the sum of the losses, and its gradients for hidden, weight and bias in accumulation
     precision; empty if not asked for.
     """
-    terms = Terms(ignore_index, label_smoothing, z_loss, softcap, scale)
+    terms = Terms(ignore_index, label_smoothing, softcap, scale)
     needs = Wanted(for_hidden, for_weight, for_bias)
     with torch.autocast(hidden.device.type, enabled=False):  # the operands have been cast
         total, grads = chunked_head.losses_and_gradients(
@@ -55,7 +54,6 @@ def _(
     labels,
     ignore_index,
     label_smoothing,
-    z_loss,
     softcap,
     scale,
     rows,

@@ -279,7 +279,6 @@ def cross_entropy_(
     lse: torch.Tensor | None,
     ignore_index: int,
     label_smoothing: float,
-    z_loss: float,
     softcap: float,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -292,8 +291,8 @@ def cross_entropy_(
     softcap · tanh(scale · x / softcap), or scale · x if softcap is 0, V the vocabulary, l the
     label::
 
-        loss = lse − (1 − ε) y_l − ε/V Σ y + z lse²
-        dloss/dy = softmax(y) (1 + 2 z lse) − (1 − ε) [l] − ε/V
+        loss = lse − (1 − ε) y_l − ε/V Σ y
+        dloss/dy = softmax(y) − (1 − ε) [l] − ε/V
 
     Returns (losses [rows], lse [rows]), fp32 (fp64 for fp64). A row whose label is ``ignore_index``
     has loss, lse and gradient 0; any other label outside the vocabulary makes its loss NaN.
@@ -310,15 +309,12 @@ def cross_entropy_(
     tail = torch.logsumexp(y - largest[:, None], -1) if lse is None else torch.zeros_like(largest)
     lse = (largest + tail).where(labelled, 0.0)
     target = y.gather(1, at)[:, 0]
-    loss = (largest - target) + tail + z_loss * lse * lse
+    loss = (largest - target) + tail
     if label_smoothing:
         loss = loss + label_smoothing * (target - y.sum(-1) / vocabulary)
     loss = loss.where(in_vocabulary, float("nan")).where(labelled, 0.0)
     if factors is not None:
-        grad = (
-            torch.exp(y - largest[:, None] - tail[:, None]) * (1 + 2 * z_loss * lse[:, None])
-            - label_smoothing / vocabulary
-        )
+        grad = torch.exp(y - largest[:, None] - tail[:, None]) - label_smoothing / vocabulary
         grad.scatter_add_(1, at, (label_smoothing - 1.0) * in_vocabulary[:, None].to(exact))
         if softcap:
             grad *= 1 - (y / softcap) ** 2

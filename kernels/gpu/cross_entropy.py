@@ -45,7 +45,6 @@ def cross_entropy_kernel(
     vocabulary,
     ignore_index,
     label_smoothing,
-    z_loss,
     softcap,
     scale,
     GRADIENT: tl.constexpr,
@@ -110,7 +109,7 @@ def cross_entropy_kernel(
             tl.store(lses + row, lse)
             # Subtract the largest logit first: its difference to others is exact, but the logsumexp
             # is rounded.
-            loss = (largest - target) + log_total + z_loss * lse * lse
+            loss = (largest - target) + log_total
             if SMOOTHED:  # 0 times a target of -inf would be NaN
                 loss += label_smoothing * (target - tl.sum(plain, axis=0) / vocabulary)
             tl.store(losses + row, loss)
@@ -120,14 +119,13 @@ def cross_entropy_kernel(
                 factor *= tl.load(factors + row)
             else:
                 factor *= tl.load(factors)
-            weight = (1.0 + 2.0 * z_loss * lse) * factor
             hit = (1.0 - label_smoothing) * factor
             spread = label_smoothing / vocabulary * factor
             for block in range(0, blocks):
                 columns = (blocks - 1 - block) * BLOCK + lanes
                 x = tl.load(start + columns, mask=columns < width, other=0.0).to(tl.float32) * scale
                 y = _capped(x, softcap, SOFTCAP)
-                grad = tl.exp2((y - largest) * LOG2E - log_total * LOG2E) * weight - spread
+                grad = tl.exp2((y - largest) * LOG2E - log_total * LOG2E) * factor - spread
                 grad = tl.where(columns == label, grad - hit, grad)
                 if SOFTCAP:
                     grad *= 1.0 - (y / softcap) * (y / softcap)
@@ -155,7 +153,6 @@ def cross_entropy_(
     lse: torch.Tensor | None,
     ignore_index: int,
     label_smoothing: float,
-    z_loss: float,
     softcap: float,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,8 +166,7 @@ def cross_entropy_(
         block, warps = tile(width)
         cross_entropy_kernel[(rows,)](
             logits, labels, losses if factors is None else factors, losses, lses,
-            logits.stride(0), width, vocabulary, ignore_index, label_smoothing, z_loss, softcap,
-            scale,
+            logits.stride(0), width, vocabulary, ignore_index, label_smoothing, softcap, scale,
             GRADIENT=factors is not None, FACTOR_A_ROW=factors is not None and factors.numel() > 1,
             KNOWN=lse is not None,
             SMOOTHED=label_smoothing > 0, SOFTCAP=softcap > 0, BLOCK=block,

@@ -24,7 +24,7 @@ from tests.helpers.linear_heads import (
 
 DEVICE = torch.device("cuda")
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2**-8}
-ALL = Terms(label_smoothing=0.1, z_loss=1e-4, softcap=30.0, scale=0.5)
+ALL = Terms(label_smoothing=0.1, softcap=30.0, scale=0.5)
 
 
 @pytest.fixture(autouse=True)

@@ -67,7 +67,7 @@ def chunked_loss(
     terms |= {"softcap": softcap, "scale": scale, "reduction": "sum"}
     total: Tensor = SummedLoss.apply(
         lambda hidden, weight, bias: plain_loss(hidden, weight, labels, bias=bias, **terms),
-        (ignore_index, label_smoothing, 0.0, softcap, scale, _rows(chunk, hidden, weight)),
+        (ignore_index, label_smoothing, softcap, scale, _rows(chunk, hidden, weight)),
         labels, hidden, weight, bias,
     )  # fmt: skip
     if reduction == "sum":

@@ -80,7 +80,7 @@ def of_heads() -> Rows:
     head = (plain(12, 24), plain(101, 24), plain(101), torch.arange(12), -100)
     score = (plain(12), *head[:4], plain(12), -100, 5.0, 0.7, 5)
     return [
-        (OPS.linear_cross_entropy, (*head, 0.1, 1e-3, 5.0, 0.7, 5, True, True, True)),
+        (OPS.linear_cross_entropy, (*head, 0.1, 5.0, 0.7, 5, True, True, True)),
         (OPS.linear_log_probs, (*head, 5.0, 0.7, 5)),
         (OPS.linear_log_probs_backward, (*score, True, True, True)),
         (OPS.linear_log_probs_backward, (*score, False, True, False)),

@@ -143,7 +143,7 @@ def _summed(
     def body(
         hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int
     ) -> torch.Tensor:
-        numbers = (ignored, smoothing, 0.0, form.softcap or 0.0, form.scale, size)
+        numbers = (ignored, smoothing, form.softcap or 0.0, form.scale, size)
         total: torch.Tensor = SummedLoss.apply(whole, numbers, counted, hidden, weight, bias)
         return total
 

@@ -152,7 +152,7 @@ def loss(name: str, dtype: str, width: int, **flags: bool) -> Case:
     types = {
         f"*{dtype}": "logits",
         "*i64": "labels",
-        "fp32": "label_smoothing z_loss softcap scale",
+        "fp32": "label_smoothing softcap scale",
     }
     types["*fp32"] = f"{types.get('*fp32', '')} factors losses lses"
     kernel, aligned = cross_entropy.cross_entropy_kernel, "logits stride width"
