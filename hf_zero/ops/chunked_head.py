@@ -242,7 +242,9 @@ def _on_host(
 def _softmax_(
     logits: torch.Tensor, labels: torch.Tensor, terms: Terms, gradient: bool
 ) -> torch.Tensor:
-    """Return the sum of the rows' losses; with ``gradient`` write its gradient over ``logits``."""
+    """Return the sum of the rows' losses, over ``logits``; with ``gradient`` write its gradient
+    there.
+    """
     if not terms.plain:
         one = torch.ones(1, dtype=torch.float32, device=logits.device) if gradient else None
         return reference.cross_entropy_(
@@ -250,15 +252,12 @@ def _softmax_(
         )[0].sum()
     if terms.scale != 1:
         logits *= terms.scale
-    if not gradient:
-        wide = accumulator_dtype(logits.dtype)
-        return (
-            torch.logsumexp(logits.to(wide), -1) - logits.gather(1, labels[:, None])[:, 0]
-        ).sum()
     exact = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     torch.log_softmax(exact, -1, out=exact)
     at = labels[:, None]
     total = -exact.gather(1, at).sum()
+    if not gradient:
+        return total
     exact.exp_().scatter_add_(1, at, exact.new_full((1, 1), -1.0).expand_as(at))
     if terms.scale != 1:
         exact *= terms.scale

@@ -144,6 +144,9 @@ def _summed(
         hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int
     ) -> torch.Tensor:
         numbers = (ignored, smoothing, form.softcap or 0.0, form.scale, size)
+        if not torch.is_grad_enabled():  # the forward computes the gradients of what requires them
+            hidden, weight = hidden.detach(), weight.detach()
+            bias = None if bias is None else bias.detach()
         total: torch.Tensor = SummedLoss.apply(whole, numbers, counted, hidden, weight, bias)
         return total
 

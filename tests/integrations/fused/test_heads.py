@@ -20,7 +20,7 @@ from torch import nn
 import hf_zero
 from hf_zero.integrations.fused.deferred_heads import DeferredCall, defer_head
 from hf_zero.integrations.fused.replacement import Replacement
-from hf_zero.ops import masked_rows
+from hf_zero.ops import chunked_head, masked_rows
 from hf_zero.ops.deferred import DeferredOutput, losses
 from tests.helpers.cells import in_one_item, in_turn
 from tests.integrations.fused.languages import (
@@ -210,6 +210,21 @@ def test_without_any_label_that_counts_the_loss_is_nan_and_no_gradient_is(name: 
     given["labels"] = torch.full_like(given["labels"], -100)
     assert step(fused, **given).loss.isnan() and step(plain, **given).loss.isnan()
     compare(gradients(fused), gradients(plain))
+
+
+def test_an_evaluation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And has the loss of a forward with them, bit for bit."""
+    wanted, compute = [], chunked_head.losses_and_gradients
+
+    def watched(*given: Any) -> Any:
+        wanted.append(given[5].any)
+        return compute(*given)
+
+    monkeypatch.setattr(chunked_head, "losses_and_gradients", watched)
+    _, fused = fused_pair("llama")
+    with torch.no_grad():
+        loss = fused(**batch()).loss
+    assert torch.equal(loss, fused(**batch()).loss.detach()) and wanted == [False, True]
 
 
 def test_ways_to_call_a_model() -> None:
