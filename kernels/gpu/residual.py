@@ -1,4 +1,4 @@
-"""Bias + dropout + residual, forward and backward.
+"""Dropout + residual, forward and backward.
 
 Bound by memory, and nearly by instructions: the mask is drawn from the seed in both directions. One
 run of Philox gives four words, used for four consecutive rows (hf_zero/ops/philox.py): on sm_90
@@ -8,20 +8,17 @@ the mask does not depend on its tile.
 
 | kernel | grid | tile | bytes per element (bf16) | FLOP per element | registers |
 | --- | --- | --- | --- | --- | --- |
-| dropout_add | fours of rows x column blocks | 4 x 1024 | 6 | 3 | 64 |
-| dropout_add_backward | strips of fours x column blocks | 4 x 1024 | 4 + 8 strips / rows | 2 | 80 |
+| dropout_add | fours of rows x column blocks | 4 x 1024 | 6 | 2 | 64 |
+| dropout_add_backward | fours of rows x column blocks | 4 x 1024 | 4 | 1 | 64 |
 
 Both make 15 integer operations more per element.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from hf_zero.ops.triton_kernels.activations import strips_of
 
 # Eight elements of each of the four rows for a thread: an access of 16 bytes in bf16.
 TILE = {"BLOCK": 1024, "num_warps": 4}
@@ -62,19 +59,16 @@ def _add_row(
     out_stride,
     column,
     width,
-    bias,
     kept,
     scale,
-    DROP: tl.constexpr,
 ):
     inside = (row < rows) & (column < width)
     # [BLOCK]
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0).to(tl.float32) + bias
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0).to(tl.float32)
     residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0).to(
         tl.float32
     )
-    if DROP:
-        x = tl.where(kept, x * scale, 0.0)
+    x = tl.where(kept, x * scale, 0.0)
     tl.store(out_ptr + row * out_stride + column, residual + x, mask=inside)
 
 
@@ -82,7 +76,6 @@ def _add_row(
 def _dropout_add(
     x_ptr,
     residual_ptr,
-    bias_ptr,
     seed_ptr,
     out_ptr,
     rows,
@@ -92,20 +85,13 @@ def _dropout_add(
     out_stride,
     dropout,
     scale,
-    BIAS: tl.constexpr,
-    DROP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     blocks = tl.cdiv(width, BLOCK)
     pid = tl.program_id(0)
     four = (pid // blocks).to(tl.int64)
     column = (pid % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    bias = tl.zeros([BLOCK], tl.float32)
-    if BIAS:
-        bias = tl.load(bias_ptr + column, mask=column < width, other=0).to(tl.float32)
-    a, b, c, d = bias, bias, bias, bias  # not read without dropout
-    if DROP:
-        a, b, c, d = kept_fours(seed_ptr, four, width, column, dropout)
+    a, b, c, d = kept_fours(seed_ptr, four, width, column, dropout)
     row = four * 4 + tl.arange(0, 1)  # [1]
     _add_row(
         x_ptr,
@@ -118,10 +104,8 @@ def _dropout_add(
         out_stride,
         column,
         width,
-        bias,
         a,
         scale,
-        DROP,
     )
     _add_row(
         x_ptr,
@@ -134,10 +118,8 @@ def _dropout_add(
         out_stride,
         column,
         width,
-        bias,
         b,
         scale,
-        DROP,
     )
     _add_row(
         x_ptr,
@@ -150,10 +132,8 @@ def _dropout_add(
         out_stride,
         column,
         width,
-        bias,
         c,
         scale,
-        DROP,
     )
     _add_row(
         x_ptr,
@@ -166,35 +146,16 @@ def _dropout_add(
         out_stride,
         column,
         width,
-        bias,
         d,
         scale,
-        DROP,
     )
 
 
 @triton.jit
-def _drop_row(
-    dy_ptr,
-    dx_ptr,
-    row,
-    rows,
-    dy_stride,
-    dx_stride,
-    column,
-    width,
-    kept,
-    scale,
-    DROP: tl.constexpr,
-    WRITE: tl.constexpr,
-):
+def _drop_row(dy_ptr, dx_ptr, row, rows, dy_stride, dx_stride, column, width, kept, scale):
     inside = (row < rows) & (column < width)
     dx = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0).to(tl.float32)  # [BLOCK]
-    if DROP:
-        dx = tl.where(kept, dx * scale, 0.0)
-    if WRITE:
-        tl.store(dx_ptr + row * dx_stride + column, dx, mask=inside)
-    return dx
+    tl.store(dx_ptr + row * dx_stride + column, tl.where(kept, dx * scale, 0.0), mask=inside)
 
 
 @triton.jit
@@ -202,99 +163,31 @@ def _dropout_add_backward(
     dy_ptr,
     seed_ptr,
     dx_ptr,
-    sums_ptr,
     rows,
     width,
     dy_stride,
     dx_stride,
-    strip,
     dropout,
     scale,
-    DROP: tl.constexpr,
-    WRITE: tl.constexpr,
-    SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Process ``strip`` fours of rows per program; each program writes its sums to its own row of
-    ``sums``, so the order of addition is fixed.
-    """
     blocks = tl.cdiv(width, BLOCK)
     pid = tl.program_id(0)
+    four = (pid // blocks).to(tl.int64)
     column = (pid % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for step in range(strip):
-        four = (pid // blocks).to(tl.int64) * strip + step
-        a, b, c, d = total, total, total, total  # not read without dropout
-        if DROP:
-            a, b, c, d = kept_fours(seed_ptr, four, width, column, dropout)
-        row = four * 4 + tl.arange(0, 1)  # [1]
-        first = _drop_row(
-            dy_ptr, dx_ptr, row, rows, dy_stride, dx_stride, column, width, a, scale, DROP, WRITE
-        )
-        second = _drop_row(
-            dy_ptr,
-            dx_ptr,
-            row + 1,
-            rows,
-            dy_stride,
-            dx_stride,
-            column,
-            width,
-            b,
-            scale,
-            DROP,
-            WRITE,
-        )
-        third = _drop_row(
-            dy_ptr,
-            dx_ptr,
-            row + 2,
-            rows,
-            dy_stride,
-            dx_stride,
-            column,
-            width,
-            c,
-            scale,
-            DROP,
-            WRITE,
-        )
-        fourth = _drop_row(
-            dy_ptr,
-            dx_ptr,
-            row + 3,
-            rows,
-            dy_stride,
-            dx_stride,
-            column,
-            width,
-            d,
-            scale,
-            DROP,
-            WRITE,
-        )
-        if SUM:
-            total += (first + second) + (third + fourth)  # 0 outside
-    if SUM:
-        tl.store(
-            sums_ptr + (pid // blocks).to(tl.int64) * width + column, total, mask=column < width
-        )
+    a, b, c, d = kept_fours(seed_ptr, four, width, column, dropout)
+    row = four * 4 + tl.arange(0, 1)  # [1]
+    _drop_row(dy_ptr, dx_ptr, row, rows, dy_stride, dx_stride, column, width, a, scale)
+    _drop_row(dy_ptr, dx_ptr, row + 1, rows, dy_stride, dx_stride, column, width, b, scale)
+    _drop_row(dy_ptr, dx_ptr, row + 2, rows, dy_stride, dx_stride, column, width, c, scale)
+    _drop_row(dy_ptr, dx_ptr, row + 3, rows, dy_stride, dx_stride, column, width, d, scale)
 
 
-def dropout_add(
-    x: Tensor,
-    residual: Tensor,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    dropout: float,
-    out: Tensor,
-) -> None:
+def dropout_add(x: Tensor, residual: Tensor, seed: Tensor, dropout: float, out: Tensor) -> None:
     rows, width = x.shape
-    grid = (triton.cdiv(rows, 4) * triton.cdiv(width, TILE["BLOCK"]),)
-    _dropout_add[grid](
+    _dropout_add[_grid(rows, width)](
         x,
         residual,
-        bias,
         seed,
         out,
         rows,
@@ -303,38 +196,19 @@ def dropout_add(
         residual.stride(0),
         out.stride(0),
         *_dropout(dropout),
-        BIAS=bias is not None,
-        DROP=seed is not None,
         **TILE,
     )
 
 
-def dropout_add_backward(
-    dy: Tensor, seed: Tensor | None, dropout: float, dx: Tensor | None, dbias: Tensor | None
-) -> None:
+def dropout_add_backward(dy: Tensor, seed: Tensor, dropout: float, dx: Tensor) -> None:
     rows, width = dy.shape
-    blocks, strips, strip = strips_of(rows, width, {**TILE, "ROWS": 4}, summed=dbias is not None)
-    sums = (
-        None if dbias is None else torch.empty(strips, width, dtype=torch.float32, device=dy.device)
+    _dropout_add_backward[_grid(rows, width)](
+        dy, seed, dx, rows, width, dy.stride(0), dx.stride(0), *_dropout(dropout), **TILE
     )
-    _dropout_add_backward[(strips * blocks,)](
-        dy,
-        seed,
-        dx,
-        sums,
-        rows,
-        width,
-        dy.stride(0),
-        0 if dx is None else dx.stride(0),
-        strip,
-        *_dropout(dropout),
-        DROP=seed is not None,
-        WRITE=dx is not None,
-        SUM=sums is not None,
-        **TILE,
-    )
-    if sums is not None:
-        dbias.copy_(sums.sum(0))
+
+
+def _grid(rows: int, width: int) -> tuple[int]:
+    return (triton.cdiv(rows, 4) * triton.cdiv(width, TILE["BLOCK"]),)
 
 
 def _dropout(dropout: float) -> tuple[float, float]:

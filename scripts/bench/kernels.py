@@ -146,15 +146,6 @@ def activations(device: str, small: bool) -> list[Work]:
     return found
 
 
-def residual(device: str, small: bool) -> list[Work]:
-    from hf_zero.ops.residual import dropout_add
-
-    rows, width = (64, 256) if small else (32768, 4096)
-    x, r, b = tensor(device, rows, width), tensor(device, rows, width), tensor(device, width)
-    without = {"eager": lambda x, r, b: x + b + r, "hf_zero": lambda x, r, b: dropout_add(x, r, b)}
-    return [Work("bias_residual", [x, r, b], without, 6 * rows * width)]
-
-
 def rotary(device: str, small: bool) -> list[Work]:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -215,7 +206,6 @@ def losses(device: str, small: bool) -> list[Work]:
 FAMILIES = {
     "norms": norms,
     "activations": activations,
-    "residual": residual,
     "rotary": rotary,
     "losses": losses,
 }

@@ -11,7 +11,7 @@ from hf_zero.ops.triton_kernels import activations, cross_entropy, norms, residu
 from tests.helpers.aot_gate import Case
 from tests.kernels.gate import case
 
-# ---- activations over whole tensors and over rows with a bias; bias + dropout + residual ----
+# ---- activations over whole tensors and over rows with a bias; dropout + residual ----
 
 
 def act(kernel: Any, name: str, tile: dict[str, int], occupancy: float, **constants: Any) -> Case:
@@ -33,12 +33,9 @@ ACTIVATIONS = [
         for kernel, occupancy in ((activations._gated, 0.75), (activations._gated_backward, 0.5))
         for name in ("silu", "gelu_tanh")
     ),
-    act(residual._dropout_add, "bias, dropout, 4 × 1024", DROP, 0.4, BIAS=True, DROP=True),
-    act(
-        residual._dropout_add_backward, "bias, dropout, 4 × 1024", DROP, 0.25, DROP=True,
-        WRITE=True, SUM=True,
-    ),
-]  # fmt: skip
+    act(residual._dropout_add, "dropout, 4 × 1024", DROP, 0.4),
+    act(residual._dropout_add_backward, "dropout, 4 × 1024", DROP, 0.25),
+]
 
 
 # ---- rotary embedding ----
