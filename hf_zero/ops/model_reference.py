@@ -62,7 +62,6 @@ def _like(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def norm_backward(
     dy: torch.Tensor,
-    d_total: torch.Tensor | None,
     saved: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -72,15 +71,10 @@ def norm_backward(
     offset: float,
     dropout: float,
     centered: bool,
-    inverted: bool,
     weight_grad: bool,
-    tiny: float,
 ) -> Four:
-    """Return the gradients of total, of x under dropout (else empty), of weight and of bias (empty
-    unless ``weight_grad``).
-
-    ``saved`` is total, or y if ``inverted``: then ``x_hat = (y - bias) / (offset + weight)``, and 0
-    in columns where the divisor's magnitude is below ``tiny``.
+    """Return the gradients of total, which is ``saved``, of x under dropout (else empty), of weight
+    and of bias (empty unless ``weight_grad``).
     """
     scale = _wide(weight)[0] + offset
     values, incoming, inverse_std = _wide(saved), _wide(dy), rstd.to(_wide(saved).dtype)[:, None]
@@ -95,8 +89,6 @@ def norm_backward(
     if centered:
         dx = dx - scaled.mean(-1, keepdim=True)
     dx = dx * inverse_std
-    if d_total is not None:
-        dx = dx + _wide(d_total)
     dropped = (
         (dx * _mask(seed, dx, dropout)).to(dy.dtype).reshape(saved.shape)
         if seed is not None

@@ -7,19 +7,13 @@ without the mean,
 
     y = n(t) * (offset + weight) + bias,    t = dropout(x) + residual
 
-in fp32, rounded once, where transformers rounds n(t) before the weight too. ``t`` is rounded to its
-returned dtype before it is normalised. The backward, with ``g = dy * (offset + weight)``:
+in fp32, rounded once, where transformers rounds n(t) before the weight too. ``t`` is rounded to the
+dtype of y before it is normalised. The backward, with ``g = dy * (offset + weight)``:
 
-    dt = (g - mean(g) - n * mean(g * n)) * rstd + d_total
+    dt = (g - mean(g) - n * mean(g * n)) * rstd
     d_weight = sum(dy * n),    d_bias = sum(dy)
 
-The norm's input is the only tensor of x's size saved for the backward; ``invertible`` saves the
-output instead, which the next layer saves anyway, and computes ``n = (y - bias) / (offset +
-weight)`` from it (In-Place ABN, Rota Bulò et al., 2018, for LayerNorm as in DeepSpeed's kernels).
-The rounding of y then enters n: with an error of ``u = 2**-9`` (bf16) relative to y, n is off by at
-most ``u * (|n| + |bias / weight|)``, so a bias much larger than its weight costs digits. Where
-``|offset + weight| < TINY`` the output has no trace of n, which counts as 0: d_weight is 0 there,
-and a weight that starts at zero never moves. Do not use ``invertible`` for such weights.
+The norm's input is the only tensor of x's size saved for the backward.
 """
 
 from __future__ import annotations
@@ -32,19 +26,13 @@ from hf_zero.ops.dispatch import Kernel
 from hf_zero.ops.operators import operator
 from hf_zero.ops.philox import draw_seed
 
-TINY = 2.0**-10
 # The widest rows that fit into a block's registers, forward and backward (counts:
 # kernels/README.md).
 WIDEST, WIDEST_CENTERED, WIDEST_WITH_DROPOUT = 16_384, 8_192, 4_096
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    *,
-    offset: float = 0.0,
-    invertible: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, offset: float = 0.0
 ) -> torch.Tensor:
     """Return the RMSNorm of ``x`` [..., width] by ``offset + weight`` [width] (offset 1 in Gemma),
     in the dtype of ``x``.
@@ -53,35 +41,11 @@ def rms_norm(
         KernelError: shapes, dtypes or devices that do not fit together.
     """
     _check(x, weight, None, None, 0.0)
-    return _norm(x, None, weight, None, None, eps, offset, 0.0, False, False, invertible)[0]
-
-
-def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    *,
-    offset: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``t = x + residual`` [..., width] and its RMSNorm: (norm of t, t), both in the dtype
-    of the sum.
-
-    Raises:
-        KernelError: shapes, dtypes or devices that do not fit together.
-    """
-    _check(x, weight, None, residual, 0.0)
-    y, total, _, _ = _norm(x, residual, weight, None, None, eps, offset, 0.0, False, True, False)
-    return y, total
+    return _norm(x, None, weight, None, None, eps, offset, 0.0, False, False)[0]
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float = 1e-5,
-    *,
-    invertible: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float = 1e-5
 ) -> torch.Tensor:
     """Return the LayerNorm of ``x`` [..., width] by ``weight`` and ``bias`` [width], in the dtype
     of ``x``.
@@ -90,30 +54,7 @@ def layer_norm(
         KernelError: shapes, dtypes or devices that do not fit together.
     """
     _check(x, weight, bias, None, 0.0)
-    return _norm(x, None, weight, bias, None, eps, 0.0, 0.0, True, False, invertible)[0]
-
-
-def add_layer_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float = 1e-5,
-    *,
-    dropout: float = 0.0,
-    training: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``t = dropout(x) + residual`` [..., width] and its LayerNorm: (norm of t, t), both in
-    the dtype of the sum.
-
-    Raises:
-        KernelError: shapes, dtypes or devices that do not fit together, or a dropout outside [0,
-            1).
-    """
-    _check(x, weight, bias, residual, dropout)
-    seed = draw_seed(x.device) if training and dropout > 0 else None
-    y, total, _, _ = _norm(x, residual, weight, bias, seed, eps, 0.0, dropout, True, True, False)
-    return y, total
+    return _norm(x, None, weight, bias, None, eps, 0.0, 0.0, True, False)[0]
 
 
 def layer_norm_of_sum(
@@ -125,10 +66,9 @@ def layer_norm_of_sum(
     *,
     dropout: float = 0.0,
     training: bool = False,
-    invertible: bool = False,
 ) -> torch.Tensor:
-    """Return the LayerNorm of ``dropout(x) + residual`` alone, as in post-LN blocks (BERT);
-    ``invertible`` never writes the sum.
+    """Return the LayerNorm of ``dropout(x) + residual`` alone, as in post-LN blocks (BERT); the sum
+    is written where a backward may read it.
 
     Raises:
         KernelError: shapes, dtypes or devices that do not fit together, or a dropout outside [0,
@@ -136,10 +76,8 @@ def layer_norm_of_sum(
     """
     _check(x, weight, bias, residual, dropout)
     seed = draw_seed(x.device) if training and dropout > 0 else None
-    keep = not invertible and torch.is_grad_enabled()
-    return _norm(
-        x, residual, weight, bias, seed, eps, 0.0, dropout, True, keep, invertible or not keep
-    )[0]
+    keep = torch.is_grad_enabled()
+    return _norm(x, residual, weight, bias, seed, eps, 0.0, dropout, True, keep)[0]
 
 
 def _check(
@@ -198,7 +136,6 @@ def _forward_refuses(
 
 def _backward_refuses(
     dy: torch.Tensor,
-    d_total: object,
     saved: object,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -221,22 +158,7 @@ def _forward_example(device: torch.device) -> tuple[object, ...]:
 def _backward_example(device: torch.device) -> tuple[object, ...]:
     x = torch.randn(8, 128, device=device)
     mean, rstd = x.mean(1), x.std(1).reciprocal()
-    return (
-        x.flip(0),
-        x,
-        x,
-        x[0],
-        x[1],
-        mean,
-        rstd,
-        draw_seed(device),
-        0.0,
-        0.1,
-        True,
-        False,
-        True,
-        TINY,
-    )
+    return (x.flip(0), x, x[0], x[1], mean, rstd, draw_seed(device), 0.0, 0.1, True, True)
 
 
 NORM = Kernel("norm", "norms:forward", reference.norm_forward, _forward_refuses, _forward_example)
@@ -257,7 +179,6 @@ def _norm(
     dropout: float,
     centered: bool,
     keep_total: bool,
-    inverted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     y, total, mean, rstd = NORM(
         x, residual, weight, bias, seed, eps, offset, dropout, centered, keep_total
@@ -266,7 +187,7 @@ def _norm(
 
 
 @_norm.register_fake
-def _(x, residual, weight, bias, seed, eps, offset, dropout, centered, keep_total, inverted):
+def _(x, residual, weight, bias, seed, eps, offset, dropout, centered, keep_total):
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     rows = x.shape[:-1].numel()
     return (
@@ -280,7 +201,6 @@ def _(x, residual, weight, bias, seed, eps, offset, dropout, centered, keep_tota
 @operator("hf_zero::norm_backward")
 def _norm_backward(
     dy: torch.Tensor,
-    d_total: torch.Tensor | None,
     saved: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -290,44 +210,16 @@ def _norm_backward(
     offset: float,
     dropout: float,
     centered: bool,
-    inverted: bool,
     weight_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dx, dropped, d_weight, d_bias = NORM_BACKWARD(
-        dy,
-        d_total,
-        saved,
-        weight,
-        bias,
-        mean,
-        rstd,
-        seed,
-        offset,
-        dropout,
-        centered,
-        inverted,
-        weight_grad,
-        TINY,
+        dy, saved, weight, bias, mean, rstd, seed, offset, dropout, centered, weight_grad
     )
     return dx, dropped, d_weight, d_bias
 
 
 @_norm_backward.register_fake
-def _(
-    dy,
-    d_total,
-    saved,
-    weight,
-    bias,
-    mean,
-    rstd,
-    seed,
-    offset,
-    dropout,
-    centered,
-    inverted,
-    weight_grad,
-):  # type: ignore[no-untyped-def]
+def _(dy, saved, weight, bias, mean, rstd, seed, offset, dropout, centered, weight_grad):
     return (
         dy.new_empty(saved.shape),
         dy.new_empty(saved.shape if seed is not None else (0,)),
@@ -339,37 +231,20 @@ def _(
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    (
-        x,
-        residual,
-        weight,
-        bias,
-        seed,
-        _,
-        ctx.offset,
-        ctx.dropout,
-        ctx.centered,
-        ctx.kept,
-        ctx.inverted,
-    ) = inputs
-    y, total, mean, rstd = output
+    x, residual, weight, bias, seed, _, ctx.offset, ctx.dropout, ctx.centered, _ = inputs
+    _, total, mean, rstd = output
     ctx.dtypes = x.dtype, None if residual is None else residual.dtype
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(
-        y if ctx.inverted else x if residual is None else total, weight, bias, mean, rstd, seed
-    )
+    ctx.mark_non_differentiable(total, mean, rstd)
+    ctx.save_for_backward(x if residual is None else total, weight, bias, mean, rstd, seed)
 
 
-def _differentiate(ctx, dy, d_total, _mean, _rstd):  # type: ignore[no-untyped-def]
+def _differentiate(ctx, dy, *_unused):  # type: ignore[no-untyped-def]
     saved, weight, bias, mean, rstd, seed = ctx.saved_tensors
-    if not ctx.kept:  # its gradient is for an empty placeholder
-        d_total = None
-    if dy is None and d_total is None:
-        return (None,) * 11
+    if dy is None:
+        return (None,) * 10
     dx, dropped, d_weight, d_bias = _norm_backward(
-        torch.zeros_like(saved) if dy is None else dy,
-        d_total,
+        dy,
         saved,
         weight,
         bias,
@@ -379,7 +254,6 @@ def _differentiate(ctx, dy, d_total, _mean, _rstd):  # type: ignore[no-untyped-d
         ctx.offset,
         ctx.dropout,
         ctx.centered,
-        ctx.inverted,
         any(ctx.needs_input_grad[2:4]),
     )
     x_dtype, residual_dtype = ctx.dtypes
@@ -388,7 +262,7 @@ def _differentiate(ctx, dy, d_total, _mean, _rstd):  # type: ignore[no-untyped-d
         dx.to(residual_dtype) if residual_dtype is not None and ctx.needs_input_grad[1] else None,
         d_weight if ctx.needs_input_grad[2] else None,
         d_bias if bias is not None and ctx.needs_input_grad[3] else None,
-        *(None,) * 7,
+        *(None,) * 6,
     )
 
 

@@ -7,7 +7,7 @@ arithmetic is fp32, results are rounded once.
 | kernel | grid | bytes moved per element (bf16) | FLOPs per element |
 | --- | --- | --- | --- |
 | _norm_forward | rows / ROWS | read x 2 (+ residual 2), write y 2 (+ sum 2) | RMS 4, layer 7 |
-| _norm_backward | SMs × k | read dy 2, x or y 2 (+ d_sum 2), write dx 2 (+ 2 dropout) | 10 to 14 |
+| _norm_backward | SMs × k | read dy 2, x or sum 2, write dx 2 (+ 2 dropout) | 9 to 13 |
 | _norm_add_partials | 2 × WIDTH / 32 | read 4 × programs per column, write 2 to 4 | 1 per partial |
 
 Dropout adds 25 integer operations in the forward. Each program of _norm_backward loops over tiles.
@@ -112,10 +112,8 @@ def _norm_forward(
 @triton.jit
 def _norm_backward(
     dy,
-    d_total_in,
     saved,
     weight,
-    bias,
     mean,
     rstd,
     seed,
@@ -124,15 +122,11 @@ def _norm_backward(
     partials,
     rows,
     dy_stride,
-    d_total_in_stride,
     saved_stride,
     rate,
-    tiny,
     OFFSET: tl.constexpr,
     CENTERED: tl.constexpr,
-    INVERTED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_D_TOTAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     WEIGHT_GRAD: tl.constexpr,
     COLUMNS_APART: tl.constexpr,
@@ -168,17 +162,9 @@ def _norm_backward(
             weights = (
                 tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32) + OFFSET
             )
-        if INVERTED:
-            if HAS_BIAS:
-                normed -= tl.load(bias + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[
-                    None, :
-                ]
-            there = tl.abs(weights) >= tiny
-            normed *= tl.where(there, 1.0 / tl.where(there, weights, 1.0), 0.0)[None, :]
-        else:
-            if CENTERED:
-                normed -= tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
-            normed *= scale[:, None]
+        if CENTERED:
+            normed -= tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
+        normed *= scale[:, None]
         if WEIGHT_GRAD:
             if COLUMNS_APART:
                 d_weight += tl.sum(incoming * normed, axis=0)
@@ -190,16 +176,12 @@ def _norm_backward(
                 else:
                     d_bias += incoming
         incoming *= weights[None, :]
+        if CENTERED:  # before the other sum: with dropout rows of 4096 spill registers otherwise
+            centre = (tl.sum(incoming, axis=1) / WIDTH)[:, None]
         result = incoming - normed * (tl.sum(incoming * normed, axis=1) / WIDTH)[:, None]
         if CENTERED:
-            result -= (tl.sum(incoming, axis=1) / WIDTH)[:, None]
+            result -= centre
         result *= scale[:, None]
-        if HAS_D_TOTAL:
-            result += tl.load(
-                d_total_in + row[:, None] * d_total_in_stride + columns[None, :],
-                mask=inside,
-                other=0.0,
-            ).to(tl.float32)
         tl.store(d_total + at, result.to(d_total.dtype.element_ty), mask=inside)
         if DROPOUT:
             kept = _kept(seed, first, columns, rate, ROWS, BLOCK, WIDTH)
@@ -332,7 +314,6 @@ def forward(
 
 def backward(
     dy: torch.Tensor,
-    d_total: torch.Tensor | None,
     saved: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -342,9 +323,7 @@ def backward(
     offset: float,
     dropout: float,
     centered: bool,
-    inverted: bool,
     weight_grad: bool,
-    tiny: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch ``_norm_backward`` and ``_norm_add_partials``; hf_zero/ops/model_reference.py
     documents arguments and results.
@@ -365,11 +344,7 @@ def backward(
     )
     if not rows:
         return made, dropped, d_weight.zero_(), d_bias.zero_()
-    incoming, kept, outer = (
-        as_rows(dy),
-        as_rows(saved),
-        as_rows(d_total) if d_total is not None else as_rows(dy),
-    )
+    incoming, kept = as_rows(dy), as_rows(saved)
     per_tile, block, warps = tile(width, dropout=seed is not None)
     programs = programs_for(dy.device, triton.cdiv(rows, per_tile), warps, dropout=seed is not None)
     partials = (
@@ -381,10 +356,8 @@ def backward(
     )
     _norm_backward[(programs,)](
         incoming,
-        outer,
         kept,
         weight.contiguous(),
-        bias.contiguous() if bias is not None else weight,
         mean if mean is not None else rstd,
         rstd,
         seed if seed is not None else rstd,
@@ -393,15 +366,11 @@ def backward(
         partials,
         rows,
         incoming.stride(0),
-        outer.stride(0),
         kept.stride(0),
         dropout,
-        tiny,
         OFFSET=offset,
         CENTERED=centered,
-        INVERTED=inverted,
         HAS_BIAS=bias is not None,
-        HAS_D_TOTAL=d_total is not None,
         DROPOUT=seed is not None,
         WEIGHT_GRAD=weight_grad,
         **shaped(block, warps, dropout=seed is not None),

@@ -68,7 +68,7 @@ def liger() -> Any:
 
 
 def norms(device: str, small: bool) -> list[Work]:
-    from hf_zero.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+    from hf_zero.ops.norms import layer_norm, layer_norm_of_sum, rms_norm
 
     rows, width = (64, 256) if small else (16384, 4096)
     x, r, w, b = (
@@ -83,26 +83,16 @@ def norms(device: str, small: bool) -> list[Work]:
         wide = x.float()
         return w * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
-    def add_rms_eager(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        total = x + r
-        return rms_eager(total, w), total
-
     found = [
         Work("rms_norm", [x, w], {"eager": rms_eager, "hf_zero": lambda x, w: rms_norm(x, w, 1e-6)},
         5 * one),
-        Work("add_rms_norm", [x, r, w], {"eager": add_rms_eager, "hf_zero": lambda x, r,
-        w: add_rms_norm(x, r, w, 1e-6)}, 8 * one),
         Work("layer_norm", [x, w, b], {
             "eager": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, 1e-5), "hf_zero": lambda x,
             w, b: layer_norm(x, w, b, 1e-5),
         }, 5 * one),
-        Work("layer_norm invertible", [x, w + 2, b], {
-            "eager": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, 1e-5),
-            "hf_zero": lambda x, w, b: layer_norm(x, w, b, 1e-5, invertible=True),
-        }, 5 * one),
         Work("add_layer_norm", [x, r, w, b], {
             "eager": lambda x, r, w, b: F.layer_norm(x + r, x.shape[-1:], w, b, 1e-5),
-            "hf_zero": lambda x, r, w, b: add_layer_norm(x, r, w, b, 1e-5)[0],
+            "hf_zero": lambda x, r, w, b: layer_norm_of_sum(x, r, w, b, 1e-5),
         }, 7 * one),
     ]  # fmt: skip
     if liger() is not None:
@@ -110,7 +100,7 @@ def norms(device: str, small: bool) -> list[Work]:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
         found[0].contenders["liger"] = lambda x, w: LigerRMSNormFunction.apply(x, w, 1e-6)
-        found[2].contenders["liger"] = lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, 1e-5)
+        found[1].contenders["liger"] = lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, 1e-5)
     return found
 
 

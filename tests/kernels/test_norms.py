@@ -16,6 +16,7 @@ from hf_zero.ops import norms
 from tests.helpers.cells import in_turn
 
 Checked = Callable[..., Any]
+Operation = Callable[..., torch.Tensor]
 # rows, width: one row, fewer columns than lanes, a power of two, an odd width, several tiles per
 # program
 SHAPES = [(1, 5), (13, 128), (3, 1000), (5, 1024)]
@@ -38,22 +39,20 @@ def gemmas(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 # name -> (ours, torch's, how many tensors of x's shape go in, whether there is a bias)
-OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int, bool]] = {
+OPERATORS: dict[str, tuple[Operation, Operation, int, bool]] = {
     "rms_norm, Gemma's": (partial(norms.rms_norm, eps=1e-6, offset=1.0), gemmas, 1, False),
-    "layer_norm, inverted": (partial(norms.layer_norm, invertible=True), layer, 1, True),
-    "add_rms_norm": (norms.add_rms_norm, lambda x, r, w: (rms(x + r, w), x + r), 2, False),
+    "layer_norm": (norms.layer_norm, layer, 1, True),
+    "rms_norm": (norms.rms_norm, rms, 1, False),
     "layer_norm_of_sum": (norms.layer_norm_of_sum, of_sum, 2, True),
 }
 
 
-def outputs_and_gradients(
-    operator: Callable[..., Any], inputs: list[torch.Tensor], outer: list[torch.Tensor]
+def output_and_gradients(
+    operator: Operation, inputs: list[torch.Tensor], outer: torch.Tensor
 ) -> list[torch.Tensor]:
     leaves = [each.detach().clone().requires_grad_() for each in inputs]
     made = operator(*leaves)
-    made = made if isinstance(made, tuple) else (made,)
-    torch.autograd.backward(made, [each.to(out.dtype) for each, out in zip(outer, made)])
-    return [*(each.detach() for each in made), *(leaf.grad for leaf in leaves)]
+    return [made.detach(), *torch.autograd.grad(made, leaves, outer.to(made.dtype))]
 
 
 @in_turn("name", OPERATORS)
@@ -66,28 +65,28 @@ def test_operators_are_as_exact_as_torch(checked_triton, monkeypatch, name):
     width, gap = shape[1], 3 if shape[1] % 2 else 8
     inputs = [torch.randn(shape[0], width + gap)[:, :width] for _ in range(tensors)]
     inputs += [torch.randn(width) + 2, torch.randn(width)][: 1 + biased]
-    outer = [torch.randn(shape) for _ in range(2)]
+    outer = torch.randn(shape)
     for dtype, limit in ((torch.float32, 2e-5), (torch.float16, 2e-3)):
         given, found = [each.to(dtype) for each in inputs], []
         for interpreted in ("1", "0"):
             monkeypatch.setenv("HF_ZERO_TRITON", interpreted)
-            found.append(outputs_and_gradients(ours, given, outer))
+            found.append(output_and_gradients(ours, given, outer))
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=limit, atol=limit)
     rows = [torch.randn(2, 12, 72) for _ in range(tensors)]
     inputs = [*rows, torch.rand(72) + 0.5, torch.randn(72) / 8][: tensors + 1 + biased]
-    outer = [torch.randn(2, 12, 72) for _ in range(2)]
+    outer = torch.randn(2, 12, 72)
     rounded = [each.bfloat16() for each in inputs]
     wide = [each.float() for each in rounded]
-    whole = outputs_and_gradients(theirs, inputs, outer)
-    exact = outputs_and_gradients(theirs, wide, [each.bfloat16().float() for each in outer])
-    torchs = outputs_and_gradients(theirs, rounded, outer)
+    whole = output_and_gradients(theirs, inputs, outer)
+    exact = output_and_gradients(theirs, wide, outer.bfloat16().float())
+    torchs = output_and_gradients(theirs, rounded, outer)
     for interpreted in ("1", "0"):
         monkeypatch.setenv("HF_ZERO_TRITON", interpreted)
-        found = outputs_and_gradients(ours, inputs, outer)
+        found = output_and_gradients(ours, inputs, outer)
         for one, other in zip(found, whole, strict=True):
             torch.testing.assert_close(one, other, rtol=2e-5, atol=5e-5)
-        mine = outputs_and_gradients(ours, rounded, outer)
+        mine = output_and_gradients(ours, rounded, outer)
         for index, (one, other, truth) in enumerate(zip(mine, torchs, exact, strict=True)):
             error, allowed = ((x.float() - truth).norm() / truth.norm() for x in (one, other))
             assert error <= 1.1 * allowed + 1e-6, (index, float(error), float(allowed))
@@ -101,8 +100,8 @@ def test_the_kernels_add_up_weights_over_programs_and_partial_sums(checked_trito
     for rows, programs in ((1, 3), (40, 3), (700, 40)):
         monkeypatch.setattr(kernels, "PROGRAMS_WHERE_INTERPRETED", programs)
         dy, saved = torch.randn(2, rows, 10)
-        given = (dy, None, saved, *torch.randn(2, 10), saved.mean(1), saved.std(1), None)
-        arguments = (*given, 0.0, 0.0, True, False, True, norms.TINY)
+        given = (dy, saved, *torch.randn(2, 10), saved.mean(1), saved.std(1), None)
+        arguments = (*given, 0.0, 0.0, True, True)
         ours = norms.NORM_BACKWARD.launcher()(*arguments)
         for one, other in zip(ours, norms.NORM_BACKWARD.reference(*arguments), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
@@ -114,9 +113,9 @@ def test_the_formulas_are_derivatives() -> None:
     x, residual = (torch.randn(3, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight, bias = (torch.randn(7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     for operator in (
-        norms.add_layer_norm,
-        lambda x, r, w, b: norms.layer_norm_of_sum(x, r, w, b, invertible=True),
-        lambda x, r, w, b: norms.add_rms_norm(x, r, w, offset=1.0),
+        norms.layer_norm_of_sum,
+        lambda x, r, w, b: norms.layer_norm_of_sum(x, r, w, None) + b,
+        lambda x, r, w, b: norms.rms_norm(x, w, offset=1.0) * norms.layer_norm(r, w, b),
         lambda x, r, w, b: (norms.layer_norm(x, w, None), norms.rms_norm(r, w), b.sum()),
     ):
         given = (x, residual, weight, bias)
@@ -126,32 +125,27 @@ def test_the_formulas_are_derivatives() -> None:
 def test_dropout_is_the_same_in_the_backward_and_when_recomputed(checked_triton: Checked) -> None:
     x, residual = torch.randn(64, 96, requires_grad=True), torch.randn(64, 96, requires_grad=True)
     weight, bias, outer = torch.rand(96) + 0.5, torch.randn(96), torch.randn(64, 96)
-    for invertible in (False, True):
 
-        def block(x: torch.Tensor, residual: torch.Tensor, way=invertible) -> torch.Tensor:
-            return norms.layer_norm_of_sum(
-                x, residual, weight, bias, dropout=0.25, training=True, invertible=way
-            )
+    def block(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return norms.layer_norm_of_sum(x, residual, weight, bias, dropout=0.25, training=True)
 
-        torch.manual_seed(3)
-        y = block(x, residual)
-        plain = torch.autograd.grad(y, (x, residual), outer)
-        torch.manual_seed(3)
-        again = checkpoint(block, x, residual, use_reentrant=False)
-        again = torch.autograd.grad(again, (x, residual), outer)
-        assert all(torch.equal(one, other) for one, other in zip(plain, again))
-        kept = plain[0] != 0
-        assert abs(kept.float().mean() - 0.75) < 0.02
-        torch.testing.assert_close(plain[0], torch.where(kept, plain[1] / 0.75, 0.0))
-        expected = layer(torch.where(kept, x / 0.75, 0.0) + residual, weight, bias)
-        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    torch.manual_seed(3)
+    y = block(x, residual)
+    plain = torch.autograd.grad(y, (x, residual), outer)
+    torch.manual_seed(3)
+    again = checkpoint(block, x, residual, use_reentrant=False)
+    again = torch.autograd.grad(again, (x, residual), outer)
+    assert all(torch.equal(one, other) for one, other in zip(plain, again))
+    kept = plain[0] != 0
+    assert abs(kept.float().mean() - 0.75) < 0.02
+    torch.testing.assert_close(plain[0], torch.where(kept, plain[1] / 0.75, 0.0))
+    expected = layer(torch.where(kept, x / 0.75, 0.0) + residual, weight, bias)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     evaluated = norms.layer_norm_of_sum(x, residual, weight, bias, dropout=0.25)
     assert torch.equal(evaluated, norms.layer_norm_of_sum(x, residual, weight, bias))
 
 
-def test_rows_that_registers_do_not_hold_and_outputs_that_are_not_used(
-    checked_triton: Checked,
-) -> None:
+def test_rows_that_registers_do_not_hold(checked_triton: Checked) -> None:
     for width, centered, dropout in ((16_385, False, 0.0), (8_193, True, 0.0), (4_097, True, 0.1)):
         x, weight = torch.randn(1, width, requires_grad=True), torch.ones(width)
         told = {"dropout": dropout, "training": True}
@@ -163,29 +157,27 @@ def test_rows_that_registers_do_not_hold_and_outputs_that_are_not_used(
             y.sum().backward()
         assert settings.launches == 0
 
-    x, residual = torch.randn(4, 16, requires_grad=True), torch.randn(4, 16)
-    weight, bias = torch.ones(16), torch.zeros(16)
-    y, total = norms.add_layer_norm(x, residual, weight, bias)
-    (gradient,) = torch.autograd.grad(total.sum(), x, retain_graph=True)
-    torch.testing.assert_close(gradient, torch.ones_like(x))
-    (gradient,) = torch.autograd.grad(y.square().sum(), x)
-    (expected,) = torch.autograd.grad(F.layer_norm(x + residual, (16,)).square().sum(), x)
-    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
 
-
-def test_what_is_inverted_keeps_its_output_alone_and_ends_at_weights_near_zero(checked_triton):
-    x = torch.randn(8, 16, requires_grad=True)
-    weight, bias = torch.full((16,), 1.0), torch.full((16,), 0.5)
-    weight[3] = norms.TINY / 2
-    weight.requires_grad_()
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda each: kept.append(each) or each, lambda each: each
+def test_the_input_of_the_norm_alone_is_kept(checked_triton: Checked) -> None:
+    """A sum is, too, and written only where a backward may read it."""
+    x, residual = (torch.randn(8, 16, requires_grad=True) for _ in range(2))
+    weight, bias = torch.randn(2, 16)
+    sizes: list[torch.Size] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda each: sizes.append(each.shape) or each, lambda each: each
+    )
+    for operator in (
+        lambda: norms.rms_norm(x, weight),
+        lambda: norms.layer_norm(x, weight, bias),
+        lambda: norms.layer_norm_of_sum(x, residual, weight, bias, dropout=0.5, training=True),
     ):
-        y = norms.layer_norm(x, weight, bias, invertible=True)
-    assert [each.data_ptr() for each in kept if each.shape == x.shape] == [y.data_ptr()]
-    y.sum().backward()
-    assert weight.grad[3] == 0 and x.grad.isfinite().all()
-    exact = torch.autograd.grad(F.layer_norm(x, (16,), weight, bias).sum(), weight)[0]
-    others = torch.arange(16) != 3
-    torch.testing.assert_close(weight.grad[others], exact[others], rtol=1e-3, atol=1e-4)
+        sizes.clear()
+        with hooks:
+            operator()
+        assert sizes.count(x.shape) == 1
+    given = (x, residual, weight, bias, None, 1e-5, 0.0, 0.0, True)
+    assert [norms._norm(*given, keep)[1].numel() for keep in (True, False)] == [128, 0]
+    assert not norms._norm(*given, True)[1].requires_grad  # it has no derivative
+    with torch.no_grad():
+        evaluated = norms.layer_norm_of_sum(x, residual, weight, bias)
+    assert torch.equal(evaluated, norms.layer_norm_of_sum(x, residual, weight, bias))

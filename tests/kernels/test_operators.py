@@ -64,15 +64,14 @@ def of_elements() -> Rows:
 
 
 def of_norms() -> Rows:
-    rows: Rows = []
-    for inverted in (False, True):
-        both = (trained(2, 3, 8), trained(2, 3, 8), trained(8), trained(8), torch.tensor([5]))
-        rows.append((norms._norm, (*both, 1e-5, 0.0, 0.1, True, not inverted, inverted)))
-        alone = (trained(3, 8), None, trained(8), None, None)
-        rows.append((norms._norm, (*alone, 1e-5, 1.0, 0.0, False, False, inverted)))
-    saved = plain(6, 8)
-    kept = (saved, None, saved, saved[0], saved[1], saved.mean(1), saved.std(1), None)
-    return [*rows, (norms._norm_backward, (*kept, 0.0, 0.0, True, False, True))]
+    both = (trained(2, 3, 8), trained(2, 3, 8), trained(8), trained(8), torch.tensor([5]))
+    alone, saved = (trained(3, 8), None, trained(8), None, None), plain(6, 8)
+    kept = (saved, saved, saved[0], saved[1], saved.mean(1), saved.std(1), None)
+    return [
+        (norms._norm, (*both, 1e-5, 0.0, 0.1, True, True)),
+        (norms._norm, (*alone, 1e-5, 1.0, 0.0, False, False)),
+        (norms._norm_backward, (*kept, 0.0, 0.0, True, True)),
+    ]
 
 
 def of_heads() -> Rows:

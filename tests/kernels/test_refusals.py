@@ -75,7 +75,7 @@ ELEMENTWISE: list[Row] = [
 
 def normed(**more: Any) -> object:
     whole = {"x": zeros(2, 4), "residual": zeros(2, 4), "weight": zeros(4), "bias": zeros(4)}
-    return add_layer_norm(**{**whole, **more})
+    return layer_norm_of_sum(**{**whole, **more})
 
 
 NORMS: list[Row] = [

@@ -4,7 +4,6 @@ and heads of BERT, GPT-2, Llama, Gemma and Phi.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from hf_zero.ops.triton_kernels import activations, cross_entropy, norms, residual, rotary
@@ -76,9 +75,9 @@ ROTARY = [
 # ---- norms ----
 
 NORM_TYPES = {
-    "*bf16": "x residual weight bias y total dy d_total_in saved d_total dx d_weight d_bias",
+    "*bf16": "x residual weight bias y total dy saved d_total dx d_weight d_bias",
     "*fp32": "mean rstd partials",
-    "fp32": "eps rate tiny",
+    "fp32": "eps rate",
     "*i64": "seed",
 }
 
@@ -89,11 +88,9 @@ def norm(
     *,
     centered: bool,
     dropout: bool = False,
-    inverted: bool = False,
     added: bool = True,
-    spilled: int = 0,
 ) -> list[Case]:
-    """Forward and backward, of a sum where ``added``; ``spilled`` is the backward's."""
+    """Forward and backward, of a sum where ``added``."""
     rows, block, warps = norms.tile(width, dropout=dropout)
     constants = {
         "OFFSET": 0.0,
@@ -104,36 +101,26 @@ def norm(
         "ROWS": rows,
         "BLOCK": block,
         "HAS_RESIDUAL": added,
-        "KEEP_TOTAL": added and not inverted,
-        "INVERTED": inverted,
-        "HAS_D_TOTAL": added and not dropout,
+        "KEEP_TOTAL": added,
         "WEIGHT_GRAD": True,
         **norms.shaped(block, warps, dropout=dropout),
     }
     words = ["layer" if centered else "RMS", "of a sum" * added, "dropout" * dropout]
-    words.append("inverted" * inverted)
     name = f"{', '.join(filter(None, words))}, {width} wide: {rows} × {block}"
     return [
-        case(kernel, name, NORM_TYPES, constants, warps, occupancy, max_spilled=bytes_spilled)
-        for kernel, occupancy, bytes_spilled in zip(
-            (norms._norm_forward, norms._norm_backward), occupancies, (0, spilled)
-        )
+        case(kernel, name, NORM_TYPES, constants, warps, occupancy)
+        for kernel, occupancy in zip((norms._norm_forward, norms._norm_backward), occupancies)
     ]
 
 
 PARTIALS = {"WIDTH": 1024, "PROGRAMS": 128, "COLUMNS": 32}
-# The bytes spilled are those of Triton 3.7.1; 3.8.0 and 3.9.0, which have later ptxas, spill none.
 NORMS = [
     *norm(1024, (0.375, 0.12), centered=True, dropout=True),
-    *norm(1024, (0.375, 0.12), centered=True, dropout=True, inverted=True),
-    *norm(4096, (0.25, 0.25), centered=True, dropout=True, spilled=36),
+    *norm(4096, (0.25, 0.25), centered=True, dropout=True),
     *norm(128, (0.5, 0.25), centered=False, added=False),
-    *norm(4096, (0.5, 0.25), centered=False, spilled=20),
-    # On sm_100 the backward of so wide a row spills 160 bytes.
-    *(
-        replace(each, archs=(80, 90))
-        for each in norm(16_384, (0.5, 0.25), centered=False, spilled=16)
-    ),
+    *norm(4096, (0.5, 0.25), centered=False, added=False),
+    *norm(1024, (0.5, 0.25), centered=True),
+    *norm(16_384, (0.5, 0.25), centered=False, added=False),
     case(norms._norm_add_partials, "1024 wide", NORM_TYPES, PARTIALS, 4, 0.5),
 ]
 
