@@ -78,12 +78,8 @@ def norm_backward(
     """
     scale = _wide(weight)[0] + offset
     values, incoming, inverse_std = _wide(saved), _wide(dy), rstd.to(_wide(saved).dtype)[:, None]
-    if inverted:
-        shifted = values - _wide(bias)[0] if bias is not None else values
-        normed = shifted * torch.where(scale.abs() >= tiny, 1 / scale, torch.zeros_like(scale))
-    else:
-        centre = mean.to(values.dtype)[:, None] if centered and mean is not None else 0.0
-        normed = (values - centre) * inverse_std
+    centre = mean.to(values.dtype)[:, None] if centered and mean is not None else 0.0
+    normed = (values - centre) * inverse_std
     scaled = incoming * scale
     dx = scaled - normed * (scaled * normed).mean(-1, keepdim=True)
     if centered:
@@ -221,23 +217,13 @@ def turn(x: Tensor, backward: bool) -> Tensor:
 
 
 def rotary(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    backward: bool,
-    q_out: Tensor,
-    k_out: Tensor,
-    v_out: Tensor | None,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, q_out: Tensor, k_out: Tensor
 ) -> None:
-    """Rotate q and k into q_out and k_out, copy v: [batch, heads, sequence, width], each with its
-    own number of heads.
+    """Rotate q and k into q_out and k_out: [batch, heads, sequence, width], each with its own
+    number of heads.
     """
     rotate(q, cos, sin, backward, q_out)
     rotate(k, cos, sin, backward, k_out)
-    if v is not None and v_out is not None:
-        v_out.copy_(v)
 
 
 # ---- cross-entropy over rows of logits ----

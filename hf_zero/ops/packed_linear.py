@@ -42,8 +42,8 @@ def packed_linear_whole(
 ) -> Tensor:
     """Compute :func:`packed_linear` with the results in one tensor, [..., sum of outputs].
 
-    For consumers of the packed form (``swiglu_packed``, ``split_rotary``): their gradient is then
-    one tensor, where the gradients of views would be concatenated.
+    For consumers of the packed form (``swiglu_packed``): their gradient is then one tensor, where
+    the gradients of views would be concatenated.
     """
     weights, terms = list(weights), list(biases or [])
     _check(x, weights, terms)

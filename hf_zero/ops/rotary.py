@@ -5,10 +5,9 @@ RoFormer (Su et al., arXiv:2104.09864) in the half rotation of transformers'
 rounded once, where transformers rounds three times. Only cos and sin are saved for the backward,
 which applies the transpose.
 
-The ops write new tensors. Overwriting q and k would move the same bytes, and autograd would add
+The op writes new tensors. Overwriting q and k would move the same bytes, and autograd would add
 copies: they are views of a projection's output, and an in-place change of a view clones the whole
-gradient in the backward. :func:`split_rotary` takes that output itself, [batch, sequence, heads of
-q, k and v], so that it can be freed at once, and returns its gradient as one tensor.
+gradient in the backward.
 """
 
 from __future__ import annotations
@@ -36,51 +35,27 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     Raises:
         KernelError: a dtype, device or shape does not fit, or cos or sin requires a gradient.
     """
-    _check("rotary", cos, sin, q=q, k=k)
+    _check(q, k, cos, sin)
     return _rotary(q, k, cos, sin)
 
 
-def split_rotary(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v of one packed projection, q and k rotated: [batch, heads, sequence, width],
-    [batch, key heads, ...] twice.
-
-    Args:
-        qkv: [batch, sequence, (heads + 2 key_heads) * width], q first, then k, then v.
-        cos, sin: as in :func:`rotary`.
-
-    Raises:
-        KernelError: as :func:`rotary`, or qkv's width is not a multiple of the heads.
-    """
-    together = heads + 2 * key_heads
-    if qkv.dim() != 3 or min(heads, key_heads) < 1 or qkv.shape[2] % together:
-        raise KernelError(
-            f"split_rotary: qkv has shape {list(qkv.shape)} for {heads} + 2 * {key_heads} heads; "
-            "give [batch, sequence, heads * width]"
-        )
-    q, k, _ = _split(qkv, heads, key_heads)
-    _check("split_rotary", cos, sin, q=q, k=k)
-    return _split_rotary(qkv, cos, sin, heads, key_heads)
-
-
-def _check(op: str, cos: Tensor, sin: Tensor, *, q: Tensor, k: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     for name, tensor in {"q": q, "k": k, "cos": cos, "sin": sin}.items():
         if tensor.dtype not in FLOATS:
             raise KernelError(
-                f"{op}: {name} is {tensor.dtype}; give one of {', '.join(map(str, FLOATS))}"
+                f"rotary: {name} is {tensor.dtype}; give one of {', '.join(map(str, FLOATS))}"
             )
         if tensor.device != q.device:
             raise KernelError(
-                f"{op}: {name} is on {tensor.device} and q on {q.device}; move one of them"
+                f"rotary: {name} is on {tensor.device} and q on {q.device}; move one of them"
             )
     if q.dim() != 4 or k.dim() != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         raise KernelError(
-            f"{op}: q has shape {list(q.shape)} and k {list(k.shape)}; give [batch, heads, "
+            f"rotary: q has shape {list(q.shape)} and k {list(k.shape)}; give [batch, heads, "
             "sequence, width], alike but for the heads"
         )
     if q.dtype != k.dtype:
-        raise KernelError(f"{op}: q is {q.dtype} and k {k.dtype}; cast one of them")
+        raise KernelError(f"rotary: q is {q.dtype} and k {k.dtype}; cast one of them")
     batch, _, sequence, width = q.shape
     if (
         cos.shape != sin.shape
@@ -89,54 +64,35 @@ def _check(op: str, cos: Tensor, sin: Tensor, *, q: Tensor, k: Tensor) -> None:
         or cos.shape[1] != sequence
     ):
         raise KernelError(
-            f"{op}: cos has shape {list(cos.shape)} and sin {list(sin.shape)}; give both as "
+            f"rotary: cos has shape {list(cos.shape)} and sin {list(sin.shape)}; give both as "
             f"[{batch} or 1, {sequence}, rotary width]"
         )
     if cos.shape[2] % 2 or not 0 < cos.shape[2] <= width:
         raise KernelError(
-            f"{op}: the rotary width is {cos.shape[2]}; give an even one, at most {width}"
+            f"rotary: the rotary width is {cos.shape[2]}; give an even one, at most {width}"
         )
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise KernelError(
-            f"{op}: cos or sin asks for a gradient, which this op does not give; detach them"
+            "rotary: cos or sin asks for a gradient, which this op does not give; detach them"
         )
 
 
 def _example(device: torch.device) -> tuple[object, ...]:
     q, k = torch.ones(1, 4, 3, 16, device=device), torch.ones(1, 2, 3, 16, device=device)
     angle = torch.ones(1, 3, 16, device=device)
-    return (
-        q,
-        k,
-        k,
-        angle,
-        angle,
-        False,
-        torch.empty_like(q),
-        torch.empty_like(k),
-        torch.empty_like(k),
-    )
+    return (q, k, angle, angle, False, torch.empty_like(q), torch.empty_like(k))
 
 
 ROTARY = Kernel("rotary", "rotary:rotary", reference.rotary, example=_example)
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    backward: bool,
-    *outs: Tensor | None,
-) -> None:
+def _run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
     """Launch the kernel, with tensors whose last axis is made contiguous."""
+    outs = _heads_like(q), _heads_like(k)
     if q.numel():
-        ROTARY(
-            *(t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, k, v, cos, sin)),
-            backward,
-            *outs,
-        )
+        near = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, cos, sin))
+        ROTARY(*near, backward, *outs)
+    return outs
 
 
 def _heads_like(x: Tensor) -> Tensor:
@@ -148,48 +104,14 @@ def _heads_like(x: Tensor) -> Tensor:
     return x.new_empty_strided(x.shape, strides)
 
 
-def _split(qkv: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the views [batch, heads, sequence, width] of a packed projection."""
-    together = heads + 2 * key_heads
-    columns = qkv.shape[2]
-    rows = qkv.unflatten(2, (together, columns // together)).transpose(1, 2)
-    return (rows[:, :heads], rows[:, heads : heads + key_heads], rows[:, heads + key_heads :])
-
-
 @operator("hf_zero::rotary")
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    outs = _heads_like(q), _heads_like(k)
-    _run(q, k, None, cos, sin, False, *outs, None)
-    return outs
+    return _run(q, k, cos, sin, False)
 
 
 @operator("hf_zero::rotary_backward")
 def _rotary_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    outs = _heads_like(dq), _heads_like(dk)
-    _run(dq, dk, None, cos, sin, True, *outs, None)
-    return outs
-
-
-@operator("hf_zero::split_rotary")
-def _split_rotary(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = _split(qkv, heads, key_heads)
-    outs = _heads_like(q), _heads_like(k), _heads_like(v)
-    _run(q, k, v, cos, sin, False, *outs)
-    return outs
-
-
-@operator("hf_zero::split_rotary_backward")
-def _split_rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    grad = _packed_like(dq, dk)
-    _run(dq, dk, dv, cos, sin, True, *_split(grad, dq.shape[1], dk.shape[1]))
-    return grad
-
-
-def _packed_like(q: Tensor, k: Tensor) -> Tensor:
-    batch, heads, sequence, width = q.shape
-    return q.new_empty(batch, sequence, (heads + 2 * k.shape[1]) * width)
+    return _run(dq, dk, cos, sin, True)
 
 
 @_rotary.register_fake
@@ -202,28 +124,8 @@ def _(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]
     return _heads_like(dq), _heads_like(dk)
 
 
-@_split_rotary.register_fake
-def _(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = _split(qkv, heads, key_heads)
-    return _heads_like(q), _heads_like(k), _heads_like(v)
-
-
-@_split_rotary_backward.register_fake
-def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _packed_like(dq, dk)
-
-
 def _keep_angles(ctx: GradientContext, inputs: tuple[Tensor, ...], output: object) -> None:
     _, _, cos, sin = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-def _keep_angles_of_packed(
-    ctx: GradientContext, inputs: tuple[Tensor, Tensor, Tensor, *tuple[int, ...]], output: object
-) -> None:
-    _, cos, sin, *_ = inputs
     ctx.save_for_backward(cos, sin)
 
 
@@ -231,11 +133,4 @@ def _rotary_gradient(ctx: GradientContext, dq: Tensor, dk: Tensor) -> tuple[Tens
     return *_rotary_backward(dq, dk, *ctx.saved_tensors), None, None
 
 
-def _split_rotary_gradient(
-    ctx: GradientContext, dq: Tensor, dk: Tensor, dv: Tensor
-) -> tuple[Tensor | None, ...]:
-    return _split_rotary_backward(dq, dk, dv, *ctx.saved_tensors), None, None, None, None
-
-
 _rotary.register_autograd(_rotary_gradient, setup_context=_keep_angles)
-_split_rotary.register_autograd(_split_rotary_gradient, setup_context=_keep_angles_of_packed)

@@ -1,9 +1,9 @@
-"""Rotary position embedding of q and k, and the copy of v, in one launch.
+"""Rotary position embedding of q and k in one launch.
 
 Bound by memory: each element is read and written once, cos and sin of a token once for all its
-heads. A program takes one token with all heads of q, k and v, whose rows of [heads, half of the
-rotary width] are adjacent in a projection's output. Few warps, so that a thread holds several heads
-and has enough loads in flight.
+heads. A program takes one token with all heads of q and k, whose rows of [heads, half of the rotary
+width] are adjacent in a projection's output. Few warps, so that a thread holds several heads and
+has enough loads in flight.
 
 | kernel | grid | tile | bytes per element (bf16) | FLOP per element | registers |
 | --- | --- | --- | --- | --- | --- |
@@ -56,47 +56,21 @@ def _rotate(
     tl.store(out_ptr + head * out_head + column, new_first, mask=inside)
     tl.store(out_ptr + head * out_head + HALF + column, new_second, mask=inside)
     if 2 * HALF < WIDTH:
-        _copy(
-            x_ptr + 2 * HALF,
-            out_ptr + 2 * HALF,
-            x_head,
-            out_head,
-            WIDTH - 2 * HALF,
-            HEADS,
-            HEAD_TILE,
-            REST_TILE,
-        )
-
-
-@triton.jit
-def _copy(
-    x_ptr,
-    out_ptr,
-    x_head,
-    out_head,
-    WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    WIDTH_TILE: tl.constexpr,
-):
-    head = tl.arange(0, HEAD_TILE)[:, None]
-    column = tl.arange(0, WIDTH_TILE)[None, :]
-    inside = (head < HEADS) & (column < WIDTH)
-    # [HEAD_TILE, WIDTH_TILE]
-    values = tl.load(x_ptr + head * x_head + column, mask=inside, other=0)
-    tl.store(out_ptr + head * out_head + column, values, mask=inside)
+        rest = 2 * HALF + tl.arange(0, REST_TILE)[None, :]
+        inside = (head < HEADS) & (rest < WIDTH)
+        # [HEAD_TILE, REST_TILE]
+        values = tl.load(x_ptr + head * x_head + rest, mask=inside, other=0)
+        tl.store(out_ptr + head * out_head + rest, values, mask=inside)
 
 
 @triton.jit
 def _rotary(
     q_ptr,
     k_ptr,
-    v_ptr,
     cos_ptr,
     sin_ptr,
     q_out_ptr,
     k_out_ptr,
-    v_out_ptr,
     sequence,
     q_batch,
     q_head,
@@ -104,18 +78,12 @@ def _rotary(
     k_batch,
     k_head,
     k_token,
-    v_batch,
-    v_head,
-    v_token,
     q_out_batch,
     q_out_head,
     q_out_token,
     k_out_batch,
     k_out_head,
     k_out_token,
-    v_out_batch,
-    v_out_head,
-    v_out_token,
     cos_batch,
     cos_token,
     sin_batch,
@@ -128,9 +96,7 @@ def _rotary(
     KEY_HEAD_TILE: tl.constexpr,
     HALF_TILE: tl.constexpr,
     REST_TILE: tl.constexpr,
-    WIDTH_TILE: tl.constexpr,
     BACKWARD: tl.constexpr,
-    VALUES: tl.constexpr,
 ):
     batch = (tl.program_id(0) // sequence).to(tl.int64)
     token = (tl.program_id(0) % sequence).to(tl.int64)
@@ -179,43 +145,25 @@ def _rotary(
         REST_TILE,
         BACKWARD,
     )
-    if VALUES:
-        v_ptr += batch * v_batch + token * v_token
-        v_out_ptr += batch * v_out_batch + token * v_out_token
-        _copy(v_ptr, v_out_ptr, v_head, v_out_head, WIDTH, KEY_HEADS, KEY_HEAD_TILE, WIDTH_TILE)
 
 
 def rotary(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    backward: bool,
-    q_out: Tensor,
-    k_out: Tensor,
-    v_out: Tensor | None,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, q_out: Tensor, k_out: Tensor
 ) -> None:
     batch, heads, sequence, width = q.shape
     half = cos.shape[2] // 2
-    q, k, v = (None if x is None else _near(x) for x in (q, k, v))
-    strides = [
-        stride
-        for x in (q, k, v, q_out, k_out, v_out)
-        for stride in ((0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2)))
-    ]
+    q, k = _near(q), _near(k)
+    strides = [stride for x in (q, k, q_out, k_out) for stride in x.stride()[:3]]
     angles = [
         stride for x in (cos, sin) for stride in (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1))
     ]
     _rotary[(batch * sequence,)](
         q,
         k,
-        v,
         cos,
         sin,
         q_out,
         k_out,
-        v_out,
         sequence,
         *strides,
         *angles,
@@ -224,7 +172,6 @@ def rotary(
         HEADS=heads,
         KEY_HEADS=k.shape[1],
         BACKWARD=backward,
-        VALUES=v is not None,
         **tiles(heads, k.shape[1], width, half),
     )
 
@@ -244,6 +191,5 @@ def tiles(heads: int, key_heads: int, width: int, half: int) -> dict[str, int]:
         "KEY_HEAD_TILE": triton.next_power_of_2(key_heads),
         "HALF_TILE": half_tile,
         "REST_TILE": triton.next_power_of_2(max(1, width - 2 * half)),
-        "WIDTH_TILE": triton.next_power_of_2(width),
         "num_warps": min(8, max(1, head_tile * half_tile // (32 * PER_THREAD))),
     }

@@ -18,7 +18,7 @@ from hf_zero.ops.activations import geglu, gelu, swiglu, swiglu_packed
 from hf_zero.ops.packed_linear import pack_, packed_linear_whole
 from hf_zero.ops.philox import draw_seed, kept_rows
 from hf_zero.ops.residual import dropout_add
-from hf_zero.ops.rotary import rotary, split_rotary
+from hf_zero.ops.rotary import rotary
 from tests.helpers.errors_beside_torch import assert_no_worse_than_torch, gradients
 
 GPU = torch.device("cuda", 0)
@@ -125,10 +125,6 @@ def test_rotary(heads, key_heads, width, rotated, dtype, monkeypatch):
         q, k, v = parts(qkv)
         return torch.cat((*rotary(q, k, cos, sin), v), dim=1)
 
-    def by_parts(qkv: torch.Tensor) -> torch.Tensor:
-        return torch.cat(split_rotary(qkv, cos, sin, heads, key_heads), dim=1)
-
-    compare(by_parts, plain, [qkv], monkeypatch)
     compare(by_views, plain, [qkv], monkeypatch)
 
 

@@ -14,7 +14,7 @@ from hf_zero.ops import model_reference as reference
 from hf_zero.ops.activations import geglu, geglu_packed, gelu, swiglu, swiglu_packed
 from hf_zero.ops.philox import kept_rows
 from hf_zero.ops.residual import dropout_add
-from hf_zero.ops.rotary import rotary, split_rotary
+from hf_zero.ops.rotary import rotary
 from tests.helpers.errors_beside_torch import assert_no_worse_than_torch, gradients
 
 pytestmark = pytest.mark.usefixtures("checked_triton")
@@ -200,11 +200,9 @@ SHAPES = [(4, 4, 16, 16, 1), (6, 2, 12, 12, 2), (3, 1, 10, 4, 1), (2, 2, 16, 6, 
 
 
 def test_rotary_is_the_formula(body):
-    """Of heads apart, and of a packed projection, which is split, too."""
     for number, (queries, keys, width, rotated, angles) in enumerate(SHAPES):
         dtype = DTYPES[number % len(DTYPES)]
         cos, sin = torch.randn(2, angles, 3, rotated).to(dtype)
-        sizes = [queries * width, keys * width, keys * width]
 
         def theirs(q: torch.Tensor, k: torch.Tensor, cos=cos, sin=sin) -> torch.Tensor:
             return plain_rotary(q, k, cos.to(q.dtype), sin.to(q.dtype))
@@ -212,20 +210,9 @@ def test_rotary_is_the_formula(body):
         def ours(q: torch.Tensor, k: torch.Tensor, cos=cos, sin=sin) -> torch.Tensor:
             return torch.cat(rotary(q, k, cos, sin), dim=1)
 
-        def by_hand(qkv: torch.Tensor, sizes=sizes, width=width, theirs=theirs) -> torch.Tensor:
-            parts = (part.unflatten(2, (-1, width)) for part in qkv.split(sizes, dim=2))
-            q, k, v = (part.transpose(1, 2) for part in parts)
-            return torch.cat((theirs(q, k), v), dim=1)
-
-        def split(qkv: torch.Tensor, cos=cos, sin=sin, queries=queries, keys=keys) -> torch.Tensor:
-            return torch.cat(split_rotary(qkv, cos, sin, queries, keys), dim=1)
-
         name = f"{queries} + {keys} heads of {width}, {rotated} rotated, {dtype}"
         inputs = [heads(2, queries, 3, width, dtype), heads(2, keys, 3, width, dtype)]
         compared(name, ours, theirs, inputs)
-        if angles == 1:
-            qkv = torch.randn(2, 3, sum(sizes)).to(dtype)
-            compared(f"{name}, packed", split, by_hand, [qkv])
 
 
 # ---- all of them ----
@@ -242,8 +229,6 @@ def test_nothing_in_nothing_out(body):
         q, angle = heads(batch, 2, sequence, 8).requires_grad_(), torch.randn(1, sequence, 8)
         torch.cat(rotary(q, q, angle, angle), dim=1).sum().backward()
         assert q.grad.shape == q.shape
-        parts = split_rotary(torch.randn(batch, sequence, 32), angle, angle, 2, 1)
-        assert [t.shape for t in parts] == [(batch, count, sequence, 8) for count in (2, 1, 1)]
 
 
 def test_sums_over_many_rows_are_cut_into_strips(body, monkeypatch):

@@ -20,7 +20,7 @@ from hf_zero.ops.flat_optimizers import FlatRun, RowSettings, Tiles, settings_ta
 from hf_zero.ops.norms import rms_norm
 from hf_zero.ops.operators import operator
 from hf_zero.ops.residual import dropout_add
-from hf_zero.ops.rotary import rotary, split_rotary
+from hf_zero.ops.rotary import rotary
 from hf_zero.ops.sparse_attention import (
     BigBirdSparsityConfig,
     FixedSparsityConfig,
@@ -58,8 +58,6 @@ def of_elements() -> Rows:
         (OPS.dropout_add_backward, (plain(3, 8), SEED, 0.5, torch.bfloat16)),
         (OPS.rotary, (trained(1, 2, 3, 8), trained(1, 1, 3, 8), angle, angle)),
         (OPS.rotary_backward, (q, k, angle, angle)),
-        (OPS.split_rotary, (trained(1, 3, 32), angle, angle, 2, 1)),
-        (OPS.split_rotary_backward, (q, k, k.clone(), angle, angle)),
     ]
 
 
@@ -173,7 +171,7 @@ LAYOUT = BigBirdSparsityConfig(2, 16, attention="unidirectional")
 
 
 def elements(qkv: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    q, k, v = split_rotary(qkv, ANGLE, ANGLE, 2, 1)
+    q, k, v = qkv.unflatten(2, (4, 8)).transpose(1, 2).split([2, 1, 1], dim=1)
     turned = torch.cat((*rotary(q, k, ANGLE, ANGLE), v), dim=1)
     x = swiglu_packed(gelu(turned, bias) * 2)
     return dropout_add(F.relu(x), x, dropout=0.5, training=True)

@@ -26,10 +26,10 @@ from hf_zero.ops.flat_optimizers import settings_table as settings_of
 from hf_zero.ops.flat_tiles import squared_norms
 from hf_zero.ops.level_rounding import round_to_levels
 from hf_zero.ops.masked_rows import select_rows
-from hf_zero.ops.norms import add_layer_norm
+from hf_zero.ops.norms import layer_norm_of_sum
 from hf_zero.ops.packed_linear import pack_, packed_linear
 from hf_zero.ops.residual import dropout_add
-from hf_zero.ops.rotary import rotary, split_rotary
+from hf_zero.ops.rotary import rotary
 from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.ops.sparse_attention import BlockLayout, DenseSparsityConfig, FixedSparsityConfig
 from hf_zero.ops.sparse_attention import sparse_attention as attend
@@ -49,7 +49,7 @@ def zeros(*shape: int, of: torch.dtype = torch.float32, on: str = "cpu") -> torc
 # ---- layers of models ----
 
 X, Q, K, ANGLE = zeros(3, 8), zeros(1, 2, 3, 8), zeros(1, 1, 3, 8), zeros(1, 3, 8)
-TWICE, ODD, QKV = ANGLE.expand(2, 3, 8), ANGLE[..., :3], zeros(1, 3, 30)
+TWICE, ODD = ANGLE.expand(2, 3, 8), ANGLE[..., :3]
 TRAINED = zeros(1, 3, 8).requires_grad_()
 ELEMENTWISE: list[Row] = [
     (lambda: gelu(X.int()), "gelu: x is torch.int32"),
@@ -69,7 +69,6 @@ ELEMENTWISE: list[Row] = [
     (lambda: rotary(Q, K, TWICE, TWICE), "give both as"),
     (lambda: rotary(Q, K, ODD, ODD), "the rotary width is 3"),
     (lambda: rotary(Q, K, TRAINED, ANGLE), "cos or sin asks for a gradient"),
-    (lambda: split_rotary(QKV, ANGLE, ANGLE, 2, 1), r"qkv has shape \[1, 3, 30\]"),
 ]
 
 

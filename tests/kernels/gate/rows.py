@@ -42,7 +42,7 @@ ACTIVATIONS = [
 
 def turn(
     name: str, heads: tuple[int, int], width: int, rotated: int, occupancy: float,
-    values: bool = False, backward: bool = False,
+    backward: bool = False,
 ) -> Case:  # fmt: skip
     """``heads``: of queries and of keys."""
     tiles = rotary.tiles(*heads, width, rotated // 2)
@@ -52,13 +52,8 @@ def turn(
         "HEADS": heads[0],
         "KEY_HEADS": heads[1],
         "BACKWARD": backward,
-        "VALUES": values,
         **tiles,
     }
-    if not values:
-        constants |= dict.fromkeys(("v_ptr", "v_out_ptr")) | dict.fromkeys(
-            ("v_batch", "v_head", "v_token", "v_out_batch", "v_out_head", "v_out_token"), 0
-        )
     taken = [each for each in rotary._rotary.arg_names if each not in constants]
     aligned = " ".join(each for each in taken if each != "sequence")
     return case(rotary._rotary, name, {}, constants, tiles["num_warps"], occupancy, aligned)
@@ -66,8 +61,8 @@ def turn(
 
 ROTARY = [
     turn("Llama-1B, 32 + 8 heads × 64", (32, 8), 64, 64, 0.5),
-    turn("Llama-1B, with v, backward", (32, 8), 64, 64, 0.5, values=True, backward=True),
-    turn("Llama-8B, 32 + 8 heads × 128, with v", (32, 8), 128, 128, 0.5, values=True),
+    turn("Llama-1B, backward", (32, 8), 64, 64, 0.5, backward=True),
+    turn("Llama-8B, 32 + 8 heads × 128", (32, 8), 128, 128, 0.5),
     turn("Gemma-2B, 8 + 1 heads × 256", (8, 1), 256, 256, 0.375),
 ]
 
