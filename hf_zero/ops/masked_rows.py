@@ -8,15 +8,15 @@ counted there on a side stream before the model's body is launched, and the coun
 pinned memory. The head waits for that copy alone. If the host launches no faster than the device
 computes, the count has arrived by then. If the host is ahead, it waits until the device has reached
 this forward, and the whole body is queued behind the count: the device does not idle. So the count
-is exact for every batch, whatever earlier batches were like. Inside a graph of torch.compile the
-host cannot read the count, and there are as many places as tokens.
+is exact for every batch, whatever earlier batches were like. In a captured graph the host cannot
+read the count, and the head runs over all tokens.
 """
 
 from __future__ import annotations
 
 import torch
 
-from hf_zero.device import kinds, pinned, streams
+from hf_zero.device import pinned, streams
 from hf_zero.errors import KernelError
 from hf_zero.ops.operators import GradientContext
 
@@ -25,19 +25,14 @@ SLACK = 0.125  # fraction of the rows: empty places allowed before their number 
 
 
 def select_rows(
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    ignore_index: int = -100,
-    capacity: int | None = None,
+    hidden: torch.Tensor, labels: torch.Tensor, *, capacity: int, ignore_index: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Select the rows of ``hidden`` [tokens, width] whose label [tokens] is not ``ignore_index``,
     in order: (rows [capacity, width], their labels, lost).
 
     Empty places hold a copy of row 0 and the label ``ignore_index``. ``lost`` is the number of rows
-    without a place, a tensor on the device. Without ``capacity`` there are as many places as rows
-    on a CPU, and as many as tokens on other devices. The backward gives each row of ``hidden`` the
-    gradient of its place, or 0. Raises KernelError for shapes that do not fit together.
+    without a place, a tensor on the device. The backward gives each row of ``hidden`` the gradient
+    of its place, or 0. Raises KernelError for shapes that do not fit together.
     """
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
         raise KernelError(
@@ -48,27 +43,15 @@ def select_rows(
         raise KernelError(
             f"labels are on {labels.device} and hidden on {hidden.device}: move them to one device"
         )
-    if capacity is None:
-        capacity = (
-            int((labels != ignore_index).sum()) if kinds.is_host(hidden.device) else hidden.shape[0]
-        )
-    if capacity < 0:
-        raise KernelError(
-            f"capacity={capacity}: the number of rows to make room for; give 0 or more"
-        )
     rows, targets, _, lost = torch.ops.hf_zero.select_rows(hidden, labels, ignore_index, capacity)
     return rows, targets, lost
 
 
 class RowCount:
-    """The number of ``labels`` that count, copied asynchronously from a device (see the note)."""
+    """The number of ``labels`` on a device that count, copied asynchronously (see the note)."""
 
     def __init__(self, labels: torch.Tensor, ignore_index: int = -100):
         self.tokens = labels.numel()
-        self._arrived: streams.Event | None = None
-        if kinds.is_host(labels.device):
-            self._number = (labels != ignore_index).sum()
-            return
         stream = streams.side_stream(labels.device, streams.Use.COUNTS)
         stream.wait_stream(streams.current_stream(labels.device))
         with streams.on_stream(stream):
@@ -79,9 +62,7 @@ class RowCount:
 
     def read(self) -> int:
         """Return the number; waits for the copy."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-            self._arrived = None
+        self._arrived.synchronize()
         return int(self._number)
 
 
@@ -99,14 +80,9 @@ class RowCapacity:
     def __deepcopy__(self, memo: dict[int, object]) -> RowCapacity:
         return RowCapacity()  # a copied model sees batches of its own
 
-    def places(self, count: RowCount, device: torch.device) -> int:
-        """Return the number of places for the rows of ``count``, whose hidden states are on
-        ``device``: exactly as many on a host.
-        """
-        rows = count.read()
-        if kinds.is_host(device):
-            return rows
-        minimum = max(rows, 1)  # an empty head would launch kernels without blocks
+    def places(self, count: RowCount) -> int:
+        """Return the number of places for the rows of ``count``."""
+        minimum = max(count.read(), 1)  # an empty head would launch kernels without blocks
         if not minimum <= self._last <= minimum * (1 + SLACK) + GRANULE:
             self._last = -(-minimum // GRANULE) * GRANULE
         return min(count.tokens, self._last)

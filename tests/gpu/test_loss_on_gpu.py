@@ -148,7 +148,7 @@ def test_nothing_but_the_count_of_rows_is_waited_for() -> None:
     count = torch.tensor(3000, device=DEVICE)
 
     def step() -> torch.Tensor:
-        places = capacity.places(RowCount(labels), labels.device)
+        places = capacity.places(RowCount(labels))
         rows, kept, _ = select_rows(given[0], labels, capacity=places)
         loss = chunked_loss(rows, given[1], kept, num_items=count)
         loss = loss + chunked_loss(*given, labels, chunk=1024)
@@ -192,5 +192,5 @@ def test_labels_on_the_device_are_counted_before_what_is_queued_behind_them() ->
             busy = (busy @ busy).clamp(-1, 1)
         done = torch.cuda.Event()
         done.record()
-        assert capacity.places(count, labels.device) == places
+        assert capacity.places(count) == places
         assert not done.query()  # the host has not waited for the products

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from hf_zero.ops.masked_rows import GRANULE, RowCapacity, RowCount, select_rows
+from hf_zero.ops.masked_rows import GRANULE, RowCapacity, select_rows
 
 
 def batch(tokens: int = 23, share: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -16,14 +18,13 @@ def batch(tokens: int = 23, share: float = 0.3) -> tuple[torch.Tensor, torch.Ten
 
 
 def test_labelled_rows_come_in_order_and_their_gradients_go_back() -> None:
-    for spare in (None, 0, 5):
+    for spare in (0, 5):
         hidden, labels = batch()
         at = (labels != -100).nonzero()[:, 0]
-        places = None if spare is None else len(at) + spare
-        rows, kept, lost = select_rows(hidden, labels, capacity=places)
+        rows, kept, lost = select_rows(hidden, labels, capacity=len(at) + spare)
         assert torch.equal(rows[: len(at)], hidden[at]) and rows.isfinite().all()
         assert torch.equal(kept[: len(at)], labels[at]) and lost == 0
-        assert kept.shape == (len(at) + (spare or 0),) and (kept[len(at) :] == -100).all()
+        assert kept.shape == (len(at) + spare,) and (kept[len(at) :] == -100).all()
         above = torch.randn_like(rows)
         above[len(at) :] = 0  # an ignored row has none
         (found,) = torch.autograd.grad(rows, hidden, above)
@@ -45,23 +46,21 @@ def test_rows_without_a_place_are_counted() -> None:
         assert not torch.autograd.grad(rows.sum(), hidden)[0].any()
 
 
-def labelled(tokens: int, share: float) -> torch.Tensor:
-    labels = torch.full((tokens,), -100)
-    labels[torch.randperm(tokens)[: int(tokens * share)]] = 1
-    return labels
+def counted(tokens: int, share: float) -> Any:
+    """The count of ``share`` of so many tokens."""
+    return SimpleNamespace(tokens=tokens, read=lambda: int(tokens * share))
 
 
 def test_places_follow_the_count_of_each_batch_and_stay_where_it_does() -> None:
-    """Labels of the host are counted there, also for a model on a device; a copy has its own."""
-    assert RowCapacity().places(RowCount(torch.tensor([1, -100, 2])), torch.device("cpu")) == 2
-    capacity, there = RowCapacity(), torch.device("cuda")
-    assert capacity.places(RowCount(labelled(4096, 0.1)), there) == 512
-    capacity.places(RowCount(labelled(4096, 0.5)), there)
-    assert copy.deepcopy(capacity).places(RowCount(labelled(4096, 0.45)), there) == 1920
+    """A copy has its own."""
+    capacity = RowCapacity()
+    assert capacity.places(counted(4096, 0.1)) == 512
+    capacity.places(counted(4096, 0.5))
+    assert copy.deepcopy(capacity).places(counted(4096, 0.45)) == 1920
     capacity = RowCapacity()
 
     def places(share: float, tokens: int = 1024) -> int:
-        return capacity.places(RowCount(labelled(tokens, share)), torch.device("cuda"))
+        return capacity.places(counted(tokens, share))
 
     assert [places(0.1) for _ in range(12)] == [128] * 12
     assert [places(share) for share in (0.4, 0.5, 0.0, 1.0, 0.1)] == [512, 512, GRANULE, 1024, 128]

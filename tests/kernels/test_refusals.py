@@ -89,7 +89,6 @@ LABELS = zeros(4, of=I64)
 LOSSES: list[Row] = [
     (lambda: select_rows(zeros(4, 6), LABELS[:3], capacity=2), r"hidden \(4, 6\) with labels"),
     (lambda: select_rows(zeros(4, 6), LABELS.to("meta"), capacity=2), "labels are on meta"),
-    (lambda: select_rows(zeros(4, 6), LABELS, capacity=-1), "capacity=-1"),
 ]
 
 WEIGHTS = [nn.Parameter(zeros(n, 12)) for n in (8, 4, 6)]

@@ -179,7 +179,7 @@ def _labelled(
         count = early.count
     else:
         count = RowCount(labels, ignored)
-    places = capacity.places(count, labels.device)
+    places = capacity.places(count)
     if places >= labels.numel():
         return flat.value(), labels
     selected: list[torch.Tensor] = []
