@@ -11,7 +11,9 @@ the one it needs (:meth:`UpdateGathers.wait`), and every other collective allows
 A rank may reach neither while another one needs its part: rank 0 evaluates alone, the others wait
 in a torch barrier. So a rank that needs a gather posts this in the store. A rank that reads the
 post, and whose own training does not reach that gather within :data:`GRACE_SECONDS`, issues it.
-Only then does the clock influence the order.
+Only then does the clock influence the order, and only against collectives after the step: updates
+that a backward has begun are gathered once their step is complete, or the reductions of that
+backward would come after such a gather on one rank and before it on another.
 """
 
 from __future__ import annotations
@@ -180,7 +182,8 @@ class UpdateGathers:
             return None
         first = self._queue[0]
         since = max(self._since, first.since)
-        overdue = first.number <= self._asked and time.monotonic() - since >= GRACE_SECONDS
+        asked = min(self._asked, self._owed)
+        overdue = first.number <= asked and time.monotonic() - since >= GRACE_SECONDS
         return first if overdue or first.number <= self._allowed else None
 
     def _has_to_talk(self) -> bool:
