@@ -14,16 +14,12 @@ _EXPORTS = {
     "accumulate": "hf_zero.ops.host",
     "adagrad": "hf_zero.ops.host",
     "adam": "hf_zero.ops.host",
-    "all_finite": "hf_zero.ops.host",
     "available": "hf_zero.ops.native",
     "cast": "hf_zero.ops.host",
-    "checksum": "hf_zero.ops.host",
-    "gather": "hf_zero.ops.host",
     "instruction_set": "hf_zero.ops.native",
     "lamb_apply": "hf_zero.ops.host",
     "lamb_measure": "hf_zero.ops.host",
     "lion": "hf_zero.ops.host",
-    "scatter": "hf_zero.ops.host",
     "set_threads": "hf_zero.ops.native",
     "sgd": "hf_zero.ops.host",
     "squared_norm": "hf_zero.ops.host",
@@ -37,14 +33,10 @@ if TYPE_CHECKING:
     from hf_zero.ops.host import accumulate as accumulate
     from hf_zero.ops.host import adagrad as adagrad
     from hf_zero.ops.host import adam as adam
-    from hf_zero.ops.host import all_finite as all_finite
     from hf_zero.ops.host import cast as cast
-    from hf_zero.ops.host import checksum as checksum
-    from hf_zero.ops.host import gather as gather
     from hf_zero.ops.host import lamb_apply as lamb_apply
     from hf_zero.ops.host import lamb_measure as lamb_measure
     from hf_zero.ops.host import lion as lion
-    from hf_zero.ops.host import scatter as scatter
     from hf_zero.ops.host import sgd as sgd
     from hf_zero.ops.host import squared_norm as squared_norm
     from hf_zero.ops.moment_blocks import BLOCK as BLOCK

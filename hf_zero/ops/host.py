@@ -20,7 +20,6 @@ layout, dtype or size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -285,17 +284,6 @@ def squared_norm(tensor: Tensor) -> float:
     )
 
 
-def all_finite(tensor: Tensor) -> bool:
-    """Whether no element is infinite or NaN."""
-    flat("all_finite", "tensor", tensor, FLOATS)
-    core = native.core()
-    return (
-        reference.all_finite(tensor)
-        if core is None
-        else core.all_finite(address(tensor), kind(tensor), tensor.numel())
-    )
-
-
 def cast(out: Tensor, source: Tensor, scale: float = 1.0) -> None:
     """Compute ``out = source * scale``, between any two of fp32, bf16 and fp16; multiplied in fp32,
     rounded to nearest even.
@@ -318,48 +306,6 @@ def accumulate(out: Tensor, source: Tensor, scale: float = 1.0) -> None:
         reference.accumulate(out, source, scale)
     else:
         core.accumulate(address(out), address(source), kind(source), source.numel(), scale)
-
-
-def gather(out: Tensor, source: Tensor, runs: Sequence[tuple[int, int]]) -> None:
-    """Copy the ``runs`` (offset, length) of ``source``, concatenated, into ``out``; any dtype, the
-    same for both.
-    """
-    total = _check_runs("gather", out, source, source.numel(), runs)
-    flat("gather", "out", out, None, total)
-    core = native.core()
-    if core is None:
-        reference.gather(out, source, list(runs))
-    else:
-        core.move_segments(address(out), address(source), _in_bytes(runs, out), True)
-
-
-def scatter(out: Tensor, source: Tensor, runs: Sequence[tuple[int, int]]) -> None:
-    """Copy ``source``, piece by piece, to the ``runs`` of ``out``, which do not overlap: the
-    inverse of :func:`gather`.
-    """
-    total = _check_runs("scatter", out, source, out.numel(), runs)
-    flat("scatter", "source", source, None, total)
-    core = native.core()
-    if core is None:
-        reference.scatter(out, source, list(runs))
-    else:
-        core.move_segments(address(source), address(out), _in_bytes(runs, out), False)
-
-
-def checksum(tensor: Tensor) -> int:
-    """Return a 64-bit hash of the tensor's bytes and their number, equal on every machine and for
-    any number of threads.
-
-    The hash is this project's own (XXH64's rounds over runs of 64 KiB, see kernels/cpu/sweeps.h),
-    made to detect corruption. It is neither XXH64 nor cryptographic.
-    """
-    flat("checksum", "tensor", tensor, None)
-    core = native.core()
-    return (
-        reference.checksum(tensor)
-        if core is None
-        else core.checksum(address(tensor), tensor.nbytes)
-    )
 
 
 # ---- shared by the updates ----
@@ -428,19 +374,3 @@ def _placed(name: str, moment: Moment | None) -> dict[str, int]:
 
 def _key(seed: int, step: int) -> int:
     return (seed * 0x9E3779B97F4A7C15 + step * 0xD1342543DE82EF95) & _LOW64
-
-
-def _check_runs(
-    op: str, out: Tensor, source: Tensor, size: int, runs: Sequence[tuple[int, int]]
-) -> int:
-    flat(op, "source", source, None)
-    flat(op, "out", out, (source.dtype,))
-    for offset, length in runs:
-        if offset < 0 or length < 0 or offset + length > size:
-            raise KernelError(f"{op}: the run ({offset}, {length}) lies outside of {size} elements")
-    return sum(length for _, length in runs)
-
-
-def _in_bytes(runs: Sequence[tuple[int, int]], like: Tensor) -> list[tuple[int, int]]:
-    width = like.element_size()
-    return [(offset * width, length * width) for offset, length in runs]

@@ -286,12 +286,12 @@ def flat(
     op: str,
     name: str,
     tensor: Tensor,
-    dtypes: tuple[torch.dtype, ...] | None,
+    dtypes: tuple[torch.dtype, ...],
     numel: int | None = None,
     device: str = "cpu",
 ) -> Tensor:
     """Return ``tensor`` if it is 1-D, contiguous, on a device of type ``device``, of one of
-    ``dtypes`` (None: any) and of ``numel`` elements.
+    ``dtypes`` and of ``numel`` elements.
 
     Raises:
         KernelError: it is not; the message has the remedy.
@@ -306,7 +306,7 @@ def flat(
             f"{op}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; give a "
             "contiguous 1-D view of it"
         )
-    if dtypes is not None and tensor.dtype not in dtypes:
+    if tensor.dtype not in dtypes:
         raise KernelError(
             f"{op}: {name} is {tensor.dtype}; give one of {', '.join(map(str, dtypes))}"
         )

@@ -246,16 +246,6 @@ def key_words(key: int, upper: int) -> tuple[int, int]:
     return x & _LOW32, x >> 32
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Shift int64 to the right and fill with zeros."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(number: int) -> int:
-    """Return a number below 2^64 as the int64 of the same bits."""
-    return number - (1 << 64) if number >> 63 else number
-
-
 def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int32).to(torch.int64) & _LOW32
 
@@ -352,74 +342,9 @@ def squared_norm(source: Tensor) -> float:
     return float(source.double().square().sum())
 
 
-def all_finite(source: Tensor) -> bool:
-    return bool(source.isfinite().all())
-
-
 def cast(out: Tensor, source: Tensor, scale: float) -> None:
     out.copy_(source.float() * scale)
 
 
 def accumulate(out: Tensor, source: Tensor, scale: float) -> None:
     out.add_(source.float() * scale)
-
-
-def gather(out: Tensor, source: Tensor, runs: list[tuple[int, int]]) -> None:
-    at = 0
-    for offset, length in runs:
-        out[at : at + length].copy_(source[offset : offset + length])
-        at += length
-
-
-def scatter(out: Tensor, source: Tensor, runs: list[tuple[int, int]]) -> None:
-    at = 0
-    for offset, length in runs:
-        out[offset : offset + length].copy_(source[at : at + length])
-        at += length
-
-
-# ---- checksum ----
-
-_P1, _P2, _P3, _MIX = (
-    _signed(p)
-    for p in (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93)
-)
-_RUN = 65536
-
-
-def checksum(source: Tensor) -> int:
-    data = source.view(torch.uint8)
-    whole = data.numel() // _RUN
-    hashes = [
-        _hash_runs(data[: whole * _RUN].view(whole, _RUN)),
-        _hash_runs(data[whole * _RUN :].view(1, -1)),
-    ]
-    runs = torch.cat(hashes if data.numel() % _RUN else hashes[:1])
-    x = runs + (torch.arange(runs.numel(), device="cpu") + 1) * _MIX
-    for _ in range(2):
-        x = (x ^ _shift(x, 32)) * _MIX
-    total = int((x ^ _shift(x, 32)).sum()) + data.numel() * 0x9E3779B97F4A7C15
-    return total & ((1 << 64) - 1)
-
-
-def _rotate(x: Tensor, bits: int) -> Tensor:
-    return (x << bits) | _shift(x, 64 - bits)
-
-
-def _hash_runs(data: Tensor) -> Tensor:
-    """Return the hashes, int64 [runs], of ``data`` (uint8 [runs, bytes])."""
-    runs, size = data.shape
-    words = (
-        data[:, : size // 64 * 64].reshape(-1).clone().view(torch.int64).view(runs, size // 64, 8)
-    )
-    lanes = (torch.arange(1, 9, device="cpu") * _P3).expand(runs, 8)
-    for step in range(size // 64):
-        lanes = _rotate(lanes + words[:, step] * _P2, 31) * _P1
-    total = torch.full((runs,), size, dtype=torch.int64, device="cpu") * _P1
-    for lane in range(8):
-        total = _rotate(total ^ lanes[:, lane], 27) * _P1 + _P2
-    for at in range(size // 64 * 64, size):
-        total = _rotate(total ^ (data[:, at].to(torch.int64) * _P3), 11) * _P1
-    total = (total ^ _shift(total, 33)) * _P2
-    total = (total ^ _shift(total, 29)) * _P3
-    return total ^ _shift(total, 32)

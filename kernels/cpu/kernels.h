@@ -147,7 +147,6 @@ struct Kernels {
     LambSums (*lamb_measure)(const Lamb&, int64_t begin, int64_t end);
     void (*lamb_apply)(const Lamb&, int64_t begin, int64_t end);
     double (*squares)(const Array&, int64_t begin, int64_t end);
-    bool (*finite)(const Array&, int64_t begin, int64_t end);
     void (*cast)(const Array& out, const Array& source, float scale, bool stream, int64_t begin, int64_t end);
     void (*accumulate)(float* out, const Array& source, float scale, int64_t begin, int64_t end);
     // Round to bf16 stochastically: `first` is the index of element 0, on which random bits depend.
@@ -161,7 +160,6 @@ struct Kernels {
     void (*sign_compress)(const SignCompress&, int64_t begin, int64_t end);
     void (*sign_combine)(const SignCombine&, int64_t begin, int64_t end);
     void (*sign_apply)(const SignApply&, int64_t begin, int64_t end);
-    uint64_t (*checksum)(const uint8_t* data, int64_t bytes);  // of one run of bytes
 };
 
 }  // namespace hfz

@@ -1,12 +1,8 @@
-// Norms, casts, sums, checksums and segments as Python calls them: addresses and numbers, checked
-// in hf_zero/ops/host.py.
+// Norms, casts, sums and blocks as Python calls them: addresses and numbers, checked in hf_zero/ops.
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
-#include <atomic>
 #include <cstring>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "dispatch.h"
@@ -29,16 +25,6 @@ double squared_norm(Address source, int kind, int64_t numel) {
     double total = 0;  // in the order of the parts, whatever thread took them
     for (const double sum : sums) total += sum;
     return total;
-}
-
-bool all_finite(Address source, int kind, int64_t numel) {
-    std::atomic<bool> so_far{true};
-    const auto run = hfz::kernels().finite;
-    const hfz::Array from{at<void>(source), kind};
-    hfz::over_parts(numel, 0, [&](int64_t, int64_t begin, int64_t end) {
-        if (so_far && !run(from, begin, end)) so_far = false;
-    });
-    return so_far;
 }
 
 void cast(Address out, int out_kind, Address source, int kind, int64_t numel, double scale) {
@@ -172,54 +158,12 @@ void sign_apply(Rows momentum, Address weights, Address exponents, double keep, 
     }
 }
 
-constexpr int64_t kRun = 65536;  // bytes of a checksum's part
-
-// Add up the hashes of runs of kRun bytes, each mixed with its place, so that threads may take them
-// in any order.
-uint64_t checksum(Address source, int64_t bytes) {
-    const auto run = hfz::kernels().checksum;
-    const int64_t runs = (bytes + kRun - 1) / kRun;
-    std::atomic<uint64_t> sum{static_cast<uint64_t>(bytes) * 0x9e3779b97f4a7c15ull};
-    hfz::Pool::shared().run(runs, [&](int64_t part) {
-        const int64_t begin = part * kRun;
-        uint64_t x = run(at<const uint8_t>(source) + begin, std::min(kRun, bytes - begin)) + static_cast<uint64_t>(part + 1) * 0xd6e8feb86659fd93ull;
-        x = (x ^ (x >> 32)) * 0xd6e8feb86659fd93ull;
-        x = (x ^ (x >> 32)) * 0xd6e8feb86659fd93ull;
-        sum += x ^ (x >> 32);
-    });
-    return sum;
-}
-
-// Segments (byte offset in the scattered buffer, bytes), in the order of the packed buffer.
-using Runs = std::vector<std::pair<int64_t, int64_t>>;
-
-void move_segments(Address packed, Address scattered, const Runs& runs, bool gather) {
-    std::vector<int64_t> ends;
-    int64_t total = 0;
-    for (const auto& segment : runs) ends.push_back(total += segment.second);
-    constexpr int64_t turn = 256 * 1024;  // bytes
-    hfz::Pool::shared().run((total + turn - 1) / turn, [&](int64_t part) {
-        int64_t begin = part * turn;
-        const int64_t end = std::min(total, begin + turn);
-        size_t index = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
-        for (; begin < end; ++index) {
-            const int64_t inside = begin - (ends[index] - runs[index].second);
-            const int64_t bytes = std::min(end, ends[index]) - begin;
-            char* a = at<char>(packed) + begin;
-            char* b = at<char>(scattered) + runs[index].first + inside;
-            std::memcpy(gather ? a : b, gather ? b : a, bytes);
-            begin += bytes;
-        }
-    });
-}
-
 }  // namespace
 
 void bind_sweeps(py::module_& m) {
     using Free = py::call_guard<py::gil_scoped_release>;
     m.attr("BLOCK") = hfz::kBlock;
     m.def("squared_norm", squared_norm, py::arg("source"), py::arg("kind"), py::arg("numel"), Free());
-    m.def("all_finite", all_finite, py::arg("source"), py::arg("kind"), py::arg("numel"), Free());
     m.def("cast", cast, py::arg("out"), py::arg("out_kind"), py::arg("source"), py::arg("kind"), py::arg("numel"), py::arg("scale"), Free());
     m.def("accumulate", accumulate, py::arg("out"), py::arg("source"), py::arg("kind"), py::arg("numel"), py::arg("scale"), Free());
     m.def("round_stochastically", round_stochastically, py::arg("out"), py::arg("source"), py::arg("numel"), py::arg("key"), py::arg("first"), Free());
@@ -241,6 +185,4 @@ void bind_sweeps(py::module_& m) {
           py::arg("numel"), Free());
     m.def("sign_apply", sign_apply, py::arg("momentum"), py::arg("weights"), py::arg("exponents"), py::arg("keep"), py::arg("step"),
           py::arg("first"), py::arg("last"), Free());
-    m.def("checksum", checksum, py::arg("source"), py::arg("bytes"), Free());
-    m.def("move_segments", move_segments, py::arg("packed"), py::arg("scattered"), py::arg("runs"), py::arg("gather"), Free());
 }

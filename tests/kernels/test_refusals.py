@@ -10,22 +10,14 @@ import torch
 from torch import nn
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import (
-    Blocks,
-    adagrad,
-    adam,
-    gather,
-    lamb_apply,
-    lamb_measure,
-    scatter,
-    sgd,
-)
 from hf_zero.ops.activations import gelu, swiglu, swiglu_packed
 from hf_zero.ops.flat_optimizers import FlatRun, RowSettings, Tiles, adam_, advance_, lion_
 from hf_zero.ops.flat_optimizers import settings_table as settings_of
 from hf_zero.ops.flat_tiles import squared_norms
+from hf_zero.ops.host import adagrad, adam, lamb_apply, lamb_measure, sgd
 from hf_zero.ops.level_rounding import round_to_levels
 from hf_zero.ops.masked_rows import select_rows
+from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.ops.norms import layer_norm_of_sum
 from hf_zero.ops.packed_linear import pack_, packed_linear
 from hf_zero.ops.residual import dropout_add
@@ -236,7 +228,6 @@ def measured(place: int, wrong: torch.Tensor, applies: bool = False) -> None:
 
 
 SIGNED, RATES = Blocks.zeros(8, signed=True), {"lr": 0.1, "eps": 0.0, "weight_decay": 0.0}
-TEN = zeros(10)
 HOST: list[Row] = [
     (lambda: steps(master=zeros(8, on="meta")), "adam: master is on meta"),
     (lambda: steps(grad=zeros(16)[::2]), r"adam: grad has shape \(8,\) and strides \(2,\)"),
@@ -249,9 +240,6 @@ HOST: list[Row] = [
     (lambda: steps(out=zeros(8, of=I8)), "adam: out is torch.int8"),
     (lambda: sgd(zeros(8), zeros(8), None, lr=0.1, momentum=0.9), "no momentum_buffer"),
     (lambda: adagrad(*[zeros(8)] * 3, step=0, **RATES), "adagrad: step is 0"),
-    (lambda: gather(zeros(4), TEN, [(8, 4)]), r"the run \(8, 4\) lies outside of 10 elements"),
-    (lambda: gather(zeros(4), TEN, [(-1, 4)]), r"the run \(-1, 4\) lies outside"),
-    (lambda: scatter(TEN, zeros(4), [(8, 4)]), r"the run \(8, 4\) lies outside of 10 elements"),
     (lambda: measured(0, zeros(8, of=F64)), "master"),
     (lambda: measured(3, zeros(7)), "sq"),
     (lambda: measured(3, zeros(7), True), "sq"),

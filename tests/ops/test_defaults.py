@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.ops import Blocks, checksum, lamb
+from hf_zero.ops import host, lamb
 from hf_zero.ops import reference as host_reference
 from hf_zero.ops.flat_optimizers import FlatRun, RowSettings, Tiles, settings_table
 from hf_zero.ops.flat_tiles import run_tables
+from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.ops.sign_blocks import COMBINE
 from hf_zero.ops.sparse_attention import (
     BigBirdSparsityConfig,
@@ -22,6 +23,7 @@ from hf_zero.ops.sparse_attention import (
     VariableSparsityConfig,
 )
 from hf_zero.ops.sparse_attention.plan import plan_for
+from hf_zero.ops.stochastic_rounding import round_reference, round_stochastically
 from hf_zero.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 
 CPU = torch.device("cpu")
@@ -82,9 +84,17 @@ def trained(kind: Any, **settings: Any) -> list[torch.Tensor]:
     return [parameter.detach(), *(s for s in optimizer.state[parameter].values() if s is not None)]
 
 
-def hashed() -> list[int]:
-    data = torch.arange(70_000, dtype=torch.int32, device="cpu")
-    return [checksum(data), host_reference.checksum(data)]
+def rounded() -> list[torch.Tensor]:
+    data = torch.linspace(-1, 1, 5000, dtype=torch.float32, device="cpu")
+    made = [torch.empty_like(data, dtype=torch.bfloat16) for _ in range(2)]
+    round_stochastically(made[0], data, 7)
+    round_reference(made[1], data, 7, 0)
+    return made
+
+
+def summed() -> list[float]:
+    data = torch.linspace(-1, 1, 5000, dtype=torch.float32, device="cpu")
+    return [host.squared_norm(data), host_reference.squared_norm(data)]
 
 
 CASES = {
@@ -99,7 +109,8 @@ CASES = {
     "settings": lambda: settings_table([RowSettings(1e-3)], CPU),
     "blocks": blocks,
     "signs": combined,
-    "checksum": hashed,
+    "rounding": rounded,
+    "squares": summed,
     "Adam": partial(trained, CPUAdam, amsgrad=True),
     "Lion": partial(trained, CPULion),
     "Adagrad": partial(trained, CPUAdagrad),
