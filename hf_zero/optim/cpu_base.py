@@ -29,10 +29,10 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     A subclass lists in ``kept`` the states that a group's ``moments`` setting applies to, and
     whether they are signed. In memory they are fp32 tensors, bf16 tensors or
-    :class:`~hf_zero.ops.Blocks`. A state dict holds plain tensors of the parameter's shape,
-    as torch.optim's does: Blocks are decoded, and encode to the same codes when they are loaded. So
-    a state dict can be loaded under any setting of ``moments``, and into the torch class of the
-    same update.
+    :class:`~hf_zero.ops.moment_blocks.Blocks`. A state dict holds plain tensors of the parameter's
+    shape, as torch.optim's does: Blocks are decoded, and encode to the same codes when they are
+    loaded. So a state dict can be loaded under any setting of ``moments``, and into the torch class
+    of the same update.
     """
 
     kept: dict[str, bool] = {}

@@ -32,7 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.ops import Blocks, adam, lamb_apply, lamb_measure, native
+from hf_zero.ops import native
+from hf_zero.ops.host import adam, lamb_apply, lamb_measure
+from hf_zero.ops.moment_blocks import Blocks
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 PAUSE = 0.02  # seconds: longer than OpenMP's threads spin

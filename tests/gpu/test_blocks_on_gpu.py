@@ -7,9 +7,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_zero.ops import Blocks, adam, dispatch
+from hf_zero.ops import dispatch
 from hf_zero.ops import sign_blocks_reference as signs
 from hf_zero.ops import symmetric_blocks_reference as symmetric
+from hf_zero.ops.host import adam
+from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import BLOCK, Blocks, adam
+from hf_zero.ops.host import adam
+from hf_zero.ops.moment_blocks import BLOCK, Blocks
 from tests.helpers.buffers import reference
 
 

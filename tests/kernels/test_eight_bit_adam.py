@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_zero.ops import Blocks, adam
+from hf_zero.ops.host import adam
+from hf_zero.ops.moment_blocks import Blocks
 from tests.helpers.buffers import Guarded, reference, same_bits
 
 State = dict[str, Any]

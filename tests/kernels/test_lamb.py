@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.ops import dispatch, flat_reference, lamb, lamb_apply, lamb_measure, native
+from hf_zero.ops import dispatch, flat_reference, lamb, native
+from hf_zero.ops.host import lamb_apply, lamb_measure
 from hf_zero.ops.lamb import APPLY, MEASURE, SUMS, TILE, LambSettings, measure_
 from tests.helpers.buffers import Guarded, reference, same_bits
 

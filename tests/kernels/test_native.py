@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from hf_zero.errors import ConfigError, KernelError
-from hf_zero.ops import cast, native, squared_norm
+from hf_zero.ops import native
+from hf_zero.ops.host import cast, squared_norm
 from hf_zero.ops.native import Share, cpu_quota, share_of_this_rank
 from tests.helpers.commands import completed
 
@@ -66,7 +67,8 @@ def test_variables_choose_the_set(loaded_anew, monkeypatch):
 
 PROCESS = """
 import os, threading, time, torch
-from hf_zero.ops import native, squared_norm
+from hf_zero.ops import native
+from hf_zero.ops.host import squared_norm
 print(native.threads())
 def threads(): return len(os.listdir("/proc/self/task"))
 x = torch.ones(1_000_000)

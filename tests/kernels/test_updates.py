@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.ops import Blocks, Moment, adagrad, adam, lion, native, sgd
+from hf_zero.ops import native
+from hf_zero.ops.host import adagrad, adam, lion, sgd
+from hf_zero.ops.moment_blocks import Blocks, Moment
 from tests.helpers.buffers import Guarded, reference, same_bits
 from tests.helpers.cells import in_turn
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_zero.deepspeed import optimizers
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
-from hf_zero.ops import Blocks
+from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim import CPUSGD, Adam, CPUAdagrad, CPUAdam, CPULion, Lion, own_step
 from hf_zero.optim.elementwise import check, elementwise_base
 from hf_zero.optim.state import fresh_state
