@@ -1,12 +1,11 @@
-"""The random numbers of dropout masks: Philox-4x32-10 as Triton's ``tl.rand`` draws it, in plain
-torch.
+"""The random numbers of dropout masks: Philox-4x32-10 as Triton's ``tl.randint4x`` draws it, in
+plain torch.
 
 Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a 64-bit key,
 the seed, and a 128-bit counter into four 32-bit words. A mask need not be saved: the backward draws
-it again from the seed. ``tl.rand`` takes the element's index as the counter and the first of the
-four words, as :func:`uniform` does. :func:`uniform_rows` uses all four, one for each of four
-consecutive rows, and :func:`kept_rows` compares the words themselves: ten rounds and a conversion
-for each element are more than a memory-bound kernel has time for.
+it again from the seed. :func:`kept_rows` uses all four words, one for each of four consecutive
+rows, and compares the words themselves: ten rounds and a conversion for each element, as in
+``tl.rand``, are more than a memory-bound kernel has time for.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ _LOW = 0xFFFFFFFF
 ROUNDS = 10
 _MULTIPLY = 0xD2511F53, 0xCD9E8D57
 _RAISE = 0x9E3779B9, 0xBB67AE85
-_SCALE = 4.6566127342e-10  # the largest factor that keeps 2**31 - 1 below 1 in fp32
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:
@@ -33,30 +31,12 @@ def draw_seed(device: torch.device) -> torch.Tensor:
     return torch.randint(0, 2**31 - 1, (1,), device=device, dtype=torch.int64)
 
 
-def uniform(
-    seed: torch.Tensor, start: int, count: int, device: torch.device | None = None
-) -> torch.Tensor:
-    """Return ``tl.rand(seed, start + i)`` for i below ``count``, in [0, 1): fp32 [count].
-
-    ``seed`` is int64 [1].
-    """
-    device = seed.device if device is None else torch.device(device)
-    counters = torch.arange(start, start + count, device=device, dtype=torch.int64)
-    return _to_uniform(_philox(seed.to(device), counters)[0])
-
-
-def uniform_rows(seed: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-    """Return one number in [0, 1) for each element, fp32 [rows, width]: word ``row % 4`` of
-    ``tl.rand4x(seed, row // 4 * width + column)``.
-    """
-    return _to_uniform(_words(seed, rows, width))
-
-
 def kept_rows(seed: torch.Tensor, rows: int, width: int, dropout: float) -> torch.Tensor:
     """Return the mask of the elements that dropout keeps, bool [rows, width]: their word is at
     least ``dropout * 2**32``, with dropout in fp32.
 
-    The words are those of :func:`uniform_rows`, ``tl.randint4x`` in Triton, unsigned.
+    The word of an element is word ``row % 4`` of ``tl.randint4x(seed, row // 4 * width + column)``,
+    unsigned.
     """
     return _words(seed, rows, width) >= int(
         torch.tensor(dropout, dtype=torch.float32, device="cpu").double() * 2**32
@@ -122,8 +102,3 @@ def _product(factor: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     low = (word & 0xFFFF) * factor
     high = (word >> 16) * factor + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
-
-
-def _to_uniform(word: torch.Tensor) -> torch.Tensor:
-    signed = torch.where(word >= 2**31, word - 2**32, word)
-    return torch.where(signed < 0, -signed - 1, signed).to(torch.float32) * _SCALE

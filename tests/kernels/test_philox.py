@@ -18,19 +18,16 @@ DEVICE = torch.device("cpu") if dispatch.interpreted() else torch.device("cuda")
 
 
 @triton.jit
-def rand_kernel(seed_ptr, out_ptr, start, count, BLOCK: tl.constexpr):
+def words_kernel(seed_ptr, out_ptr, start, count, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    tl.store(out_ptr + at, tl.rand(tl.load(seed_ptr), start + at), mask=at < count)
+    tl.store(out_ptr + at, tl.randint(tl.load(seed_ptr), start + at), mask=at < count)
 
 
 @triton.jit
-def fours_kernel(seed_ptr, out_ptr, width, BLOCK: tl.constexpr, UNIFORM: tl.constexpr):
+def fours_kernel(seed_ptr, out_ptr, width, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     place = tl.program_id(0).to(tl.int64) * width + at
-    if UNIFORM:
-        a, b, c, d = tl.rand4x(tl.load(seed_ptr), place)
-    else:
-        a, b, c, d = tl.randint4x(tl.load(seed_ptr), place)
+    a, b, c, d = tl.randint4x(tl.load(seed_ptr), place)
     out_ptr += tl.program_id(0) * 4 * width + at
     tl.store(out_ptr, a, mask=at < width)
     tl.store(out_ptr + width, b, mask=at < width)
@@ -38,15 +35,17 @@ def fours_kernel(seed_ptr, out_ptr, width, BLOCK: tl.constexpr, UNIFORM: tl.cons
     tl.store(out_ptr + 3 * width, d, mask=at < width)
 
 
+LOW = 0xFFFFFFFF
 STARTS = (0, 77, 2**31 - 50, 2**32 - 50, 2**40 + 3)
 
 
-def test_uniform_is_what_triton_draws() -> None:
+def test_words_are_those_that_triton_draws() -> None:
     for seed, start in itertools.product((0, 2**31 - 2, 0x123456789ABCDEF), STARTS):
         key = torch.tensor([seed], device=DEVICE)
-        got = torch.empty(100, device=DEVICE)
-        rand_kernel[(1,)](key, got, start, 100, BLOCK=128)
-        assert torch.equal(philox.uniform(key, start, 100, DEVICE), got), (seed, start)
+        got = torch.empty(100, dtype=torch.int32, device=DEVICE)
+        words_kernel[(1,)](key, got, start, 100, BLOCK=128)
+        counters = torch.arange(start, start + 100, device=DEVICE)
+        assert torch.equal(philox._philox(key, counters)[0], got.long() & LOW), (seed, start)
 
 
 def test_first_words_are_those_of_the_reference() -> None:
@@ -65,12 +64,10 @@ def test_first_words_are_those_of_the_reference() -> None:
 def test_rows_get_the_words_triton_draws_by_fours() -> None:
     key = torch.tensor([1234567], device=DEVICE)
     words = torch.empty(12, 37, dtype=torch.int32, device=DEVICE)
-    fours_kernel[(3,)](key, words, 37, BLOCK=64, UNIFORM=False)
-    numbers = torch.empty(12, 37, device=DEVICE)
-    fours_kernel[(3,)](key, numbers, 37, BLOCK=64, UNIFORM=True)
-    assert torch.equal(philox.uniform_rows(key, 12, 37), numbers)
-    assert torch.equal(philox.uniform_rows(key, 10, 37), numbers[:10])
+    fours_kernel[(3,)](key, words, 37, BLOCK=64)
+    assert torch.equal(philox._words(key, 12, 37), words.long() & LOW)
+    assert torch.equal(philox._words(key, 10, 37), words[:10].long() & LOW)
     for dropout in (0.0, 0.1, 0.5, 0.9):
-        want = (words.long() & 0xFFFFFFFF) >= int(torch.tensor(dropout).double() * 2**32)
+        want = (words.long() & LOW) >= int(torch.tensor(dropout).double() * 2**32)
         assert torch.equal(philox.kept_rows(key, 12, 37, dropout), want)
         assert torch.equal(philox.kept_rows(key, 10, 37, dropout), want[:10])
