@@ -30,7 +30,6 @@ from hf_zero.errors import KernelError
 from hf_zero.ops import flat_reference as reference
 from hf_zero.ops.dispatch import Kernel
 from hf_zero.ops.flat_tiles import COEFFICIENTS, SETTINGS, FlatRun, Tiles
-from hf_zero.ops.flat_tiles import squared_norm as squared_norm
 
 __all__ = [
     "FlatRun",
@@ -40,7 +39,6 @@ __all__ = [
     "advance_",
     "lion_",
     "settings_table",
-    "squared_norm",
 ]
 
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)

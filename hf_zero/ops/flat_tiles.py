@@ -107,11 +107,6 @@ class Tiles:
             extents,
         )  # type: ignore[arg-type]
 
-    @property
-    def numel(self) -> int:
-        """The number of elements in all tiles; waits for the device."""
-        return int(self.table[:, 4].sum())
-
 
 def _joined(pieces: Iterable[FlatRun]) -> Sequence[FlatRun]:
     joined: list[FlatRun] = []
@@ -188,16 +183,6 @@ SUMS = Kernel(
         torch.tensor([0, 4, 9], device=device),
     ),
 )
-
-
-def squared_norm(tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return (sum of squares, 0-dim fp64; whether an element is not finite, 0-dim fp32: 1 or 0) of
-    all elements, without waiting for the device.
-
-    Args and errors as in :func:`squared_norms`.
-    """
-    total = squared_norms([tensors] if isinstance(tensors, Tensor) else tensors).sum()
-    return total, total.isfinite().logical_not().float()
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
