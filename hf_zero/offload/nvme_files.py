@@ -206,12 +206,11 @@ class NvmeFiles:
         self._stripe = block_size
         self._used = 0
         self._extents: dict[str, FileExtent] = {}
-        self._writes: list[Ticket] = []
         self._files = [self._open(path) for path in self.paths]
         self._sizes = [0] * len(self._files)
         self._queue = FileQueue(block_size, queue_depth, threads, backend)
         self._warned: set[str] = set()
-        self._warn_of_buffering()
+        self.warn_of_buffering()
 
     def _open(self, path: str) -> OpenFile:
         if not os.path.isdir(path):
@@ -233,7 +232,8 @@ class NvmeFiles:
                 raise _no_room(path, 0, 0, "a file", error.errno) from error
             raise
 
-    def _warn_of_buffering(self) -> None:
+    def warn_of_buffering(self) -> None:
+        """Warn once of each path whose file system refused O_DIRECT, at open or in a transfer."""
         for path, file in zip(self.paths, self._files):
             if not file.direct and path not in self._warned:
                 self._warned.add(path)
@@ -242,16 +242,6 @@ class NvmeFiles:
                     "through the page cache",
                     path,
                 )
-
-    @property
-    def direct(self) -> bool:
-        """Whether transfers bypass the page cache on all paths."""
-        return all(file.direct for file in self._files)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes taken on all paths together."""
-        return sum(self._sizes)
 
     def reserve(self, nbytes: int) -> None:
         """Reserve room for further extents of ``nbytes`` bytes in all, or raise DiskSpaceError."""
@@ -323,29 +313,9 @@ class NvmeFiles:
         self._check_open()
         state = "its values are still in memory" if write else "what it holds was not changed"
         context = f" for {name!r} of rank {self.rank}; {state}, and other extents are untouched"
-        ticket = self._queue.transfer(
+        return self._queue.transfer(
             write, self._pieces(start, tensor.nbytes), tensor, priority, after, context, name
         )
-        if write:
-            self._writes = [other for other in self._writes if not other.done() or other.failed()]
-            self._writes.append(ticket)
-        return ticket
-
-    def flush(self) -> None:
-        """Wait until everything written so far is in the files; raise the OSError of the first
-        write that failed.
-        """
-        with self.lock:
-            writes, self._writes = self._writes, []
-        failure: OSError | None = None
-        for ticket in writes:
-            try:
-                ticket.wait()
-            except OSError as error:
-                failure = failure or error
-        self._warn_of_buffering()
-        if failure is not None:
-            raise failure
 
     def _check_open(self) -> None:
         if not self._files:
@@ -364,4 +334,3 @@ class NvmeFiles:
             self._files = []
             self._sizes = []
             self._extents.clear()
-            self._writes = []

@@ -162,10 +162,12 @@ class Placement(PlacementRules):
     def write_error(self) -> OSError | None:
         """Return the error of a failed write, if any; the data is still in memory.
 
-        Waits for pending writes.
+        Waits for pending writes, and warns of folders that refused O_DIRECT in a transfer.
         """
         for pool in self._pools.values():
             pool.flush()
+        for files in self._files.values():
+            files.warn_of_buffering()
         errors = [pool.write_error for pool in self._pools.values()]
         return next((error for error in errors if error is not None), None)
 

@@ -19,7 +19,7 @@ import torch
 from hf_zero.errors import ConfigError, DiskSpaceError, OffloadError
 from hf_zero.offload import nvme_files
 from hf_zero.offload.nvme_files import PREFIX, NvmeFiles, remove_leftovers
-from hf_zero.ops.files import Priority, parse_faults
+from hf_zero.ops.files import ALIGNMENT, Priority, parse_faults
 from tests.helpers.file_backends import BACKENDS
 
 BLOCK = 8192
@@ -47,6 +47,11 @@ def content(extent):
     return out
 
 
+def size(files):
+    """Bytes of the file on the first path."""
+    return os.fstat(files._files[0].descriptor).st_size
+
+
 def inject(files, faults):
     files._queue.inject(parse_faults(faults))
 
@@ -61,9 +66,8 @@ def test_extents_hold_what_was_written_and_begin_as_zeros(backend, tmp_path):
     for extent in extents:
         assert not content(extent).any()
     data = [bytes_of(size) for size in sizes]
-    for extent, values in zip(extents, data):
-        extent.write(0, values)
-    files.flush()
+    for ticket in [extent.write(0, values) for extent, values in zip(extents, data)]:
+        ticket.wait()
     for extent, values in zip(extents, data):
         assert torch.equal(content(extent), values)
     for start, stop in (
@@ -106,20 +110,20 @@ def test_what_a_failed_write_should_have_replaced_is_not_read(files):
     kept = bytes_of(BLOCK)
     other.write(0, kept).wait()
     inject(files, "write:2:ENOSPC")
-    extent.write(0, bytes_of(4 * BLOCK))
+    writing = extent.write(0, bytes_of(4 * BLOCK))
     with pytest.raises(
         OSError, match="for 'master of unit 4' of rank 3; its values are still in memory"
     ) as caught:
-        files.flush()
+        writing.wait()
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.filename.startswith(files.paths[0])
     with pytest.raises(OSError, match="No space left"):
         content(extent)
     assert torch.equal(content(other), kept)
     again = bytes_of(4 * BLOCK)
-    extent.write(0, again)
+    writing = extent.write(0, again)
     assert torch.equal(content(extent), again)
-    files.flush()
+    writing.wait()
 
 
 def test_a_full_disk_is_an_error_at_once_with_path_need_and_free_space(files, tmp_path):
@@ -131,7 +135,7 @@ def test_a_full_disk_is_an_error_at_once_with_path_need_and_free_space(files, tm
     assert caught.value.filename == str(tmp_path)
     with pytest.raises(DiskSpaceError, match="offloaded state of rank 3"):
         files.reserve(1 << 60)
-    assert files.nbytes == 0
+    assert size(files) == 0
     files.allocate("huge", 100)
 
 
@@ -145,7 +149,7 @@ def test_a_limit_of_the_system_on_file_sizes(files):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.errno == errno.EFBIG
-    assert os.fstat(files._files[0].descriptor).st_size == files.nbytes == 1 << 19
+    assert size(files) == 1 << 19
     files.allocate("large", 1 << 21)
 
 
@@ -162,7 +166,7 @@ def test_room_that_is_refused_in_the_act(files, tmp_path, monkeypatch):
             files.allocate("r", 1 << 20)
         assert type(caught.value) is raised
         assert (caught.value.errno, caught.value.filename) == (number, str(tmp_path))
-        assert os.fstat(files._files[0].descriptor).st_size == 0
+        assert size(files) == 0
 
 
 def test_paths_that_cannot_be_used(tmp_path, monkeypatch):
@@ -192,11 +196,9 @@ def test_paths_that_cannot_be_used(tmp_path, monkeypatch):
 def test_a_file_system_without_o_direct_is_said_once(tmp_path, monkeypatch, heard):
     monkeypatch.setattr(nvme_files, "open_direct", lambda path: -1)
     files = NvmeFiles([tmp_path], block_size=BLOCK)
-    assert not files.direct
     extent, values = files.allocate("r", 2 * BLOCK + 1), bytes_of(2 * BLOCK + 1)
-    extent.write(0, values)
-    files.flush()
-    files.flush()
+    extent.write(0, values).wait()
+    files.warn_of_buffering()
     assert torch.equal(content(extent), values)
     assert [message for message in heard if "O_DIRECT" in message] == [
         f"the file system of nvme_path {tmp_path} takes no O_DIRECT: transfers go "
@@ -253,8 +255,7 @@ from hf_zero.offload import nvme_files
 files = nvme_files.NvmeFiles([sys.argv[1]], 0, block_size=8192)
 extent = files.allocate("r", 1 << 22)
 values = torch.arange(1 << 20, dtype=torch.int32)
-extent.write(0, values)
-files.flush()
+extent.write(0, values).wait()
 print("ready", flush=True)
 sys.stdin.readline()
 out = torch.zeros_like(values)
@@ -278,8 +279,7 @@ def test_processes_side_by_side_and_one_that_is_killed(tmp_path, heard_in_full):
     assert process.stdout.readline() == "ready\n"
     for _ in range(3):
         files = NvmeFiles([tmp_path], 0, block_size=8192)
-        files.allocate("r", 1 << 22).write(0, torch.zeros(1 << 20))
-        files.flush()
+        files.allocate("r", 1 << 22).write(0, torch.zeros(1 << 20)).wait()
         files.close()
     process.stdin.write("go\n")
     process.stdin.flush()
@@ -330,6 +330,6 @@ def test_a_file_that_another_rank_took_for_a_leftover_is_made_again(tmp_path, mo
     assert len(taken) == 1
     extent = files.allocate("r", 8)
     extent.write(0, torch.ones(8, dtype=torch.uint8)).wait()
-    assert os.fstat(files._files[0].descriptor).st_size == files.nbytes
+    assert size(files) == ALIGNMENT
     assert os.listdir(tmp_path) == []
     files.close()

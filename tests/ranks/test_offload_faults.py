@@ -19,6 +19,7 @@ from hf_zero.errors import (
     OffloadError,
     RankMismatchError,
 )
+from hf_zero.offload import nvme_files
 from hf_zero.offload.sub_group_update import Update
 from hf_zero.ops.files import parse_faults
 from tests.helpers import offloads
@@ -96,6 +97,26 @@ def test_short_and_slow_transfers_change_nothing(way, stage, fault, tmp_path, mo
 
     section = offload(way, stage, tmp_path, max_in_cpu=0)
     same(trained(section, ranks=2, steps=3, gradient_clipping=1.0), after(3, stage))
+
+
+def test_o_direct_that_is_refused_in_mid_run_is_said_once(tmp_path, monkeypatch, heard):
+    # stands for O_DIRECT on any file system
+    monkeypatch.setattr(nvme_files, "open_direct", lambda path: os.open(path, os.O_RDWR))
+
+    def run(rank, model):
+        engine = opened(model, "optimizer in files", 2, tmp_path)
+        train(engine, rank, range(2))
+        engine.updater.finish()
+        assert not any("O_DIRECT" in message for message in heard)
+        inject(engine, "write:1:EINVAL")
+        train(engine, rank, range(2, 5))
+        return ended(engine)
+
+    same(on_ranks(1, run)[0], trained({"stage": 2}, ranks=1, steps=5, gradient_clipping=1.0))
+    assert [message for message in heard if "O_DIRECT" in message] == [
+        f"the file system of nvme_path {tmp_path} takes no O_DIRECT: transfers go "
+        "through the page cache"
+    ]
 
 
 @on_each_rank(1)
