@@ -102,17 +102,6 @@ class OpenFile:
         self._made: Any = None
         self._close = weakref.finalize(self, _close_both, descriptor, direct)
 
-    @classmethod
-    def open(cls, path: str | os.PathLike[str], create: bool = False) -> OpenFile:
-        """Open the file at ``path``, created (never truncated) if ``create``. Raises OSError."""
-        name = os.fspath(path)
-        descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
-        try:
-            return cls(name, descriptor, open_direct(name))
-        except OSError:
-            os.close(descriptor)
-            raise
-
     def handle(self, file_class: type) -> Any:
         """Return this file as an object of ``file_class``, which then owns the descriptors."""
         if self._made is None:
@@ -197,11 +186,6 @@ class Ticket:
                 number, f"{text} ({verb} {nbytes} bytes at {offset}{self._context})", path
             )
 
-    def promote(self, priority: Priority) -> None:
-        """Raise the transfer's priority to ``priority``; never lower it."""
-        self._queue.check_process()
-        self._queue.backend.promote(self._transfer, int(priority))
-
 
 class FileQueue:
     """Transfers between CPU tensors and files: ``queue_depth`` blocks of ``block_size`` bytes at
@@ -280,20 +264,6 @@ class FileQueue:
         """Inject these faults from now on, for tests; counting restarts."""
         self.backend.inject([tuple(fault) for fault in faults])
 
-    def read(
-        self, file: OpenFile, offset: int, out: torch.Tensor, priority: Priority = Priority.NEEDED
-    ) -> Ticket:
-        """Fill ``out`` (contiguous, CPU) from byte ``offset`` of ``file``."""
-        return self.transfer(False, [TransferPart(file, offset, 0, out.nbytes)], out, priority)
-
-    def write(
-        self, file: OpenFile, offset: int, data: torch.Tensor, priority: Priority = Priority.BEHIND
-    ) -> Ticket:
-        """Write ``data`` (contiguous, CPU; not to be changed until done) at byte ``offset`` of
-        ``file``.
-        """
-        return self.transfer(True, [TransferPart(file, offset, 0, data.nbytes)], data, priority)
-
     def transfer(
         self,
         write: bool,
@@ -309,7 +279,7 @@ class FileQueue:
 
         ``context`` ends the message of an error, ``name`` names the transfer in a profile.
         """
-        self.check_process()
+        self._check_process()
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise OffloadError(
                 f"a tensor of shape {tuple(tensor.shape)} on {tensor.device}, strides "
@@ -336,13 +306,13 @@ class FileQueue:
         """Wait for a transfer of the backend. Return None, or errno, path, offset and bytes of the
         failed part, and whether the file ended there.
         """
-        self.check_process()
+        self._check_process()
         failure: tuple[int, str, int, int, bool] | None = self.backend.wait(transfer)
         with self._lock:
             self._alive.pop(id(transfer), None)
         return failure
 
-    def check_process(self) -> None:
+    def _check_process(self) -> None:
         """Raise OffloadError in a forked child: the queue's threads exist in the parent only."""
         if os.getpid() != self._process:
             raise OffloadError(

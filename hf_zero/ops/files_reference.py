@@ -113,10 +113,6 @@ class ReferenceFileQueue:
                 self._changed.wait()
         return transfer.failure
 
-    def promote(self, transfer: Transfer, priority: int) -> None:
-        with self._changed:
-            self._raise_priority(transfer, priority)
-
     def inject(self, faults: list[tuple[bool, int, int, int, bool, int]]) -> None:
         with self._changed:
             self._faults = faults

@@ -103,11 +103,6 @@ void FileQueue::raise_priority(const std::shared_ptr<Transfer>& transfer, int pr
     for (const auto& first : transfer->after) raise_priority(first, priority);
 }
 
-void FileQueue::promote(const std::shared_ptr<Transfer>& transfer, int priority) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    raise_priority(transfer, priority);
-}
-
 bool FileQueue::wait(const std::shared_ptr<Transfer>& transfer, int milliseconds) {
     std::unique_lock<std::mutex> lock(mutex_);
     raise_priority(transfer, kNeeded);

@@ -91,9 +91,6 @@ class FileQueue {
 
     std::shared_ptr<Transfer> submit(bool write, std::vector<Piece> pieces, int priority, std::vector<std::shared_ptr<Transfer>> after);
 
-    // Raise the priority of the part of a transfer that is still queued.
-    void promote(const std::shared_ptr<Transfer>& transfer, int priority);
-
     bool wait(const std::shared_ptr<Transfer>& transfer, int milliseconds);
 
     // End the threads when all transfers are done; with `cancel`, fail those that have not begun

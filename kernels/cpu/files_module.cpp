@@ -66,7 +66,6 @@ void bind_files(py::module_& m) {
         .def(py::init<int64_t, int, std::string, int>(), py::arg("block_size"), py::arg("depth"), py::arg("engine"), py::arg("threads"))
         .def("submit", &submit, py::arg("write"), py::arg("pieces"), py::arg("priority"), py::arg("after"))
         .def("wait", &wait, py::arg("transfer"), "None, or (errno, path, offset, bytes, at_end) of what failed first.")
-        .def("promote", &FileQueue::promote, py::arg("transfer"), py::arg("priority"), unlocked)
         .def("inject", &inject, py::arg("faults"))
         .def("close", &FileQueue::close, py::arg("cancel"), unlocked)
         .def_property_readonly("engine", &FileQueue::engine)

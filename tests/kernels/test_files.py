@@ -20,7 +20,9 @@ from hf_zero.ops import files
 from hf_zero.ops.files import ALIGNMENT, FileQueue, OpenFile, Priority, parse_faults
 from tests.helpers.commands import completed
 from tests.helpers.file_backends import BACKENDS
+from tests.helpers.file_transfers import open_file, read, write
 
+ROOT = Path(__file__).parents[2]
 BLOCK = 1 << 16
 SIZES = (0, 1, 511, 4095, 4096, 4097, BLOCK - 1, BLOCK + 4096, 3 * BLOCK + 5)
 
@@ -45,46 +47,47 @@ def one_at_a_time(queue: FileQueue) -> Iterator[FileQueue]:
         yield single
 
 
-def open_file(folder: Path, direct: bool = True) -> OpenFile:
+def file_in(folder: Path, direct: bool = True) -> OpenFile:
     """A file, past the page cache where its file system allows, or as on one without O_DIRECT."""
     if direct:
-        return OpenFile.open(folder / "file", create=True)
+        return open_file(folder / "file")
     return OpenFile(str(folder / "file"), os.open(folder / "file", os.O_RDWR | os.O_CREAT))
 
 
 def test_what_is_written_is_read(queue: FileQueue, tmp_path: Path) -> None:
     """Of any size and place in memory and in the file, past the page cache and through it."""
     for direct, misaligned in ((True, 0), (False, 1), (True, 64)):
-        file = open_file(tmp_path, direct)
+        file = file_in(tmp_path, direct)
         for offset in (0, 1, ALIGNMENT, BLOCK + 513):
             for nbytes in SIZES:
                 data, out = tensor_at(nbytes, misaligned), tensor_at(nbytes, 64 - misaligned)
-                queue.write(file, offset, data).wait()
-                queue.read(file, offset, out).wait()
+                write(queue, file, offset, data).wait()
+                read(queue, file, offset, out).wait()
                 assert torch.equal(out, data), (offset, nbytes)
                 there = (tmp_path / "file").read_bytes()[offset : offset + nbytes]
                 assert there == data.numpy().tobytes()
     for name in ("float64", "float32", "bfloat16", "float16", "int64", "int8", "bool"):
         data = torch.randint(0, 2, (3, 5, 7)).to(getattr(torch, name))
         out = torch.empty_like(data)
-        queue.write(file, 24, data).wait()
-        queue.read(file, 24, out).wait()
+        write(queue, file, 24, data).wait()
+        read(queue, file, 24, out).wait()
         assert torch.equal(out, data), name
 
 
 def test_many_in_flight_from_several_threads(queue: FileQueue, tmp_path: Path) -> None:
-    file, wrong = open_file(tmp_path), list[int]()
+    file, wrong = file_in(tmp_path), list[int]()
     neighbours = [tensor_at(1500, 0) for _ in range(200)]
-    for ticket in [queue.write(file, 1500 * at, part) for at, part in enumerate(neighbours)]:
+    for ticket in [write(queue, file, 1500 * at, part) for at, part in enumerate(neighbours)]:
         ticket.wait()
     assert (tmp_path / "file").read_bytes() == torch.cat(neighbours).numpy().tobytes()
     parts = [torch.full((20_000 + index,), index % 256, dtype=torch.uint8) for index in range(240)]
 
     def work(start: int) -> None:
         mine = {index: torch.empty_like(parts[index]) for index in range(start, 240, 4)}
-        for move, tensors in ((queue.write, parts), (queue.read, mine)):
+        for move, tensors in ((write, parts), (read, mine)):
             tickets = [
-                move(file, index * 24_576, tensors[index], Priority(index % 3)) for index in mine
+                move(queue, file, index * 24_576, tensors[index], Priority(index % 3))
+                for index in mine
             ]
             for ticket in reversed(tickets):
                 ticket.wait()
@@ -114,27 +117,24 @@ def last_of(folder: Path) -> bytes:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_somebody_waits_for_becomes_urgent(backend: str, tmp_path: Path) -> None:
     """A read overtakes the rest of a long write; what is to come after another does not."""
-    file, out = open_file(tmp_path), fill(7)
-    for how in ("wait", "promote", "read"):
+    file, out = file_in(tmp_path), fill(7)
+    for how in ("wait", "read"):
         queue = FileQueue(BLOCK, 1, 1, backend)
-        queue.write(file, 0, fill(0, LONG)).wait()
+        write(queue, file, 0, fill(0, LONG)).wait()
         queue.inject(SLOW)
-        queue.write(file, 0, fill(1, LONG), Priority.BEHIND if how == "read" else Priority.AHEAD)
+        write(queue, file, 0, fill(1, LONG), Priority.BEHIND if how == "read" else Priority.AHEAD)
         if how == "read":
-            queue.read(file, LAST.start, out, Priority.NEEDED).wait()
+            read(queue, file, LAST.start, out, Priority.NEEDED).wait()
             assert int(out.max()) == 0, "the read came after the last block of the write"
         else:
-            late = queue.write(file, LAST.start, fill(2), Priority.BEHIND)
-            if how == "promote":
-                late.promote(Priority.NEEDED)
-            else:
-                late.wait()
+            late = write(queue, file, LAST.start, fill(2), Priority.BEHIND)
+            late.wait()
         queue.inject(AT_ONCE)
         queue.close()
         assert last_of(tmp_path) == bytes([1]) * BLOCK, how
     queue = FileQueue(BLOCK, 1, 1, backend)
     queue.inject(parse_faults("write:1:slow=100"))
-    first = queue.write(file, 0, fill(1), Priority.BEHIND)
+    first = write(queue, file, 0, fill(1), Priority.BEHIND)
     part = files.TransferPart(file, 0, 0, BLOCK)
     queue.transfer(True, [part], fill(2), Priority.NEEDED, [first]).wait()
     assert first.done()
@@ -143,21 +143,21 @@ def test_what_somebody_waits_for_becomes_urgent(backend: str, tmp_path: Path) ->
 
 
 def test_memory_and_file_live_as_long_as_their_transfer(one_at_a_time, tmp_path):
-    file = open_file(tmp_path)
+    file = file_in(tmp_path)
     descriptor, data = file.descriptor, fill(5, LONG)
     seen = weakref.ref(data)
     one_at_a_time.inject(SLOW)
     # else the next, which is waited for, may overtake it
-    one_at_a_time.write(file, 0, data, Priority.NEEDED)
+    write(one_at_a_time, file, 0, data, Priority.NEEDED)
     del data
     gc.collect()
     assert seen() is not None
     one_at_a_time.inject(AT_ONCE)
-    one_at_a_time.write(file, LAST.stop, fill(6)).wait()
-    one_at_a_time.write(file, LAST.stop, fill(6)).wait()
+    write(one_at_a_time, file, LAST.stop, fill(6)).wait()
+    write(one_at_a_time, file, LAST.stop, fill(6)).wait()
     assert seen() is None and last_of(tmp_path) == bytes([5]) * BLOCK
     one_at_a_time.inject(SLOW)
-    ticket = one_at_a_time.write(file, 0, fill(1, LONG))
+    ticket = write(one_at_a_time, file, 0, fill(1, LONG))
     del file
     os.fstat(descriptor)
     one_at_a_time.inject(AT_ONCE)
@@ -171,16 +171,16 @@ def test_memory_and_file_live_as_long_as_their_transfer(one_at_a_time, tmp_path)
 def test_closing_finishes_what_was_asked_for_or_drops_what_has_not_begun(
     queue: FileQueue, one_at_a_time: FileQueue, tmp_path: Path
 ) -> None:
-    file = open_file(tmp_path)
-    tickets = [queue.write(file, BLOCK * index, fill(index)) for index in range(20)]
+    file = file_in(tmp_path)
+    tickets = [write(queue, file, BLOCK * index, fill(index)) for index in range(20)]
     queue.close()
     assert all(ticket.done() and not ticket.failed() for ticket in tickets)
     with pytest.raises(OffloadError, match="closed"):
-        queue.read(file, 0, fill(0))
+        read(queue, file, 0, fill(0))
     queue.close()
     one_at_a_time.inject(SLOW)
     tickets = [
-        one_at_a_time.write(file, BLOCK * index, fill(1), Priority.NEEDED) for index in range(LONG)
+        write(one_at_a_time, file, BLOCK * index, fill(1), Priority.NEEDED) for index in range(LONG)
     ]
     one_at_a_time.close(cancel=True)
     with pytest.raises(OSError) as caught:
@@ -206,11 +206,11 @@ def test_the_environment_chooses_the_backend(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_a_queue_cannot_take_is_refused(queue: FileQueue, tmp_path: Path) -> None:
-    file = open_file(tmp_path)
+    file = file_in(tmp_path)
     for tensor in (torch.zeros(4, 4).t(), torch.zeros(4, device="meta")):
         with pytest.raises(OffloadError, match="contiguous CPU memory"):
-            queue.write(file, 0, tensor)
-    queue.write(file, 0, fill(0)).wait()
+            write(queue, file, 0, tensor)
+    write(queue, file, 0, fill(0)).wait()
     with pytest.raises(OffloadError, match="another kind"):
         file.handle(type("Other", (), {}))
     for sizes in ((4095,), (0,), (1 << 31,), (BLOCK, 0), (BLOCK, 5000), (BLOCK, 4, 0)):
@@ -221,7 +221,8 @@ def test_what_a_queue_cannot_take_is_refused(queue: FileQueue, tmp_path: Path) -
 PROCESS = """
 import ctypes, os, struct, sys, torch
 from hf_zero.errors import ConfigError, OffloadError
-from hf_zero.ops.files import FileQueue, OpenFile, parse_faults
+from hf_zero.ops.files import FileQueue, parse_faults
+from tests.helpers.file_transfers import open_file, read, write
 path, backends = sys.argv[1], sys.argv[2:]
 
 
@@ -254,15 +255,15 @@ for call in (425, 426):
     forked(lambda: refused(call))
 
 queues = [FileQueue(backend=backend) for backend in backends]
-files = [OpenFile.open(path + backend, create=True) for backend in backends]
+files = [open_file(path + backend) for backend in backends]
 for queue, file in zip(queues, files):
-    queue.write(file, 0, torch.ones(1 << 20)).wait()
+    write(queue, file, 0, torch.ones(1 << 20)).wait()
 
 
 def parents():
     for queue, file in zip(queues, files):
         try:
-            queue.read(file, 0, torch.empty(4))
+            read(queue, file, 0, torch.empty(4))
         except OffloadError as error:
             assert "forked" in str(error)
         else:
@@ -279,38 +280,38 @@ for child in (parents, forgotten):
     forked(child)
     for queue, file in zip(queues, files):
         out = torch.empty(1 << 20)
-        queue.read(file, 0, out).wait()
+        read(queue, file, 0, out).wait()
         assert int(out.sum()) == 1 << 20, queue.kind
 
 if "io_uring" in backends:
     queue = FileQueue(1 << 12, 4, 1, "io_uring")
-    file = OpenFile.open(path, create=True)
+    file = open_file(path)
     data = torch.randint(0, 256, (64, 3 << 12), dtype=torch.uint8)
     out = torch.zeros_like(data)
 
     def move(call, rows):
-        return [call(file, at * data[0].nbytes, rows[at]) for at in range(len(rows))]
+        return [call(queue, file, at * data[0].nbytes, rows[at]) for at in range(len(rows))]
 
-    writes = move(queue.write, data)
+    writes = move(write, data)
     for name in os.listdir("/proc/self/fd"):
         place = f"/proc/self/fd/{name}"
         if os.path.islink(place) and "io_uring" in os.readlink(place):
             os.dup2(os.open("/dev/null", os.O_RDONLY), int(name))  # refused from now on
     for ticket in writes:
         ticket.wait()
-    for ticket in move(queue.read, out):
+    for ticket in move(read, out):
         ticket.wait()
     assert torch.equal(out, data)
-    again = move(queue.write, data.flip(0))
+    again = move(write, data.flip(0))
     queue.close()
     assert all(ticket.done() and not ticket.failed() for ticket in again)
 
 queues = [FileQueue(1 << 16, 1, 1, backend) for backend in backends]
 for queue in queues:
     queue.inject(parse_faults("write:1:slow=50"))
-    file = OpenFile.open(path + queue.kind, create=True)
+    file = open_file(path + queue.kind)
     for _ in range(50):
-        queue.write(file, 0, torch.ones(1 << 20))
+        write(queue, file, 0, torch.ones(1 << 20))
 print("the end")
 """
 
@@ -322,7 +323,7 @@ def test_what_a_process_sees(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_ZERO_LOG_LEVEL": "INFO"}
     environment.pop("HF_ZERO_IO", None)
     command = [sys.executable, "-c", PROCESS, str(tmp_path / "file"), *BACKENDS]
-    done = completed(command, timeout=300, env=environment)
+    done = completed(command, timeout=300, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert said[0] == said[2] == "threads" and said[4:] == ["the end"], done.stdout
@@ -338,14 +339,14 @@ def test_what_a_process_sees(tmp_path: Path) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> OpenFile:
-    return OpenFile.open(tmp_path / "file", create=True)
+    return open_file(tmp_path / "file")
 
 
 def test_an_error_is_raised_with_number_and_path(queue: FileQueue, file: OpenFile) -> None:
     data = torch.rand(5 * BLOCK)
     for number in (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS):
         queue.inject(parse_faults(f"write:3:{errno.errorcode[number]}"))
-        ticket = queue.write(file, 0, data)
+        ticket = write(queue, file, 0, data)
         for _ in range(2):  # whoever waits is told
             with pytest.raises(OSError, match="writing 65536 bytes at") as caught:
                 ticket.wait()
@@ -356,23 +357,23 @@ def test_an_error_is_raised_with_number_and_path(queue: FileQueue, file: OpenFil
         queue.inject([])
         is_written(queue, file, data)
     queue.inject(parse_faults("write:1:EIO"))
-    failing = queue.write(file, 0, torch.rand(8 * BLOCK), Priority.NEEDED)
+    failing = write(queue, file, 0, torch.rand(8 * BLOCK), Priority.NEEDED)
     with pytest.raises(OSError):
         failing.wait()
     is_written(queue, file, torch.rand(100))  # each transfer has its own error
-    queue.write(file, 0, torch.zeros(BLOCK + 100, dtype=torch.uint8)).wait()
+    write(queue, file, 0, torch.zeros(BLOCK + 100, dtype=torch.uint8)).wait()
     os.truncate(file.path, BLOCK + 100)
     for offset in (0, BLOCK, 3 * BLOCK):
         said = r"the file ends too early \(reading \d+ bytes at \d+\)"
         with pytest.raises(OSError, match=said) as caught:
-            queue.read(file, offset, torch.empty(3 * BLOCK + 17, dtype=torch.uint8)).wait()
+            read(queue, file, offset, torch.empty(3 * BLOCK + 17, dtype=torch.uint8)).wait()
         assert (caught.value.errno, caught.value.filename) == (errno.EIO, file.path)
 
 
 def is_written(queue: FileQueue, file: OpenFile, data: torch.Tensor) -> None:
     out = torch.zeros_like(data)
-    queue.write(file, 0, data).wait()
-    queue.read(file, 0, out).wait()
+    write(queue, file, 0, data).wait()
+    read(queue, file, 0, out).wait()
     assert torch.equal(out, data)
 
 
@@ -406,22 +407,20 @@ def test_a_file_system_that_refuses_o_direct(queue, tmp_path, monkeypatch):
         return real(path, flags, mode)
 
     monkeypatch.setattr(os, "open", refusing)
-    file = OpenFile.open(tmp_path / "plain", create=True)
+    file = open_file(tmp_path / "plain")
     assert not file.direct
     is_written(queue, file, torch.rand(BLOCK))
-    with pytest.raises(FileNotFoundError):
-        OpenFile.open(tmp_path / "missing")
 
 
 def test_faults_come_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ZERO_IO_FAULT", "write:2+:ENOSPC")
     for backend in BACKENDS:
         queue = FileQueue(BLOCK, backend=backend)
-        file = OpenFile.open(tmp_path / backend, create=True)
-        queue.write(file, 0, torch.zeros(1)).wait()
+        file = open_file(tmp_path / backend)
+        write(queue, file, 0, torch.zeros(1)).wait()
         for _ in range(2):
             with pytest.raises(OSError, match="No space left"):
-                queue.write(file, 0, torch.zeros(1)).wait()
+                write(queue, file, 0, torch.zeros(1)).wait()
         queue.close()
     for text in ("write", "write:x:EIO", "read:1:ENOTANERROR", "move:1:EIO", "read:1:slow"):
         with pytest.raises(ConfigError, match="write for example"):
