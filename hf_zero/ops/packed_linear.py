@@ -21,8 +21,11 @@ from hf_zero.ops.operators import GradientContext, operator
 
 def packed_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
-) -> list[Tensor]:
-    """Return ``[x @ w.T + b for each]``: views [..., outputs of w] of one result.
+) -> Tensor:
+    """Return ``x @ w.T + b`` of all weights in one tensor, [..., sum of outputs].
+
+    For consumers of the packed form (``swiglu_packed``): their gradient is then
+    one tensor, where the gradients of views would be concatenated.
 
     Args:
         x: [..., inputs].
@@ -31,19 +34,6 @@ def packed_linear(
 
     Raises:
         KernelError: there is no weight, or a dtype, device or shape does not fit.
-    """
-    return list(
-        packed_linear_whole(x, weights, biases).split([w.shape[0] for w in weights], dim=-1)
-    )
-
-
-def packed_linear_whole(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
-) -> Tensor:
-    """Compute :func:`packed_linear` with the results in one tensor, [..., sum of outputs].
-
-    For consumers of the packed form (``swiglu_packed``): their gradient is then one tensor, where
-    the gradients of views would be concatenated.
     """
     weights, terms = list(weights), list(biases or [])
     _check(x, weights, terms)

@@ -15,8 +15,8 @@ from torch import nn
 
 from hf_zero.ops import dispatch
 from hf_zero.ops.activations import geglu, gelu, swiglu, swiglu_packed
-from hf_zero.ops.packed_linear import pack_, packed_linear_whole
-from hf_zero.ops.philox import draw_seed, kept_rows
+from hf_zero.ops.packed_linear import pack_, packed_linear
+from hf_zero.ops.philox import kept_rows
 from hf_zero.ops.residual import dropout_add
 from hf_zero.ops.rotary import rotary
 from tests.helpers.errors_beside_torch import assert_no_worse_than_torch, gradients
@@ -134,7 +134,7 @@ def test_a_compiled_block_is_the_plain_one():
     pack_(weights)
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        hidden = swiglu_packed(packed_linear_whole(x, weights))
+        hidden = swiglu_packed(packed_linear(x, weights))
         return dropout_add(F.linear(hidden, down), x) + gelu(x)
 
     x, trained = randn(64, 256, dtype=torch.bfloat16), [*weights, down]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_zero.ops.packed_linear import adjacent, pack_, packed_linear, packed_linear_whole
+from hf_zero.ops.packed_linear import adjacent, pack_, packed_linear
 from tests.helpers.cells import in_one_item
 
 OUTPUTS = (8, 4, 6)
@@ -51,7 +51,7 @@ def test_is_each_layer_by_itself(cell):
     assert adjacent(weights) == packed
     x, results = torch.randn(shape).to(dtype), []
     for function in (
-        lambda x: packed_linear(x, weights, biases or None),
+        lambda x: packed_linear(x, weights, biases or None).split(OUTPUTS, dim=-1),
         lambda x: [F.linear(x, w, b) for w, b in zip(weights, biases or [None] * 3)],
     ):
         leaf = x.clone().requires_grad_()
@@ -69,7 +69,7 @@ def test_layers_without_inputs_give_their_biases(bias):
     weights = [nn.Parameter(torch.zeros(n, 0)) for n in OUTPUTS]
     biases = [nn.Parameter(torch.randn(n)) for n in OUTPUTS] if bias else []
     x = torch.zeros(5, 0, requires_grad=True)
-    outs = packed_linear(x, weights, biases or None)
+    outs = packed_linear(x, weights, biases or None).split(OUTPUTS, dim=-1)
     wanted = [b.expand(5, -1) for b in biases] if bias else [torch.zeros(5, n) for n in OUTPUTS]
     assert all(torch.equal(one, other) for one, other in zip(outs, wanted))
     sum(out.sum() for out in outs).backward()
@@ -82,17 +82,17 @@ def test_beside_each_other_they_are_one_product_and_otherwise_go_the_plain_way()
     weights, biases = layers()
     biases[1] = None
     with torch.autocast("cpu", torch.bfloat16):
-        got = packed_linear(x, weights, biases)
+        got = packed_linear(x, weights, biases).split(OUTPUTS, dim=-1)
         want = [F.linear(x, w, b) for w, b in zip(weights, biases)]
     for g, w in zip(got, want):
         assert g.dtype == torch.bfloat16 and torch.allclose(g, w, atol=0.1)
-    got = packed_linear(x, weights, biases)
+    got = packed_linear(x, weights, biases).split(OUTPUTS, dim=-1)
     for g, w, b in zip(got, weights, biases):
         assert torch.allclose(g, F.linear(x, w, b), atol=1e-5)
     apart, beside = layers(packed=False), layers()
     assert products(lambda: packed_linear(x, *beside)) == 1
     assert products(lambda: packed_linear(x, *apart)) == 3
-    out = packed_linear_whole(x.clone().requires_grad_(), *beside)
+    out = packed_linear(x.clone().requires_grad_(), *beside)
     assert products(lambda: out.sum().backward()) == 2, "one for x, one for all weights"
 
 

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_zero.integrations.fused.shells import attributes, is_constant
 from hf_zero.ops import activations, norms
-from hf_zero.ops.packed_linear import packed_linear_whole
+from hf_zero.ops.packed_linear import packed_linear
 from hf_zero.ops.residual import dropout_add
 
 Forward = Callable[..., torch.Tensor]
@@ -85,7 +85,7 @@ def whole(x: torch.Tensor, linears: Sequence[nn.Module]) -> torch.Tensor | None:
             return None
         weights.append(linear.weight)
         biases.append(linear.bias)
-    return packed_linear_whole(x, weights, None if all(bias is None for bias in biases) else biases)
+    return packed_linear(x, weights, None if all(bias is None for bias in biases) else biases)
 
 
 def while_unchanged(
