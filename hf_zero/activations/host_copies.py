@@ -1,6 +1,6 @@
-"""Copies of activations between device and host memory, asynchronous on a side stream, or
-synchronous if the device is the host; and the host memory for tensors that a forward saves and its
-backward consumes: slabs that are filled in order and reused once they are empty.
+"""Copies of activations between device and host memory, asynchronous on a side stream; and the host
+memory for tensors that a forward saves and its backward consumes: slabs that are filled in order
+and reused once they are empty.
 
 [Note: one stream]
 All copies of a :class:`Streams` run on one stream, in the order of their calls, so a reused host
@@ -13,7 +13,6 @@ or may reuse the source, which is memory of the stream that saved it. The host n
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
 
 import torch
 
@@ -26,39 +25,7 @@ from hf_zero.offload.storage import Allocator
 FIRST, MOST = 16 << 20, 256 << 20
 ALIGN = 512  # bytes, as the device's allocator aligns
 
-
-class Brought(Protocol):
-    """A copy to the device, under way or complete."""
-
-    def use(self) -> torch.Tensor:
-        """Return the values, uint8 on the device, for kernels launched from now on in the current
-        stream.
-        """
-        ...
-
-
-class Transfers(Protocol):
-    """Copies between device and host memory."""
-
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> object:
-        """Copy ``source`` (uint8 on the device) to ``target`` in host memory; return a handle for
-        :meth:`leave`, until which ``source`` must stay alive.
-        """
-        ...
-
-    def leave(self, sent: Any) -> None:
-        """Let the stream that was current at the copy ``sent`` reuse its source from now on,
-        whichever is current now: a model may have branches on several.
-        """
-        ...
-
-    def bring(self, source: torch.Tensor) -> Brought:
-        """Start to copy ``source``, in host memory, to the device."""
-        ...
-
-    def close(self) -> None:
-        """Wait until no copy is under way."""
-        ...
+Sent = tuple[streams.Event, streams.Stream]  # the end of a copy; the stream that uses its source
 
 
 class Streams:
@@ -68,21 +35,26 @@ class Streams:
         self._device = device
         self._stream = streams.side_stream(device, streams.Use.ACTIVATIONS)
 
-    def send(
-        self, source: torch.Tensor, target: torch.Tensor
-    ) -> tuple[streams.Event, streams.Stream]:
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> Sent:
+        """Copy ``source`` (uint8 on the device) to ``target`` in host memory; return a handle for
+        :meth:`leave`, until which ``source`` must stay alive.
+        """
         current = streams.current_stream(self._device)
         self._stream.wait_stream(current)
         with streams.on_stream(self._stream):
             target.copy_(source, non_blocking=True)
             return streams.record_event(self._stream), current
 
-    def leave(self, sent: tuple[streams.Event, streams.Stream]) -> None:
+    def leave(self, sent: Sent) -> None:
+        """Let the stream that was current at the copy ``sent`` reuse its source from now on,
+        whichever is current now: a model may have branches on several.
+        """
         copied, home = sent
         if not copied.query():
             home.wait_event(copied)
 
-    def bring(self, source: torch.Tensor) -> _OnStream:
+    def bring(self, source: torch.Tensor) -> Brought:
+        """Start to copy ``source``, in host memory, to the device."""
         current = streams.current_stream(self._device)
         # Allocated on the compute stream: once freed, the memory is reused by later work of that
         # stream.
@@ -90,14 +62,17 @@ class Streams:
         self._stream.wait_stream(current)
         with streams.on_stream(self._stream):
             values.copy_(source, non_blocking=True)
-            return _OnStream(values, streams.record_event(self._stream), current)
+            return Brought(values, streams.record_event(self._stream), current)
 
     def close(self) -> None:
+        """Wait until no copy is under way."""
         self._stream.synchronize()
 
 
-class _OnStream:
-    """``values`` allocated on stream ``home``; the event ``came`` marks the end of their copy."""
+class Brought:
+    """A copy to the device, under way or complete: ``values`` allocated on stream ``home``; the
+    event ``came`` marks the end of their copy.
+    """
 
     __slots__ = ("_came", "_home", "_used", "_values")
 
@@ -106,6 +81,9 @@ class _OnStream:
         self._used = False
 
     def use(self) -> torch.Tensor:
+        """Return the values, uint8 on the device, for kernels launched from now on in the current
+        stream.
+        """
         current = streams.current_stream(self._values.device)
         current.wait_event(self._came)
         if current == self._home:
@@ -118,30 +96,6 @@ class _OnStream:
         # freed memory returns to its stream, which must not write to it before the copy has
         if not self._used:
             self._home.wait_event(self._came)
-
-
-class Plain:
-    """Synchronous copies, for a device that is the host."""
-
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def leave(self, sent: None) -> None:
-        """No-op: copies are synchronous."""
-
-    def bring(self, source: torch.Tensor) -> _There:
-        return _There(source.clone())
-
-    def close(self) -> None:
-        """No-op: copies are synchronous."""
-
-
-class _There:
-    def __init__(self, values: torch.Tensor):
-        self._values = values
-
-    def use(self) -> torch.Tensor:
-        return self._values
 
 
 class HostRegion:

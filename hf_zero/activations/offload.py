@@ -24,7 +24,7 @@ from contextlib import contextmanager
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_zero.activations.host_copies import Brought, HostRegion, Slabs, Transfers
+from hf_zero.activations.host_copies import Brought, HostRegion, Sent, Slabs, Streams
 from hf_zero.errors import OffloadError
 from hf_zero.zero.layout.tree import transformed
 
@@ -53,7 +53,7 @@ class _Record:
         source: torch.Tensor,
         nbytes: int,
         region: HostRegion,
-        sent: object,
+        sent: Sent,
     ):
         self.run = run
         self.position = position
@@ -296,7 +296,7 @@ class Offload:
     def __init__(
         self,
         device: torch.device,
-        transfers: Transfers,
+        transfers: Streams,
         slabs: Slabs,
         min_bytes: int,
         in_flight: int | None,

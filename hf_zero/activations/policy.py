@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero.activations.checkpointing import Checkpoints, blocks_to_checkpoint
 from hf_zero.activations.compile import CompiledBlocks, check_compilation
-from hf_zero.activations.host_copies import Slabs, Streams, Transfers
+from hf_zero.activations.host_copies import Slabs, Streams
 from hf_zero.activations.offload import Offload
 from hf_zero.config import ActivationOffload, ZeroConfig
 from hf_zero.device import kinds
@@ -51,7 +51,7 @@ measured, and keeps torch's own order.
 """
 
 
-def transfers_of(device: torch.device) -> Transfers | None:
+def transfers_of(device: torch.device) -> Streams | None:
     """Return the copies between ``device`` and host memory; None if the device is the host."""
     return None if kinds.is_host(device) else Streams(device)
 

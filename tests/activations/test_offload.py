@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.activations.host_copies import ALIGN, Plain, Slabs
+from hf_zero.activations.host_copies import ALIGN, Slabs
 from hf_zero.activations.offload import Offload
 from hf_zero.errors import HostMemoryError, OffloadError
 from tests.helpers.cells import in_one_item
@@ -22,6 +22,30 @@ from tests.helpers.late_transfers import Late
 CPU = torch.device("cpu")
 ROWS, WIDTH = 6, 24
 LAYER = ROWS * WIDTH * 4  # bytes of one activation
+
+
+class Plain:
+    """Synchronous copies."""
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def leave(self, sent: None) -> None:
+        pass
+
+    def bring(self, source: torch.Tensor) -> Copied:
+        return Copied(source.clone())
+
+    def close(self) -> None:
+        pass
+
+
+class Copied:
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def use(self) -> torch.Tensor:
+        return self.values
 
 
 def take(numel: int, dtype: torch.dtype) -> torch.Tensor:
