@@ -150,7 +150,6 @@ class RangeReader(Protocol):
         """Fill ``view`` with the bytes from ``at`` on. Returns the number of bytes read, fewer than
         asked for if the file ends. Raises OSError.
         """
-        ...
 
     def close(self) -> None: ...
 

@@ -235,7 +235,9 @@ def adopted_class(cls: Any) -> Any:
         return None
     for name in _CONVERTED_METHODS:
         own, its = getattr(cls, name, None), getattr(listed, name, None)
-        if own is not its and inspect.unwrap(own or _none) is not inspect.unwrap(its or _none):
+        if own is not its and inspect.unwrap(own or _nothing) is not inspect.unwrap(
+            its or _nothing
+        ):
             return None
     if cls in _made:
         return _made[cls]
@@ -269,7 +271,3 @@ def give_back(optimizer: torch.optim.Optimizer) -> None:
     former = getattr(type(optimizer), "ADOPTED", None)
     if former is not None:
         optimizer.__class__ = former
-
-
-def _none() -> None:
-    """A placeholder for a method that a class does not define."""

@@ -34,7 +34,6 @@ class ShardedEngine(Protocol):
     @property
     def bound(self) -> BoundOptimizer | Any:
         """None without an optimizer."""
-        ...
 
     @property
     def optimizer(self) -> object: ...

@@ -12,6 +12,7 @@ from torch import nn
 from hf_zero.zero.access import full as gathered
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import name_of, owner_of
+from hf_zero.zero.layout.unit import State
 from tests.helpers.models import ROWS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Job, Plan, Session, Trace, merge, train
@@ -72,6 +73,11 @@ def start(
     import hf_zero
 
     return hf_zero.initialize(model=model, optimizer=optimizer, config=config, **more)[0]
+
+
+def still_gathered(engine: Any) -> list[str]:
+    """Labels of the sharded units that are not released."""
+    return [u.label for u in engine.units if u.sharded and u.state is not State.RELEASED]
 
 
 def bytes_along(engine: Any, axis: str) -> Counter[str]:

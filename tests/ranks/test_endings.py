@@ -22,7 +22,7 @@ from tests.helpers import oracle
 from tests.helpers.broken_stacks import Armed, Bomb
 from tests.helpers.capabilities_of_techniques import MOQ
 from tests.helpers.cells import in_turn
-from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.engines import config_of, full_weights, start, still_gathered
 from tests.helpers.leftovers import (
     ENDINGS,
     await_threads,
@@ -281,7 +281,7 @@ def test_an_interrupt_at_the_end_of_a_backward_forbids_the_step(end, stage):
                     engine.backward(loss)
                 delattr(owner, name)
                 assert engine.schedule.between_passes
-                engine.schedule.check_all_released()
+                assert not still_gathered(engine)
                 with pytest.raises(PartitionError, match=r"are lost.*engine\.restart_window\(\)"):
                     engine.step()
                 engine.restart_window()

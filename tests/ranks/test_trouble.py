@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from hf_zero.errors import PartitionError, RankMismatchError
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
-from tests.helpers.engines import config_of, full_grads, full_weights, start
+from tests.helpers.engines import config_of, full_grads, full_weights, start, still_gathered
 from tests.helpers.host_syncs import HostSyncs
 from tests.helpers.models import features, floats
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
@@ -291,7 +291,7 @@ def test_stage_3_refuses_a_transform_before_it_does_anything():
         engine = start(model, plain_sgd(model), config_of(3))
         with pytest.raises(PartitionError, match=r"torch\.func goes through \(root\)"):
             TRANSFORMS["jacrev"](engine, model)
-        engine.schedule.check_all_released()
+        assert not still_gathered(engine)
         run_steps(engine, rank, range(2))
         return full_weights(engine)
 

@@ -31,7 +31,7 @@ from hf_zero.zero.layout.wrap import find_units
 from hf_zero.zero.registered import registered
 from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.cells import in_one_item, in_turn
-from tests.helpers.engines import STAGES, config_of, start
+from tests.helpers.engines import STAGES, config_of, start, still_gathered
 from tests.helpers.models import seeded
 from tests.helpers.stacks import on_each_rank, squared, stack
 from tests.helpers.training import At, adamw, plain_sgd
@@ -126,7 +126,7 @@ def test_calls_that_are_refused(case):
     if CALLS[words] is assigned:
         assert {type(p) for p in model.parameters()} == before
         if stage == 3:
-            engine.schedule.check_all_released()
+            assert not still_gathered(engine)
     backward(engine)
     engine.step()
     assert engine.was_step_applied()
@@ -287,13 +287,10 @@ def test_a_unit_that_is_held_whole():
         words = f"modifier_rank {rank} does not exist among 1 ranks"
         with pytest.raises(PartitionError, match=words):
             hf_zero.GatheredParameters(weights, modifier_rank=rank)
-    engine.schedule.check_all_released()
-    with (
-        hf_zero.GatheredParameters(weights),
-        pytest.raises(PartitionError, match=r"units \['blocks\.1'\] are still gathered"),
-    ):
-        engine.schedule.check_all_released()
-    engine.schedule.check_all_released()
+    assert not still_gathered(engine)
+    with hf_zero.GatheredParameters(weights):
+        assert still_gathered(engine) == ["blocks.1"]
+    assert not still_gathered(engine)
 
 
 # ---- models and optimizers that cannot be laid out: nothing of them is changed ----

@@ -18,7 +18,7 @@ from hf_zero.errors import PartitionError
 from hf_zero.logging import listed, logger
 from hf_zero.optim.state import step_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter import LEFT_SHARDED, OwnedParameter, name_of, owner_of
+from hf_zero.zero.layout.parameter import LEFT_SHARDED, name_of, owner_of
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.state_entries import EngineState, StateEntry
@@ -426,7 +426,3 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
     _write(flat, parameter, held, value, "safe_set_full_optimizer_state")
     _, start, stop = flat.spec.own_range(name_of(parameter))
     _engine_of(flat).bound.load_tensor(flat.optimizer_shard, name, held[start:stop], start)
-
-
-def is_owned(parameters: Iterable[torch.Tensor]) -> bool:
-    return any(isinstance(parameter, OwnedParameter) for parameter in parameters)

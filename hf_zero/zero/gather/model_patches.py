@@ -105,7 +105,6 @@ class Patches(Protocol):
 
         ``fixed_addresses``: parameters keep their memory for the life of the engine.
         """
-        ...
 
     def install(
         self, model: nn.Module, units: Sequence[Unit], device: torch.device, logs: bool
@@ -114,15 +113,12 @@ class Patches(Protocol):
 
         ``logs``: whether this rank logs what it installs.
         """
-        ...
 
     def remove(self) -> None:
         """Remove everything that is installed. Idempotent."""
-        ...
 
     def compile(self, backend: str | Callable[..., Any], **options: Any) -> None:
         """Compile each block's forward with these arguments of torch.compile."""
-        ...
 
 
 class Techniques(Protocol):
@@ -132,37 +128,30 @@ class Techniques(Protocol):
 
     def check(self, plan: EnginePlan) -> None:
         """Raise ConfigError for what the engine of ``plan`` does not support."""
-        ...
 
     def install(self, engine: Any) -> None:
         """Install everything on the model of ``engine``, after its own hooks. Step-dependent
         techniques read ``engine.global_steps`` and ``engine.micro_steps``, which a load restores.
         """
-        ...
 
     def end_step(self) -> None:
         """Called after ``engine.step`` has ended an accumulation window and updated
         the counters.
         """
-        ...
 
     def prepare_batch(self, batch: object) -> object:
         """Return ``batch`` as the model's forward would change it."""
-        ...
 
     def state_dict(self) -> dict[str, object]:
         """Return the state for checkpoints besides the counters, by technique: JSON, equal on all
         ranks.
         """
-        ...
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Restore the result of :meth:`state_dict`; the counters are restored already."""
-        ...
 
     def remove(self) -> None:
         """Remove everything that is installed. Idempotent."""
-        ...
 
 
 class Stateless:

@@ -27,7 +27,6 @@ from typing import NamedTuple, Protocol
 from torch import nn
 
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.compute_copy import ComputedValues
 from hf_zero.zero.layout.unit import SharedShards, State, Unit
 from hf_zero.zero.reduce.reduction_order import merged, places
@@ -118,13 +117,6 @@ class Schedule:
         """
         recorded = self._issued.record
         return places(recorded, self.plan) if recorded else range(len(self.plan) + 1)
-
-    @property
-    def gathered(self) -> tuple[int, ...]:
-        """Indices of the sharded units that are gathered, or being gathered, now."""
-        return tuple(
-            unit.index for unit in self._units if unit.sharded and unit.state is not State.RELEASED
-        )
 
     @property
     def resident(self) -> tuple[int, ...]:
@@ -481,12 +473,3 @@ class Schedule:
             if unit.state is not State.RELEASED and not unit.in_use and unit not in self._kept:
                 unit.release()
         self._to_release, self._ahead, self.gathered_for_others = [], [], []
-
-    def check_all_released(self) -> None:
-        """Raise PartitionError if a unit is still gathered. For tests and for saving."""
-        labels = [self._units[index].label for index in self.gathered]
-        if labels:
-            raise PartitionError(
-                f"units {labels} are still gathered; leave the GatheredParameters "
-                "blocks around this call"
-            )
