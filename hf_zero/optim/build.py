@@ -29,6 +29,7 @@ from hf_zero.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 from hf_zero.optim.muon import Muon, muon_groups
 from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
 from hf_zero.optim.one_bit_lamb import OneBitLamb
+from hf_zero.optim.probing import bare_twin
 from hf_zero.optim.schedules import SCHEDULES
 from hf_zero.optim.segment_table import current_settings
 from hf_zero.optim.trust_ratio import LARS, Lamb
@@ -362,13 +363,9 @@ def twin_of(optimizer: torch.optim.Optimizer) -> object:
     """Return a throw-away twin of ``optimizer``, over one parameter a group: a scheduler sets
     values in its groups, some of them in place.
     """
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(vars(optimizer))
-    twin.__dict__.pop("step", None)
     probe = torch.nn.Parameter(torch.zeros(1))
     groups = map(current_settings, optimizer.param_groups)
-    twin.param_groups = [{**group, "params": [probe]} for group in groups]
-    return twin
+    return bare_twin(optimizer, [{**group, "params": [probe]} for group in groups])
 
 
 # ---- both, before a run ----

@@ -1,6 +1,6 @@
-"""A probe of an optimizer that is not on the list of ``elementwise.py``: the same steps over whole
-tensors, and over shards that are cut inside rows. It can only refute: equal results of a few steps
-prove nothing about other sizes, steps and gradients.
+"""Throw-away twins of an optimizer, and a probe of one that is not on the list of
+``elementwise.py``: the same steps over whole tensors, and over shards that are cut inside rows. It
+can only refute: equal results of a few steps prove nothing about other sizes, steps and gradients.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from hf_zero.device import kinds
 from hf_zero.optim.segments import ParamGroup
 
-# torch's own, which the twin gets anew; a scheduler's wrapper of step is bound to the optimizer
+# what a twin has anew
 _REPLACED = ("state", "param_groups", "step")
 # Above 128 rows and columns and 4,096 elements libraries factor or quantize what they keep.
 SHAPES = ((160, 130), (130,))
@@ -24,6 +25,21 @@ STEPS = 5
 MOST_GROUPS = 8
 # of the largest update: what vectorized loops of other lengths round differently stays below
 TOLERANCE = 1e-4
+
+
+def bare_twin(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """Return an optimizer with the class and the attributes of ``optimizer``, over ``groups``, but
+    without its state, its hooks and its wrapper of ``step`` (a scheduler's, an engine's).
+    """
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    vars(twin).pop("step", None)
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    twin.state, twin.param_groups = defaultdict(dict), groups
+    return twin
 
 
 def difference(optimizer: torch.optim.Optimizer) -> str:
@@ -119,16 +135,12 @@ def _stepped(
     ``gradients``.
     """
     groups = [[nn.Parameter(start.clone()) for start in group] for group in starts]
-    twin = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name not in _REPLACED:  # in an OrderedDict torch keeps hooks, which are the user's
-            copied = OrderedDict() if isinstance(value, OrderedDict) else copy.copy(value)
-            vars(twin)[name] = copied
-    twin.state = defaultdict(dict)
-    twin.param_groups = [
+    settings = [
         {**copy.deepcopy(option), "params": group}
         for option, group in zip(options, groups, strict=True)
     ]
+    twin = bare_twin(optimizer, settings)
+    vars(twin).update({name: copy.copy(value) for name, value in vars(twin).items()})
     devices = {t.device for group in starts for t in group if not kinds.is_host(t.device)}
     with torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         torch.manual_seed(0)

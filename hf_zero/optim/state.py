@@ -5,7 +5,7 @@ view.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +20,7 @@ from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
 from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim.cpu_base import CPUOptimizer
+from hf_zero.optim.probing import bare_twin
 from hf_zero.optim.segments import (
     FetchedArrays,
     Flat,
@@ -127,14 +128,6 @@ def _stepped_twin(
     begin = torch.zeros(1, dtype=step_dtype(like.dtype), device=like.device)
     probe = torch.nn.Parameter(begin, requires_grad=False)
     probe.grad = torch.zeros_like(probe)
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(vars(optimizer))
-    # without ``tensors``, no collective runs; the format of moments is that of a small parameter
-    for name in ("step", "tensors", "segment_format"):
-        twin.__dict__.pop(name, None)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        twin.__dict__[hooks] = OrderedDict()
-    twin.state = defaultdict(dict)
     settings = {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in group.items()
@@ -142,7 +135,10 @@ def _stepped_twin(
     }
     if kinds.is_host(like.device) and settings.get("capturable"):
         settings["capturable"] = False  # counters on the device: torch refuses others
-    twin.param_groups = [{**settings, "params": [probe]}]
+    twin = bare_twin(optimizer, [{**settings, "params": [probe]}])
+    # without ``tensors``, no collective runs; the format of moments is that of a small parameter
+    for name in ("tensors", "segment_format"):
+        vars(twin).pop(name, None)
     if isinstance(twin, MADE_BY_CONSTRUCTORS):
         begun = float(settings["initial_accumulator_value"])
         twin.state = torch.optim.Adagrad(twin.param_groups, initial_accumulator_value=begun).state
