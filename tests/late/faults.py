@@ -316,7 +316,7 @@ FAULTS: dict[str, Fault] = {
             ACTIVATIONS, unrecorded("host_copies.py bring"), COPIES),
         "an activation without a use is given back under its copy": (
             "stage 3, activations on the host, some without a use",
-            replaced(transfers._OnStream, "__del__", _nothing), COPIES),
+            replaced(transfers.Brought, "__del__", _nothing), COPIES),
         "an activation is given back under another stream": (
             TWO_STREAMS_AWAY, left_out("record_stream", "host_copies.py use"), COPIES),
         "another stream than its own waits for the copy of an activation": (
