@@ -16,7 +16,7 @@ from torch import nn
 from hf_zero.ops import dispatch
 from hf_zero.ops.activations import geglu, gelu, swiglu, swiglu_packed
 from hf_zero.ops.packed_linear import pack_, packed_linear
-from hf_zero.ops.philox import kept_rows
+from hf_zero.ops.philox import draw_seed, kept_rows
 from hf_zero.ops.residual import dropout_add
 from hf_zero.ops.rotary import rotary
 from tests.helpers.errors_beside_torch import assert_no_worse_than_torch, gradients
