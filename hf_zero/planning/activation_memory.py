@@ -9,7 +9,6 @@ fused ones need less.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -35,9 +34,9 @@ from hf_zero.parallel.sequence.sequence_parallel import division_of
 from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
 from hf_zero.planning.fit import ActivationWay
 from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.meta_run import META, copy_on_meta
 from hf_zero.zero.layout.wrap import repeated_blocks
 
-META = torch.device("meta")
 LOSS_HEAD = torch.ops.hf_zero.linear_cross_entropy.default
 
 
@@ -178,24 +177,6 @@ def length_estimate(plan: EnginePlan, length: int) -> LengthEstimate:
         nbytes = activation_bytes(plan.model, sequences, plan.dtypes, saving, device)
         ways.append(ActivationWay(name, keys, nbytes.kept, nbytes.most))
     return LengthEstimate(length, sequences.rows, length // division.ranks, tuple(ways))
-
-
-def copy_on_meta(
-    model: nn.Module,
-    dtypes: Mapping[str, torch.dtype],
-    instead: Mapping[nn.Module, nn.Module] = MappingProxyType({}),
-) -> nn.Module:
-    """Return a copy of the model on the meta device, in the dtypes in which it computes, with other
-    modules ``instead`` of some.
-    """
-    memo: dict[int, object] = {id(module): other for module, other in instead.items()}
-    for name, parameter in model.named_parameters():
-        dtype = dtypes.get(name, parameter.dtype)
-        empty = torch.empty(parameter.shape, dtype=dtype, device=META)
-        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device=META)
-    return copy.deepcopy(model, memo)
 
 
 def _drop(parameter: torch.Tensor) -> None:

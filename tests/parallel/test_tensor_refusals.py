@@ -386,6 +386,13 @@ class _ReadsNumbers(_Between):
         return super().forward(x) if x.detach().numpy().any() else x
 
 
+class _WithASwitch(_Between):
+    switch = torch.ones(())
+
+    def forward(self, x):
+        return super().forward(x) if self.switch.item() else self.inner(x)
+
+
 def _changed(name, made):
     """A Llama with ``made`` around one layer of each MLP."""
     model: Any = seeded(llama)
@@ -405,6 +412,25 @@ def test_parameters_that_no_plan_names(case):
         marks = {each for each, sharding in cuts_of(cut, 2).items() if sharding.partial}
         assert marks == {layer.mlp.act_fn.weight for layer in cut.model.layers}
     _compare(model, batch_of(), plan=plan)
+
+
+def test_parameters_between_layers_of_rectangular_images():
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        image_size=[8, 16], patch_size=4,
+    )  # fmt: skip
+    model = transformers.ViTForImageClassification(config)
+    mlp = model.get_submodule("vit.layers.0.mlp")
+    mlp.activation_fn = _Between(mlp.activation_fn)
+    marks = {each for each, sharding in cuts_of(model, 2).items() if sharding.partial}
+    assert marks == {mlp.activation_fn.weight}
+
+
+def test_a_branch_on_a_number_of_the_host():
+    """A run without memory takes the branch that a tensor with values chooses."""
+    model = _changed("act_fn", _WithASwitch)
+    marks = {each for each, sharding in cuts_of(model, 2).items() if sharding.partial}
+    assert marks == {layer.mlp.act_fn.weight for layer in model.model.layers}
 
 
 MISPLACED: dict[str, tuple[Any, dict[str, Any], str]] = {

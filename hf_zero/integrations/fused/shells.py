@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from hf_zero.errors import ConfigError
+from hf_zero.zero.layout.meta_run import META, NUMBERS, MetaAnswers, inputs_on_meta
 
 CONTAINERS = (list, dict, set)
 CONSTANT = (bool, int, float, str, type, types.FunctionType, types.BuiltinFunctionType)
@@ -195,29 +195,15 @@ def _tensors(values: object) -> tuple[torch.Tensor, ...]:
     return tuple(leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
-class _Zeros(TorchDispatchMode):
-    """Answer 0 or False where code asks for the value of a tensor that has none."""
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: Any = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return torch.zeros((), dtype=args[0].dtype).item()
-        return func(*args, **(kwargs or {}))
-
-
 def calls_of_model(model: nn.Module) -> list[ModuleCall] | str:
     """Return all calls of a training forward of ``model``, a model of transformers, on the meta
     device; or the reason why it cannot run there.
     """
     base = getattr(model, "get_base_model", lambda: model)()  # inside the adapters of PEFT
-    inputs = _inputs(base)
-    if isinstance(inputs, str):
-        return inputs
+    try:
+        inputs = inputs_on_meta(base, rows=2, tokens=6)
+    except ConfigError as error:
+        return str(error)
     copied = shell(model, _on_meta, _on_meta)
     copied.train()
     for module in copied.modules():
@@ -226,7 +212,7 @@ def calls_of_model(model: nn.Module) -> list[ModuleCall] | str:
         if module is not copied:
             module.__dict__["forward"] = functools.partial(_call_or_pass, module)
     try:
-        with calls(copied, outermost=False) as records, torch.no_grad(), _Zeros():
+        with calls(copied, outermost=False) as records, torch.no_grad(), MetaAnswers(NUMBERS):
             copied(**inputs)
     except Exception as error:  # code of other people, on a device it was not written for
         return f"its forward does not run without values: {type(error).__name__}: {error}"[:200]
@@ -234,7 +220,7 @@ def calls_of_model(model: nn.Module) -> list[ModuleCall] | str:
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=META)
 
 
 def _call_or_pass(module: nn.Module, *args: object, **kwargs: object) -> object:
@@ -248,24 +234,3 @@ def _call_or_pass(module: nn.Module, *args: object, **kwargs: object) -> object:
         if not tensors or not tensors[0].is_floating_point():
             raise
         return tensors[0].clone()
-
-
-def _inputs(model: torch.nn.Module) -> dict[str, object] | str:
-    config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
-    if config is None or main is None:
-        return f"{type(model).__name__} is not a model of transformers"
-    ids = torch.zeros(2, 6, dtype=torch.long, device="meta")
-    if main == "input_ids":
-        arguments: dict[str, object] = {main: ids}
-    elif main == "pixel_values":
-        size = getattr(config, "image_size", 224)
-        sides = (size, size) if isinstance(size, int) else tuple(size)
-        shape = (1, getattr(config, "num_channels", 3), *sides)
-        arguments = {main: torch.zeros(shape, device="meta")}
-    else:
-        return f"its input is {main}, of a shape that hf-zero does not know"
-    if getattr(config, "is_encoder_decoder", False):
-        arguments["decoder_input_ids"] = ids
-    if "use_cache" in inspect.signature(type(model).forward).parameters:
-        arguments["use_cache"] = False
-    return arguments

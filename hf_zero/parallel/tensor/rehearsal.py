@@ -16,7 +16,6 @@ another.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -27,7 +26,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.tensor import axis as borders
@@ -35,12 +33,19 @@ from hf_zero.parallel.tensor import layers
 from hf_zero.parallel.tensor.axis import TensorAxis
 from hf_zero.parallel.tensor.layers import is_sharded, put_on, take_off
 from hf_zero.parallel.tensor.plan import Target
+from hf_zero.zero.layout.meta_run import (
+    GROUPED,
+    META,
+    NUMBERS,
+    MetaAnswers,
+    copy_on_meta,
+    inputs_on_meta,
+)
 from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
 from hf_zero.zero.layout.tree import tensors_in
 
 M = TypeVar("M", bound=nn.Module)
 
-META = torch.device("meta")
 TOKENS = 8  # length of the sequence that runs
 SUMMED = "replicated_with_grad_allreduce"
 _COMPLETE, _PARTIAL = "complete", "partial"
@@ -74,35 +79,44 @@ def without_memory(
     ``present``, and a map from its parameters to those of ``model``.
     """
     memo: dict[int, Any] = {} if present is None else {id(present): axis}
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, dtype=_dtype(buffer), device=META)
-    twin = copied(model, memo, in_fp32=True).eval()
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    dtypes = {name: torch.float32 for name, tensor in tensors if tensor.is_floating_point()}
+    twin = _bare(model, dtypes, memo).eval()
+    for parameter in twin.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
     originals = {memo[id(parameter)]: parameter for parameter in model.parameters()}
     return twin, originals
 
 
-def copied(model: M, memo: dict[int, Any] | None = None, in_fp32: bool = False) -> M:
+def copied(model: M) -> M:
     """Return a copy of ``model`` whose parameters have no memory, without hooks and without
     forwards set on its modules.
     """
-    memo = {} if memo is None else memo
-    for parameter in model.parameters():
-        dtype = _dtype(parameter) if in_fp32 else parameter.dtype
-        empty = torch.empty(parameter.shape, dtype=dtype, device=META)
-        trains = parameter.is_floating_point() if in_fp32 else parameter.requires_grad
-        memo[id(parameter)] = nn.Parameter(empty, trains)
-        set_sharding(memo[id(parameter)], sharding_of(parameter))
+    return _bare(model, {}, {id(buffer): buffer.clone() for buffer in model.buffers()})
+
+
+def _bare(model: M, dtypes: Mapping[str, torch.dtype], memo: dict[int, Any]) -> M:
     for module in model.modules():
         for name in _HOOKS:
             memo[id(module.__dict__[name])] = OrderedDict()
-    twin = copy.deepcopy(model, memo)
+    twin = copy_on_meta(model, dtypes, memo)
+    for parameter in model.parameters():
+        set_sharding(memo[id(parameter)], sharding_of(parameter))
     for module in twin.modules():  # a forward set on a module may be bound to the original module
         module.__dict__.pop("forward", None)
     return twin
 
 
-def _dtype(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float32 if tensor.is_floating_point() else tensor.dtype
+def _all_elements(
+    func: Callable[..., object], args: tuple[torch.Tensor, ...], kwargs: Mapping[str, object]
+) -> object:
+    if not args[0].is_meta:
+        return func(*args, **kwargs)
+    return torch.empty(args[0].numel(), args[0].dim(), dtype=torch.int64, device=META)
+
+
+# Experts choose the rows that they compute: here all.
+_ANSWERS = {**NUMBERS, **GROUPED, torch.ops.aten.nonzero.default: _all_elements}
 
 
 def shrink(parameter: nn.Parameter, sharding: Sharding) -> None:
@@ -110,27 +124,6 @@ def shrink(parameter: nn.Parameter, sharding: Sharding) -> None:
     assert sharding.box is not None
     parameter.data = parameter.data.new_empty(sharding.box.shape)
     set_sharding(parameter, sharding)
-
-
-class _Answers(TorchDispatchMode):
-    """Answers to operations that meta tensors do not support: zero for reads of values, all
-    elements for ``nonzero``, the output shape for grouped products, whose group sizes are values.
-    """
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: Any = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
-        if func is torch.ops.aten.nonzero.default:
-            return torch.empty(args[0].numel(), args[0].dim(), dtype=torch.int64, device=META)
-        if func is torch.ops.aten._grouped_mm.default:  # supported on meta in bf16 only
-            return args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])
-        return func(*args, **(kwargs or {}))
 
 
 def run(twin: Any) -> tuple[list[torch.Tensor], set[str]]:
@@ -141,14 +134,8 @@ def run(twin: Any) -> tuple[list[torch.Tensor], set[str]]:
     for name, module in twin.named_modules():
         _leave_out_experts(module)
         module.register_forward_pre_hook(partial(_note, ran, name))
-    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=META)
-    inputs: dict[str, torch.Tensor] = {"input_ids": ids}
-    if twin.main_input_name == "pixel_values":
-        size, channels = twin.config.image_size, getattr(twin.config, "num_channels", 3)
-        inputs = {"pixel_values": torch.zeros(1, channels, size, size, device=META)}
-    if twin.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids
-    with torch.enable_grad(), META, _Answers():
+    inputs = inputs_on_meta(twin, 1, TOKENS)
+    with torch.enable_grad(), META, MetaAnswers(_ANSWERS):
         outputs = twin(**inputs)
     first = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
     return [tensor for tensor in tensors_in(first) if tensor.requires_grad], ran

@@ -35,9 +35,9 @@ from hf_zero.distributed.store import requests_a_second
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.fused.attention_on_meta import without_memory
 from hf_zero.measures.collectives import wire_bytes
-from hf_zero.planning.activation_memory import copy_on_meta
 from hf_zero.planning.simulation.machine import Machine
 from hf_zero.planning.simulation.recording import BACKWARD, FORWARD, Recording, Work
+from hf_zero.zero.layout.meta_run import copy_on_meta
 from hf_zero.zero.layout.wrap import repeated_blocks
 
 ROUNDS = (8, 32)  # at least and at most
@@ -276,7 +276,7 @@ def _with_inputs(
     """Return the block ``name`` of a copy of ``model`` on the meta device, and the arguments of its
     call in a forward.
     """
-    copied = copy_on_meta(model, {}).train()
+    copied = copy_on_meta(model).train()
     block = copied.get_submodule(name)
     config = getattr(copied, "config", None)
     if config is not None and getattr(config, "use_cache", False):

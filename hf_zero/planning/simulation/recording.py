@@ -29,6 +29,7 @@ from hf_zero.device import spans
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.measures.collectives import MESSAGES, IssuedStats, ObservedHandle
 from hf_zero.planning.simulation.shapes import ShapeCache, tensors_of
+from hf_zero.zero.layout.meta_run import COPIES, GROUPED, NUMBERS
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 PHASES = (FORWARD, BACKWARD, STEP)
 aten = torch.ops.aten
-_READS = (aten._local_scalar_dense.default, aten.copy_.default, aten._to_copy.default)
+_ANSWERS = {**NUMBERS, **COPIES, **GROUPED}
 # FLOPs by operation, from its arguments
 _FLOPS = {
     **flop_registry,
@@ -238,10 +239,9 @@ class Recorder(TorchDispatchMode):
         inputs = [*tensors_of(args)]
         for tensor in inputs:
             self._take(tensor.untyped_storage())
-        if func in _READS:
-            out = _read(func, args, kwargs)
-        elif func is aten._grouped_mm.default and args[0].is_meta:
-            out = _grouped_on_meta(*args, **kwargs)
+        answer = _ANSWERS.get(func)
+        if answer is not None:
+            out = answer(func, args, kwargs)
         else:  # torch has no shapes of fused steps
             fused = _FUSED.match(func._schema.name)
             out = None if fused else self._shapes(func, args, kwargs)
@@ -358,27 +358,6 @@ def _as_if_read(engine: Any) -> Iterator[None]:
     finally:
         torch.isfinite = isfinite
         del usage.counts
-
-
-def _read(func: Any, args: Any, kwargs: Any) -> object:
-    """Run an operation that may read values of a tensor that has none: they are 0."""
-    if func is aten._local_scalar_dense.default and args[0].is_meta:
-        return torch.zeros((), dtype=args[0].dtype).item()
-    if func is aten.copy_.default and args[1].is_meta and not args[0].is_meta:
-        return args[0].zero_()
-    device = kwargs.get("device")
-    leaves = func is aten._to_copy.default and device is not None
-    if leaves and args[0].is_meta and torch.device(device).type != "meta":
-        return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-    return func(*args, **kwargs)
-
-
-def _grouped_on_meta(
-    rows: torch.Tensor, others: torch.Tensor, *more: object, **kwargs: object
-) -> object:
-    """Run a product of groups, of which torch has shapes in bf16 alone."""
-    narrow = (tensor.to(torch.bfloat16) for tensor in (rows, others))
-    return aten._grouped_mm.default(*narrow, *more, **kwargs).to(rows.dtype)
 
 
 class _Messages(IssuedStats[Message]):

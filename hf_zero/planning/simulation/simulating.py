@@ -40,7 +40,7 @@ from hf_zero.parallel.pipeline.staged import StagedModule, set_tied
 from hf_zero.parallel.sequence.attention import Axes
 from hf_zero.parallel.sequence.division import AXIS, RING, Division
 from hf_zero.parallel.tensor import tensor_parallel
-from hf_zero.planning.activation_memory import Sequences, copy_on_meta
+from hf_zero.planning.activation_memory import Sequences
 from hf_zero.planning.estimate import (
     Asked,
     JobOptions,
@@ -72,6 +72,7 @@ from hf_zero.planning.simulation.store_load import StoreLoad, store_load
 from hf_zero.techniques.quantized_linears import mark_weights
 from hf_zero.techniques.registry import TrainingTechniques
 from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.meta_run import copy_on_meta
 from hf_zero.zero.layout.planner import plan, replan
 from hf_zero.zero.training_engine import TrainingEngine
 
@@ -442,12 +443,13 @@ def recorder_of(
 def _copy(planned: EnginePlan) -> nn.Module:
     """Return a copy of the model of ``planned``, without blocks of other pipeline stages."""
     if planned.dims.pipeline == 1:
-        return copy_on_meta(planned.model, {})
+        return copy_on_meta(planned.model)
     from hf_zero.integrations.transformers.pipeline_stages import blocks_elsewhere
 
     stage = planned.dims.coordinate(planned.rank, "pipeline")
     parts = parts_of(planned.model, planned.dims, planned.cuts)
-    return copy_on_meta(planned.model, {}, blocks_elsewhere(planned.model, parts, stage))
+    others = blocks_elsewhere(planned.model, parts, stage)
+    return copy_on_meta(planned.model, memo={id(block): other for block, other in others.items()})
 
 
 def _engine(planned: EnginePlan, copied: nn.Module, settings: ZeroConfig) -> Engine:
