@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -23,6 +23,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.parallel.expert.marks import is_expert_parameter
 from hf_zero.parallel.pipeline.module import partition_uniform
 from hf_zero.zero.layout.parameter import OwnedParameter
+from hf_zero.zero.layout.tree import map_tensors
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -130,25 +131,19 @@ def move_to_device(
     device: torch.device | str,
     criterion_func: Callable[[torch.Tensor], bool] | None = None,
 ) -> object:
-    """Return ``item`` with the tensors of its lists, tuples and dicts on ``device``; with
-    ``criterion_func`` only those for which it is true.
+    """Return ``item`` with the tensors of its lists, tuples, dicts and dataclasses on ``device``;
+    with ``criterion_func`` only those for which it is true.
     """
-    if isinstance(item, torch.Tensor):
-        moves = criterion_func is None or criterion_func(item)
-        return item.to(device) if moves else item
-    if isinstance(item, dict):
-        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(value, device, criterion_func) for value in item)
-    return item
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device) if criterion_func is None or criterion_func(tensor) else tensor
+
+    return map_tensors(item, moved)
 
 
 def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
     """Return the sums of the first 1, 2, … of ``weights``."""
-    sums: list[int] = []
-    for weight in weights:
-        sums.append(weight + (sums[-1] if sums else 0))
-    return sums
+    return [*accumulate(weights)]
 
 
 def call_to_str(base: str, *args: object, **kwargs: object) -> str:

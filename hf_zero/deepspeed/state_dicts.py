@@ -10,10 +10,10 @@ import fcntl
 import io
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
@@ -23,38 +23,32 @@ from hf_zero.checkpoint.convert.files import lock_if_supported, refuse_target
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.ops.file_locks import FileLock
+from hf_zero.zero.layout.tree import map_tensors
 
 
 def clone_tensors_for_torch_save(item: object, device: str | torch.device = "cpu") -> object:
-    """Return ``item`` (nested dicts, lists, tuples) with copies of its tensors on ``device``.
+    """Return ``item`` (nested dicts, lists, tuples, dataclasses) with copies of its tensors on
+    ``device``.
 
     Saving a view of a large buffer would write the buffer. Tensors with the same memory share one
     copy: tied weights stay tied, and are written once.
     """
-    return _clone(item, torch.device(device), {})
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
 
-
-def _clone(
-    item: object, device: torch.device, copies: dict[tuple[object, ...], torch.Tensor]
-) -> Any:
-    if isinstance(item, torch.Tensor):
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
         memory = (
-            item.untyped_storage().data_ptr(),
-            item.storage_offset(),
-            item.shape,
-            item.stride(),
-            item.dtype,
-            item.device,
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
         )
-        if memory not in copies or not item.numel():
-            copies[memory] = item.detach().to(device, copy=True)
+        if memory not in copies or not tensor.numel():
+            copies[memory] = tensor.detach().to(device, copy=True)
         return copies[memory]
-    if isinstance(item, Mapping):
-        kind: Any = type(item)
-        return kind((key, _clone(value, device, copies)) for key, value in item.items())
-    if isinstance(item, (list, tuple)):
-        return type(item)(_clone(value, device, copies) for value in item)
-    return item
+
+    return map_tensors(item, copied)
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> BinaryIO | str:

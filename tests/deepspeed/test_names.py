@@ -4,7 +4,7 @@ zero.Init.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -252,6 +252,15 @@ def test_copies_are_small_whole_apart_and_tied() -> None:
     assert copy["decoder"].data_ptr() == copy["embedding"].data_ptr()
     assert copy["part"].data_ptr() != copy["decoder"].data_ptr()
     assert copy["e"].numel() == copy["f"].numel() == 0
+
+
+def test_copies_of_other_containers() -> None:
+    pair, groups = namedtuple("Pair", "x y"), defaultdict(list, a=[torch.ones(1)])
+    state = {"pair": pair(torch.ones(2), 3), "groups": groups, "user": UserDict(x=torch.ones(3))}
+    copy: Any = clone_tensors_for_torch_save(state, "meta")
+    assert type(copy["pair"]) is pair and copy["pair"].x.is_meta and copy["pair"].y == 3
+    assert copy["groups"].default_factory is list and copy["groups"]["a"][0].is_meta
+    assert copy["user"]["x"].is_meta and not state["user"]["x"].is_meta
 
 
 # -- construction and loading ----------------------------------------------------------------------

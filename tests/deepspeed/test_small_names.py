@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import sys
+from collections import defaultdict, namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,6 +234,10 @@ def test_small_helpers() -> None:
     moved = u.move_to_device({"a": [x, (x, 3)]}, "meta")
     assert moved["a"][0].is_meta and moved["a"][1][0].is_meta and moved["a"][1][1] == 3
     assert u.move_to_device([x], "meta", lambda t: False)[0] is x
+    pair = namedtuple("Pair", "x y")
+    moved = u.move_to_device({"pair": pair(x, 3), "groups": defaultdict(list, a=[x])}, "meta")
+    assert type(moved["pair"]) is pair and moved["pair"].x.is_meta and moved["pair"].y == 3
+    assert moved["groups"]["a"][0].is_meta and moved["groups"]["b"] == []
     assert u.get_weight_norm([torch.tensor([3.0, 4.0])]) == 5.0
     assert u.has_inf_or_nan(torch.tensor([1.0, float("nan")])) and not u.has_inf_or_nan(x)
     assert u.call_to_str("f", 1, "c", a="b") == "f(1, 'c', a='b')"

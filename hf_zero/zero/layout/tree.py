@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -53,7 +54,7 @@ def map_tensors(value: object, visit: Visit, in_place: bool = False) -> Any:
             value[:] = items
             return value
         return items
-    if isinstance(value, dict):
+    if isinstance(value, (dict, UserDict)):
         changed = {key: map_tensors(item, visit, in_place) for key, item in value.items()}
         if all(changed[key] is value[key] for key in changed):
             return value

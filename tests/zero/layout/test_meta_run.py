@@ -49,11 +49,11 @@ def test_sides_of_an_image(config: dict[str, Any], shape: tuple[int, ...]) -> No
 
 
 def test_inputs_of_unknown_shape_are_refused() -> None:
-    with pytest.raises(ConfigError, match="Linear is not a model of transformers.*pass one"):
+    with pytest.raises(ConfigError, match=r"Linear is not a model of transformers.*pass one"):
         inputs_on_meta(nn.Linear(2, 2), 1, 8)
     sounds = Images()
     sounds.main_input_name = "input_features"
-    with pytest.raises(ConfigError, match="Images takes input_features.*token ids or images"):
+    with pytest.raises(ConfigError, match=r"Images takes input_features.*token ids or images"):
         inputs_on_meta(sounds, 1, 8)
 
 

@@ -42,6 +42,7 @@ CONTAINERS: dict[str, Any] = {
     "a tensor": t(1),
     "ordered dict": OrderedDict(b=t(1), a=t(2)),
     "default dict": defaultdict(list, {"a": t(1)}),
+    "batch encoding": BatchEncoding({"input_ids": t(1), "mask": t(2)}),
     "struct sequence of torch": torch.max(torch.tensor([[1.0, 0.5]]), dim=1),
     "model output": CausalLMOutputWithPast(loss=t(1), logits=t(2), hidden_states=(t(3), t(4))),
     "all of them": [
