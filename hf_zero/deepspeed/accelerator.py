@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import resource
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -233,9 +232,7 @@ def memory_allocated(device_index: int | None = None) -> int:
 
 def max_memory_allocated(device_index: int | None = None) -> int:
     """Return the peak of :func:`memory_allocated` since the process began."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return max(peak, memory_allocated())  # the kernel updates the peak a little late
 
 

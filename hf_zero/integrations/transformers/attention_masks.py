@@ -19,8 +19,8 @@ import torch
 
 from hf_zero.device import graphs
 from hf_zero.errors import ConfigError
-from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original
+from hf_zero.integrations.transformers.trainer_route import process_under_zero
 from hf_zero.ops.dispatch import version_of
 from hf_zero.parallel.sequence.documents import note_positions
 
@@ -37,7 +37,8 @@ def note_padding(
     """Wraps ``accelerate.data_loader.send_to_device``: records on the copy of each attention mask
     whether it masks anything.
     """
-    pads_of = {name: not bool(mask.all()) for name, mask in _masks(tensor)} if _under_zero() else {}
+    masks = _masks(tensor) if process_under_zero() else ()
+    pads_of = {name: not bool(mask.all()) for name, mask in masks}
     sent = original(tensor, device, non_blocking=non_blocking, skip_keys=skip_keys)
     for name, pads in pads_of.items():
         note_mask(sent[name], pads)
@@ -188,9 +189,3 @@ def _masks(batch: object) -> Iterator[tuple[str, torch.Tensor]]:
             and value.device.type == "cpu"
         ):
             yield name, value
-
-
-def _under_zero() -> bool:
-    from accelerate.state import AcceleratorState
-
-    return AcceleratorState._shared_state.get("distributed_type") == "DEEPSPEED" and finder.chosen()

@@ -16,7 +16,7 @@ ZeRO were off, and training finds everything unchanged.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -199,10 +199,12 @@ def leave_norm_on_device(
     )
 
 
-class _Logs(dict[str, float]):
-    """Logs of the Trainer with figures of the engine, which have the names ``figures``."""
+class TrainingLogs(dict[str, float]):
+    """Logs of the Trainer with figures of the engine. ``figures``: names of those that the terminal
+    leaves out.
+    """
 
-    figures: Collection[str] = ()
+    figures: Set[str] = frozenset()
 
 
 def add_figures(
@@ -215,7 +217,7 @@ def add_figures(
         from hf_zero.measures.figures import tracked
 
         figures = tracked(getattr(engine_of(self), "figures", {}))
-        script_logs, logs = logs, _Logs({**figures, **logs})
+        script_logs, logs = logs, TrainingLogs({**figures, **logs})
         logs.figures = figures.keys() - script_logs.keys()
     original(self, logs, start_time)
 
@@ -230,7 +232,7 @@ def print_without_figures(
     **kwargs: object,
 ) -> None:
     """Wraps ``on_log`` of the callbacks that print to the terminal: the line is the Trainer's."""
-    if isinstance(logs, _Logs):
+    if isinstance(logs, TrainingLogs):
         logs = {name: value for name, value in logs.items() if name not in logs.figures}
     original(self, args, state, control, logs=logs, **kwargs)
 

@@ -75,6 +75,13 @@ def under_zero(trainer: object) -> bool:
     return bool(getattr(trainer, "is_deepspeed_enabled", False)) and finder.chosen()
 
 
+def process_under_zero() -> bool:
+    """Return whether the Accelerator of this process trains through hf-zero."""
+    from accelerate.state import AcceleratorState
+
+    return AcceleratorState._shared_state.get("distributed_type") == "DEEPSPEED" and finder.chosen()
+
+
 def engine_of(trainer: Trainer) -> DeepSpeedEngine | None:
     """Return the engine that trains ``trainer``; None without ZeRO, and before it is made."""
     return trainer.deepspeed if under_zero(trainer) else None

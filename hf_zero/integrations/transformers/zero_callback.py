@@ -7,19 +7,20 @@ routing happened, and adds memory, throughput and the gradient norm to the Train
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import TrainerCallback
 
+from hf_zero.deepspeed import accelerator
 from hf_zero.device import free_memory, kinds
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.transformers.trainer_route import ZeroConfigLike, read
+from hf_zero.integrations.transformers.trainer import TrainingLogs
+from hf_zero.integrations.transformers.trainer_route import ZeroConfigLike, process_under_zero, read
 from hf_zero.logging import JsonObject, log_rank0
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ class ZeroCallback(TrainerCallback):
     Added to every training log: ``memory_mib`` and ``peak_memory_mib`` (this rank's allocated GPU
     memory, or resident memory on a CPU), ``samples_per_second`` and ``tokens_per_second`` (all
     ranks; without evaluation and saving; tokens if the model's main input is [rows, tokens]
-    integers, this rank's count times the ranks), ``grad_norm``.
+    integers, this rank's count times the ranks), ``grad_norm``. The rates are those between two
+    logs; with ``metrics.enabled`` they are the engine's, of the last step, and so are ``grad_norm``
+    and the rest of ``hf_zero/measures/figures.py``.
 
     Raises ConfigError if the Trainer cannot use hf-zero, or does not use it.
     """
@@ -54,7 +57,7 @@ class ZeroCallback(TrainerCallback):
         self._said = False
 
     def on_init_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        self._ready = _sharding()
+        self._ready = process_under_zero()
         if not self._ready:
             raise ConfigError(_UNROUTED)
 
@@ -67,7 +70,7 @@ class ZeroCallback(TrainerCallback):
         optimizer: object = None,
         **kwargs: object,
     ) -> None:
-        if not (self._ready and _sharding()):
+        if not (self._ready and process_under_zero()):
             raise ConfigError(_UNROUTED)
         if self.config is not None and not self._said:
             self._said = True
@@ -98,8 +101,12 @@ class ZeroCallback(TrainerCallback):
     ) -> None:
         if logs is None or "loss" not in logs:
             return
-        added = {**memory(args.device), **self.throughput.rates()}
+        rates = self.throughput.rates()
+        added = {name: logs.get(name, rate) for name, rate in rates.items()}
+        added |= memory(args.device)
         logs.update(added)
+        if isinstance(logs, TrainingLogs):
+            logs.figures = logs.figures - added.keys()  # the terminal shows them
         # The Trainer has copied the logs into its history before this event.
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(added)
@@ -116,40 +123,16 @@ _UNROUTED = (
 )
 
 
-def _sharding() -> bool:
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedType
-
-    return (
-        AcceleratorState._shared_state.get("distributed_type") == DistributedType.DEEPSPEED
-        and finder.chosen()
-    )
-
-
 def memory(device: torch.device) -> dict[str, float]:
     """Return ``memory_mib`` and ``peak_memory_mib`` of this rank."""
     if not kinds.is_host(device):
         now, peak = free_memory.allocated(device), free_memory.most_allocated(device)
     else:
-        import psutil
-
-        now, peak = psutil.Process(os.getpid()).memory_info().rss, _peak_resident()
+        now, peak = accelerator.memory_allocated(), accelerator.max_memory_allocated()
     return {
         "memory_mib": round(now / MEBIBYTE, 1),
-        "peak_memory_mib": round(max(now, peak) / MEBIBYTE, 1),
+        "peak_memory_mib": round(peak / MEBIBYTE, 1),
     }
-
-
-def _peak_resident() -> int:
-    import sys
-
-    try:
-        import resource
-    except ImportError:
-        # Windows has no such figure: the current one is then the known peak
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Throughput:

@@ -181,6 +181,23 @@ def test_what_it_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert throughput.rates() == {}
 
 
+def test_the_rates_are_the_engines_where_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = {"stage": 2, "metrics": {"enabled": True}}
+    args = stock(tmp_path, logging_steps=1, disable_tqdm=True)
+    notes, callback = Notes(), ZeroCallback(metrics)
+    rates = {"samples_per_second": -1.0, "tokens_per_second": -1.0}
+    monkeypatch.setattr(callback.throughput, "rates", lambda: rates)
+    run = trainer(args, callbacks=[callback, notes])
+    run.train()
+    reports = [entry for entry in notes.seen if "loss" in entry]
+    assert all(entry["samples_per_second"] > 0 for entry in reports)
+    assert logged(run, "tokens_per_second") == [entry["tokens_per_second"] for entry in reports]
+    line = next(line for line in capsys.readouterr().out.splitlines() if "'loss'" in line)
+    assert "tokens_per_second" in line and "memory_mib" in line and "wire_bytes" not in line
+
+
 def test_another_deepspeed_makes_every_wrapper_inert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
