@@ -5,58 +5,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
     import torch
 
-    from hf_zero.config.offload import (
-        ActivationCheckpointing,
-        ActivationOffload,
-        AioSection,
-        OffloadOptimizer,
-        OffloadParam,
-        TiledMlpSection,
-    )
-    from hf_zero.config.sections import (
-        AutocastSection,
-        Bf16Section,
-        CheckpointSection,
-        CometSection,
-        CommsLoggerSection,
-        CompileSection,
-        CompressedCommunication,
-        CsvSection,
-        ExpertParallelSection,
-        FlopsProfilerSection,
-        Fp16Section,
-        LocoSection,
-        MemorySection,
-        MetricsSection,
-        NcclSection,
-        OptimizerConfig,
-        PipelineSection,
-        SchedulerConfig,
-        TensorBoardSection,
-        TensorParallelSection,
-        TraceSection,
-        WandbSection,
-        ZeroSection,
-    )
-    from hf_zero.config.techniques import (
-        CurriculumSection,
-        DataEfficiency,
-        DataRouting,
-        DataSampling,
-        EigenvalueSection,
-        Float8Training,
-        LayerDropSection,
-        MetricCurricula,
-        QuantizationAware,
-        QuantizeTraining,
-        TokenDropSection,
-        TrainingPhasesSection,
-        WeightQuantization,
+    from hf_zero.config import offload, sections, techniques
+
+    Dtype: TypeAlias = (
+        Literal[
+            "fp32",
+            "float32",
+            "float",
+            "torch.float32",
+            "bf16",
+            "bfp16",
+            "bfloat16",
+            "torch.bfloat16",
+            "fp16",
+            "float16",
+            "half",
+            "torch.float16",
+        ]
+        | torch.dtype
     )
 
 
@@ -77,19 +48,19 @@ class Keywords(TypedDict, total=False):
     """
     gradient_clipping: float | None
     """the largest global norm of the gradients, to which a step clips them; 0 disables clipping"""
-    zero: ZeroSection | Mapping[str, object] | None
+    zero: sections.ZeroSection | Mapping[str, object] | None
     """The section ``zero_optimization``."""
-    zeropp_loco_param: LocoSection | Mapping[str, object] | None
+    zeropp_loco_param: sections.LocoSection | Mapping[str, object] | None
     """The section ``zero_optimization.zeropp_loco_param``."""
-    fp16: Fp16Section | Mapping[str, object] | bool | None
+    fp16: sections.Fp16Section | Mapping[str, object] | bool | None
     """The section ``fp16``."""
-    bf16: Bf16Section | Mapping[str, object] | bool | None
+    bf16: sections.Bf16Section | Mapping[str, object] | bool | None
     """The section ``bf16``."""
-    torch_autocast: AutocastSection | Mapping[str, object] | None
+    torch_autocast: sections.AutocastSection | Mapping[str, object] | None
     """The section ``torch_autocast``."""
-    optimizer: OptimizerConfig | Mapping[str, object] | None
+    optimizer: sections.OptimizerConfig | Mapping[str, object] | None
     """The section ``optimizer``."""
-    scheduler: SchedulerConfig | Mapping[str, object] | None
+    scheduler: sections.SchedulerConfig | Mapping[str, object] | None
     """The section ``scheduler``."""
     prescale_gradients: bool | None
     """divide gradients before they are summed over ranks"""
@@ -97,62 +68,11 @@ class Keywords(TypedDict, total=False):
     """the number by which prescale_gradients divides before the sum"""
     gradient_allreduce_op: Literal["mean", "sum"] | None
     """whether a step uses the mean or the sum of the gradients of all ranks"""
-    communication_data_type: (
-        Literal[
-            "fp32",
-            "float32",
-            "float",
-            "torch.float32",
-            "bf16",
-            "bfp16",
-            "bfloat16",
-            "torch.bfloat16",
-            "fp16",
-            "float16",
-            "half",
-            "torch.float16",
-        ]
-        | torch.dtype
-        | None
-    )
+    communication_data_type: Dtype | None
     """the dtype in which gradients are reduced; null uses the dtype of the gradients"""
-    gradient_accumulation_dtype: (
-        Literal[
-            "fp32",
-            "float32",
-            "float",
-            "torch.float32",
-            "bf16",
-            "bfp16",
-            "bfloat16",
-            "torch.bfloat16",
-            "fp16",
-            "float16",
-            "half",
-            "torch.float16",
-        ]
-        | torch.dtype
-        | None
-    )
+    gradient_accumulation_dtype: Dtype | None
     """the dtype in which the gradients of micro-batches are summed"""
-    buffer_dtype: (
-        Literal[
-            "fp32",
-            "float32",
-            "float",
-            "torch.float32",
-            "bf16",
-            "bfp16",
-            "bfloat16",
-            "torch.bfloat16",
-            "fp16",
-            "float16",
-            "half",
-            "torch.float16",
-        ]
-        | torch.dtype
-        | None
-    )
+    buffer_dtype: Dtype | None
     """the dtype to which the model's floating-point buffers are cast; null keeps their dtype"""
     keep_in_fp32_modules: Sequence[str] | None
     """names of modules or parameters that compute in fp32 under bf16 and fp16, beside those that
@@ -166,9 +86,9 @@ class Keywords(TypedDict, total=False):
     """whether an optimizer class that hf-zero does not know runs if a probe of a few steps finds
     no difference between whole tensors and shards; one that fails is refused
     """
-    compressed_communication: CompressedCommunication | Mapping[str, object] | None
+    compressed_communication: sections.CompressedCommunication | Mapping[str, object] | None
     """The section ``compressed_communication``."""
-    tensor_parallel: TensorParallelSection | Mapping[str, object] | None
+    tensor_parallel: sections.TensorParallelSection | Mapping[str, object] | None
     """The section ``tensor_parallel``."""
     sequence_parallel_size: int | None
     """number of neighbouring ranks that divide each sequence, and exchange tokens for heads in
@@ -178,9 +98,9 @@ class Keywords(TypedDict, total=False):
     """number of ranks that divide each sequence, and pass keys and values around a ring in
     attention; they multiply with sequence_parallel_size [ranks]
     """
-    pipeline: PipelineSection | Mapping[str, object] | None
+    pipeline: sections.PipelineSection | Mapping[str, object] | None
     """The section ``pipeline``."""
-    expert_parallel: ExpertParallelSection | Mapping[str, object] | None
+    expert_parallel: sections.ExpertParallelSection | Mapping[str, object] | None
     """The section ``expert_parallel``."""
     replicate_size: int | None
     """number of copies of the shards; ranks / replicate_size ranks share one copy"""
@@ -197,7 +117,7 @@ class Keywords(TypedDict, total=False):
     """the port of the rendezvous if the launcher does not set MASTER_PORT"""
     distributed_interface: str | None
     """the network interface for gloo and NCCL, such as eth0"""
-    nccl: NcclSection | Mapping[str, object] | None
+    nccl: sections.NcclSection | Mapping[str, object] | None
     """The section ``nccl``."""
     seed: int | None
     """the seed for random draws of the engine itself"""
@@ -215,55 +135,57 @@ class Keywords(TypedDict, total=False):
     """
     pre_layer_norm: bool | None
     """move the norms of BERT-like models before attention and MLP, for training from scratch"""
-    progressive_layer_drop: LayerDropSection | Mapping[str, object] | None
+    progressive_layer_drop: techniques.LayerDropSection | Mapping[str, object] | None
     """The section ``progressive_layer_drop``."""
-    compile: CompileSection | Mapping[str, object] | Literal[False, "blocks"] | None
+    compile: sections.CompileSection | Mapping[str, object] | Literal[False, "blocks"] | None
     """The section ``compile``."""
     attention_backend: Literal["auto", "flash", "cudnn", "efficient", "math"] | None
     """the kernel that scaled_dot_product_attention tries first, in the whole process; auto uses
     one that was measured to be faster on this type of GPU, or else torch's own order
     """
     offload_optimizer: (
-        OffloadOptimizer | Mapping[str, object] | Literal["none", "cpu", "nvme"] | None
+        offload.OffloadOptimizer | Mapping[str, object] | Literal["none", "cpu", "nvme"] | None
     )
     """The section ``zero_optimization.offload_optimizer``."""
-    offload_param: OffloadParam | Mapping[str, object] | Literal["none", "cpu", "nvme"] | None
+    offload_param: (
+        offload.OffloadParam | Mapping[str, object] | Literal["none", "cpu", "nvme"] | None
+    )
     """The section ``zero_optimization.offload_param``."""
-    aio: AioSection | Mapping[str, object] | None
+    aio: offload.AioSection | Mapping[str, object] | None
     """The section ``aio``."""
-    checkpoint: CheckpointSection | Mapping[str, object] | None
+    checkpoint: sections.CheckpointSection | Mapping[str, object] | None
     """The section ``checkpoint``."""
-    memory_checkpoints: MemorySection | Mapping[str, object] | None
+    memory_checkpoints: sections.MemorySection | Mapping[str, object] | None
     """The section ``checkpoint.memory``."""
-    activation_checkpointing: ActivationCheckpointing | Mapping[str, object] | None
+    activation_checkpointing: offload.ActivationCheckpointing | Mapping[str, object] | None
     """The section ``activation_checkpointing``."""
-    activation_offload: ActivationOffload | Mapping[str, object] | bool | None
+    activation_offload: offload.ActivationOffload | Mapping[str, object] | bool | None
     """The section ``activation_offload``."""
-    tiled_mlp: TiledMlpSection | Mapping[str, object] | None
+    tiled_mlp: offload.TiledMlpSection | Mapping[str, object] | None
     """The section ``tiled_mlp``."""
-    curriculum_learning: CurriculumSection | Mapping[str, object] | None
+    curriculum_learning: techniques.CurriculumSection | Mapping[str, object] | None
     """The section ``curriculum_learning``."""
-    data_efficiency: DataEfficiency | Mapping[str, object] | None
+    data_efficiency: techniques.DataEfficiency | Mapping[str, object] | None
     """The section ``data_efficiency``."""
-    data_routing: DataRouting | Mapping[str, object] | None
+    data_routing: techniques.DataRouting | Mapping[str, object] | None
     """The section ``data_efficiency.data_routing``."""
-    random_ltd: TokenDropSection | Mapping[str, object] | None
+    random_ltd: techniques.TokenDropSection | Mapping[str, object] | None
     """The section ``data_efficiency.data_routing.random_ltd``."""
-    data_sampling: DataSampling | Mapping[str, object] | None
+    data_sampling: techniques.DataSampling | Mapping[str, object] | None
     """The section ``data_efficiency.data_sampling``."""
-    metric_curricula: MetricCurricula | Mapping[str, object] | None
+    metric_curricula: techniques.MetricCurricula | Mapping[str, object] | None
     """The section ``data_efficiency.data_sampling.curriculum_learning``."""
-    quantize_training: QuantizeTraining | Mapping[str, object] | None
+    quantize_training: techniques.QuantizeTraining | Mapping[str, object] | None
     """The section ``quantize_training``."""
-    eigenvalue: EigenvalueSection | Mapping[str, object] | None
+    eigenvalue: techniques.EigenvalueSection | Mapping[str, object] | None
     """The section ``quantize_training.eigenvalue``."""
-    compression_weights: WeightQuantization | Mapping[str, object] | None
+    compression_weights: techniques.WeightQuantization | Mapping[str, object] | None
     """The section ``compression_training.weight_quantization``."""
-    quantization_aware_training: QuantizationAware | Mapping[str, object] | None
+    quantization_aware_training: techniques.QuantizationAware | Mapping[str, object] | None
     """The section ``quantization_aware_training``."""
-    float8_training: Float8Training | Mapping[str, object] | None
+    float8_training: techniques.Float8Training | Mapping[str, object] | None
     """The section ``float8_training``."""
-    training_phases: TrainingPhasesSection | Mapping[str, object] | None
+    training_phases: techniques.TrainingPhasesSection | Mapping[str, object] | None
     """The section ``training_phases``."""
     wall_clock_breakdown: bool | None
     """log the milliseconds of forward, backward and step, one step later"""
@@ -278,21 +200,21 @@ class Keywords(TypedDict, total=False):
     """log the bytes of state by kind and tier, the bytes of the allocator, and the free memory"""
     dump_state: bool | None
     """log units, flat buffers and optimizer groups when the engine has been created"""
-    metrics: MetricsSection | Mapping[str, object] | None
+    metrics: sections.MetricsSection | Mapping[str, object] | None
     """The section ``metrics``."""
-    trace: TraceSection | Mapping[str, object] | None
+    trace: sections.TraceSection | Mapping[str, object] | None
     """The section ``trace``."""
-    tensorboard: TensorBoardSection | Mapping[str, object] | None
+    tensorboard: sections.TensorBoardSection | Mapping[str, object] | None
     """The section ``tensorboard``."""
-    wandb: WandbSection | Mapping[str, object] | None
+    wandb: sections.WandbSection | Mapping[str, object] | None
     """The section ``wandb``."""
-    comet: CometSection | Mapping[str, object] | None
+    comet: sections.CometSection | Mapping[str, object] | None
     """The section ``comet``."""
-    csv_monitor: CsvSection | Mapping[str, object] | None
+    csv_monitor: sections.CsvSection | Mapping[str, object] | None
     """The section ``csv_monitor``."""
-    comms_logger: CommsLoggerSection | Mapping[str, object] | None
+    comms_logger: sections.CommsLoggerSection | Mapping[str, object] | None
     """The section ``comms_logger``."""
-    flops_profiler: FlopsProfilerSection | Mapping[str, object] | None
+    flops_profiler: sections.FlopsProfilerSection | Mapping[str, object] | None
     """The section ``flops_profiler``."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None
     """the level of hf-zero's log; null keeps the level that HF_ZERO_LOG_LEVEL sets"""

@@ -194,7 +194,7 @@ _TYPES = {
 def keywords() -> str:
     """Return the module with the keywords of :class:`ZeroConfig`, as a ``TypedDict``."""
     by_field = {key.field: key for key in KEYS.values()}
-    classes: dict[str, set[str]] = {}
+    modules: set[str] = set()
     lines = []
     for item in fields(Settings):
         if item.name == "stage":
@@ -203,24 +203,22 @@ def keywords() -> str:
         if "section" in item.metadata:
             path, made_of = item.metadata["section"]
             short = _python(_SHORT[item.name]) if item.name in _SHORT else []
-            classes.setdefault(made_of.__module__, set()).add(made_of.__name__)
-            types = [made_of.__name__, "Mapping[str, object]", *short]
+            package, _, module = made_of.__module__.rpartition(".")
+            modules.add(f"from {package} import {module}")
+            types = [f"{module}.{made_of.__name__}", "Mapping[str, object]", *short]
             types += ["bool"] if item.name in SWITCHES else []
             text = f"The section ``{path}``." if path else ""
         else:
             row = by_field[item.name]
             text = described(row)
-            types = _python(row.kind.schema)
-            types += ["torch.dtype"] if row.kind is DTYPE else []
+            types = ["Dtype"] if row.kind is DTYPE else _python(row.kind.schema)
         lines += [f"    {item.name}: {' | '.join(dict.fromkeys([*types, 'None']))}", *_quoted(text)]
     row = KEYS[ALIASES["prefetch_bucket_size"]]
     lines += [f"    prefetch_bucket_size: {' | '.join(_python(row.kind.schema))} | None"]
     lines += _quoted(described(row))
-    imports = [
-        f"from {module} import {', '.join(sorted(names))}"
-        for module, names in sorted(classes.items())
-    ]
-    return "\n".join([*_HEAD, *(f"    {line}" for line in imports), *_CLASS, *lines]) + "\n"
+    dtype = f"Dtype: TypeAlias = {' | '.join([*_python(DTYPE.schema), 'torch.dtype'])}"
+    head = [*_HEAD, *(f"    {line}" for line in [*sorted(modules), "", dtype])]
+    return "\n".join([*head, *_CLASS, *lines]) + "\n"
 
 
 _HEAD = (
@@ -231,7 +229,7 @@ _HEAD = (
     "from __future__ import annotations",
     "",
     "from collections.abc import Mapping, Sequence",
-    "from typing import TYPE_CHECKING, Literal, TypedDict",
+    "from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict",
     "",
     "if TYPE_CHECKING:",
     "    import torch",
