@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlparse
@@ -94,25 +94,35 @@ def smoke(
 def examine() -> list[Finding]:
     return [
         finding
-        for part in (_versions, _libraries, _variables, _devices, _slot, _kernels)
+        for part in (_versions, _libraries, _environment, _devices, _slot, _kernels)
         for finding in _whole(part)
     ]
 
 
+def _ok(name: str, detail: str) -> Finding:
+    return Finding("", name, "ok", detail)
+
+
+def _off(name: str, detail: str) -> Finding:
+    return Finding("", name, "off", detail)
+
+
+def _broken(name: str, detail: str) -> Finding:
+    return Finding("", name, "broken", detail)
+
+
 def _whole(part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of ``part``. An error in it becomes a finding too, so that the other parts
-    are still reported.
+    """Yield the findings of ``part`` under its name. An error in it becomes a finding too, so that
+    the other parts are still reported.
     """
+    name = part.__name__.lstrip("_")
     try:
-        yield from part()
+        for finding in part():
+            yield replace(finding, part=name)
     except Exception as error:
         reason = (str(error).strip().splitlines() or ["no message"])[0]
-        yield Finding(
-            part.__name__.lstrip("_"),
-            "examination",
-            "broken",
-            f"ended early: {type(error).__name__}: {reason}",
-        )
+        why = f"ended early: {type(error).__name__}: {reason}"
+        yield Finding(name, "examination", "broken", why)
 
 
 def _own_version(imported: Path) -> Finding:
@@ -124,17 +134,15 @@ def _own_version(imported: Path) -> Finding:
     try:
         dist = distribution("hf-zero")
     except PackageNotFoundError:
-        return Finding("versions", "hf-zero", "ok", f"a tree of sources at {imported}")
+        return _ok("hf-zero", f"a tree of sources at {imported}")
     origin = json.loads(dist.read_text("direct_url.json") or "{}")
     editable = origin.get("dir_info", {}).get("editable", False)
     root = url2pathname(urlparse(origin["url"]).path) if editable else dist.locate_file("")
     installed = Path(str(root), "hf_zero").resolve()
     if installed == imported:
-        return Finding("versions", "hf-zero", "ok", f"{dist.version} at {imported}")
-    return Finding(
-        "versions",
+        return _ok("hf-zero", f"{dist.version} at {imported}")
+    return _off(
         "hf-zero",
-        "off",
         f"imported from {imported}, but installed is {dist.version} at {installed}: PYTHONPATH or "
         "the working folder comes first; leave it, or pip install that folder",
     )
@@ -147,15 +155,13 @@ def _versions() -> Iterator[Finding]:
 
     import hf_zero
 
-    yield Finding("versions", "python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
+    yield _ok("python", f"{sys.version.split()[0]} at {sys.executable}")
     yield _own_version(Path(hf_zero.__file__).resolve().parent)
     try:
         needed = [Requirement(line) for line in requires("hf-zero") or ()]
     except PackageNotFoundError:
-        yield Finding(
-            "versions",
+        yield _off(
             "requirements",
-            "off",
             "hf-zero is imported from a folder and not installed, so they are not "
             "known; pip install it",
         )
@@ -164,20 +170,17 @@ def _versions() -> Iterator[Finding]:
         try:
             installed = version(r.name)
         except PackageNotFoundError:
-            yield Finding("versions", r.name, "broken", f"not installed; pip install '{r}'")
+            yield _broken(r.name, f"not installed; pip install '{r}'")
             continue
         if r.specifier.contains(installed, prereleases=True):
             if r.name == "torch":
                 import torch
 
                 installed = torch.__version__  # names the build, too
-            yield Finding("versions", r.name, "ok", installed)
+            yield _ok(r.name, installed)
         else:
-            yield Finding(
-                "versions",
-                r.name,
-                "broken",
-                f"{installed}, but hf-zero needs {r.specifier}; pip install '{r}'",
+            yield _broken(
+                r.name, f"{installed}, but hf-zero needs {r.specifier}; pip install '{r}'"
             )
 
 
@@ -191,17 +194,15 @@ def _libraries() -> Iterator[Finding]:
         for reason, off in parts.items():  # one missing name may switch off twenty parts
             more = f" and {len(off) - 1} more are" if len(off) > 1 else " is"
             text = f"{library.release} ({library.standing}): {off[0]}{more} off: {reason}"
-            yield Finding("libraries", library.library, "off", text)
+            yield _off(library.library, text)
         if not library.failed:
             probes = "" if library.standing == "tested" else ", but all probes hold"
-            yield Finding(
-                "libraries", library.library, "ok", f"{library.release}: {library.standing}{probes}"
-            )
+            yield _ok(library.library, f"{library.release}: {library.standing}{probes}")
 
 
-def _variables() -> Iterator[Finding]:
+def _environment() -> Iterator[Finding]:
     for name, fault in faults(os.environ):
-        yield Finding("environment", name, "off", fault)
+        yield _off(name, fault)
 
 
 def _devices() -> Iterator[Finding]:
@@ -210,27 +211,16 @@ def _devices() -> Iterator[Finding]:
 
     from hf_zero.device import kinds
 
-    cores, memory = (
-        len(psutil.Process().cpu_affinity())
-        if hasattr(psutil.Process, "cpu_affinity")
-        else os.cpu_count(),
-        psutil.virtual_memory(),
-    )
-    yield Finding(
-        "devices",
-        "cpu",
-        "ok",
-        f"{cores} cores, {memory.total / 1e9:.0f} GB, {memory.available / 1e9:.0f} GB free",
+    cores, memory = len(psutil.Process().cpu_affinity()), psutil.virtual_memory()
+    yield _ok(
+        "cpu", f"{cores} cores, {memory.total / 1e9:.0f} GB, {memory.available / 1e9:.0f} GB free"
     )
     kind = kinds.accelerator()
     if kind is not None:
         for index in range(kinds.device_count()):
             properties = kinds.properties(torch.device(kind, index))
-            yield Finding(
-                "devices",
-                f"{kind}:{index}",
-                "ok",
-                f"{properties.name}, {properties.total_memory / 1e9:.0f} GB",
+            yield _ok(
+                f"{kind}:{index}", f"{properties.name}, {properties.total_memory / 1e9:.0f} GB"
             )
     else:
         why = (
@@ -238,16 +228,13 @@ def _devices() -> Iterator[Finding]:
             if torch.accelerator.current_accelerator() is None
             else "no driver or no visible GPU"
         )
-        yield Finding("devices", "accelerator", "off", f"{why}; training runs on CPU ranks")
+        yield _off("accelerator", f"{why}; training runs on CPU ranks")
     for name, available, use in (
         ("gloo", torch.distributed.is_gloo_available(), "CPU ranks"),
         ("nccl", torch.distributed.is_nccl_available(), "GPU ranks"),
     ):
-        yield Finding(
-            "devices",
-            name,
-            "ok" if available else "off",
-            f"for {use}" if available else f"this torch is built without it: no {use}",
+        yield (_ok if available else _off)(
+            name, f"for {use}" if available else f"this torch is built without it: no {use}"
         )
 
 
@@ -261,12 +248,10 @@ def _slot() -> Iterator[Finding]:
         for point in entry_points(group="torch.backends")
     )
     yield (
-        Finding("slot", "entry point", "ok", "torch.backends: runs at every `import torch`")
+        _ok("entry point", "torch.backends: runs at every `import torch`")
         if registered
-        else Finding(
-            "slot",
+        else _broken(
             "entry point",
-            "broken",
             "not in torch.backends: the installation is incomplete; pip install hf-zero again",
         )
     )
@@ -274,15 +259,10 @@ def _slot() -> Iterator[Finding]:
         (path for path in sys.path if os.path.isfile(os.path.join(path, "hf_zero.pth"))), None
     )
     yield (
-        Finding(
-            "slot", ".pth", "ok", f"in {pth}: `import deepspeed` works before torch is imported"
-        )
+        _ok(".pth", f"in {pth}: `import deepspeed` works before torch is imported")
         if pth
-        else Finding(
-            "slot",
-            ".pth",
-            "off",
-            "an editable install has none: `import deepspeed` works once torch is imported",
+        else _off(
+            ".pth", "an editable install has none: `import deepspeed` works once torch is imported"
         )
     )
     for variable, off in (
@@ -290,16 +270,11 @@ def _slot() -> Iterator[Finding]:
         ("HF_ZERO_AUTOLOAD", "hf-zero does not register"),
     ):
         value, disabled = os.environ.get(variable), is_off(variable)
-        yield Finding(
-            "slot",
-            variable,
-            "off" if disabled else "ok",
-            f"{value}: {off}; unset it" if disabled else value or "unset: on",
+        yield (_off if disabled else _ok)(
+            variable, f"{value}: {off}; unset it" if disabled else value or "unset: on"
         )
     if _autoload.failure is not None:
-        yield Finding(
-            "slot", "autoload", "broken", f"{type(_autoload.failure).__name__}: {_autoload.failure}"
-        )
+        yield _broken("autoload", f"{type(_autoload.failure).__name__}: {_autoload.failure}")
         return
     yield _owner_of_deepspeed()
 
@@ -314,29 +289,23 @@ def _owner_of_deepspeed() -> Finding:
 
     spec = find_spec(facade.NAME)
     if spec is None:
-        return Finding(
-            "slot",
+        return _off(
             "deepspeed",
-            "off",
             "nothing answers `import deepspeed`: Accelerate and the Trainer cannot "
             "shard; see the lines above",
         )
     if finder.chosen():
-        return Finding("slot", "deepspeed", "ok", f"hf-zero's facade, as {facade.VERSION}")
-    return Finding(
-        "slot",
+        return _ok("deepspeed", f"hf-zero's facade, as {facade.VERSION}")
+    return _off(
         "deepspeed",
-        "off",
         f"an installed DeepSpeed answers ({spec.origin}); HF_ZERO_BACKEND=hf_zero chooses ours",
     )
 
 
 def _kernels() -> Iterator[Finding]:
     compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
-    yield Finding(
-        "kernels",
+    yield (_ok if compiler else _off)(
         "C++ compiler",
-        "ok" if compiler else "off",
         compiler or f"none of {', '.join(COMPILERS)} on PATH; hf-zero does not need one",
     )
     yield from _native_core()
@@ -351,30 +320,24 @@ def _triton() -> Finding:
     from hf_zero.ops import dispatch
 
     if not dispatch.installed():
-        return Finding(
-            "kernels",
+        return _off(
             "triton",
-            "off",
             "not installed: kernels run their references in plain torch; pip install triton",
         )
     try:
         import triton
     except Exception as error:
-        return Finding(
-            "kernels", "triton", "broken", f"cannot be imported: {type(error).__name__}: {error}"
-        )
+        return _broken("triton", f"cannot be imported: {type(error).__name__}: {error}")
     try:
         installed = version("triton")
     except PackageNotFoundError:  # installed under another name
         installed = triton.__version__
     if dispatch.interpreted():
-        return Finding(
-            "kernels",
+        return _off(
             "triton",
-            "off",
             f"{installed}, in its interpreter (TRITON_INTERPRET=1): for tests, slow; unset it",
         )
-    return Finding("kernels", "triton", "ok", installed)
+    return _ok("triton", installed)
 
 
 def _gpu_kernels() -> Iterator[Finding]:
@@ -398,25 +361,17 @@ def _gpu_kernels() -> Iterator[Finding]:
         else ""
     )
     if why_not or kind is None:
-        yield Finding(
-            "kernels",
-            "GPU kernels",
-            "off",
-            f"{len(kernels)} kernels run their references: {why_not}",
-        )
+        yield _off("GPU kernels", f"{len(kernels)} kernels run their references: {why_not}")
         return
     device = torch.device(kind, kinds.current_index(kind))
     for name, kernel in sorted(kernels.items()):
         wrong = dispatch.try_out(kernel, device)
         yield (
-            Finding(
-                "kernels",
-                name,
-                "broken",
-                f"{wrong}; its reference runs in its place, or HF_ZERO_TRITON=0 makes all do",
+            _broken(
+                name, f"{wrong}; its reference runs in its place, or HF_ZERO_TRITON=0 makes all do"
             )
             if wrong
-            else Finding("kernels", name, "ok", "runs, and agrees with its reference")
+            else _ok(name, "runs, and agrees with its reference")
         )
 
 
@@ -427,16 +382,13 @@ def _transfers() -> Iterator[Finding]:
     try:
         queue = FileQueue()
     except ConfigError as error:
-        yield Finding("kernels", "file transfers", "broken", str(error))
+        yield _broken("file transfers", str(error))
         return
     refused = (
         f"; the kernel refuses io_uring ({queue.backend.refusal})" if queue.backend.refusal else ""
     )
-    yield Finding(
-        "kernels",
-        "file transfers",
-        "off" if refused or queue.kind == "python" else "ok",
-        f"by {queue.kind}{refused}",
+    yield (_off if refused or queue.kind == "python" else _ok)(
+        "file transfers", f"by {queue.kind}{refused}"
     )
     queue.close()
 
@@ -448,23 +400,14 @@ def _native_core() -> Iterator[Finding]:
     try:
         available = native.available()
     except ConfigError as error:
-        yield Finding("kernels", "native core", "broken", str(error))
+        yield _broken("native core", str(error))
         return
     if not available:
-        yield Finding(
-            "kernels",
-            "native core",
-            "off",
-            f"{native.why_not()}; the torch reference runs in its place",
-        )
+        yield _off("native core", f"{native.why_not()}; the torch reference runs in its place")
         return
-    yield Finding("kernels", "native core", "ok", "built: optimizers, norms and casts on the CPU")
-    yield Finding(
-        "kernels",
+    yield _ok("native core", "built: optimizers, norms and casts on the CPU")
+    yield _ok(
         "instruction set",
-        "ok",
         f"{native.instruction_set()}; this machine has {', '.join(native.instruction_sets())}",
     )
-    yield Finding(
-        "kernels", "threads", "ok", f"{native.threads()}: {native.default_share().source}"
-    )
+    yield _ok("threads", f"{native.threads()}: {native.default_share().source}")
