@@ -151,22 +151,18 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
     kind = kind_of(mapping)
     if kind == "FSDP":  # its keys have other names and meanings: they are not judged one by one
         file = label.removeprefix("config file ") if label.startswith("config file ") else "FILE"
-        mistakes.append(
-            ConfigError(
-                f"{label}: distributed_type = {shown(kind, label)}: the file is for FSDP; "
-                f"`hf-zero migrate {file} -o zero3.yaml` translates it"
-            )
+        mistakes.add(
+            f"{label}: distributed_type = {shown(kind, label)}: the file is for FSDP; "
+            f"`hf-zero migrate {file} -o zero3.yaml` translates it"
         )
         return reading
     for name in mapping:
         if name not in ACCELERATE_KEYS:
             mistakes.append(_unknown(str(name), name, label))
     if kind != "DEEPSPEED":
-        mistakes.append(
-            ConfigError(
-                f"{label}: distributed_type = {shown(kind, label)} does not train with ZeRO; write "
-                "distributed_type: DEEPSPEED"
-            )
+        mistakes.add(
+            f"{label}: distributed_type = {shown(kind, label)} does not train with ZeRO; write "
+            "distributed_type: DEEPSPEED"
         )
     for name, what in _FOREIGN.items():
         if mapping.get(name):
@@ -181,16 +177,14 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
             f"{label}: parallelism_config = {shown(parallel, label)} is not a section; write its "
             f"keys, such as {next(iter(_SEQUENCES))}, below it"
         )
-        mistakes.append(ConfigError(text))
+        mistakes.add(text)
         parallel = {}
     sizes = {name: parallel[name] for name in _SEQUENCES if (parallel.get(name) or 1) != 1}
     if len(sizes) > 1:
-        mistakes.append(
-            ConfigError(
-                f"{label}: parallelism_config has both {' and '.join(sizes)}, and Accelerate takes "
-                "one of them; write the other as "
-                f"{_SECTION}.{' or '.join(_SEQUENCES.values())}"
-            )
+        mistakes.add(
+            f"{label}: parallelism_config has both {' and '.join(sizes)}, and Accelerate takes "
+            "one of them; write the other as "
+            f"{_SECTION}.{' or '.join(_SEQUENCES.values())}"
         )
     for name, size in parallel.items():
         is_size = str(name).endswith("_size") and isinstance(size, int) and size > 1
@@ -249,9 +243,7 @@ def _read_section(section: Mapping[str, object], reading: ConfigReading, label: 
                 hint = f": write {' or '.join(nested)} in a DeepSpeed JSON, which {file} names"
             elif not closest(str(name), INSIDE) and (names := meant(str(name), section[name])):
                 hint = f": write {' or '.join(names)} in a DeepSpeed JSON, which {file} names"
-            reading.mistakes.append(
-                ConfigError(f"{label}: unknown key {f'{_SECTION}.{name}'!r}{hint}")
-            )
+            reading.mistakes.add(f"{label}: unknown key {f'{_SECTION}.{name}'!r}{hint}")
     for name in _OWN:
         if name in section:
             reading.put(
@@ -268,10 +260,8 @@ def _read_section(section: Mapping[str, object], reading: ConfigReading, label: 
                 f"{_SECTION}.deepspeed_config_file = {shown(path, label)}"
             )
             them = "them" if len(beside) > 1 else "it"
-            reading.mistakes.append(
-                ConfigError(
-                    f"{label}: {text}, but Accelerate reads only the file; move {them} into {path}"
-                )
+            reading.mistakes.add(
+                f"{label}: {text}, but Accelerate reads only the file; move {them} into {path}"
             )
         reading.update(ConfigReading().read(load_file(path), f"config file {path}"))
     for name in TRANSLATED:

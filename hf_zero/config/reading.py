@@ -29,6 +29,10 @@ SWITCHES = ("fp16", "bf16")  # sections that a keyword may switch on or off
 class Mistakes(list[HfZeroError]):
     """Errors about a configuration, in the order of their discovery."""
 
+    def add(self, text: str) -> None:
+        """Append a ConfigError of ``text``."""
+        self.append(ConfigError(text))
+
     @contextmanager
     def collect(self) -> Iterator[None]:
         """Context manager that collects a ConfigError or NotBuiltError raised inside and continues

@@ -39,12 +39,10 @@ def check_reading(reading: ConfigReading) -> None:
     """
     values, sources, mistakes = reading.values, reading.sources, reading.mistakes
     if values.get("fp16.enabled") and values.get("bf16.enabled"):
-        mistakes.append(
-            ConfigError(
-                f"fp16.enabled ({sources['fp16.enabled']}) and bf16.enabled "
-                f"({sources['bf16.enabled']}) are both true, but a model trains in "
-                "one precision; set one of them to false"
-            )
+        mistakes.add(
+            f"fp16.enabled ({sources['fp16.enabled']}) and bf16.enabled "
+            f"({sources['bf16.enabled']}) are both true, but a model trains in "
+            "one precision; set one of them to false"
         )
     if values.get("torch_autocast.enabled") and values.get("torch_autocast.dtype") == "fp16":
         mistakes.append(
@@ -56,29 +54,23 @@ def check_reading(reading: ConfigReading) -> None:
         )
     norm = (values.get("optimizer.params") or {}).get("max_grad_norm")
     if norm and values.get("optimizer.type"):
-        mistakes.append(
-            ConfigError(
-                f"optimizer.params.max_grad_norm = {norm!r} ({sources['optimizer.params']}) is no "
-                "argument of an optimizer; "
-                f"write gradient_clipping: {norm!r}"
-            )
+        mistakes.add(
+            f"optimizer.params.max_grad_norm = {norm!r} ({sources['optimizer.params']}) is no "
+            "argument of an optimizer; "
+            f"write gradient_clipping: {norm!r}"
         )
     unused = "zero_optimization.ignore_unused_parameters"
     if values.get(f"{LAYER_DROP}.enabled") and values.get(unused) is False:
-        mistakes.append(
-            ConfigError(
-                f"{unused} = {shown(False, sources[unused])} ({sources[unused]}) contradicts "
-                f"{LAYER_DROP}.enabled ({sources[f'{LAYER_DROP}.enabled']}): blocks "
-                "that a step leaves out have no gradient; remove one of them"
-            )
+        mistakes.add(
+            f"{unused} = {shown(False, sources[unused])} ({sources[unused]}) contradicts "
+            f"{LAYER_DROP}.enabled ({sources[f'{LAYER_DROP}.enabled']}): blocks "
+            "that a step leaves out have no gradient; remove one of them"
         )
     fewest, most = (values.get(f"nccl.{name}_ctas") for name in ("min", "max"))
     if fewest is not None and most is not None and fewest > most:
-        mistakes.append(
-            ConfigError(
-                f"nccl.min_ctas = {fewest} ({sources['nccl.min_ctas']}) is above nccl.max_ctas = "
-                f"{most} ({sources['nccl.max_ctas']}); write at most {most}"
-            )
+        mistakes.add(
+            f"nccl.min_ctas = {fewest} ({sources['nccl.min_ctas']}) is above nccl.max_ctas = "
+            f"{most} ({sources['nccl.max_ctas']}); write at most {most}"
         )
     _check_timeouts(reading)
     _check_offload(reading)
@@ -110,12 +102,10 @@ def _check_timeouts(reading: ConfigReading) -> None:
     limit = KEYS[TIMEOUT].default if timeout is None else timeout
     if of_hosts is not None and of_hosts > limit:
         source = f" ({sources[TIMEOUT]})" if TIMEOUT in sources else ""
-        reading.mistakes.append(
-            ConfigError(
-                f"{HOST_TIMEOUT} = {shown(of_hosts, sources[HOST_TIMEOUT])} "
-                f"({sources[HOST_TIMEOUT]}) is above {TIMEOUT} = {limit:g}{source}, after which "
-                f"ranks end in any case; write at most {limit:g}, or a longer {TIMEOUT}"
-            )
+        reading.mistakes.add(
+            f"{HOST_TIMEOUT} = {shown(of_hosts, sources[HOST_TIMEOUT])} "
+            f"({sources[HOST_TIMEOUT]}) is above {TIMEOUT} = {limit:g}{source}, after which "
+            f"ranks end in any case; write at most {limit:g}, or a longer {TIMEOUT}"
         )
 
 
@@ -146,22 +136,18 @@ def _check_offload(reading: ConfigReading) -> None:
             and path not in reading.autos
         ):
             chosen = sources[f"{section}.device"]
-            reading.mistakes.append(
-                ConfigError(
-                    f"{section}.device = {shown('nvme', chosen)} ({chosen}) names no folder "
-                    f"for its files; write {path}: a folder on "
-                    "a local NVMe disk, or a list of folders, one a disk"
-                )
+            reading.mistakes.add(
+                f"{section}.device = {shown('nvme', chosen)} ({chosen}) names no folder "
+                f"for its files; write {path}: a folder on "
+                "a local NVMe disk, or a list of folders, one a disk"
             )
     states = values.get("bf16.enabled") and values.get(BF16_STATES)
     if states and values.get(MOMENTS, "bf16") != "bf16":
-        reading.mistakes.append(
-            ConfigError(
-                f"{MOMENTS} = {shown(values.get(MOMENTS), sources[MOMENTS])} ({sources[MOMENTS]}) "
-                f"contradicts {BF16_STATES} = {shown(True, sources[BF16_STATES])} "
-                f"({sources[BF16_STATES]}); "
-                "remove one of them"
-            )
+        reading.mistakes.add(
+            f"{MOMENTS} = {shown(values.get(MOMENTS), sources[MOMENTS])} ({sources[MOMENTS]}) "
+            f"contradicts {BF16_STATES} = {shown(True, sources[BF16_STATES])} "
+            f"({sources[BF16_STATES]}); "
+            "remove one of them"
         )
 
 
@@ -182,12 +168,10 @@ def _check_activations(reading: ConfigReading) -> None:
     values, sources = reading.values, reading.sources
     blocks, number = values.get(BLOCKS), values.get(NUMBER)
     if isinstance(blocks, int) and not isinstance(blocks, bool) and number and number != blocks:
-        reading.mistakes.append(
-            ConfigError(
-                f"{BLOCKS} = {blocks} ({sources[BLOCKS]}) contradicts {NUMBER} = {number} "
-                f"({sources[NUMBER]}): both say how many blocks are "
-                "checkpointed; remove one of them"
-            )
+        reading.mistakes.add(
+            f"{BLOCKS} = {blocks} ({sources[BLOCKS]}) contradicts {NUMBER} = {number} "
+            f"({sources[NUMBER]}): both say how many blocks are "
+            "checkpointed; remove one of them"
         )
 
 

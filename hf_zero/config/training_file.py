@@ -239,23 +239,19 @@ def read_training_file(path: str | os.PathLike[str]) -> TrainingFile:
             reading.put(written_key, value, written_key, label, KEYS)
         else:
             hint = did_you_mean(str(written_key), KEYS)
-            reading.mistakes.append(
-                ConfigError(f"{label}: unknown key {str(written_key)!r:.200}{hint}")
-            )
+            reading.mistakes.add(f"{label}: unknown key {str(written_key)!r:.200}{hint}")
     for missing in [each for each in REQUIRED if each not in written]:
-        reading.mistakes.append(
-            ConfigError(f"{label}: {missing} is missing; write {missing}: {_example(missing)}")
-        )
+        reading.mistakes.add(f"{label}: {missing} is missing; write {missing}: {_example(missing)}")
     for auto in sorted(reading.autos & KEYS.keys()):
-        reading.mistakes.append(
-            ConfigError(f'{label}: {auto} = "auto" is not {KEYS[auto].kind.expected}; remove it')
+        reading.mistakes.add(
+            f'{label}: {auto} = "auto" is not {KEYS[auto].kind.expected}; remove it'
         )
     reading.mistakes.throw()
     values = {"output_dir": f"runs/{Path(name).stem}", **reading.given()}
     values |= {path: os.path.expanduser(values[path]) for path in PATHS}
     training = TrainingFile(**values, written=tuple(reading.values))
     for contradiction in _contradictions(training):
-        reading.mistakes.append(ConfigError(f"{label}: {contradiction}"))
+        reading.mistakes.add(f"{label}: {contradiction}")
     with reading.mistakes.collect():
         _check_config(training, label)
     reading.mistakes.throw()

@@ -67,7 +67,7 @@ class ZeroConfig(Settings):
                 hint = "; it is a key of DeepSpeed's dialect: use ZeroConfig.from_dict"
             else:
                 hint = did_you_mean(name, ["stage", *KEYWORDS])
-            reading.mistakes.append(ConfigError(f"keyword: unknown key {name!r}{hint}"))
+            reading.mistakes.add(f"keyword: unknown key {name!r}{hint}")
         self._fill(reading, None)
 
     @classmethod
