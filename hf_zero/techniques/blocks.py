@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.zero.gather.model_patches import Attached, outside_graphs
+from hf_zero.zero.gather.model_patches import Attached, Stateless, outside_graphs
 from hf_zero.zero.layout.unit import RootForward
 from hf_zero.zero.layout.wrap import described, find_blocks, repeated_blocks
 
@@ -256,9 +256,10 @@ class AwaitedCalls:
             self.arrived(block)
 
 
-class DrawsForBlocks(ABC, Generic[Drawn]):
+class DrawsForBlocks(Stateless, ABC, Generic[Drawn]):
     """Base of techniques that draw at random for the repeated blocks of a model: a
-    :class:`hf_zero.techniques.registry.Technique` but for ``install``.
+    :class:`hf_zero.techniques.registry.Technique` but for ``install``. All state is computed from
+    the counters.
     """
 
     key: str  # the section, for messages
@@ -320,15 +321,6 @@ class DrawsForBlocks(ABC, Generic[Drawn]):
         """Return the result of ``block`` for these arguments and the draws of the forward;
         ``run(*args, **kwargs)`` executes the block.
         """
-
-    def end_step(self) -> None:
-        """No-op: all state is computed from the counters."""
-
-    def state_dict(self) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """No-op: nothing is saved."""
 
     def remove(self) -> None:
         if self._calls is not None and self._awaited is not None:

@@ -38,6 +38,7 @@ from hf_zero.techniques.difficulty_index import (
 from hf_zero.techniques.schedules import DifficultySchedule, Number
 from hf_zero.techniques.sequence_length import metrics_of
 from hf_zero.zero.backward import Counters
+from hf_zero.zero.gather.model_patches import Stateless
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
@@ -305,9 +306,10 @@ class RankSamples(Sampler[int]):
         return chain.from_iterable(self.batches)
 
 
-class DifficultySampling:
+class DifficultySampling(Stateless):
     """Gives samplers their order and tells them which step comes next; a
-    :class:`hf_zero.techniques.registry.Technique`.
+    :class:`hf_zero.techniques.registry.Technique`. The step, the seed and the schedules determine
+    everything.
     """
 
     def __init__(self, metrics: Mapping[str, Mapping[str, object]], seed: int):
@@ -388,11 +390,6 @@ class DifficultySampling:
                 "change the data in a collate_fn"
             )
         self._finished = False
-
-    def state_dict(self) -> dict[str, object]:
-        return {}  # the step, the seed and the schedules determine everything
-
-    def load_state_dict(self, state: dict[str, object]) -> None: ...
 
     def remove(self) -> None: ...
 

@@ -25,6 +25,7 @@ from hf_zero.techniques import sequence_length
 from hf_zero.techniques.schedules import Stairs
 from hf_zero.techniques.sequence_length import SequenceLength
 from hf_zero.zero.backward import Counters
+from hf_zero.zero.gather.model_patches import Stateless
 from hf_zero.zero.layout.engine_plan import EnginePlan
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def rampup(start: int, increment: int, samples: int, end: int) -> Stairs[int]:
     return Stairs([*sizes, end], ends)
 
 
-class TrainingPhases:
+class TrainingPhases(Stateless):
     """The phases of one engine; a :class:`hf_zero.techniques.registry.Technique`. All of it is a
     function of ``global_steps``.
     """
@@ -273,9 +274,6 @@ class TrainingPhases:
 
     def prepare_batch(self, batch: object) -> object:
         return batch if self.sequences is None else self.sequences.cut(batch)
-
-    def state_dict(self) -> dict[str, object]:
-        return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         engine = self._engine() if self._engine is not None else None
