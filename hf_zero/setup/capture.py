@@ -18,10 +18,8 @@ from hf_zero.logging import listed
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.fused import reads_16_bits
 from hf_zero.optim.own_step import is_own
-from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.gather.model_patches import hooks_of
 from hf_zero.zero.step.captured_step import KEY
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def check_capture(
@@ -70,15 +68,7 @@ def _reasons(
         )
     if optimizer._optimizer_step_pre_hooks:  # type: ignore[attr-defined]
         yield "hooks before the optimizer's step (a graph calls none; remove them)"
-    hooked = [
-        name or "the model"
-        for name, module in model.named_modules()
-        if any(
-            not isinstance(hook, Attached)
-            for kind in HOOKS
-            for hook in module.__dict__[kind].values()
-        )
-    ]
+    hooked = [name or "the model" for name, module in model.named_modules() if hooks_of(module)]
     if hooked:
         yield f"hooks on {listed(hooked, 3)} (a graph calls none; remove them before initialize)"
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):

@@ -31,7 +31,7 @@ from hf_zero.ops.deferred.losses import count_early
 from hf_zero.ops.deferred.programs import Autocast
 from hf_zero.parallel.tensor.axis import TensorAxis, copy_to, gather
 from hf_zero.parallel.tensor.layers import part_of
-from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.gather.model_patches import hooks_of
 from hf_zero.zero.layout.parameter import given_class, owner_of
 
 if TYPE_CHECKING:
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PENDING = "_hf_zero_pending"  # body of the call of a deferred module that is under way
 BEFORE = "_hf_zero_forward_before"
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
 
 
 class DeferredCall:
@@ -191,11 +188,7 @@ def _may_defer(module: nn.Module, rows: object) -> bool:
 
 def _watched(module: nn.Module) -> bool:
     """Return whether hooks other than an engine's are on the module, or on all modules."""
-    if torch_modules._has_any_global_hook():
-        return True
-    return any(
-        not isinstance(hook, Attached) for name in _HOOKS for hook in module.__dict__[name].values()
-    )
+    return torch_modules._has_any_global_hook() or bool(hooks_of(module))
 
 
 def defer_head(model: nn.Module) -> list[Replacement] | str:

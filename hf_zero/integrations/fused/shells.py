@@ -18,16 +18,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_zero.errors import ConfigError
+from hf_zero.zero.gather.model_patches import HOOKS
 from hf_zero.zero.layout.meta_run import META, NUMBERS, MetaAnswers, inputs_on_meta
 
 CONTAINERS = (list, dict, set)
 CONSTANT = (bool, int, float, str, type, types.FunctionType, types.BuiltinFunctionType)
 OF_TORCH = frozenset(nn.Module().__dict__)
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
+_HOOKS = (
+    *HOOKS,
     "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -72,7 +70,7 @@ def shell(
                 for name, value in old.__dict__.items()
                 if not hasattr(nn.Module, name)  # as forward
             )
-            for name in HOOKS:
+            for name in _HOOKS:
                 other.__dict__[name] = OrderedDict()
             other.__dict__["_parameters"] = {
                 k: copied(v, trained) for k, v in old._parameters.items()

@@ -33,6 +33,7 @@ from hf_zero.parallel.tensor import layers
 from hf_zero.parallel.tensor.axis import TensorAxis
 from hf_zero.parallel.tensor.layers import is_sharded, put_on, take_off
 from hf_zero.parallel.tensor.plan import Target
+from hf_zero.zero.gather.model_patches import HOOKS
 from hf_zero.zero.layout.meta_run import (
     GROUPED,
     META,
@@ -49,7 +50,6 @@ M = TypeVar("M", bound=nn.Module)
 TOKENS = 8  # length of the sequence that runs
 SUMMED = "replicated_with_grad_allreduce"
 _COMPLETE, _PARTIAL = "complete", "partial"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TAKE_PARTS = (borders._SumOver, borders._Gather)
 _TAKE_WHOLE = (borders._CopyTo, borders._CopyLast, borders._Split, borders._OwnPart)
 _MAKE_PARTS = (borders._Split, borders._OwnPart)
@@ -97,7 +97,7 @@ def copied(model: M) -> M:
 
 def _bare(model: M, dtypes: Mapping[str, torch.dtype], memo: dict[int, Any]) -> M:
     for module in model.modules():
-        for name in _HOOKS:
+        for name in HOOKS:
             memo[id(module.__dict__[name])] = OrderedDict()
     twin = copy_on_meta(model, dtypes, memo)
     for parameter in model.parameters():

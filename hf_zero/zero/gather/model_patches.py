@@ -56,6 +56,20 @@ class Attached(partial):  # type: ignore[type-arg]
         return Attached, (_nothing,)
 
 
+# attributes of a module that hold its hooks
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of(module: nn.Module) -> list[Callable[..., object]]:
+    """Return the hooks on ``module`` that are not an engine's."""
+    return [
+        hook
+        for name in HOOKS
+        for hook in module.__dict__[name].values()
+        if not isinstance(hook, Attached)
+    ]
+
+
 def outside_graphs(function: Any, callees: bool = True) -> Any:
     """Exclude ``function`` from the graphs that torch.compile traces, and return it; ``callees``:
     whether it may compile the functions that this one calls.
