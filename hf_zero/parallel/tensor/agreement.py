@@ -9,12 +9,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from hf_zero.config.sections import TENSOR_SIZE
-from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.errors import RankMismatchError
 from hf_zero.parallel.alike import Calls, differing, hash_of
 from hf_zero.parallel.tensor.axis import TensorAxis
-from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
+from hf_zero.parallel.tensor.dropout import OwnRandomNumbers, generator_states, set_generator_states
 from hf_zero.zero.gather.model_patches import Attached
 
 
@@ -40,14 +39,12 @@ class Agreement:
         """
         self._forwards.restart()
         device = process_group.default_device()
-        states = _generators(device)
+        states = generator_states(device)
         local = torch.cat(states).to(device)
         by_rank = local.new_empty(self._axis.size * local.numel())
         self._axis.dim.all_gather([(by_rank, local)], "generators of a generation").wait()
         first = by_rank[: local.numel()].cpu().split([len(state) for state in states])
-        torch.set_rng_state(first[0].clone())
-        if len(first) > 1:
-            kinds.module_of(device).set_rng_state(first[1].clone(), device)
+        set_generator_states([state.clone() for state in first], device)
 
     def _before(self, module: nn.Module, args: object, kwargs: object) -> None:
         if self._random is not None:
@@ -60,7 +57,7 @@ class Agreement:
         before, self._differing = self._differing, []
         if not before:
             return
-        now = _generators(process_group.default_device())
+        now = generator_states(process_group.default_device())
         if not all(map(torch.equal, before, now)):
             raise RankMismatchError(
                 f"the random generators of tensor-parallel ranks {self._ranks} differ: they would "
@@ -78,7 +75,7 @@ class Agreement:
         generators differ, remember the states (collective).
         """
         device = process_group.default_device()
-        states = _generators(device)
+        states = generator_states(device)
         codes = [hash_of(_tensors((args, kwargs))), hash_of(states)]
         name, size = "hashes of batches and generators", self._axis.size
         batches, generators = differing([self._axis.dim], codes, device, name)
@@ -92,14 +89,6 @@ class Agreement:
             )
         if generators:
             self._differing = states
-
-
-def _generators(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of the generators that a forward on ``device`` may draw from."""
-    states = [torch.get_rng_state()]
-    if not kinds.is_host(device):
-        states.append(kinds.module_of(device).get_rng_state(device))
-    return states
 
 
 def _tensors(values: object) -> list[torch.Tensor]:

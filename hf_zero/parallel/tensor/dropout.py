@@ -11,6 +11,8 @@ draws the same numbers, and so does a training resumed with the states of a chec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hf_zero.device import kinds
@@ -18,6 +20,21 @@ from hf_zero.parallel.tensor.axis import TensorAxis
 
 _STEP = 0x9E3779B97F4A7C15  # separates the seeds of ranks
 _SEEDS = 2**63 - 1
+
+
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the generators that a forward on ``device`` may draw from."""
+    states = [torch.get_rng_state()]
+    if not kinds.is_host(device):
+        states.append(kinds.module_of(device).get_rng_state(device))
+    return states
+
+
+def set_generator_states(states: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Set the generators of :func:`generator_states`."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        kinds.module_of(device).set_rng_state(states[1], device)
 
 
 class OwnRandomNumbers:
@@ -43,7 +60,7 @@ class OwnRandomNumbers:
         # a begin without its end was interrupted: the states it kept are outdated
         self._where = where
         seed = int(torch.randint(_SEEDS, ()))
-        self._states = self._kept()
+        self._states = generator_states(self._device)
         self._recomputes = torch._C._current_graph_task_id() != -1
         own_seed = (seed ^ (self._axis.rank + 1) * _STEP) & _SEEDS
         torch.default_generator.manual_seed(own_seed)
@@ -62,14 +79,6 @@ class OwnRandomNumbers:
             self._restore()
         self._where, self._states = None, []
 
-    def _kept(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if not kinds.is_host(self._device):
-            states.append(kinds.module_of(self._device).get_rng_state(self._device))
-        return states
-
     def _restore(self) -> None:
-        torch.set_rng_state(self._states[0])
-        if len(self._states) > 1:
-            kinds.module_of(self._device).set_rng_state(self._states[1], self._device)
+        set_generator_states(self._states, self._device)
         self._where, self._states = None, []
