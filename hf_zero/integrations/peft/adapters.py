@@ -185,14 +185,8 @@ def _parts_of(adapter: str, model: torch.nn.Module) -> set[int]:
     """Return the ids of the parameters of ``adapter``, found by calling PEFT with meta tensors."""
     from peft import get_peft_model_state_dict
 
-    tensors = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    shells = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in tensors.items()
-    }
+    tensors = _parameters_and_buffers(model)
+    shells = _on_meta(tensors)
     chosen = {
         id(value)
         for value in get_peft_model_state_dict(
@@ -200,6 +194,20 @@ def _parts_of(adapter: str, model: torch.nn.Module) -> set[int]:
         ).values()
     }
     return {id(tensors[name]) for name, shell in shells.items() if id(shell) in chosen}
+
+
+def _parameters_and_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _on_meta(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
+    }
 
 
 def described(
@@ -244,15 +252,9 @@ def _tensors(
                 f"its prompts are computed from {', '.join(encoder) or 'nothing that is held'}"
             )
         return {"prompt_embeddings": encoder[0]}
-    tensors = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    shells = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in tensors.items()
-        if name in buffers or name in names
-    }
+    kept = {*names, *buffers}
+    tensors = _parameters_and_buffers(model)
+    shells = _on_meta({name: tensor for name, tensor in tensors.items() if name in kept})
     by_shell = {id(shell): name for name, shell in shells.items()}
     with warnings.catch_warnings(), whole_copies(model, shells):
         warnings.simplefilter("ignore")  # PEFT warns on every save that embeddings are saved
