@@ -31,7 +31,7 @@ from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.access.full import whole_of
 from hf_zero.zero.access.wholes import version_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.parameter import engine_of
 from hf_zero.zero.layout.sharding import (
     WholeNames,
     own_part,
@@ -394,19 +394,13 @@ def _mapped(
 # ---- torch's functions ----
 
 
-def engine_of(model: nn.Module) -> TrainingEngine | None:
-    """Return the engine that has the parameters of ``model``; None if there is none."""
-    flat = next(filter(None, map(owner_of, model.parameters())), None)
-    return None if flat is None or flat.retired else flat.engine()
-
-
 def _states_of(
     model: nn.Module, info: Any, optimizers: Sequence[Any] | None = None, loads: bool = False
 ) -> _TorchStates | None:
     """Return the state of the engine of ``model``; None if torch's own way is to be taken: without
     an engine, for submodules, and for a model that is a part of an engine's or has one as a part.
     """
-    engine = engine_of(model)
+    engine: TrainingEngine | None = engine_of(model)
     if engine is None or info.submodule_prefixes:
         return None
     whole = {*map(id, model.parameters())} == {*map(id, engine.module.parameters())}

@@ -203,29 +203,27 @@ class DeepSpeedConfig:
         resolvable = without_autos(read)
         if takes_default_clipping(read, native=isinstance(config, ZeroConfig)):
             resolvable = clipped_by_default(resolvable)
-        self.zero_config_native = resolvable.resolve(ranks)
-        values = self.zero_config_native.to_dict("default")
+        self.zero_config_native = resolved = resolvable.resolve(ranks)
+        values = resolved.to_dict("default")
         self.world_size = ranks
         self._values: dict[str, object] = dict(values)
         self._named = {
-            "monitor_config": DeepSpeedMonitorConfig.from_config(self.zero_config_native),
+            "monitor_config": DeepSpeedMonitorConfig.from_config(resolved),
             "zero_config": DeepSpeedZeroConfig(**values.get(ZERO, {})),
-            "zero_enabled": self.zero_config_native.stage > 0,
-            "zero_optimization_stage": self.zero_config_native.stage,
-            "float16_enabled": self.zero_config_native.precision == "fp16",
-            "fp16_enabled": self.zero_config_native.precision == "fp16",
-            "bfloat16_enabled": self.zero_config_native.precision == "bf16",
-            "loss_scale": self.zero_config_native.fp16.loss_scale,
-            "optimizer_name": _type(self.zero_config_native.optimizer),
-            "optimizer_params": _params(self.zero_config_native.optimizer),
-            "scheduler_name": getattr(self.zero_config_native.scheduler, "type", None),
-            "scheduler_params": _params(self.zero_config_native.scheduler),
-            "train_batch_size": self.zero_config_native.train_batch_size,
-            "train_micro_batch_size_per_gpu": (
-                self.zero_config_native.train_micro_batch_size_per_gpu
-            ),
-            "gradient_accumulation_steps": self.zero_config_native.gradient_accumulation_steps,
-            "gradient_clipping": self.zero_config_native.gradient_clipping,
+            "zero_enabled": resolved.stage > 0,
+            "zero_optimization_stage": resolved.stage,
+            "float16_enabled": resolved.precision == "fp16",
+            "fp16_enabled": resolved.precision == "fp16",
+            "bfloat16_enabled": resolved.precision == "bf16",
+            "loss_scale": resolved.fp16.loss_scale,
+            "optimizer_name": _type(resolved.optimizer),
+            "optimizer_params": _params(resolved.optimizer),
+            "scheduler_name": getattr(resolved.scheduler, "type", None),
+            "scheduler_params": _params(resolved.scheduler),
+            "train_batch_size": resolved.train_batch_size,
+            "train_micro_batch_size_per_gpu": resolved.train_micro_batch_size_per_gpu,
+            "gradient_accumulation_steps": resolved.gradient_accumulation_steps,
+            "gradient_clipping": resolved.gradient_clipping,
         }
 
     def __getattr__(self, name: str) -> Any:

@@ -35,7 +35,6 @@ from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
 from hf_zero.planning.fit import ActivationWay
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.meta_run import META, copy_on_meta
-from hf_zero.zero.layout.wrap import repeated_blocks
 
 LOSS_HEAD = torch.ops.hf_zero.linear_cross_entropy.default
 
@@ -189,20 +188,12 @@ def _save(model: nn.Module, saving: Saving) -> Callable[[], None]:
     checkpoints = Checkpoints(model, blocks, saving.checkpointing, META, tells=False)
     if "loss" in saving.kernels:
         defer_head(model)
-    if saving.tiled_mlp.enabled and _has_mlps(model):
+    if saving.tiled_mlp.enabled and TiledMlps.mlps(model):
         alone = SimpleNamespace(size=1)
         mesh = SimpleNamespace(shard=alone, replicate=alone)
         engine = SimpleNamespace(module=model, stage=0, mesh=mesh, device=META)
         TiledMlps(saving.tiled_mlp).install(engine)
     return checkpoints.remove
-
-
-def _has_mlps(model: nn.Module) -> bool:
-    return any(
-        type(module).__name__.endswith("MLP")
-        for _, block in repeated_blocks(model)
-        for module in block.modules()
-    )
 
 
 class _Counted(TorchDispatchMode):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.kinds import COUNT, integer, number
+from hf_zero.config.resolving import MICRO, TOTAL
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.techniques import PHASES
 from hf_zero.errors import ConfigError
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
 _SCALING = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
-MICRO, TOTAL = "train_micro_batch_size_per_gpu", "train_batch_size"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,13 @@ import hf_zero
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.transformers.meta_model import sized_model
 from hf_zero.planning.simulation import Machine, Measured, measure
-from hf_zero.planning.simulation.machine import RATES, OffloadTimes, offload_times, seconds
+from hf_zero.planning.simulation.machine import (
+    RATES,
+    OffloadTimes,
+    Seconds,
+    offload_times,
+    seconds_of_stages,
+)
 from hf_zero.planning.simulation.recording import (
     BACKWARD,
     FORWARD,
@@ -34,6 +40,11 @@ HERE = StepPlace(FORWARD, "block", 0)
 PAIR = Group("two", (0, 1))
 # a second for 10 FLOPs, 10 bytes of memory, 10 bytes on the link of a host of two ranks
 SLOW = Machine(flops=10, memory=10, node=10, network=10, latency=0, ranks_per_host=2)
+
+
+def seconds(recording: Recording, machine: Machine, away: OffloadTimes | None = None) -> Seconds:
+    """The time of one rank."""
+    return seconds_of_stages({0: recording}, machine, {0: away or OffloadTimes()})[0]
 
 
 def gather(nbytes: int, group: Group = PAIR) -> Message:

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from hf_zero.config.reading import AUTO
+from hf_zero.config.resolving import MICRO, TOTAL
 from hf_zero.config.techniques import PHASES
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
@@ -31,9 +33,7 @@ if TYPE_CHECKING:
 
     from hf_zero.engine import Engine
 
-AUTO = "auto"
 CLIPPING = "gradient_clipping"
-TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 
 def keep_the_optimizer(original: Original, optimizer: object) -> object:

@@ -105,30 +105,8 @@ def optimize(
     kind = kind_for_auto(kinds.accelerator() or "cpu") if kernels == "auto" else "cpu"
     names = _names(kernels, kind)
     with torch.inference_mode(False):  # parameters move, and train later
-        _put_in(model, names, sparse_attention, pre_layer_norm, engine=False)
+        prepare(model, names, sparse_attention, pre_layer_norm, engine=False)
     return model
-
-
-def prepare(
-    model: nn.Module,
-    kernels: str | Iterable[str],
-    sparse_attention: SparsityConfig | Mapping[str, object] | None,
-    pre_layer_norm: bool,
-    compiled: Iterable[nn.Module] = (),
-) -> None:
-    """Install kernels for :func:`hf_zero.initialize`: as :func:`optimize`, for an engine, which
-    itself lays out and updates parameters.
-
-    Blocks that will be ``compiled`` get only the kernels of ``IN_COMPILED_BLOCKS``.
-    """
-    _put_in(
-        model,
-        _names(kernels, "cpu"),
-        sparse_attention,
-        pre_layer_norm,
-        engine=True,
-        compiled=compiled,
-    )
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -173,14 +151,20 @@ def _names(kernels: str | Iterable[str], device: str) -> tuple[str, ...]:
         ) from None
 
 
-def _put_in(
+def prepare(
     model: nn.Module,
-    names: tuple[str, ...],
+    kernels: str | Iterable[str],
     sparse_attention: SparsityConfig | Mapping[str, object] | None,
     pre_layer_norm: bool,
-    engine: bool,
     compiled: Iterable[nn.Module] = (),
+    engine: bool = True,
 ) -> None:
+    """Install kernels for :func:`hf_zero.initialize`: as :func:`optimize`, for an ``engine``, which
+    itself lays out and updates parameters.
+
+    Blocks that will be ``compiled`` get only the kernels of ``IN_COMPILED_BLOCKS``.
+    """
+    names = _names(kernels, "cpu")
     restore(model)
     in_compiled = {module for block in compiled for module in block.modules()}
     left_to_them = tuple(name for name in names if name in IN_COMPILED_BLOCKS)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.resolving import NO_BATCH_SIZE
+from hf_zero.config.resolving import ACCUMULATION, MICRO, NO_BATCH_SIZE, TOTAL
 from hf_zero.errors import ConfigError
 from hf_zero.zero.layout.parameter import OwnedParameter
 from hf_zero.zero.layout.precision import COMPUTE
@@ -35,11 +35,6 @@ KINDS = {
     "16-mixed": "fp16",
     "16-true": "fp16",
 }
-TOTAL, MICRO, ACCUMULATION = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
 
 
 def read(config: object, stage: int | None) -> ZeroConfig:

@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.files import DICT, SourcedDict, flattened, value_at
+from hf_zero.config.reading import AUTO
+from hf_zero.config.resolving import BATCH
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original
@@ -47,13 +49,10 @@ BORROWED = "_hf_zero_callback_plugin"
 
 ZeroConfigLike = ZeroConfig | Mapping[str, object] | str | os.PathLike[str]
 
-AUTO = "auto"
 SAVE_WEIGHTS = "stage3_gather_16bit_weights_on_model_save"
 
 FROM_ARGUMENTS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
+    *BATCH,
     "gradient_clipping",
 )
 

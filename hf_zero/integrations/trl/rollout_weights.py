@@ -15,6 +15,7 @@ import torch
 
 from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original
+from hf_zero.zero.layout.parameter import engine_of
 
 if TYPE_CHECKING:
     from trl.experimental.online_dpo import OnlineDPOTrainer
@@ -24,14 +25,6 @@ if TYPE_CHECKING:
     from hf_zero.zero.access.weight_stream import WeightStream
 
 Named = tuple[str, torch.Tensor]
-
-
-def engine_of(model: torch.nn.Module) -> Engine | None:
-    """Return the engine that trains ``model``; None before it is made."""
-    from hf_zero.zero.layout.parameter import owner_of
-
-    flat = next(filter(None, map(owner_of, model.parameters())), None)
-    return None if flat is None or flat.retired else flat.engine()
 
 
 def copies(stream: WeightStream, device: torch.device) -> Iterator[Iterator[Named]]:
@@ -77,7 +70,7 @@ def iter_in_buckets(
     """Wraps ``VLLMGeneration._iter_named_params``, by which GRPO, RLOO and others send weights. The
     first loop of a server's client, for names and shapes only, gathers nothing.
     """
-    engine = engine_of(self.model) if finder.chosen() else None
+    engine: Engine | None = engine_of(self.model) if finder.chosen() else None
     if engine is None:
         return original(self)
     # in their own dtypes, with adapters merged; to a server from rank 0
@@ -93,7 +86,7 @@ def iter_in_buckets(
 def move_in_buckets(original: Original, self: OnlineDPOTrainer) -> None:
     """Wraps ``OnlineDPOTrainer._move_model_to_vllm_inner``: one message to the server a bucket."""
     model = self.model
-    engine = engine_of(model) if model is not None and finder.chosen() else None
+    engine: Engine | None = engine_of(model) if model is not None and finder.chosen() else None
     if engine is None:
         original(self)
         return

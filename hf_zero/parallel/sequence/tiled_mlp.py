@@ -44,14 +44,14 @@ class TiledMlps(Stateless):
 
     def check(self, plan: EnginePlan) -> None:
         """Raise ConfigError for a model without MLPs in its blocks."""
-        if not self._mlps(plan.model):
+        if not self.mlps(plan.model):
             raise ConfigError(
                 f"{KEY}.enabled: no block of {type(plan.model).__name__} has a module whose class "
                 "ends in MLP; remove the section"
             )
 
     @staticmethod
-    def _mlps(model: nn.Module) -> list[nn.Module]:
+    def mlps(model: nn.Module) -> list[nn.Module]:
         """Return the MLPs in the blocks of ``model``."""
         blocks = [block for _, block in repeated_blocks(model)]
         mlps = dict.fromkeys(
@@ -65,7 +65,7 @@ class TiledMlps(Stateless):
     def install(self, engine: Any) -> None:
         """Override the MLPs' forwards."""
         model, self._engine = engine.module, engine
-        for module in self._mlps(model):
+        for module in self.mlps(model):
             plain, before = module.forward, module.__dict__.get("forward")
             tiled = Override(self._tiled(module, plain), module, "forward")
             module.__dict__["forward"] = tiled

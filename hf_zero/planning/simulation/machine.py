@@ -317,13 +317,6 @@ class _Timeline:
         return self._unit_of[block]
 
 
-def seconds(recording: Recording, machine: Machine, away: OffloadTimes | None = None) -> Seconds:
-    """Return the time of ``recording`` on ``machine``, by the note above. ``away``: transfers of
-    its offload.
-    """
-    return seconds_of_stages({0: recording}, machine, {0: away or OffloadTimes()})[0]
-
-
 def seconds_of_stages(
     recordings: Mapping[int, Recording], machine: Machine, away: Mapping[int, OffloadTimes]
 ) -> dict[int, Seconds]:

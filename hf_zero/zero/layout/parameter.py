@@ -52,6 +52,12 @@ def owner_of(parameter: torch.Tensor) -> Any:
     )
 
 
+def engine_of(model: nn.Module) -> Any:
+    """Return the engine that has the parameters of ``model``; None if there is none."""
+    flat = next(filter(None, map(owner_of, model.parameters())), None)
+    return None if flat is None or flat.retired else flat.engine()
+
+
 def name_of(parameter: torch.Tensor) -> str:
     return parameter.__dict__.get("_hf_zero_name", "?")
 
