@@ -9,7 +9,6 @@ fused ones need less.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from hf_zero.parallel.sequence.division import Division
 from hf_zero.parallel.sequence.sequence_parallel import division_of
 from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
 from hf_zero.planning.fit import ActivationWay
+from hf_zero.planning.live_bytes import LiveBytes
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.meta_run import META, copy_on_meta
 
@@ -148,7 +148,7 @@ def activation_bytes(
         counted = stack.enter_context(_Counted(copied, inputs, device or kinds.meant(gpu=True)))
         try:
             loss = copied(input_ids=inputs, labels=inputs, return_dict=False)[0]
-            saved = counted.now
+            saved = counted.live.now
             loss.backward()
         except ConfigError:
             raise
@@ -197,15 +197,13 @@ def _save(model: nn.Module, saving: Saving) -> Callable[[], None]:
 
 
 class _Counted(TorchDispatchMode):
-    """Dispatch mode that counts bytes of live storages: ``now``, and ``most`` at the peak."""
+    """Dispatch mode that counts bytes: ``live``, and ``most`` of them at the peak."""
 
     def __init__(self, model: nn.Module, inputs: torch.Tensor, device: torch.device):
         super().__init__()
         self._device = device
-        tensors = (*model.parameters(), *model.buffers(), inputs)
-        self._given = {tensor.untyped_storage()._cdata for tensor in tensors}
-        self._held: dict[int, int] = {}
-        self.now = self.most = 0
+        self.live = LiveBytes((*model.parameters(), *model.buffers(), inputs))
+        self.most = 0
 
     def __torch_dispatch__(
         self,
@@ -217,9 +215,9 @@ class _Counted(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self._see(leaf.untyped_storage())
-        if func is LOSS_HEAD:
-            self.most = max(self.most, self.now + self._inside_the_head(*args[:2]))
+                self.live.add(leaf.untyped_storage())
+        inside = self._inside_the_head(*args[:2]) if func is LOSS_HEAD else 0
+        self.most = max(self.most, self.live.now + inside)
         return out
 
     def _inside_the_head(self, hidden: torch.Tensor, weight: torch.Tensor) -> int:
@@ -229,15 +227,3 @@ class _Counted(TorchDispatchMode):
         (tokens, width), words, itemsize = hidden.shape, weight.shape[0], hidden.element_size()
         rows = min(tokens, rows_of_a_chunk(tokens, words, itemsize, self._device))
         return rows * (words + 2 * width * kinds.is_host(self._device)) * itemsize
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._held or key in self._given:
-            return
-        self._held[key] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._gone, key).atexit = False
-
-    def _gone(self, key: int) -> None:
-        self.now -= self._held.pop(key)

@@ -14,7 +14,6 @@ gathered. Storages that exist before the step and belong to no operation of it a
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from hf_zero.device import spans
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.measures.collectives import MESSAGES, IssuedStats, ObservedHandle
+from hf_zero.planning.live_bytes import LiveBytes
 from hf_zero.planning.simulation.shapes import ShapeCache, tensors_of
 from hf_zero.zero.layout.meta_run import COPIES, GROUPED, NUMBERS
 
@@ -159,9 +159,8 @@ class Recorder(TorchDispatchMode):
         self._dims = dims
         self._device = engine.device.type
         self._shapes = ShapeCache()
-        self._made: dict[int, int] = {}  # bytes of storages made by operations that are alive
-        self._given: set[int] = set()
-        self.now = self.high = 0  # bytes of these storages, and the most of them so far
+        self.live = LiveBytes()
+        self.high = 0  # the most of them so far
         self._gathered = 0
         self._place = self.high_place = StepPlace(FORWARD, "", 0)
         self.recording: Recording | None = None
@@ -192,7 +191,7 @@ class Recorder(TorchDispatchMode):
         for state in optimizer.state.values() if optimizer is not None else ():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    self._forget(value.untyped_storage())
+                    self.live.forget(value.untyped_storage())
         self.recording = Recording(micro_batches, repeats=repeats)
         try:
             yield self.recording
@@ -238,7 +237,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = [*tensors_of(args)]
         for tensor in inputs:
-            self._take(tensor.untyped_storage())
+            self.live.exclude(tensor.untyped_storage())
         answer = _ANSWERS.get(func)
         if answer is not None:
             out = answer(func, args, kwargs)
@@ -248,7 +247,9 @@ class Recorder(TorchDispatchMode):
         fresh, outputs = False, [*tensors_of((out,))]
         for tensor in outputs:
             if tensor.device.type == self._device:
-                fresh |= self._make(tensor.untyped_storage())
+                fresh |= self.live.add(tensor.untyped_storage())
+        if fresh:
+            self._peak()
         if self.recording is not None and func.namespace != "c10d":
             work = self._work()
             work.operations += 1
@@ -275,34 +276,6 @@ class Recorder(TorchDispatchMode):
 
     # ---- bytes ----
 
-    def _take(self, storage: torch.UntypedStorage) -> None:
-        """Count the storage of an operand that no operation has made as state."""
-        key = storage._cdata
-        if key not in self._made and key not in self._given:
-            self._given.add(key)
-            weakref.finalize(storage, self._given.discard, key).atexit = False
-
-    def _make(self, storage: torch.UntypedStorage) -> bool:
-        """Count the storage of a result; return whether it is new."""
-        key = storage._cdata
-        if key in self._made or key in self._given:
-            return False
-        self._made[key] = storage.nbytes()
-        self.now += storage.nbytes()
-        weakref.finalize(storage, self._gone, key).atexit = False
-        self._peak()
-        return True
-
-    def _gone(self, key: int) -> None:
-        self.now -= self._made.pop(key, 0)
-
-    def _forget(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that an operation has made as state."""
-        key = storage._cdata
-        if key in self._made:
-            self._gone(key)
-            self._take(storage)
-
     def _count_gathered(self) -> None:
         self._gathered = sum(
             flat.full.untyped_storage().nbytes() for flat in self.engine.flats if flat.sharded
@@ -310,11 +283,11 @@ class Recorder(TorchDispatchMode):
         self._peak()
 
     def _peak(self, more: int = 0) -> None:
-        if self.now + more >= self.high:
-            self.high, self.high_place = self.now + more, self._place
+        if self.live.now + more >= self.high:
+            self.high, self.high_place = self.live.now + more, self._place
         if self.recording is None:
             return
-        nbytes, phase = self.now + more + self._gathered, self._place.phase
+        nbytes, phase = self.live.now + more + self._gathered, self._place.phase
         if nbytes > self.recording.peaks.get(phase, (-1, self._place))[0]:
             self.recording.peaks[phase] = nbytes, self._place
 

@@ -159,7 +159,7 @@ class StageRecorder(Recorder):
         self.enter(FORWARD, 0)
         result = run(*args)
         self._end_call()
-        self.now = sum(self._made.values())  # repeated calls have made no storages
+        self.live.recount()  # repeated calls have made no storages
         self.enter(STEP, 0)
         return result
 
@@ -204,8 +204,8 @@ class StageRecorder(Recorder):
         self.enter(BACKWARD if "bwd" in name or "backward" in name else FORWARD, micro_batch)
         if self._simulated and micro_batch >= COMPUTED:
             return self._repeat(name, self._calls[name])
-        self._computed = this = self._calls[name] = _StageCall(self._place.phase, self.now)
-        self.high = self.now
+        self._computed = this = self._calls[name] = _StageCall(self._place.phase, self.live.now)
+        self.high = self.live.now
         start = 0 if self.recording is None else len(self.recording.events)
         result = call(micro_batch, *args, **kwargs)
         if self.recording is not None:
@@ -218,7 +218,7 @@ class StageRecorder(Recorder):
         """Record ``this`` call once more, in place of one that would compute the same."""
         self._place = StepPlace(this.phase, this.block, self._place.micro_batch)
         self._peak(this.most)
-        self._repeated = self.now + this.kept
+        self._repeated = self.live.now + this.kept
         if self.recording is not None:
             self.recording.events += this.events
         # a copy: a schedule may empty the list
@@ -228,11 +228,11 @@ class StageRecorder(Recorder):
         """Count the bytes of the last call."""
         if self._computed is not None:
             this, self._computed = self._computed, None
-            this.kept, this.most = self.now - this.begin, self.high - this.begin
+            this.kept, this.most = self.live.now - this.begin, self.high - this.begin
             this.block = self.high_place.block
         elif self._repeated is not None:
             # what a computed micro-batch has freed meanwhile is among the repeated bytes
-            self.now, self._repeated = self._repeated, None
+            self.live.now, self._repeated = self._repeated, None
 
 
 def _replace(stack: ExitStack, owner: object, name: str, value: object) -> None:
