@@ -42,11 +42,6 @@ if TYPE_CHECKING:
 
 PREFIX = "hf_zero_sequence_"
 DEFAULT, EAGER = "sdpa", "eager"
-_REFUSED = {
-    "softcap": "soft-capped scores",
-    "position_bias": "a bias by relative position",
-    "cache": "a paged cache",
-}
 _LAYERS = {"full_attention", "sliding_attention"}
 _ROPES = ("dynamic", "longrope")  # their angles depend on the length that a rank sees
 _under_way = threading.local()  # .documents: of this thread's current forward
@@ -91,13 +86,13 @@ def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
     """
     inside = _inside(model, sequence.division.key)
     owner = inside[0]
-    before = {id(m.config): (m.config, m.config._attn_implementation) for m in inside}
+    put_back = sparse.attention_restorer(inside)
     core = _core(owner, sequence)
     if owner.config._attn_implementation != core:
         owner.set_attn_implementation(core)
     _register(core)
     owner.set_attn_implementation(PREFIX + core)
-    configs = [config for config, _ in before.values()]
+    configs = [*{id(m.config): m.config for m in inside}.values()]
     forward = _Forward(sequence, core, _counts(model), configs)
     handles = [
         hook
@@ -111,8 +106,7 @@ def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
     def undo() -> None:
         for handle in handles:
             handle.remove()
-        for config, implementation in before.values():
-            config._attn_implementation_internal = implementation
+        put_back()
 
     return Replacement(PREFIX + core, "", undo)
 
@@ -348,7 +342,7 @@ def _attend(
         return compute(module, query, key, value, attention_mask, **kwargs)
     sequence = SequenceParallel.numbered(documents.number)
     division, sinks = sequence.division, kwargs.get("s_aux")
-    for name, what in _REFUSED.items():
+    for name, what in sparse.REFUSED.items():
         if kwargs.get(name) is not None:
             raise ConfigError(
                 f"{type(module).__name__} asks for {what} ({name}), which cannot be had under "

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -40,10 +40,10 @@ NAME = "hf_zero_sparse"
 ATTRIBUTE = "hf_zero_sparsity"
 _registering = threading.Lock()
 _registered: Counter[str] = Counter()  # calls that have registered a name and are not undone
-_REFUSED = {
+# arguments of attention functions that have no parts
+REFUSED = {
     "softcap": "soft-capped scores",
     "position_bias": "a bias by relative position",
-    "s_aux": "attention sinks",
     "cache": "a paged cache",
 }
 # A layout of one head applies to any number of heads.
@@ -86,6 +86,17 @@ def _unregister(name: str) -> None:
                 interface._global_mapping.pop(name, None)
 
 
+def attention_restorer(models: Iterable[PreTrainedModel]) -> Callable[[], None]:
+    """Return a function that sets the attention that ``models`` have now."""
+    before = {id(m.config): (m.config, m.config._attn_implementation) for m in models}
+
+    def restore() -> None:
+        for config, implementation in before.values():
+            config._attn_implementation_internal = implementation
+
+    return restore
+
+
 def sparsify(
     model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, object]
 ) -> Replacement:
@@ -105,19 +116,14 @@ def sparsify(
 
     owner, layout = layout_of(model, sparse_attention)
     register()
-    before = {
-        id(module.config): (module.config, module.config._attn_implementation)
-        for module in owner.modules()
-        if isinstance(module, PreTrainedModel)
-    }
+    put_back = attention_restorer(m for m in owner.modules() if isinstance(m, PreTrainedModel))
     marked = [module for module in owner.modules() if "Attention" in type(module).__name__]
     for module in marked:
         setattr(module, ATTRIBUTE, layout)
     owner.set_attn_implementation(NAME)
 
     def undo() -> None:
-        for config, implementation in before.values():
-            config._attn_implementation_internal = implementation
+        put_back()
         for module in marked:
             module.__dict__.pop(ATTRIBUTE, None)
 
@@ -191,7 +197,7 @@ def attend(
     """Attention function for transformers' AttentionInterface: query [B, H, S, D], key and value
     [B, Hkv, S, D] to [B, S, H, D]. Raises KernelError for features that the kernels do not support.
     """
-    for name, what in _REFUSED.items():
+    for name, what in {**REFUSED, "s_aux": "attention sinks"}.items():
         if kwargs.get(name) is not None:
             raise KernelError(
                 f"{type(module).__name__} asks for {what} ({name}), which {NAME} does not have; "
