@@ -198,10 +198,6 @@ def calls_of_model(model: nn.Module) -> list[ModuleCall] | str:
     device; or the reason why it cannot run there.
     """
     base = getattr(model, "get_base_model", lambda: model)()  # inside the adapters of PEFT
-    try:
-        inputs = inputs_on_meta(base, rows=2, tokens=6)
-    except ConfigError as error:
-        return str(error)
     copied = shell(model, _on_meta, _on_meta)
     copied.train()
     for module in copied.modules():
@@ -210,8 +206,11 @@ def calls_of_model(model: nn.Module) -> list[ModuleCall] | str:
         if module is not copied:
             module.__dict__["forward"] = functools.partial(_call_or_pass, module)
     try:
+        inputs = inputs_on_meta(base, rows=2, tokens=6)
         with calls(copied, outermost=False) as records, torch.no_grad(), MetaAnswers(NUMBERS):
             copied(**inputs)
+    except ConfigError as error:
+        return str(error)
     except Exception as error:  # code of other people, on a device it was not written for
         return f"its forward does not run without values: {type(error).__name__}: {error}"[:200]
     return records
