@@ -86,13 +86,13 @@ def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
     """
     inside = _inside(model, sequence.division.key)
     owner = inside[0]
-    put_back = sparse.attention_restorer(inside)
+    before = sparse.implementations_of(inside)
     core = _core(owner, sequence)
     if owner.config._attn_implementation != core:
         owner.set_attn_implementation(core)
     _register(core)
     owner.set_attn_implementation(PREFIX + core)
-    configs = [*{id(m.config): m.config for m in inside}.values()]
+    configs = [config for config, _ in before]
     forward = _Forward(sequence, core, _counts(model), configs)
     handles = [
         hook
@@ -106,7 +106,7 @@ def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
     def undo() -> None:
         for handle in handles:
             handle.remove()
-        put_back()
+        sparse.set_implementations(before)
 
     return Replacement(PREFIX + core, "", undo)
 

@@ -33,7 +33,7 @@ from hf_zero.ops.sparse_attention import (
 from hf_zero.zero.transaction import on_rollback
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 M = TypeVar("M", bound="PreTrainedModel")
 NAME = "hf_zero_sparse"
@@ -86,15 +86,15 @@ def _unregister(name: str) -> None:
                 interface._global_mapping.pop(name, None)
 
 
-def attention_restorer(models: Iterable[PreTrainedModel]) -> Callable[[], None]:
-    """Return a function that sets the attention that ``models`` have now."""
-    before = {id(m.config): (m.config, m.config._attn_implementation) for m in models}
+def implementations_of(models: Iterable[PreTrainedModel]) -> list[tuple[PreTrainedConfig, str]]:
+    """Return the configurations of ``models`` with the names of their attention."""
+    return [*{id(m.config): (m.config, m.config._attn_implementation) for m in models}.values()]
 
-    def restore() -> None:
-        for config, implementation in before.values():
-            config._attn_implementation_internal = implementation
 
-    return restore
+def set_implementations(before: Iterable[tuple[PreTrainedConfig, str]]) -> None:
+    """Set the attention of :func:`implementations_of` again."""
+    for config, implementation in before:
+        config._attn_implementation_internal = implementation
 
 
 def sparsify(
@@ -116,14 +116,14 @@ def sparsify(
 
     owner, layout = layout_of(model, sparse_attention)
     register()
-    put_back = attention_restorer(m for m in owner.modules() if isinstance(m, PreTrainedModel))
+    before = implementations_of(m for m in owner.modules() if isinstance(m, PreTrainedModel))
     marked = [module for module in owner.modules() if "Attention" in type(module).__name__]
     for module in marked:
         setattr(module, ATTRIBUTE, layout)
     owner.set_attn_implementation(NAME)
 
     def undo() -> None:
-        put_back()
+        set_implementations(before)
         for module in marked:
             module.__dict__.pop(ATTRIBUTE, None)
 
