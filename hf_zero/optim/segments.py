@@ -174,19 +174,22 @@ class Segment:
         A flat buffer without a gradient counts as zero; unused parameters are in segments that are
         not stepped.
         """
-        parts, grads = self.parts, [part.flat.gradient.shard for part in self.parts]
-        first = grads[0]
+        parts = self.parts
+        first = parts[0].flat.gradient.shard
         if (
             first is not None
             and first.dtype == self.tensor.dtype
-            and all(_touch(a, b) for a, b in pairwise(grads))
+            and all(
+                _touch(a.flat.gradient.shard, b.flat.gradient.shard) for a, b in pairwise(parts)
+            )
         ):
             return first.detach().as_strided(
                 (self.stop - self.start,), (1,), first.storage_offset() + parts[0].start
             )
         out = torch.empty_like(self.tensor)
-        for part, grad in zip(parts, grads):
+        for part in parts:
             target = out[part.offset : part.offset + part.stop - part.start]
+            grad = part.flat.gradient.shard
             if grad is None:
                 target.zero_()
             else:

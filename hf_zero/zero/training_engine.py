@@ -341,7 +341,7 @@ class TrainingEngine(EngineParts):
         self.optimizer_step.applied = False
         window = self.accumulation
         if not ends_window:
-            with self.changes.change(f"a micro-batch of step {self.global_steps + 1}"):
+            with self.changes.change(f"a micro-batch of step {self.counters.global_steps + 1}"):
                 if not window.micro_batches:
                     window.before = replace(self.counters)
                 self._count_micro_batches(window.take_count())
@@ -357,13 +357,13 @@ class TrainingEngine(EngineParts):
         if not self.config.zero.ignore_unused_parameters:
             self.backward_pass.refuse_unused()
         failure = None  # of a post hook: the step is complete even so, as in torch
-        with self.changes.change(f"step {self.global_steps + 1}"):
+        with self.changes.change(f"step {self.counters.global_steps + 1}"):
             self._count_micro_batches(window.take_count())
             window.micro_batches = 0
             losses = self.backward_pass.losses
             captured = self.backward_pass.captured
             update = self.optimizer_step.update if captured is None else captured.update
-            overflow = update(self.global_steps, losses.may_overflow)
+            overflow = update(self.counters.global_steps, losses.may_overflow)
             self._publish_events()
             self.schedule.end_step()
             if not overflow and self.bound.optimizer._optimizer_step_post_hooks:
@@ -410,7 +410,7 @@ class TrainingEngine(EngineParts):
         """
         optimizer_step = self.optimizer_step
         for extension in optimizer_step.extensions:
-            extension.end_step(self.global_steps + 1, overflow, scaler.scale)
+            extension.end_step(self.counters.global_steps + 1, overflow, scaler.scale)
         if self.optimizer is not None:
             self.optimizer.overflow = overflow
         if self.scaler.dynamic:
@@ -424,13 +424,13 @@ class TrainingEngine(EngineParts):
             logger.warning(
                 "step %d skipped: its gradients are not finite; look at the loss, the learning "
                 "rate and the batches of this step",
-                self.global_steps,
+                self.counters.global_steps,
             )
         elif overflow and scaler.at_floor:
             logger.warning(
                 "step %d skipped: fp16 gradients overflow at the smallest loss scale, %g; the loss "
                 "or the learning rate has diverged",
-                self.global_steps,
+                self.counters.global_steps,
                 scaler.scale,
             )
 

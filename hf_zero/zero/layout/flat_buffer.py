@@ -63,11 +63,14 @@ class EngineFlats:
 
     def add(self, flat: FlatBuffer) -> None:
         """Add ``flat``."""
+        flat.engine = self.engine
         self.flats.append(flat)
 
     def attach(self, engine: Callable[[], object | None]) -> None:
         """Set ``engine``, a weak reference, as the engine of the flat buffers."""
         self.engine = engine
+        for flat in self.flats:
+            flat.engine = engine
 
 
 class FlatBuffer:
@@ -100,6 +103,7 @@ class FlatBuffer:
         # changes of the values, other than updates of steps; also where this rank owns none of them
         self.other_changes = 0
         self.unit: Any  # the Unit it belongs to, whose module imports this one
+        self.engine: Callable[[], Any | None]  # a weak reference
         self.full: torch.Tensor
         self._own: torch.Tensor  # this rank's part of ``full``
         self._storage: Storage = DeviceStorage({})  # storage of the parameter shard
@@ -109,11 +113,6 @@ class FlatBuffer:
 
     def __repr__(self) -> str:
         return f"FlatBuffer({self.key}, {self.layout.numel} elements, owned {self.owned})"
-
-    @property
-    def engine(self) -> Callable[[], Any | None]:
-        """A weak reference to the engine."""
-        return self.engine_flats.engine
 
     def join(self, unit: Any) -> None:
         """Set the unit that gathers and releases this flat buffer."""
