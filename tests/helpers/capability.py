@@ -35,21 +35,35 @@ def exact(got: Weights, want: Weights, initial: Weights) -> None:
     oracle.compare_tensors("weights", got, want, 0.0, 0.0)
 
 
+def _off_by(got: Weights, want: Weights, initial: Weights) -> float:
+    """Return the error relative to the move: a step moves weights by a hundredth or less."""
+    assert got.keys() == want.keys()
+    off = oracle.total_norm({name: got[name] - value for name, value in want.items()})
+    size = oracle.total_norm({name: value - initial[name] for name, value in want.items()})
+    return off / size
+
+
 def in_16_bits(got: Weights, want: Weights, initial: Weights) -> None:
-    oracle.compare_tensors("weights", got, want, 2e-2, 1e-3)
+    """Rounding is wrong by less than a tenth of what the weights have moved; a resume that has lost
+    its moments by a third.
+    """
+    off = _off_by(got, want, initial)
+    assert off < 0.2, off
 
 
 def in_few_bits(got: Weights, want: Weights, initial: Weights) -> None:
     """Int4 blocks of 32 are wrong by a twentieth of what the weights have moved."""
-    off = oracle.total_norm({name: got[name] - value for name, value in want.items()})
-    size = oracle.total_norm({name: value - initial[name] for name, value in want.items()})
-    assert 1e-4 < off / size < 0.3, off / size
+    off = _off_by(got, want, initial)
+    assert 1e-4 < off < 0.3, off
 
 
 def within(limit: float) -> Callable[[Weights, Weights, Weights], None]:
-    """Each parameter has moved, and none by more than ``limit``."""
+    """Each parameter has moved, and none by more than ``limit``: for steps that are far from those
+    of the plain loop, and whose state other tests compare.
+    """
 
     def compare(got: Weights, want: Weights, initial: Weights) -> None:
+        assert got.keys() == want.keys()
         for name, value in got.items():
             moved = float((value - initial[name]).abs().max())
             assert 0.0 < moved < limit, f"{name} has moved by {moved:.4g}"
