@@ -161,9 +161,10 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 2
         for thread in ranks:
             thread.start()
         hung = _wait(ranks, timeout, meetings)
-        _raise_failure(ranks)
+        _raise_failure([thread for thread in ranks if not isinstance(thread.error, SystemExit)])
         if hung:
             raise RanksHung(hung)
+        _raise_failure(ranks)  # a rank that ended by itself
         return [thread.result for thread in ranks]
     finally:
         for thread in ranks:
@@ -216,11 +217,7 @@ def _wait(ranks: list[_Rank], timeout: float, meetings: Meetings) -> str:
 
 
 def _raise_failure(ranks: list[_Rank]) -> None:
-    failed = [
-        thread
-        for thread in ranks
-        if thread.error is not None and not isinstance(thread.error, SystemExit)
-    ]
+    failed = [thread for thread in ranks if thread.error is not None]
     if not failed:
         return
     text = "\n".join(

@@ -4,6 +4,7 @@ comparison with the oracle accepts data parallelism that is right and rejects ea
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -38,6 +39,11 @@ def test_a_failure_names_the_rank_and_stops_the_others():
         run_ranks(4, fails, timeout=60)
     assert isinstance(caught.value.__cause__, KeyError)
     assert run_ranks(4, total, 0) == [6.0] * 4
+
+
+def test_a_rank_that_exits_has_failed():
+    with pytest.raises(RankFailed, match="rank 1 of 2 raised"):
+        run_ranks(2, lambda rank: sys.exit(0) if rank else None, timeout=60)
 
 
 def test_a_missing_collective_is_shown_not_waited_for(monkeypatch):
