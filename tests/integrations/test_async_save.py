@@ -32,7 +32,7 @@ from tests.integrations.accelerate.test_checkpoints import Loop, names
 from tests.integrations.lightning.test_strategy import Net, trainer_of
 from tests.integrations.transformers.test_trainer_checkpoints import RANK, Tearing
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings("ignore:::lightning")
 
 BESIDE = {"checkpoint": {"async_save": True}}
 

@@ -18,7 +18,7 @@ from hf_zero.integrations.lightning import ZeroStrategy
 from tests.helpers.trainers import logged, model, routed, rows, weights
 from tests.integrations.lightning.test_strategy import QUIET, module_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings("ignore:::lightning")
 
 
 # ---- Lightning ----

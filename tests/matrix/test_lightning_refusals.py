@@ -17,7 +17,10 @@ from hf_zero.integrations.lightning import ZeroStrategy
 from tests.helpers.cells import in_one_item
 from tests.helpers.plain_process import forget
 
-pytestmark = [pytest.mark.usefixtures("plain_process"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.usefixtures("plain_process"),
+    pytest.mark.filterwarnings("ignore:::lightning"),
+]
 
 
 class Net(pl.LightningModule):

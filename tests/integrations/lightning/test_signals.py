@@ -22,7 +22,7 @@ from hf_zero.integrations.lightning import ZeroStrategy
 from tests.helpers.cells import in_turn
 from tests.helpers.plain_process import forget
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings("ignore:::lightning")
 BOTH = (signal.SIGTERM, signal.SIGUSR1)
 
 

@@ -29,7 +29,7 @@ from tests.helpers.sampled import BATCH, index_in, metric, section
 from tests.helpers.tensor_parallel import llama
 from tests.helpers.trainers import model, rows
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings("ignore:::lightning")
 
 # -- keys of the configuration ---------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         loss = self.layer(batch).square().mean()
-        self.losses.append(float(loss))
+        self.losses.append(loss.item())
         self.log("loss", loss)
         return loss
 
