@@ -252,7 +252,7 @@ def _check(launched, name):
         evaluated = sum(float(loss_of(whole(ids), labels)) for ids, labels in windows[0])
     found = [answers[name] for answers in launched]
     assert all(each["told"] == found[0]["told"] for each in found)  # to the bit, on all ranks
-    for (loss, norm), (want, of) in zip(found[0]["told"], expected):
+    for (loss, norm), (want, of) in zip(found[0]["told"], expected, strict=True):
         assert loss == pytest.approx(want, rel=1e-5) and norm == pytest.approx(of, rel=1e-5)
     names = set()
     for each in found:
@@ -260,7 +260,7 @@ def _check(launched, name):
         for key, value in each["weights"].items():
             wanted = whole.get_parameter(key)
             assert (value - wanted).norm() <= 1e-5 * wanted.norm(), key
-        for own, of_all in zip(each["gradients"], gradients):
+        for own, of_all in zip(each["gradients"], gradients, strict=True):
             for key, value in own.items():
                 assert (value - of_all[key]).norm() <= 1e-5 * of_all[key].norm(), key
         names |= set(each["weights"])

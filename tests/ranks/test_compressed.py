@@ -392,7 +392,9 @@ def test_a_rebuild_keeps_the_scale_of_the_errors(rank, model):
     engine.module.head.requires_grad_(True)
     loss = squared(engine, At(1, 0, rank), torch.float16)  # its forward rebuilds
     scaled: list[float] = []
-    for codec in codecs(engine):
+    rebuilt = list(codecs(engine))
+    assert rebuilt
+    for codec in rebuilt:
         codec.rescale = scaled.append
     engine.backward(loss)
     engine.step()
