@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification
 
+import hf_zero
+from tests.helpers.oracle import total_norm
 from tests.helpers.plain_process import forget
 
 STEPS = 3
@@ -143,8 +145,17 @@ def test_optimizer_and_schedule_of_the_configuration() -> None:
 
 def test_mixed_precision_of_the_accelerator() -> None:
     reference = small()
-    accelerator = accelerator_with({}, mixed_precision="fp16")
+    scale = {"enabled": "auto", "initial_scale_power": 8}  # a larger one skips the first steps
+    accelerator = accelerator_with({"fp16": scale}, mixed_precision="fp16")
     model, optimizer, data = prepared(accelerator)
     assert model.fp16_enabled() and not model.bfloat16_enabled()
     expected = plain(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3))
     assert_close(train(accelerator, model, data, optimizer), expected, rtol=0.02, atol=0.02)
+    assert model.skipped_steps == 0
+    begun = dict(small().named_parameters())
+    found = {
+        name: hf_zero.safe_get_full_fp32_param(p) for name, p in model.module.named_parameters()
+    }
+    off = total_norm({name: found[name] - p for name, p in reference.named_parameters()})
+    moved = total_norm({name: begun[name] - p for name, p in reference.named_parameters()})
+    assert off < 0.2 * moved
