@@ -134,12 +134,18 @@ def check(loss_of, configs, accumulation=1, backward=first, tolerance=1e-5, befo
     outcomes = on_ranks(RANKS, run, build=lambda: wides(len(configs)))
     means = [sum(each) / RANKS for each in zip(*(found for found, *_ in outcomes))]
     assert means == pytest.approx(losses, rel=tolerance)
-    floor = max(oracle.ROUNDING, tolerance / 10)
+    begun = [{name: p.detach() for name, p in m.named_parameters()} for m in wides(len(configs))]
     for _, measured, ended in outcomes:
         for got, expected in zip(measured, norms, strict=True):
             assert got == pytest.approx(expected, rel=tolerance)
         for number, (got, expected) in enumerate(zip(ended, weights, strict=True)):
-            oracle.compare_tensors(f"model {number}", got, expected, tolerance, floor)
+            moves = [
+                {name: value - begun[number][name] for name, value in each.items()}
+                for each in (got, expected)
+            ]
+            oracle.compare_tensors(
+                f"moves of model {number}", *moves, 5 * tolerance, max(1e-4, tolerance)
+            )
 
 
 def of_stages(*stages, accumulation=2):

@@ -249,8 +249,9 @@ class Reading(OnEngine):
         super().step()
         whole = persistent(self.module, self.threshold)
         values = {name: p.detach().float().clone() for name, p in whole.items()}
-        if whole:
-            self.memory.setdefault("scales", []).append(self.module.logit_scale.item())
+        if whole:  # half a step of bf16 is a third of what three steps move it
+            master = hf_zero.safe_get_full_fp32_param(self.module.logit_scale)
+            self.memory.setdefault("scales", []).append(master.item())
         for name, p in whole.items():
             master = hf_zero.safe_get_full_fp32_param(p)
             assert torch.equal(values[name], master.to(p.dtype).float()), name
@@ -282,7 +283,7 @@ def test_against_the_oracle(threshold, ranks, accumulation, precision, way, tmp_
     by_hand(adamw, windows, ranks, 0.5, read, scaled)
     for session in seen:
         found = session.memory["scales"][accumulation - 1 :: accumulation]
-        rel = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-3}[precision]
+        rel = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}[precision]
         assert found == pytest.approx(scales, rel=rel)
 
 
