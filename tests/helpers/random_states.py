@@ -378,9 +378,9 @@ def check(life: Life, folder: Path, run: Run = on_ranks, device: str = "cpu") ->
         want = on_engines(replace(life, acts=tuple(alone)), folder / "alone", halved, run)
     got = on_engines(life, folder / "ranks", want if not life.bf16 else halved, run)
     for step, (losses, expected) in enumerate(zip(got.losses, want.losses, strict=True)):
-        off = max(abs(a - b) / abs(b) for a, b in zip(losses, expected))
-        where = f"loss of step {step}: {losses}, alone {expected}"
-        assert off < (life.limit if life.exact else LOSS), where
+        limit = life.limit if life.exact else LOSS
+        near = [abs(a - b) < limit * abs(b) for a, b in zip(losses, expected, strict=True)]
+        assert all(near), f"loss of step {step}: {losses}, alone {expected}"
     begun = {name: p.detach() for name, p in life.model().named_parameters()}
     moved = total_norm(
         {name: value.view_as(begun[name]) - begun[name] for name, value in want.weights.items()}
