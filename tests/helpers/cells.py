@@ -89,17 +89,24 @@ def in_turn(
 
 
 def _run_all(cases: Iterable[tuple[object, Callable[[], None]]]) -> None:
-    """Run each case; name all that fail in one error, caused by the first."""
+    """Run each case; name all that fail in one error, caused by the first. Skip if all skip."""
     failed: list[str] = []
     first: BaseException | None = None
+    skipped: list[str] = []
+    ran = 0
     for name, case in cases:
         try:
             case()
+            ran += 1
+        except pytest.skip.Exception as skip:
+            skipped.append(f"{name}: {skip}")
         except (Exception, pytest.fail.Exception) as error:
             failed.append(f"{name}: {type(error).__name__}: {error}")
             first = first or error
     if failed:
         raise AssertionError("\n".join(failed)) from first
+    if skipped and not ran:
+        pytest.skip("; ".join(skipped))
 
 
 def parted(

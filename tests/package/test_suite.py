@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from scripts import suite
-from tests.helpers.cells import off_turn, parted
+from tests.helpers.cells import in_one_item, off_turn, parted
 
 ROOT = Path(suite.__file__).parent.parent
 
@@ -169,3 +169,23 @@ def test_values_take_turns_at_stage_3_and_each_other_stage_is_met_once() -> None
     ran = {tuple(cell.callspec.params.values()) for cell in cells if cell not in late}
     others = {(0, "a", 1, "x"), (1, "a", 2, "y"), (2, "b", 1, "x")}
     assert ran == others | {(3, *way, core) for way, core in zip(WAYS, "xyxyx")}
+
+
+def test_a_cell_that_skips_hides_no_other() -> None:
+    ran: list[str] = []
+
+    def over(*cells: str) -> Any:
+        def run(cell: str) -> None:
+            ran.append(cell)
+            if cell.startswith("skips"):
+                pytest.skip("not here")
+            assert cell == "passes"
+
+        return in_one_item(cells)(run)
+
+    with pytest.raises(AssertionError, match="'fails'"):
+        over("fails", "skips", "passes")()
+    over("skips", "passes")()
+    with pytest.raises(pytest.skip.Exception, match="'skips': not here; 'skips too': not here"):
+        over("skips", "skips too")()
+    assert ran == ["fails", "skips", "passes", "skips", "passes", "skips", "skips too"]
