@@ -190,7 +190,9 @@ def weights(engines: Sequence[Engine]) -> dict[str, torch.Tensor]:
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def names(folder: Any) -> list[str]:

@@ -136,10 +136,6 @@ def state(engine: Any) -> dict[str, torch.Tensor]:
     return kept
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Threads that write a save do it once this is set."""

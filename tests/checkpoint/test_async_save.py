@@ -21,12 +21,11 @@ from hf_zero.checkpoint import (
     verify_checkpoint,
 )
 from hf_zero.errors import CheckpointError, HostMemoryError
-from tests.checkpoint.jobs import run_holds
+from tests.checkpoint.jobs import run_holds, same
 from tests.checkpoint.setups import (
     Setup,
     held,
     place,
-    same,
     state,
     train,
 )
@@ -162,10 +161,6 @@ def test_a_bar_appears_for_work_that_lasts(monkeypatch, capsys):
             tick(75)
         assert ("saving run" in capsys.readouterr().err) == shown
 
-
-# ---- at moments that nobody plans ----
-
-__all__ = ["held"]
 
 # ---- at moments that nobody plans ----
 

@@ -29,8 +29,8 @@ from hf_zero.checkpoint import convert_checkpoint, reader
 from hf_zero.checkpoint.convert import export
 from hf_zero.checkpoint.find import NEW
 from hf_zero.errors import CheckpointError, ConfigError
-from tests.checkpoint.jobs import Engine, Job, other, run, small, state_of, train_some
-from tests.checkpoint.setups import Setup, same, train
+from tests.checkpoint.jobs import Engine, Job, other, run, same, small, state_of, train_some
+from tests.checkpoint.setups import Setup, train
 from tests.helpers.engines import full_weights
 
 MODEL = "model.safetensors"

@@ -28,8 +28,8 @@ from hf_zero.ops.host_memory import HostArena
 from hf_zero.optim import Adafactor, OneBitAdam
 from hf_zero.optim.eight_bit import AdamW8bit
 from hf_zero.zero.access import local
-from tests.checkpoint.jobs import run_holds
-from tests.checkpoint.setups import Setup, same, state, train
+from tests.checkpoint.jobs import run_holds, same
+from tests.checkpoint.setups import Setup, state, train
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import full_weights, start
 from tests.helpers.ranks import run_ranks

@@ -37,6 +37,7 @@ def attributes(model: nn.Module) -> dict[str, set[str]]:
 
 def same_step(model: Any, right: Any, name: str) -> bool:
     (loss, grads), (right_loss, right_grads) = step(model, inputs(name)), step(right, inputs(name))
+    assert grads.keys() == right_grads.keys()
     return torch.equal(loss, right_loss) and all(
         torch.equal(grads[key], right_grads[key]) for key in right_grads
     )
