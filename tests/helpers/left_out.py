@@ -76,11 +76,6 @@ def at_random(depth: int, share: float) -> Choose:
     return choose
 
 
-def on_one(rank: int, *blocks: int, since: int = 0) -> Choose:
-    """One rank leaves out ``blocks`` from step ``since`` on."""
-    return lambda at: set(blocks) if at.rank == rank and at.step >= since else set()
-
-
 def first_used(rank: int, *blocks: int) -> Choose:
     """No rank uses ``blocks`` in the first step, ``rank`` alone does in the second, then all do."""
     return lambda at: set(blocks) if at.step == 0 or (at.step == 1 and at.rank != rank) else set()

@@ -49,7 +49,7 @@ def _causal(step: int, micro: int, rank: int) -> Batch:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _seq2seq(step: int, micro: int, rank: int) -> Batch:
+def seq2seq(step: int, micro: int, rank: int) -> Batch:
     return {
         "input_ids": tokens(step, micro, rank),
         "labels": tokens(step, micro, rank + 50)[:, :5].contiguous(),
@@ -123,7 +123,7 @@ ARCHITECTURES = {
         Architecture("bert", bert, _masked),
         Architecture("gpt2", gpt2, _causal),
         Architecture("llama", llama, _causal),
-        Architecture("t5", t5, _seq2seq),
+        Architecture("t5", t5, seq2seq),
     )
 }
 

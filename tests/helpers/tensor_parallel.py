@@ -14,7 +14,7 @@ from torch import nn
 from hf_zero.zero.layout.box import Box
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.engines import OnEngine, config_of, start
-from tests.helpers.models import Architecture, Batch, tokens
+from tests.helpers.models import Architecture, Batch, seq2seq, tokens
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import ArchitectureJob, Job, Plan, Trace, train
 
@@ -31,13 +31,6 @@ def _masked(step: int, micro: int, rank: int) -> Batch:
     labels = ids.clone()
     labels[:, ::3] = -100
     return {"input_ids": ids, "labels": labels}
-
-
-def _pairs(step: int, micro: int, rank: int) -> Batch:
-    return {
-        "input_ids": tokens(step, micro, rank),
-        "labels": tokens(step, micro, rank + 50)[:, :5].contiguous(),
-    }
 
 
 def llama(key_value_heads: int = 2, tied: bool = False, **more: Any) -> nn.Module:
@@ -102,7 +95,7 @@ MODELS = {
         Architecture("qwen3", qwen3, _masked),
         Architecture("gpt2", gpt2, _masked),
         Architecture("bert", bert, _masked),
-        Architecture("t5", t5, _pairs),
+        Architecture("t5", t5, seq2seq),
         Architecture("mixtral", mixtral, _masked),
         Architecture("phi3", phi3, _masked),
         Architecture("deepseek", deepseek, _masked),

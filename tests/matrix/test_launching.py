@@ -140,6 +140,3 @@ def numbers(*files):
 def kill_all(files):
     for pid in filter(alive, numbers(*files)):
         os.kill(pid, signal.SIGKILL)
-
-
-# ---- srun and mpirun ----

@@ -265,6 +265,3 @@ def test_state_that_bitsandbytes_has_saved_is_loaded(wrapped):
     assert torch.equal(got.view(-1), want)
     with pytest.raises(UnsupportedOptimizerError, match="a map of its own"):
         optimizer.load_state_dict(saved_by_bitsandbytes(wrapped, signed_map=False))
-
-
-# ---- the libraries themselves ----

@@ -271,6 +271,3 @@ def test_no_class_name_is_taken_twice() -> None:
     names = (re.findall(r"(?m)^ *class (\w+)[(:]", text) for text, _ in MODULES.values())
     counts = Counter(chain.from_iterable(names))
     assert {name for name, count in counts.items() if count > 1} == NAMES_TAKEN_TWICE
-
-
-# ---- comparisons of tensors ----

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -25,15 +24,14 @@ from tests.helpers.engines import (
     OnEngine,
     config_of,
     engine_opener,
-    full_grads,
     start,
     train_on_threads,
 )
 from tests.helpers.models import ARCHITECTURES, Block, seeded
 from tests.helpers.offloads import offload, opened, same
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import on_ranks, squared
-from tests.helpers.training import ArchitectureJob, At, Plan
+from tests.helpers.stacks import on_ranks
+from tests.helpers.training import ArchitectureJob, Plan
 from tests.ranks.cases import values_of
 
 LLAMA = ARCHITECTURES["llama"]
@@ -115,29 +113,6 @@ def test_updates_begin_in_the_backward(way, precision, accumulation, clip, tmp_p
         assert len(begun) >= 2 * 2 * 3, "two ranks, the steps after the first, the units"
     gc.collect()  # shards stay as long as the model, so that another engine can take them over
     assert list(tmp_path.iterdir()) == [], "files are left behind"
-
-
-WINDOWS = (1, 16, 1, 5)  # micro-batches of each step
-
-
-def gradients(rank, model, section, said):
-    """Return the gradients of each step. ``said``: how the engine learns of the windows."""
-    engine = opened(model, section, bf16={"enabled": True})
-    found = []
-    for step, length in enumerate(WINDOWS):
-        for micro in range(length):
-            last = micro == length - 1
-            if said == "boundary":
-                engine.set_gradient_accumulation_boundary(last)
-            with engine.no_sync() if said == "no_sync" and not last else nullcontext():
-                loss = squared(engine, At(step, micro, rank), torch.bfloat16)
-                engine.backward(loss, scale_wrt_gas=False)
-            if said == "boundary" and not last:
-                engine.step()
-        found.append(full_grads(engine))
-        engine.step()
-    engine.destroy()
-    return found
 
 
 def train(engine, step, rank=0):

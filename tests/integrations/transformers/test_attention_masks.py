@@ -156,6 +156,3 @@ def test_an_original_that_answers_otherwise_is_refused() -> None:
     for other in (lambda *given, **named: turned(*given, **named)[:3], lambda config: None):
         with pytest.raises(ConfigError, match="something else for a mask of three keys"):
             attention_masks.examine_preprocessing(other)
-
-
-# -- the Trainer -----------------------------------------------------------------------------------

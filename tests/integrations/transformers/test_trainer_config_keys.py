@@ -1,5 +1,5 @@
 """Kernels, compiled blocks and checkpointed blocks by the keys of the configuration: Trainers by
-each route, and DeepSpeed's API.
+each route.
 """
 
 from __future__ import annotations
