@@ -21,8 +21,8 @@ def test_stages_and_routes_train_as_ddp_in_shards(routes):
     oracle = routes[0]["ddp0"]
     assert oracle["kind"] == "DistributedDataParallel" and len(oracle["loss"]) == STEPS
     for name in ZERO:
-        for key in ("loss", "grad_norm"):
-            assert routes[0][name][key] == pytest.approx(oracle[key], rel=1e-5), name
+        for key in ("loss", "grad_norm", "learning_rate"):
+            assert routes[0][name][key] == pytest.approx(oracle[key], rel=1e-5) != [], name
         if name.startswith("ours"):
             assert routes[0][name]["digest"] == pytest.approx(oracle["digest"], rel=1e-7)
         else:
@@ -46,6 +46,3 @@ def test_stages_and_routes_train_as_ddp_in_shards(routes):
         for key in ("tokens_per_second", "memory_mib"):
             told = seen["callback3"][key]
             assert len(told) == STEPS and min(told) > 0
-
-
-# ---- generation, metrics, early stopping ----

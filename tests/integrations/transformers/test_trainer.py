@@ -44,18 +44,6 @@ def trained(*given: Any, **changes: Any) -> transformers.Trainer:
     return run
 
 
-def test_every_route_trains_as_the_plain_trainer(tmp_path: Path) -> None:
-    changes = {"gradient_accumulation_steps": 2}
-    plain = trained("plain", 0, tmp_path, "gpt2", **changes)
-    losses = []
-    for stage, route in ((0, "ours"), (3, "ours"), (3, "stock"), (3, "callback")):
-        run = trained(route, stage, tmp_path, "gpt2", **changes)
-        assert isinstance(run.model_wrapped, Engine) and run.model_wrapped.stage == stage
-        assert_same_training(run, plain)
-        losses.append(logged(run))
-    assert losses[1] == losses[2] == losses[3]
-
-
 def test_evaluation_prediction_and_saving(tmp_path: Path) -> None:
     """Before training, on the way and after it."""
     runs, found = [], []

@@ -21,7 +21,8 @@ def state(run):
         "batches": len(run.get_train_dataloader()),
         "digest": float(sum(value.double().abs().sum() for value in weights(run).values())),
     }
-    for key in ("loss", "grad_norm", "eval_loss", "tokens_per_second", "memory_mib"):
+    figures = ("tokens_per_second", "memory_mib")
+    for key in ("loss", "grad_norm", "learning_rate", "eval_loss", *figures):
         seen[key] = logged(run, key)
     if isinstance(engine, hf_zero.Engine):
         place = {"stage": engine.stage, "rank": engine.global_rank}
