@@ -176,8 +176,6 @@ REFUSED = {
         {**CONTEXT, "sequence_parallel_size": 2},
         "sequence_parallel_size = 2 and context_parallel_size = 2 does not divide 2 ranks",
     ),
-    "soft caps": (partial(tiny, "gemma2"), CONTEXT, "soft-caps its scores; .*softcapping to None"),
-    "state": (partial(tiny, "mamba"), CONTEXT, "layers of linear_attention; .*to 1"),
     "directions": (BOTH_WAYS, CONTEXT, "in both directions"),
     "sparse": (partial(llama, max_position_embeddings=256), {**CONTEXT, **SPARSE},
                "cannot split sparse_attention"),

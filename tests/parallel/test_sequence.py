@@ -364,18 +364,18 @@ def test_a_batch_of_inference_tensors_is_cut():
 
 # The reason, and the model types.
 _REASONS = {
-    "it has layers of": "axk2 bailing_hybrid bamba deepseek_v32 deepseek_v4 dots3_note_text "
-    "falcon_h1 falcon_mamba glm_moe_dsa granitemoehybrid hy_v4 inkling2_loop_text inkling2_text "
-    "inkling_text jamba kimi_linear lara_mini lfm2_moe lfm3 llama4_text mamba mamba2 minimax "
-    "nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text "
-    "recurrent_gemma zaya",
+    "it has layers of linear_attention": "bailing_hybrid bamba falcon_mamba granitemoehybrid jamba "
+    "kimi_linear lara_mini mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5_moe_text "
+    "qwen3_5_text qwen3_next recurrent_gemma",
+    "it has layers of": "axk2 deepseek_v32 deepseek_v4 dots3_note_text falcon_h1 glm_moe_dsa hy_v4 "
+    "inkling2_loop_text inkling2_text inkling_text lfm2_moe lfm3 llama4_text qwen4_exp_text zaya",
     "attends in both directions": "bart bigbird_pegasus blenderbot blenderbot-small marian mbart "
     "pegasus plbart whisper",
     "outside transformers' AttentionInterface": "big_bird bloom cpmant falcon gpt_neo "
     "gpt_neox_japanese megatron-bert mvp openai-gpt prophetnet rembert roformer rwkv trocr xglm "
     "xlm xlnet",
     "it has eager attention alone, or none": "xlstm",
-    "it soft-caps its scores": "gemma2 vaultgemma",
+    "it soft-caps its scores; set attn_logit_softcapping to None": "gemma2 vaultgemma",
     "computes a mask of its own": "doge",
 }
 REFUSED = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds.split()}

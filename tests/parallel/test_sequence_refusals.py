@@ -30,13 +30,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "bidirectional": (bert, 2, "attends in both directions"),
     "two sequences": (t5, 2, "it attends across two sequences"),
     "chunks": (partial(tiny, "llama4_text"), 2, "layers of chunked_attention"),
-    "soft-capping": (partial(tiny, "gemma2"), 2, "attn_logit_softcapping"),
-    "state": (partial(tiny, "mamba"), 2, "layers of linear_attention"),
-    "dynamic mask": (
-        partial(tiny, "doge", sliding_window=None),
-        2,
-        "self_attn computes a mask of its own",
-    ),
     "rotary": (partial(llama, rope_parameters=ROPE), 2, "rope_type"),
     "heads": (partial(llama, num_attention_heads=2), 4, "does not divide 2 attention heads"),
     "no transformer": (Stack, 2, "not Stack"),
