@@ -1,16 +1,12 @@
 """Readers of a parameter, a master weight or a moment right after ``step()`` wait for the update
-that is still under way; what may not come between an update in the backward and its step is
-refused, because nothing takes it back.
+that is still under way; a load of weights alone does not mend an update in the backward.
 """
 
 from __future__ import annotations
 
 import copy
 import pickle
-import re
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +19,10 @@ import hf_zero
 from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.zero import sharded_model
-from hf_zero.zero.access import full, local
 from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter, owner_of
-from tests.helpers import offloads
 from tests.helpers.cells import in_turn
 from tests.helpers.models import features
-from tests.helpers.offloads import DEVICE, PLACES, ended, offload, opened, same, train, trained
+from tests.helpers.offloads import DEVICE, PLACES, offload, opened, same, train, trained
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared
 from tests.helpers.training import At, adamw
 
@@ -224,79 +218,6 @@ def test_state_that_is_cleared_begins_anew(way, tmp_path):
     same(trained(offload(way, 3, tmp_path), told=told), want)
 
 
-class Broken(Exception):
-    """The exception that breaks a backward."""
-
-
-def opened_early(model, folder, **more):
-    section = offload("optimizer on cpu", 2, folder, update_in_backward=True)
-    return offloads.opened(model, section, **more)
-
-
-def backward(engine, step, rank=0):
-    engine.backward(squared(engine, At(step, 0, rank)))
-
-
-def broken_backward(engine):
-    def refuse(*args):
-        raise Broken
-
-    handle = engine.module.blocks[0].register_full_backward_hook(refuse)
-    with suppress(Broken):
-        backward(engine, 2)
-    handle.remove()
-    engine.step()
-
-
-def clipped(engine):
-    engine.max_norm = 0.1
-    engine.step()
-
-
-def written_back(of: str, names: tuple[str, ...], engine: Any, folder: Path) -> None:
-    access = full if of.startswith("full") else local
-    value = getattr(access, f"safe_get_{of}")(weight(engine), *names)
-    getattr(access, f"safe_set_{of}")(weight(engine), value, *names)
-
-
-AFTER: dict[str, Callable[[Any, Path], None]] = {
-    "a forward": lambda engine, folder: backward(engine, 3),
-    "zero_grad()": lambda engine, folder: engine.zero_grad(),
-    "zero_grad() ": lambda engine, folder: engine.optimizer.zero_grad(),
-    "gradient clipping": lambda engine, folder: clipped(engine),
-    "optimizer.state.clear()": lambda engine, folder: engine.optimizer.state.clear(),
-    "save_checkpoint()": lambda engine, folder: engine.save_checkpoint(str(folder)),
-    **{
-        f"safe_set_{of}": partial(written_back, of, names)
-        for form in ("full", "local")
-        for of, names in (
-            (f"{form}_grad", ()),
-            (f"{form}_fp32_param", ()),
-            (f"{form}_optimizer_state", ("exp_avg",)),
-        )
-    },
-}
-
-
-def test_what_would_use_a_half_updated_model_is_refused(tmp_path):
-    def run(rank, model, words, call):
-        engine = opened_early(model, tmp_path)
-        train(engine, rank, range(2))
-        backward(engine, 2)
-        assert engine.updater.early is not None and engine.updater.updated_early
-        said = f"{words}.* comes after a backward that has updated a part of the model"
-        with pytest.raises(PartitionError, match=said):
-            call(engine, tmp_path)
-        if "clear" in words:  # it goes on
-            engine.step()
-            engine.optimizer.state.clear()
-            train(engine, rank, range(3, 4))
-        engine.destroy()
-
-    for words, call in AFTER.items():
-        on_ranks(1, run, re.escape(words.strip()), call)
-
-
 def with_frozen(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -305,10 +226,11 @@ def with_frozen(model):
 def test_a_load_of_weights_alone_leaves_a_half_updated_optimizer(unfreezes, tmp_path):
     def run(rank, model):
         model.head.requires_grad_(False)
-        engine = opened_early(model, tmp_path, make=with_frozen)
+        section = offload("optimizer on cpu", 2, tmp_path, update_in_backward=True)
+        engine = opened(model, section, make=with_frozen)
         train(engine, rank, range(2))
         engine.save_checkpoint(str(tmp_path))
-        backward(engine, 2, rank)
+        engine.backward(squared(engine, At(2, 0, rank)))
         model.head.requires_grad_(unfreezes)
         engine.load_checkpoint(str(tmp_path), load_module_only=True)
         with pytest.raises(PartitionError, match="half changed: a backward had updated a part"):
@@ -318,25 +240,3 @@ def test_a_load_of_weights_alone_leaves_a_half_updated_optimizer(unfreezes, tmp_
         engine.destroy()
 
     on_ranks(2, run)
-
-
-@in_turn("mended", [False, True])
-def test_a_backward_that_breaks_after_updates_have_begun(mended, tmp_path):
-    """A checkpoint mends what it has left half updated."""
-
-    def run(rank, model):
-        engine = opened_early(model, tmp_path)
-        train(engine, rank, range(2))
-        if mended:
-            engine.save_checkpoint(str(tmp_path))
-        with pytest.raises(PartitionError, match="load a checkpoint"):
-            broken_backward(engine)
-        if mended:
-            engine.load_checkpoint(str(tmp_path))
-            train(engine, rank, range(2, 4))
-        return ended(engine)
-
-    (got,) = on_ranks(1, run)
-    if mended:
-        section = offload("optimizer on cpu", 2, tmp_path, update_in_backward=True)
-        same(got, trained(section), exact=True)

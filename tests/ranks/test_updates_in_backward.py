@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from hf_zero.ops import dispatch
 from hf_zero.ops.flat_tiles import Tiles
 from hf_zero.optim import AdamW8bit, Lamb
 from hf_zero.planning.needs import device_gradients, needs
+from hf_zero.zero.access import full, local
 from hf_zero.zero.layout.training_state import GradientMemory
 from tests.helpers.cells import in_turn
 from tests.helpers.checked_triton import checked_triton
@@ -420,10 +423,6 @@ def another_rate(engine: Any, folder: str) -> None:
     engine.step()
 
 
-def read(engine: Any, folder: str) -> None:
-    hf_zero.safe_get_full_grad(engine.module.head.weight)
-
-
 def again(engine: Any, folder: str) -> None:
     bias = engine.module.head.bias
     with hf_zero.GatheredParameters(bias):
@@ -441,6 +440,13 @@ def summoned(engine: Any, folder: str) -> None:
         pass
 
 
+def stored(form: str, what: str, names: tuple[str, ...], engine: Any, folder: str) -> None:
+    weight = engine.module.blocks[1].up.weight
+    access = full if form == "full" else local
+    value = getattr(access, f"safe_get_{form}_fp32_param")(weight)
+    getattr(access, f"safe_set_{form}_{what}")(weight, value, *names)
+
+
 REFUSED: dict[str, Callable[[Any, str], None]] = {
     "a forward": lambda engine, folder: engine(features(0, 0, 0)),
     r"^state_dict": lambda engine, folder: engine.state_dict(),
@@ -452,22 +458,43 @@ REFUSED: dict[str, Callable[[Any, str], None]] = {
     "GatheredParameters with a modifier_rank": modified,
     "a write to": summoned,
     "another backward": again,
-    "zero_grad": lambda engine, folder: engine.zero_grad(),
+    r"^zero_grad\(": lambda engine, folder: engine.zero_grad(),
+    r"zero_grad\(": lambda engine, folder: engine.optimizer.zero_grad(),
     "gradient clipping": clipped,
     "optimizer.state.clear": lambda engine, folder: engine.optimizer.state.clear(),
     "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder),
     "writing head.weight.grad": written,
-    "reading a gradient": read,
     "a change of the optimizer's settings": another_rate,
+    **{
+        f"safe_set_{form}_{what}": partial(stored, form, what, names)
+        for form in ("full", "local")
+        for what, names in (("grad", ()), ("fp32_param", ()), ("optimizer_state", ("exp_avg",)))
+    },
 }
+OFFLOADS = ({}, {"offload_optimizer": {"device": "cpu"}})
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@in_turn("what", REFUSED)
 def test_what_would_use_a_half_updated_model_is_refused(what, tmp_path):
-    def run(rank: int, model: nn.Module) -> None:
-        engine = half_done(model, stage=3)
+    def run(rank: int, model: nn.Module, offload: dict[str, Any]) -> None:
+        engine = half_done(model, stage=3, zero=offload)
         with pytest.raises(PartitionError, match=f"{what}.* comes after a backward that has upd"):
             REFUSED[what](engine, str(tmp_path))
+        if "clear" in what:  # it goes on
+            engine.step()
+            engine.optimizer.state.clear()
+            train(engine, rank, range(3, 4))
+        engine.destroy()
+
+    for offload in OFFLOADS:
+        on_ranks(1, run, offload, build=build)
+
+
+def test_a_gradient_that_an_update_on_the_device_has_used_is_not_read():
+    def run(rank: int, model: nn.Module) -> None:
+        engine = half_done(model, stage=3)
+        with pytest.raises(PartitionError, match=r"reading a gradient.* comes after a b"):
+            hf_zero.safe_get_full_grad(engine.module.head.weight)
         engine.destroy()
 
     on_ranks(1, run, build=build)
@@ -491,8 +518,8 @@ def test_what_may_be_read_is_right():
     same(got, want, exact=True)
 
 
-@in_turn("mends", [False, True])
-def test_a_backward_that_breaks_half_way(mends, tmp_path):
+@in_turn("mends, offload", [*product((False, True), OFFLOADS)])
+def test_a_backward_that_breaks_half_way(mends, offload, tmp_path):
     """Only a checkpoint mends what it has left half updated."""
 
     class Broken(Exception):
@@ -502,7 +529,7 @@ def test_a_backward_that_breaks_half_way(mends, tmp_path):
         raise Broken
 
     def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
-        engine = opened(model, 3, True)
+        engine = opened(model, 3, True, zero=offload)
         train(engine, rank, range(2))
         engine.save_checkpoint(str(tmp_path))
         handle = engine.module.blocks[1].register_full_backward_hook(fail)
@@ -517,7 +544,7 @@ def test_a_backward_that_breaks_half_way(mends, tmp_path):
         return ended(engine)
 
     def plain(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
-        engine = opened(model, 3, False)
+        engine = opened(model, 3, False, zero=offload)
         train(engine, rank, range(4))
         return ended(engine)
 
