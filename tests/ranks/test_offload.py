@@ -51,9 +51,9 @@ class Watched(OnEngine):
         masters = [flat for flat in back if flat.optimizer_shard.has_own_master]
         taken = sum(12 * flat.spec.owned_numel for flat in back)
         taken += sum(4 * flat.spec.owned_numel for flat in masters)
+        pairs = [(flat.optimizer_shard.master, flat.gradient.shard) for flat in back]
         allocations = [
-            len({getattr(flat.optimizer_shard, each).untyped_storage()._cdata for flat in back})
-            for each in ("master", "grad")
+            len({each.untyped_storage()._cdata for each in tensors}) for tensors in zip(*pairs)
         ]
         self.seen.append(([flat in back for flat in flats], allocations, taken))
 
