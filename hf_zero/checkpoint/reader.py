@@ -40,7 +40,6 @@ from hf_zero.checkpoint.storage import (
 from hf_zero.checkpoint.tensorfile import TensorFile, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject
-from hf_zero.zero.layout.box import BoxRun
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 
 
@@ -76,16 +75,22 @@ def parameter_ranges(
             *(_stretches(flat, slot, start, stop) for flat, slot in parts), key=itemgetter(0)
         )
     for _, flat, at, numel in stretches:
-        end = at + numel
-        # the last chunk that starts at or before `at`: others with the same start are empty
-        index = bisect.bisect_right(flat.starts, at) - 1
-        while at < end:
-            chunk = flat.chunks[index]
-            length = min(end, chunk.stop) - at
-            if length > 0:
-                yield CopyRange(flat, index, at - chunk.start, target, length)
-                at, target = at + length, target + length
-            index += 1
+        yield from _chunk_ranges(flat, at, numel, target)
+        target += numel
+
+
+def _chunk_ranges(flat: FlatEntry, at: int, numel: int, target: int) -> Iterator[CopyRange]:
+    """Yield the runs that hold ``numel`` elements of ``flat`` from ``at`` on."""
+    end = at + numel
+    # the last chunk that starts at or before `at`: others with the same start are empty
+    index = bisect.bisect_right(flat.starts, at) - 1
+    while at < end:
+        chunk = flat.chunks[index]
+        length = min(end, chunk.stop) - at
+        if length > 0:
+            yield CopyRange(flat, index, at - chunk.start, target, length)
+            at, target = at + length, target + length
+        index += 1
 
 
 def _stretches(
@@ -110,31 +115,38 @@ def copy_ranges(
     tensor in one piece.
     """
     last: CopyRange | None = None
+    for run in _ranges_of_pieces(manifest, layout, start, stop, names):
+        if last and _continues(last, run):
+            last = replace(last, length=last.length + run.length)
+            continue
+        if last:
+            yield last
+        last = run
+    if last:
+        yield last
+
+
+def _ranges_of_pieces(
+    manifest: Manifest, layout: FlatLayout, start: int, stop: int, names: dict[str, str]
+) -> Iterator[CopyRange]:
+    """Yield the runs of :func:`copy_ranges`, not merged."""
     for piece in list(layout.pieces(start, stop)):
         if piece.name not in names:
             continue
+        name, numel = names[piece.name], piece.stop - piece.start
         box, target = layout.by_name[piece.name].box, piece.offset - start
-        parts = (
-            [BoxRun(piece.start, piece.start, piece.stop - piece.start)]
-            if box is None
-            else box.runs(piece.start, piece.stop)
-        )
-        for part in parts:
-            for run in parameter_ranges(
-                manifest,
-                names[piece.name],
-                part.place,
-                part.place + part.length,
-                target + part.at - piece.start,
-            ):
-                if last and _continues(last, run):
-                    last = replace(last, length=last.length + run.length)
-                    continue
-                if last:
-                    yield last
-                last = run
-    if last:
-        yield last
+        saved = () if box is None else manifest.parts[name]
+        equal = next(((flat, slot) for flat, slot in saved if slot.box == box), None)
+        if box is None:
+            yield from parameter_ranges(manifest, name, piece.start, piece.stop, target)
+        elif equal is not None:  # cut as it was saved: no run for each row
+            flat, slot = equal
+            yield from _chunk_ranges(flat, slot.offset + piece.start, numel, target)
+        else:
+            for part in box.runs(piece.start, piece.stop):
+                here = target + part.at - piece.start
+                end = part.place + part.length
+                yield from parameter_ranges(manifest, name, part.place, end, here)
 
 
 def _continues(last: CopyRange, run: CopyRange) -> bool:

@@ -9,17 +9,20 @@ import copy
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import save_job
-from hf_zero.checkpoint.manifest import GroupEntry, Manifest, dtype_of
+from hf_zero.checkpoint import reader, save_job
+from hf_zero.checkpoint.manifest import Chunk, FlatEntry, GroupEntry, Manifest, dtype_of
 from hf_zero.checkpoint.match import pair_groups, reorder_schedule
 from hf_zero.checkpoint.reader import join, load_objects
 from hf_zero.errors import CheckpointError
+from hf_zero.zero.layout.box import Box
+from hf_zero.zero.layout.flat_layout import FlatLayout
 from tests.checkpoint.jobs import Harm, Job, saved, small
 from tests.checkpoint.written import write
 
@@ -259,3 +262,44 @@ def test_work_does_not_run_where_a_save_fails(tmp_path: Path, done: list[str]) -
         assert not done
     save_job.after_commit(tmp_path, lambda: done.append("next"))
     assert done == ["next"]
+
+
+# ---- the runs of a load ----
+
+
+def parted(parts: int, *, of: int = 3) -> list[FlatEntry]:
+    """Entries of a matrix of 6 x 12 whose columns ``parts`` files hold, each in ``of`` chunks."""
+    entries = []
+    for file in range(parts):
+        box = Box.even((6, 12), 1, file, parts)
+        layout = FlatLayout.build([("w", box.shape)], of, {"w": box})
+        size = layout.numel // of
+        chunks = tuple(Chunk(file, at * size, (at + 1) * size, ("master",)) for at in range(of))
+        entries.append(FlatEntry(f"{file}", True, torch.float32, layout, chunks))
+    return entries
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_a_part_that_is_cut_as_it_was_saved_has_no_run_for_each_row(
+    parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runs are those of the chunks; of another cut they hold the same elements."""
+    whole = torch.arange(72).view(6, 12)
+    entries = parted(parts)
+    manifest: Any = SimpleNamespace(parts={"w": [(e, e.layout.by_name["w"]) for e in entries]})
+    held = [slot.box.take(whole).reshape(-1) for _, slot in manifest.parts["w"]]
+    for ranks in (2, 3, 4):
+        box = Box.even((6, 12), 1, ranks - 1, ranks)
+        layout = FlatLayout.build([("w", box.shape)], 1, {"w": box})
+        with monkeypatch.context() as patch:
+            if ranks == parts:
+                patch.setattr(Box, "runs", None)
+                patch.setattr(Box, "runs_within", None)
+            runs = [*reader.copy_ranges(manifest, layout, 1, 17, {"w": "w"})]
+        out = torch.full((16,), -1)
+        for run in runs:
+            start = run.flat.chunks[run.chunk].start + run.source
+            out[run.target : run.target + run.length] = held[int(run.flat.key)][
+                start : start + run.length
+            ]
+        assert out.tolist() == box.take(whole).reshape(-1)[1:17].tolist()
