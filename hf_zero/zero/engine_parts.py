@@ -194,8 +194,7 @@ class EngineParts(AroundModel):
         scaler = self._loss_scaler()
         sanity = SanityChecks(mesh.device, self.accumulation, config.precision, mesh.rank)
         self.optimizer_step = OptimizerStep(sharded, self.optimizer, config, scaler, sanity)
-        self.bound, self.updater = self.optimizer_step.bound, self.optimizer_step.updater
-        self.scaler = scaler
+        self.updater, self.scaler = self.optimizer_step.updater, scaler
         self.changes.updater = self.updater
         self.backward_pass = Backward(
             sharded, self.optimizer_step, config, self.accumulation, self.counters, sanity
@@ -266,6 +265,11 @@ class EngineParts(AroundModel):
     def stage(self) -> int:
         """ZeRO stage."""
         return self.config.stage
+
+    @property
+    def bound(self) -> Any:
+        """The optimizer bound to the shards; None without one, and after :meth:`destroy`."""
+        return self.optimizer_step.bound
 
     @property
     def global_steps(self) -> int:

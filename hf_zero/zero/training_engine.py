@@ -150,7 +150,7 @@ class TrainingEngine(EngineParts):
     @property
     def window_is_open(self) -> bool:
         """Whether gradients of micro-batches are held that the next update will use."""
-        accumulating = self.bound is not None and self.held_micro_batches > 0
+        accumulating = self.optimizer_step.bound is not None and self.held_micro_batches > 0
         return accumulating and not self.backward_pass.reducer.spoiled
 
     @property
@@ -273,7 +273,7 @@ class TrainingEngine(EngineParts):
         if not (self.flats and self.flats[0].engine_flats.switched):
             return
         self.flats[0].engine_flats.switched = False
-        if self.bound is not None and (names := unfrozen(self)):
+        if self.optimizer_step.bound is not None and (names := unfrozen(self)):
             what = f"unfreezing {listed(names, 3)}"
             try:
                 rebuild(self, what, lambda: None, loads)
@@ -366,9 +366,9 @@ class TrainingEngine(EngineParts):
             overflow = update(self.counters.global_steps, losses.may_overflow)
             self._publish_events()
             self.schedule.end_step()
-            if not overflow and self.bound.optimizer._optimizer_step_post_hooks:
+            if not overflow and self.optimizer_step.bound.optimizer._optimizer_step_post_hooks:
                 try:
-                    self.bound.run_post_hooks()
+                    self.optimizer_step.bound.run_post_hooks()
                 except Exception as error:
                     failure = error
             requests, consensus = self.stop_requests, self.mesh.consensus
@@ -390,7 +390,7 @@ class TrainingEngine(EngineParts):
         was switched on or a setting was changed, OffloadError after a failed write of offloaded
         state (collective).
         """
-        if self.bound is None:
+        if self.optimizer_step.bound is None:
             raise ConfigError(
                 "step() needs an optimizer, and the engine was built without one; pass one to "
                 "hf_zero.initialize or name one in the config"
