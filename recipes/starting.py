@@ -55,6 +55,7 @@ DEFAULTS: dict[str, Any] = {
     "eval_steps": 20,
     "eval_on_start": True,
     "save_strategy": "no",
+    "save_steps": 20,  # with --save_strategy steps
     "report_to": "none",
     "disable_tqdm": True,
     "seed": 42,
@@ -77,7 +78,13 @@ def parse_arguments(parser: HfArgumentParser) -> tuple[Any, ...]:
         )
     args = found[-1]
     if args.resume_from_checkpoint:
-        args.resume_from_checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+        found_at = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+        steps = json.loads(Path(found_at, "trainer_state.json").read_text())["global_step"]
+        if 0 < args.max_steps <= steps:
+            raise SystemExit(
+                f"{found_at} is of step {steps}, the last one; raise --max_steps to train on"
+            )
+        args.resume_from_checkpoint = found_at
         args.eval_on_start = False  # the interrupted run has these figures
     return tuple(found)
 
@@ -89,7 +96,7 @@ def find_checkpoint(wanted: str, output_dir: str) -> str:
         if newest is None:
             raise SystemExit(
                 f"no checkpoint in {output_dir}; run once without --resume_from_checkpoint, and "
-                "with --save_strategy steps"
+                "with --save_strategy steps unless the recipe saves by itself"
             )
         return newest
     if not Path(wanted, "trainer_state.json").is_file():
@@ -152,7 +159,7 @@ def options_of(names: Any, args: Any) -> dict[str, Any]:
     if options and not names.model_name_or_path:
         words = ", ".join(f"--{name}" for name in options)
         raise SystemExit(
-            f"{words}: options of a model of the hub, not of the built-in one; name a model with "
+            f"{words}: options of a loaded model, not of the built-in one; name a model with "
             "--model_name_or_path, or leave them out"
         )
     if "model_revision" in options:
@@ -285,8 +292,8 @@ class Measured(TrainerCallback):
             for column, name in self.curves.items()
         }
         name, curve = next(iter(points.items()))
-        # no curve without --eval_strategy or --logging_strategy
-        result = [name, curve[0][1], curve[-1][1]] if curve else None
+        # no curve, or only the point before the first step, without --eval_strategy
+        result = [name, curve[0][1], curve[-1][1]] if len(curve) > 1 else None
         report(
             Path(args.output_dir),
             {

@@ -34,8 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "scripts" / "bench" / "results" / "releases.jsonl"
 PAGE = ROOT / "hf_zero" / "docs" / "compatibility.md"
 LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "lightning")
-# Installed packages that change with a library.
 ENDED = (0, 1)  # exit codes of pytest after all tests: they passed, or some failed
+# Installed packages that change with a library.
 COMPANIONS = {"torch": "torchvision", "lightning": "pytorch-lightning=={release}"}
 LIMIT = 1500  # seconds, which end a hang: the tests take four minutes on two quiet cores
 ALL = ["torch=pinned", *(f"{library}=newest" for library in (*LIBRARIES, "all"))]
@@ -85,8 +85,7 @@ def published(library: str, cache: Path, more: list[str]) -> list[str]:
         if not record.exists():
             raise SystemExit(
                 f"releases: no index has named the releases of {library} yet "
-                f"({str(error).strip().splitlines()[-1]}); run once with a network, or with --only "
-                f"{library}=VERSION"
+                f"({str(error).strip().splitlines()[-1]}); run once with a network"
             ) from None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = sum(project["optional-dependencies"].values(), project["dependencies"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.checkpoint.reader import Checkpoint, recognise
-from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote, modified_ns, store_errors
+from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote, store_errors
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger, parse_json
 
@@ -115,17 +115,23 @@ def next_order(directory: AnyPath) -> int:
 
 def _age(folder: AnyPath) -> tuple[int, int]:
     """Return order and step of a checkpoint; 0 for an order that it lacks, and -1 for a step."""
+    if not is_checkpoint(folder):
+        return 0, -1
+    manifest = folder / MANIFEST_NAME
     try:
         with store_errors(folder):
-            return _age_of(folder / MANIFEST_NAME, modified_ns(folder / MANIFEST_NAME))
+            if is_remote(manifest):  # not every store tells when a file was written
+                return _age_of.__wrapped__(manifest, None)
+            written = manifest.stat()
+            return _age_of(manifest, (written.st_mtime_ns, written.st_size))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return 0, -1  # none, or damaged
+        return 0, -1  # damaged
 
 
 @lru_cache(maxsize=4096)
-def _age_of(manifest: AnyPath, modified: int) -> tuple[int, int]:
-    """Return order and step in ``manifest``, which was last written at ``modified`` (ns). Each save
-    asks this of every checkpoint in its folder, and a manifest may have megabytes of hashes.
+def _age_of(manifest: AnyPath, written: tuple[int, int] | None) -> tuple[int, int]:
+    """Return order and step in ``manifest``, whose time and size were ``written``. Each save asks
+    this of every checkpoint in its folder, and a manifest may have megabytes of hashes.
     """
     with manifest.open("rb") as file:
         read = parse_json(file.read())

@@ -44,6 +44,11 @@ class Free:
     limited_by: str = ""
     held: tuple[int, int] = (0, 0)
 
+    @property
+    def pinned(self) -> int:
+        """Bytes that may be pinned, read by the name of the tier."""
+        return self.ram
+
     def numbers(self) -> list[int]:
         """Return the numbers for a minimum over ranks: equally many on every rank that names the
         same folders.

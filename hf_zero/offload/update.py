@@ -127,6 +127,13 @@ class Updater:
             self.finish()
             self.early, self.updated_early = update, []
 
+    def end_backward(self) -> None:
+        """Note that the backward has issued all its reductions: a rank that needs updated values
+        may have them.
+        """
+        if self._gathers is not None:
+            self._gathers.end_backward()
+
     def drop_early(self) -> None:
         """Drop the rest of an update begun in a backward: all state is about to be overwritten."""
         self.finish()

@@ -11,9 +11,9 @@ the one it needs (:meth:`UpdateGathers.wait`), and every other collective allows
 A rank may reach neither while another one needs its part: rank 0 evaluates alone, the others wait
 in a torch barrier. So a rank that needs a gather posts this in the store. A rank that reads the
 post, and whose own training does not reach that gather within :data:`GRACE_SECONDS`, issues it.
-Only then does the clock influence the order, and only against collectives after the step: updates
-that a backward has begun are gathered once their step is complete, or the reductions of that
-backward would come after such a gather on one rank and before it on another.
+Only then does the clock influence the order, and only against collectives after the backward: what
+a backward has updated is gathered once that has issued its reductions, or these would come after
+such a gather on one rank and before it on another.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class UpdateGathers:
         self._added = 0
         self._allowed = 0  # number of gathers that this rank may issue, counted from the first
         self._owed = 0  # number to be issued before another collective
+        self._reduced = 0  # number whose backward has issued all its reductions
         self._needed = self._said = 0  # numbers that this rank waits for, and has posted
         self._asked = 0  # number that some rank has posted
         self._since = 0.0  # time when that was read, or gathers were allowed here
@@ -112,7 +113,11 @@ class UpdateGathers:
 
     def complete(self) -> None:
         """Mark all gathers of a step as added: other collectives wait for them from now on."""
-        self._owed = self._added
+        self._owed = self._reduced = self._added
+
+    def end_backward(self) -> None:
+        """Let the gathers of a backward's own updates be issued, for a rank that needs them."""
+        self._reduced = self._added
 
     def wait(self, gather: Gather) -> None:
         """Issue ``gather`` and those before it, and wait for it (on a GPU: make the current stream
@@ -182,7 +187,7 @@ class UpdateGathers:
             return None
         first = self._queue[0]
         since = max(self._since, first.since)
-        asked = min(self._asked, self._owed)
+        asked = min(self._asked, self._reduced)
         overdue = first.number <= asked and time.monotonic() - since >= GRACE_SECONDS
         return first if overdue or first.number <= self._allowed else None
 

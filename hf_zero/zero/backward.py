@@ -296,7 +296,10 @@ class Backward:
         early = early and not (update.max_norm or self.losses.may_overflow)
         early = early and not update.failed_writes()
         on_reduced = self._update_early if early else None
-        self.reducer.set_micro_batch(MicroBatch(weight, unscale, reduces, on_reduced, alone))
+        on_finished = update.updater.end_backward if early else None
+        self.reducer.set_micro_batch(
+            MicroBatch(weight, unscale, reduces, on_reduced, alone, on_finished)
+        )
 
     def _update_early(self, flats: Sequence[FlatBuffer]) -> None:
         self._update.update_early(flats, self._counters.global_steps)

@@ -88,6 +88,8 @@ def main() -> None:
         DataLoader(cut(part, tokenizer, args.max_length), args.per_device_train_batch_size)
         for part in parts
     ]
+    if not all(map(len, loaders)):
+        raise SystemExit(f"a part of the text has no row of {args.max_length} tokens; use fewer")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     model, optimizer, train, test = accelerator.prepare(model, optimizer, *loaders)

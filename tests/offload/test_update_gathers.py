@@ -43,9 +43,11 @@ def iter_of(step: float) -> Callable[[], float]:
 
 
 def test_a_backward_is_not_overtaken_by_the_gather_of_its_own_update(gathers) -> None:
-    """Its reductions come first on the rank that needs the gather, after its step."""
+    """Its reductions come first on the rank that needs the gather, which may read weights before
+    the step.
+    """
     assert gathers._next() is None
-    gathers.complete()
+    gathers.end_backward()
     first = gathers._next()
     assert first is not None and first.label == "a"
     gathers._issue(first)

@@ -88,4 +88,5 @@ def test_a_wheel_in_a_folder_with_a_space_has_an_address(
     with pytest.raises(SystemExit):
         script.main(str(tmp_path / "a folder" / "x.whl"), str(tmp_path / "lock"), "trl")
     asked = ran.call_args.args[0][-1]
-    assert asked == f"hf-zero[trl] @ file://{tmp_path}/a%20folder/x.whl"
+    assert asked == f"hf-zero[trl] @ {(tmp_path / 'a folder' / 'x.whl').as_uri()}"
+    assert "a%20folder" in asked

@@ -86,7 +86,7 @@ def test_help_makes_no_environment(tmp_path):
     own = {"HF_ZERO_VENV": str(tmp_path / "none"), "PYTHON": sys.executable}
     done = subprocess.run(
         ["bash", str(ROOT / "scripts" / "test"), "-k", "layout", "--help"],
-        env={**os.environ, **own},
+        env={**os.environ, **own, "LC_ALL": "C"},
         capture_output=True,
         text=True,
         check=True,

@@ -198,15 +198,15 @@ def calls_of_model(model: nn.Module) -> list[ModuleCall] | str:
     device; or the reason why it cannot run there.
     """
     base = getattr(model, "get_base_model", lambda: model)()  # inside the adapters of PEFT
-    copied = shell(model, _on_meta, _on_meta)
-    copied.train()
-    for module in copied.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.__dict__["gradient_checkpointing"] = False
-        if module is not copied:
-            module.__dict__["forward"] = functools.partial(_call_or_pass, module)
     try:
         inputs = inputs_on_meta(base, rows=2, tokens=6)
+        copied = shell(model, _on_meta, _on_meta)
+        copied.train()
+        for module in copied.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.__dict__["gradient_checkpointing"] = False
+            if module is not copied:
+                module.__dict__["forward"] = functools.partial(_call_or_pass, module)
         with calls(copied, outermost=False) as records, torch.no_grad(), MetaAnswers(NUMBERS):
             copied(**inputs)
     except ConfigError as error:

@@ -296,14 +296,18 @@ def check_alike(plan: EnginePlan) -> None:
 
 def _settings_of(group: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, str]:
     """Return the settings of an optimizer group that its class knows, and that have a value."""
-    settings: dict[str, str] = {}
-    for name in sorted(group.keys() & defaults.keys()):
-        value = group[name]
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
-            value = value.item()
-        if isinstance(value, (bool, int, float, str, tuple)):
-            settings[name] = str(value)
-    return settings
+    plain = {name: _plain(group[name]) for name in sorted(group.keys() & defaults.keys())}
+    kinds = (bool, int, float, str, tuple)
+    return {name: str(value) for name, value in plain.items() if isinstance(value, kinds)}
+
+
+def _plain(value: object) -> object:
+    """Return a tensor of one element as a number, also within a tuple."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+        return value.item()
+    return value
 
 
 def _difference(

@@ -118,10 +118,14 @@ def _moved(func: Any, args: Any, kwargs: Mapping[str, Any]) -> object:
 
 
 def _grouped(func: Any, args: Any, kwargs: Mapping[str, Any]) -> object:
-    """Run a product of groups, of which torch has shapes in bf16 alone."""
+    """Answer a product of groups, of which torch has shapes in bf16 alone, and for widths that are
+    multiples of eight.
+    """
     rows, others, *more = args
     if not rows.is_meta:
         return func(*args, **kwargs)
+    if rows.ndim == 2 and others.ndim == 3:
+        return rows.new_empty(rows.shape[0], others.shape[-1])
     narrow = (tensor.to(torch.bfloat16) for tensor in (rows, others))
     return func(*narrow, *more, **kwargs).to(rows.dtype)
 

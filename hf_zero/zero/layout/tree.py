@@ -54,6 +54,13 @@ def map_tensors(value: object, visit: Visit, in_place: bool = False) -> Any:
             value[:] = items
             return value
         return items
+    if isinstance(value, list):
+        items = [map_tensors(item, visit, in_place) for item in value]
+        if all(new is old for new, old in zip(items, value)):
+            return value
+        filled = copy.copy(value)
+        filled[:] = items
+        return filled
     if isinstance(value, (dict, UserDict)):
         changed = {key: map_tensors(item, visit, in_place) for key, item in value.items()}
         if all(changed[key] is value[key] for key in changed):

@@ -317,6 +317,8 @@ class Reducer:
         self.idle.end_backward()
         if self._batch.reduces:
             self._record_left_out()
+        if self._batch.on_finished is not None:
+            self._batch.on_finished()
         # those that require grad but are in no optimizer group: nothing would ever clear them
         if any_raw_grad(self._frozen):
             drop_raw_grads(self._frozen)

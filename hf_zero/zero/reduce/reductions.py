@@ -303,7 +303,8 @@ class MicroBatch:
     weight: of the micro-batch, equal on all ranks. unscale: this rank's own factor, applied before
     the reduction. reduces: the backward ends an accumulation window. on_reduced: called with flat
     buffers of a unit to be updated together, whose last gradients of the window have been reduced.
-    alone: no backward of the window precedes it.
+    alone: no backward of the window precedes it. on_finished: called once all its reductions are
+    issued.
     """
 
     weight: float = 1.0
@@ -311,6 +312,7 @@ class MicroBatch:
     reduces: bool = True
     on_reduced: Callable[[Sequence[FlatBuffer]], None] | None = None
     alone: bool = False
+    on_finished: Callable[[], None] | None = None
 
 
 def wire_buffers(flats: Iterable[FlatBuffer]) -> TensorPool:
