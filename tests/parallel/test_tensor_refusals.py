@@ -300,11 +300,7 @@ def test_a_whole_model_that_does_not_fit(monkeypatch):
 # A mechanism each: an activation with parameters, sums of modules and stacked gates that a plan
 # does not call so, latent attention, an index beside it, sinks, convolutions.
 SOON = {"apertus", "inkling_text", "deepseek_v32", "qwen3_next", "doge"}
-UNPLACED = {
-    "doge": "DogeForCausalLM runs whole, and cut by its tensor-parallel plan it does not",
-    "lfm2": "are one parameter, which the tensor-parallel plan leaves whole there",
-    "lfm3": "are one parameter, which the tensor-parallel plan leaves whole there",
-}
+UNPLACED = {"doge": "DogeForCausalLM runs whole, and cut by its tensor-parallel plan it does not"}
 
 
 def _compare(model, batch, **plan):
@@ -342,6 +338,16 @@ def test_every_model_type_that_has_a_plan(model_type):
         return
     with pytest.raises(RankFailed, match=UNPLACED[model_type]) as raised:
         _compare(tiny(model_type), batch_of())
+    assert isinstance(raised.value.__cause__, ConfigError)
+
+
+def test_a_tied_weight_that_the_plan_cuts_under_one_name() -> None:
+    """As that of Lfm2 before Transformers placed its embedding."""
+    model = tiny("lfm2")
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    said = "are one parameter, which the tensor-parallel plan leaves whole there"
+    with pytest.raises(RankFailed, match=said) as raised:
+        _compare(model, batch_of(), plan={"model.embed_tokens": None})
     assert isinstance(raised.value.__cause__, ConfigError)
 
 

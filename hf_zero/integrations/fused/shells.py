@@ -199,7 +199,8 @@ def calls_of_model(model: nn.Module) -> list[ModuleCall] | str:
     """
     base = getattr(model, "get_base_model", lambda: model)()  # inside the adapters of PEFT
     try:
-        inputs = inputs_on_meta(base, rows=2, tokens=6)
+        positions = getattr(getattr(base, "config", None), "max_position_embeddings", None)
+        inputs = inputs_on_meta(base, rows=2, tokens=min(6, positions or 6))
         copied = shell(model, _on_meta, _on_meta)
         copied.train()
         for module in copied.modules():

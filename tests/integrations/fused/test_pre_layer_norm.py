@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import BertConfig, BertForMaskedLM
 
 import hf_zero
 from hf_zero.errors import KernelError
@@ -92,3 +93,13 @@ def test_what_is_refused(case: tuple[str, dict[str, Any], str]) -> None:
     with pytest.raises(KernelError, match=message):
         pre(model, BLOCKS)
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_model_of_few_positions() -> None:
+    """Fewer than the tokens of the run that finds its sublayers."""
+    config = BertConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=4,
+    )  # fmt: skip
+    model = pre(BertForMaskedLM(config))
+    assert {line.kernels for line in report(model).replaced} == {("pre_layer_norm",)}
