@@ -115,11 +115,19 @@ def restore_buffers_on_rollback(model: nn.Module) -> None:
 
 
 def _restore_all(snapshots: Sequence[_Snapshot]) -> None:
-    """Restore ``snapshots`` from the last to the first, also those before one that fails."""
+    """Restore ``snapshots`` from the last to the first, also those before one that fails. One that
+    an exception interrupts, such as KeyboardInterrupt, is restored once more: it may be half done.
+    """
     left = list(snapshots)
     try:
         while left:
-            left.pop().restore()
+            try:
+                left[-1].restore()
+            except BaseException:
+                left[-1].restore()
+                raise
+            finally:
+                left.pop()
     finally:
         if left:
             _restore_all(left)

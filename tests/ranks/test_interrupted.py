@@ -20,6 +20,7 @@ import torch
 import hf_zero
 from hf_zero.checkpoint import verify_all
 from hf_zero.errors import PartitionError
+from hf_zero.zero.transaction import snapshot_of
 from tests.helpers.cells import runs_long
 from tests.helpers.engines import config_of, start
 from tests.helpers.ranks import run_ranks
@@ -290,3 +291,27 @@ def test_a_hook_of_a_step_neither_saves_nor_loads(tmp_path: Path) -> None:
         engine.destroy()
 
     run_ranks(2, over)
+
+
+def test_a_restore_that_is_interrupted_is_complete() -> None:
+    """At each line: an optimizer has its groups and state, a module its children."""
+    for at in range(1, 1000):
+        model, optimizer = model_with_optimizer()
+        model(batch(0)).sum().backward()
+        optimizer.step()
+        owners = (optimizer, model)
+        before = [{**vars(owner)} for owner in owners]
+        children, state = [*model._modules], {**optimizer.state}
+        restore = snapshot_of(*owners)
+        optimizer.added = model.added = 1  # type: ignore[attr-defined,assignment]
+        optimizer.state.clear()
+        lines = Lines(at)
+        with lines.over():
+            restore()
+        if "added" in vars(optimizer) and lines.where.endswith("_restore_all"):
+            continue  # at the first line
+        assert [{**vars(owner)} for owner in owners] == before, lines.where
+        assert [*model._modules] == children and {**optimizer.state} == state, lines.where
+        if not lines.where:
+            break
+    assert at > 20
