@@ -21,7 +21,7 @@ import hf_zero
 from hf_zero.checkpoint import verify_all
 from hf_zero.errors import PartitionError
 from hf_zero.zero.transaction import snapshot_of
-from tests.helpers.cells import runs_long
+from tests.helpers.cells import fast, runs_long
 from tests.helpers.engines import config_of, start
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import layers
@@ -221,27 +221,29 @@ FOLDERS = {begin: "zero"}  # of the lines, by change; all others: those of the p
 RIGHT = ("complete", "undone", "refused")
 
 
+@pytest.mark.parametrize("stage", fast((0, 1, 2, 3), (1, 3).__contains__))
 @pytest.mark.parametrize("change", [begin, step, save, load], ids=lambda change: change.__name__)
 def test_at_any_line(
-    change: Change, tmp_path: Path, pytestconfig: pytest.Config, caplog: pytest.LogCaptureFixture
+    change: Change,
+    stage: int,
+    tmp_path: Path,
+    pytestconfig: pytest.Config,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = FOLDERS.get(change, "")
 
     def over(rank: int) -> list[str]:
         wrong = []
-        for stage in (0, 1, 2, 3) if runs_long(pytestconfig) else (1, 3):
-            for number in range(2):  # the first has caches to fill, too
-                lines = Lines(-1, folder)
-                assert change(lines, stage, tmp_path / f"{stage}.{number}") == "complete"
-            every = range(1, lines.count + 1)
-            chosen = (
-                every if runs_long(pytestconfig) else random.Random(stage).sample(every, SAMPLE)
-            )
-            for at in chosen:
-                lines = Lines(at, folder)
-                became = change(lines, stage, tmp_path / f"{stage}-{at}")
-                if became not in RIGHT or not lines.where:
-                    wrong.append(f"stage {stage}, line {at}, {lines.where}: {became}")
+        for number in range(2):  # the first has caches to fill, too
+            lines = Lines(-1, folder)
+            assert change(lines, stage, tmp_path / f"{number}") == "complete"
+        every = range(1, lines.count + 1)
+        chosen = every if runs_long(pytestconfig) else random.Random(stage).sample(every, SAMPLE)
+        for at in chosen:
+            lines = Lines(at, folder)
+            became = change(lines, stage, tmp_path / f"at-{at}")
+            if became not in RIGHT or not lines.where:
+                wrong.append(f"line {at}, {lines.where}: {became}")
         return wrong
 
     with caplog.at_level("CRITICAL"):
