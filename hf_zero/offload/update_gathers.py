@@ -11,9 +11,10 @@ the one it needs (:meth:`UpdateGathers.wait`), and every other collective allows
 A rank may reach neither while another one needs its part: rank 0 evaluates alone, the others wait
 in a torch barrier. So a rank that needs a gather posts this in the store. A rank that reads the
 post, and whose own training does not reach that gather within :data:`GRACE_SECONDS`, issues it.
-Only then does the clock influence the order, and only against collectives after the backward: what
-a backward has updated is gathered once that has issued its reductions, or these would come after
-such a gather on one rank and before it on another.
+Only then does the clock influence the order. What a backward has updated is gathered by the clock
+only once its step is complete, or its reductions and the agreements of the step would come after
+such a gather on one rank and before it on another; unless a rank needs it before its own step,
+which it posts apart: then it is gathered once the backward has issued its reductions.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from hf_zero.distributed.watchdog import JOIN_SECONDS
 
 GRACE_SECONDS = 0.3
 POLL_SECONDS = 0.1
-ASKED = "needed"
+ASKED, EARLY = "needed", "needed before the step"  # topics of posts
 Messages = Sequence[tuple[MeshDim, Sequence[tuple[torch.Tensor, torch.Tensor]]]]
 
 
@@ -83,8 +84,8 @@ class UpdateGathers:
         self._allowed = 0  # number of gathers that this rank may issue, counted from the first
         self._owed = 0  # number to be issued before another collective
         self._reduced = 0  # number whose backward has issued all its reductions
-        self._needed = self._said = 0  # numbers that this rank waits for, and has posted
-        self._asked = 0  # number that some rank has posted
+        # by topic: numbers that this rank waits for, has posted, and that some rank has posted
+        self._needed, self._said, self._asked = ({ASKED: 0, EARLY: 0} for _ in range(3))
         self._since = 0.0  # time when that was read, or gathers were allowed here
         self._looked = 0.0
         self._thread: threading.Thread | None = None
@@ -124,7 +125,8 @@ class UpdateGathers:
         wait). Raises the exception of the update or the gather.
         """
         with self._changed:
-            self._needed = max(self._needed, gather.number, self._owed)
+            topic = ASKED if gather.number <= self._owed else EARLY
+            self._needed[topic] = max(self._needed[topic], gather.number, self._owed)
             self._allow(gather.number)
         for handle in gather.issued.result():
             handle.wait()
@@ -187,12 +189,12 @@ class UpdateGathers:
             return None
         first = self._queue[0]
         since = max(self._since, first.since)
-        asked = min(self._asked, self._reduced)
+        asked = max(min(self._asked[ASKED], self._owed), min(self._asked[EARLY], self._reduced))
         overdue = first.number <= asked and time.monotonic() - since >= GRACE_SECONDS
         return first if overdue or first.number <= self._allowed else None
 
     def _has_to_talk(self) -> bool:
-        if self._needed > self._said:
+        if self._needed != self._said:
             return True
         if not self._queue or not self._queue[0].updated.done():
             return False
@@ -223,16 +225,23 @@ class UpdateGathers:
 
     def _talk(self) -> None:
         """Post what this rank needs, and read the posts of others."""
-        self._looked, needed = time.monotonic(), self._needed
+        self._looked, needed = time.monotonic(), dict(self._needed)
+        # before a step is complete, posts about its gathers alone matter, and after it the others
+        topics = {ASKED} | {topic for topic in needed if needed[topic] > self._said[topic]}
+        topics |= {EARLY} if self._reduced > self._owed else set()
+        requested = dict.fromkeys(topics, 0)
         try:
-            requested = self._messages.asked(ASKED) if self._messages is not None else 0
-            if self._messages is not None and needed > max(self._said, requested):
-                self._messages.ask(ASKED, needed)
+            for topic in topics if self._messages is not None else ():
+                assert self._messages is not None
+                requested[topic] = self._messages.asked(topic)
+                if needed[topic] > max(self._said[topic], requested[topic]):
+                    self._messages.ask(topic, needed[topic])
         except RuntimeError:  # the store is closed: the job has ended
-            self._messages, requested = None, 0
+            self._messages = None
         self._said = needed
-        if requested > self._asked:
-            self._asked, self._since = requested, time.monotonic()
+        for topic, number in requested.items():
+            if number > self._asked[topic]:
+                self._asked[topic], self._since = number, time.monotonic()
 
 
 _running: weakref.WeakSet[UpdateGathers] = weakref.WeakSet()

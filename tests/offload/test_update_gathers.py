@@ -10,24 +10,29 @@ from typing import Any
 import pytest
 
 from hf_zero.offload import update_gathers
-from hf_zero.offload.update_gathers import UpdateGathers
+from hf_zero.offload.update_gathers import ASKED, EARLY, UpdateGathers
+
+Asked = dict[str, int]
 
 
 @pytest.fixture
-def gathers(monkeypatch: pytest.MonkeyPatch) -> UpdateGathers:
-    """Two updated units of a backward, of which another rank needs the first for a minute; its
-    thread is the test's.
-    """
+def asked() -> Asked:
+    """The posts of the other rank, by topic."""
+    return {ASKED: 0, EARLY: 0}
+
+
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> UpdateGathers:
+    """Two updated units of a backward, whose thread is the test's."""
     monkeypatch.setattr(update_gathers, "time", SimpleNamespace(monotonic=iter_of(1.0)))
     monkeypatch.setattr(update_gathers.threading.Thread, "start", lambda self: None)
-    posts = SimpleNamespace(asked=lambda topic: 1, ask=lambda topic, number: None)
+    posts = SimpleNamespace(asked=asked.__getitem__, ask=asked.__setitem__)
     made = UpdateGathers((1,), posts, lambda: None)  # type: ignore[arg-type]
     for label in ("a", "b"):
         updated: Future[Any] = Future()
         updated.set_result(None)
         made.add(label, (), updated, None)
     made._thread = None  # nothing to join at exit
-    made._talk()
     return made
 
 
@@ -42,16 +47,42 @@ def iter_of(step: float) -> Callable[[], float]:
     return read
 
 
-def test_a_backward_is_not_overtaken_by_the_gather_of_its_own_update(gathers) -> None:
-    """Its reductions come first on the rank that needs the gather, which may read weights before
-    the step.
+def test_a_step_is_not_overtaken_by_the_gather_of_its_early_update(gathers, asked) -> None:
+    """Its reductions and agreements come first on the rank that needs the gather, in its next
+    forward.
     """
+    asked[ASKED] = 1
+    gathers._talk()
     assert gathers._next() is None
     gathers.end_backward()
+    assert gathers._next() is None
+    gathers.complete()
     first = gathers._next()
     assert first is not None and first.label == "a"
     gathers._issue(first)
     assert gathers._next() is None, "nobody has asked for the second"
+
+
+def test_a_rank_that_reads_weights_before_the_step_has_them(gathers, asked) -> None:
+    asked[EARLY] = 2
+    gathers._talk()
+    assert gathers._next() is None, "the backward has yet to issue reductions"
+    gathers.end_backward()
+    gathers._talk()
+    for label in ("a", "b"):
+        assert gathers._next().label == label
+        gathers._issue(gathers._next())
+
+
+def test_what_a_rank_needs_is_posted_by_its_place_in_the_step(gathers, asked) -> None:
+    first, second = gathers._queue
+    for gather, topic in ((first, EARLY), (second, ASKED)):
+        gather.issued.set_result([])
+        gathers.wait(gather)
+        gathers._talk()
+        assert asked[topic] == gather.number
+        gathers.complete()
+    assert asked == {EARLY: 1, ASKED: 2}
 
 
 def test_a_forward_issues_what_it_needs_before_its_step_is_complete(gathers) -> None:

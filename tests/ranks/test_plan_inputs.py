@@ -103,7 +103,7 @@ def of_depth(blocks: int) -> Callable[[], nn.Module]:
     return lambda: Stack(blocks)
 
 
-@in_turn("stage, most", [(1, 260), (3, 285)])
+@in_turn("stage, most", [(1, 262), (3, 285)])
 def test_the_python_that_a_parameter_costs_in_initialize(stage: int, most: int) -> None:
     """Calls of Python functions and resumed generators, torch's included."""
 
