@@ -121,7 +121,7 @@ def _age(folder: AnyPath) -> tuple[int, int]:
     try:
         with store_errors(folder):
             if is_remote(manifest):  # not every store tells when a file was written
-                return _age_of.__wrapped__(manifest, None)
+                return _read_age(manifest)
             written = manifest.stat()
             return _age_of(manifest, (written.st_mtime_ns, written.st_size))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -129,10 +129,14 @@ def _age(folder: AnyPath) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def _age_of(manifest: AnyPath, written: tuple[int, int] | None) -> tuple[int, int]:
+def _age_of(manifest: AnyPath, written: tuple[int, int]) -> tuple[int, int]:
     """Return order and step in ``manifest``, whose time and size were ``written``. Each save asks
     this of every checkpoint in its folder, and a manifest may have megabytes of hashes.
     """
+    return _read_age(manifest)
+
+
+def _read_age(manifest: AnyPath) -> tuple[int, int]:
     with manifest.open("rb") as file:
         read = parse_json(file.read())
     order, step = read.get("order", 0), read["counters"].get("global_steps", -1)

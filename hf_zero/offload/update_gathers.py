@@ -230,14 +230,15 @@ class UpdateGathers:
         topics = {ASKED} | {topic for topic in needed if needed[topic] > self._said[topic]}
         topics |= {EARLY} if self._reduced > self._owed else set()
         requested = dict.fromkeys(topics, 0)
-        try:
-            for topic in topics if self._messages is not None else ():
-                assert self._messages is not None
-                requested[topic] = self._messages.asked(topic)
-                if needed[topic] > max(self._said[topic], requested[topic]):
-                    self._messages.ask(topic, needed[topic])
-        except RuntimeError:  # the store is closed: the job has ended
-            self._messages = None
+        messages = self._messages
+        if messages is not None:
+            try:
+                for topic in topics:
+                    requested[topic] = messages.asked(topic)
+                    if needed[topic] > max(self._said[topic], requested[topic]):
+                        messages.ask(topic, needed[topic])
+            except RuntimeError:  # the store is closed: the job has ended
+                self._messages = None
         self._said = needed
         for topic, number in requested.items():
             if number > self._asked[topic]:

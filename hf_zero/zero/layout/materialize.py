@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -26,6 +26,7 @@ from hf_zero.distributed.process_group import default_device, get_rank, get_worl
 from hf_zero.distributed.world_group import get_world_group, raise_on_all_ranks
 from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.offload.placement import Placement
+from hf_zero.optim.segment_table import plain_settings
 from hf_zero.zero.layout import attributes, planner
 from hf_zero.zero.layout.engine_plan import (
     SIXTEEN_BITS,
@@ -269,7 +270,11 @@ def check_alike(plan: EnginePlan) -> None:
     }
     if plan.optimizer is not None:
         for at, group in enumerate(plan.optimizer.param_groups):
-            mine[f"optimizer group {at}"] = _settings_of(group, plan.optimizer.defaults)
+            mine[f"optimizer group {at}"] = {
+                name: str(value)
+                for name, value in sorted(plain_settings(group).items())
+                if name in plan.optimizer.defaults and value is not None
+            }
     mine |= {
         name: {
             "shape": f"{attributes.describe(parameter)}{tuple(parameter.shape)}",
@@ -292,22 +297,6 @@ def check_alike(plan: EnginePlan) -> None:
                 f"{_difference(infos[first], infos[second], first, second)}; build the same model "
                 "with the same configuration and optimizer groups on every rank"
             )
-
-
-def _settings_of(group: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, str]:
-    """Return the settings of an optimizer group that its class knows, and that have a value."""
-    plain = {name: _plain(group[name]) for name in sorted(group.keys() & defaults.keys())}
-    kinds = (bool, int, float, str, tuple)
-    return {name: str(value) for name, value in plain.items() if isinstance(value, kinds)}
-
-
-def _plain(value: object) -> object:
-    """Return a tensor of one element as a number, also within a tuple."""
-    if isinstance(value, tuple):
-        return tuple(map(_plain, value))
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
-        return value.item()
-    return value
 
 
 def _difference(

@@ -46,19 +46,11 @@ def map_tensors(value: object, visit: Visit, in_place: bool = False) -> Any:
         if all(new is old for new, old in zip(items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is list:
-        items = [map_tensors(item, visit, in_place) for item in value]
-        if all(new is old for new, old in zip(items, value)):
-            return value
-        if in_place:
-            value[:] = items
-            return value
-        return items
     if isinstance(value, list):
         items = [map_tensors(item, visit, in_place) for item in value]
         if all(new is old for new, old in zip(items, value)):
             return value
-        filled = copy.copy(value)
+        filled = value if in_place and type(value) is list else copy.copy(value)
         filled[:] = items
         return filled
     if isinstance(value, (dict, UserDict)):
