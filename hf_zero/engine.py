@@ -376,7 +376,7 @@ class Engine(TrainingEngine):
         newer generation in the memory of the hosts (``checkpoint.memory``) is loaded.
         """
         load_dir = self._run_folder(load_dir, "load_checkpoint")
-        run: str | None = load_dir
+        run: str | None = str(as_path(load_dir))
         if unused:
             raise PartitionError(
                 f"load_checkpoint does not know {sorted(unused)}; drop these arguments"
@@ -391,7 +391,7 @@ class Engine(TrainingEngine):
             if self.memory is not None:
                 target = locate(self, load_dir, tag, load_module_strict)
                 load_dir, tag, in_memory = target.directory, target.tag, target.in_memory
-                if in_memory and str(load_dir) == run:
+                if in_memory and str(as_path(load_dir)) == run:
                     run = None  # the folder was chosen before; its run is unknown
             self.measures.finish(self)
             with self.schedule.shards.writing():

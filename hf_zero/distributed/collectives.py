@@ -100,54 +100,58 @@ class Handle:
         self._pending = pending
         self._parts = list(parts)
         self._free = free
-        self._finish = finish
+        self._finish, self._repeats = finish, True
         self._follows = follows
         self._failure: BaseException | None = None
 
-    def finish_with(self, finish: Callable[[], None]) -> None:
-        """Have the first wait call ``finish`` once the collective is done."""
-        self._finish = finish
+    def finish_with(self, finish: Callable[[], None], repeats: bool = True) -> None:
+        """Have the first wait call ``finish`` once the collective is done; ``repeats``: again in
+        the next wait if an interrupt has ended the call.
+        """
+        self._finish, self._repeats = finish, repeats
 
     def wait(self) -> None:
         """Block (on a GPU: make the current stream wait) until the collective is done. After a
-        failure, every wait raises it; after an interrupt, the next one goes on.
+        failure, every wait raises it; after an interrupt, the next one goes on, unless it broke off
+        what may not be repeated.
         """
-        if not self._works:
-            if self._failure is not None:
-                raise self._failure
-            return
-        works, waited = self._works, 0
-        watchdog = self._watchdog
-        if not watchdog.started:
-            watchdog.start()
-        # as in Watchdog.watching, without a call
-        outer, watchdog.current = watchdog.current, (self._pending, time.monotonic())
-        try:
+        if self._failure is not None:
+            raise self._failure
+        if self._works:
+            works, waited = self._works, 0
+            watchdog = self._watchdog
+            if not watchdog.started:
+                watchdog.start()
+            # as in Watchdog.watching, without a call
+            outer, watchdog.current = watchdog.current, (self._pending, time.monotonic())
             try:
-                for work in works:
-                    work.wait()
-                    waited += 1
-            finally:
-                watchdog.current = outer
-                self._works = works[waited:]
-        except RuntimeError as error:
-            self._works, self._failure = [], error
-            if isinstance(error, DEVICE_ERRORS):
-                raise
-            self._failure = watchdog.explain_failure(self._pending, error)
-            raise self._failure from error
-        if self._follows is not None and not graphs.capturing():
-            # Works keep tensors alive; an event recorded on the stream that waits for them does
-            # not.
-            event = streams.record_here(self._follows)
-            is_over = partial(_are_completed, works) if event is None else event.query
-            watchdog.follow(self._pending, is_over, self._follows)
+                try:
+                    for work in works:
+                        work.wait()
+                        waited += 1
+                finally:
+                    watchdog.current = outer
+                    self._works = works[waited:]
+            except RuntimeError as error:
+                self._works, self._failure = [], error
+                if isinstance(error, DEVICE_ERRORS):
+                    raise
+                self._failure = watchdog.explain_failure(self._pending, error)
+                raise self._failure from error
+            if self._follows is not None and not graphs.capturing():
+                # Works keep tensors alive; an event recorded on the stream that waits for them does
+                # not.
+                event = streams.record_here(self._follows)
+                is_over = partial(_are_completed, works) if event is None else event.query
+                watchdog.follow(self._pending, is_over, self._follows)
         if self._finish is not None:
             try:
                 self._finish()
             except BaseException as error:
-                self._failure = error
+                if isinstance(error, Exception) or not self._repeats:
+                    self._failure = error
                 raise
+            self._finish = None
 
     def reduce_into(self, out: torch.Tensor, accumulate: bool, scale: float) -> None:
         """Wait, then set ``out = scale * sum`` or, if ``accumulate``, ``out += scale * sum``.
@@ -424,7 +428,8 @@ class MeshDim:
             works, self._watchdog, pending, follows=None if beside else self._follows
         )
         if decodes:
-            handle.finish_with(partial(call_each, decodes))
+            added = any(codec is not None and codec.differences for codec in codecs)
+            handle.finish_with(partial(call_each, decodes), repeats=not added)
         return handle
 
     def _encoded(

@@ -73,11 +73,15 @@ class TwoHops:
     def advance(self, ahead: int = 0) -> None:
         """Issue the second hops of all gathers but the last ``ahead``."""
         while len(self._pending) > ahead:
-            self._pending.popleft().pass_on()
+            self._issue_next()
 
     def advance_through(self, gather: TwoHopGather) -> None:
         while gather in self._pending:
-            self._pending.popleft().pass_on()
+            self._issue_next()
+
+    def _issue_next(self) -> None:
+        self._pending[0].pass_on()
+        self._pending.popleft()  # only now: an interrupt may have ended the wait for its first hop
 
 
 class TwoHopGather:

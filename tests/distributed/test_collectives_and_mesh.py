@@ -8,6 +8,7 @@ import itertools
 import os
 import resource
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, P
 from hf_zero.distributed.collectives import Handle, _Starting
 from hf_zero.distributed.flat_mesh import DimMaker
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError
 from tests.helpers.accelerators import play_accelerator
@@ -141,6 +143,40 @@ def test_a_wait_that_was_interrupted_goes_on() -> None:
     for _ in range(2):
         waiting.wait()
     assert [work.waits for work in works] == [1, 2, 1] and ends == [1]
+
+
+def test_an_end_that_was_interrupted_runs_again() -> None:
+    """Unless it may not be repeated: a codec of differences adds to what is there."""
+    for repeats in (True, False):
+        end = Failing(KeyboardInterrupt())
+        waiting, _ = handle([Failing()])
+        waiting.finish_with(end.wait, repeats)
+        with pytest.raises(KeyboardInterrupt):
+            waiting.wait()
+        for _ in range(2):
+            with nullcontext() if repeats else pytest.raises(KeyboardInterrupt):
+                waiting.wait()
+        assert end.waits == (2 if repeats else 1)
+
+
+def test_the_second_hop_of_an_interrupted_gather_is_issued_later() -> None:
+    class Dim:
+        size, rank = 2, 0
+
+        def __init__(self, first: Failing):
+            self.issued, self.first = 0, first
+
+        def all_gather(self, pairs: Any, key: str) -> Failing:
+            self.issued += 1
+            return self.first
+
+    across, node = Dim(Failing(KeyboardInterrupt())), Dim(Failing())
+    hops = TwoHops(across, node)
+    gather = hops.gather([(torch.zeros(8), torch.zeros(2))], "a unit", None)
+    with pytest.raises(KeyboardInterrupt):
+        gather.wait()
+    gather.wait()
+    assert (across.issued, across.first.waits, node.issued, node.first.waits) == (1, 2, 1, 1)
 
 
 def test_every_wait_raises_what_its_end_has_raised() -> None:

@@ -15,6 +15,7 @@ import torch
 import transformers
 from accelerate.tracking import GeneralTracker
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -215,3 +216,25 @@ def test_a_trainer_that_resumes_continues_its_file(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
     found = read_run(tmp_path)
     assert (len(found.restarts), found.planned_steps, found.ended) == (1, 5, "")
+
+
+@pytest.mark.parametrize("spelling", ["{}/global_step1", "{}/global_step1/", "{}/./global_step1"])
+def test_a_run_that_resumes_from_one_checkpoint_continues_its_file(
+    tmp_path: Path, spelling: str
+) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "metrics": {"enabled": True},
+    }
+    for number in range(2):
+        engine, *_ = hf_zero.initialize(nn.Linear(4, 4), config)
+        if number:
+            engine.load_checkpoint(spelling.format(tmp_path))
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        if not number:
+            engine.save_checkpoint(tmp_path)
+        engine.destroy()
+    assert [path.parent for path in tmp_path.rglob("metrics.jsonl")] == [tmp_path]
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_zero
+from hf_zero.distributed.collectives import Handle
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.schedule import Schedule
 from tests.helpers import oracle
@@ -286,6 +287,40 @@ def test_an_interrupt_at_the_end_of_a_backward_forbids_the_step(end, stage):
                     engine.step()
                 engine.restart_window()
             run_steps(engine, rank, [step])
+        return full_weights(engine)
+
+    expect(want, run)
+
+
+class Interrupted(Handle):
+    """A collective whose first wait is interrupted."""
+
+    waits, is_over = 0, False
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise KeyboardInterrupt
+        super().wait()
+        self.is_over = True
+
+
+def test_a_gather_whose_wait_is_interrupted_ends_before_its_memory():
+    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 3, RANKS)
+
+    def run(rank, model):
+        engine = start(
+            model, plain_sgd(model), config_of(3, zero_optimization=APART | {"stage": 3})
+        )
+        axis, made = engine.units[1].sharded[0].axis, []
+        plain = axis._handle
+        axis._handle = lambda *given, **more: made.append(Interrupted(*given, **more)) or made[-1]
+        with pytest.raises(KeyboardInterrupt):
+            squared(engine, At(8, 0, rank))
+        axis._handle = plain
+        assert made and made[0].waits == 2 and all(handle.is_over for handle in made)
+        assert not still_gathered(engine)
+        run_steps(engine, rank, range(3))
         return full_weights(engine)
 
     expect(want, run)

@@ -368,12 +368,17 @@ class Unit:
     def finish_gather(self) -> None:
         """Wait for the all-gather and point the parameters at the values."""
         if self._coming is not None:
-            (handles, brought), self._coming = self._coming, None
+            handles, brought = self._coming
             if brought is not None:
                 streams.current_stream(self.sharded[0].full.device).wait_event(brought)
-            with span("wait_all_gather", self.label):
-                for handle in handles:
-                    handle.wait()
+            try:
+                with span("wait_all_gather", self.label):
+                    for handle in handles:
+                        handle.wait()
+            except Exception:
+                self._coming = None  # it has failed for good; after an interrupt it is still coming
+                raise
+            self._coming = None
             if self.device_of_streams is not None:
                 self.record_gather_stream()
             if self.source.keeps_values:

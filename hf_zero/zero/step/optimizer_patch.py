@@ -93,8 +93,12 @@ class _EngineMethods:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         alive = self._engine()
-        # scripts with accumulation call it after every micro-batch, like step, which has counted it
-        if alive is not None and not (alive.window_is_open and alive.accumulation.micro_batches):
+        if alive is None:
+            return
+        # Where the engine manages accumulation, scripts call it after every micro-batch, like step,
+        # which has counted it.
+        window = alive.accumulation
+        if not (window.managed and window.micro_batches and alive.window_is_open):
             alive.zero_grad()
 
     def add_param_group(self, group: dict[str, object]) -> None:
