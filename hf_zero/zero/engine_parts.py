@@ -17,6 +17,7 @@ from hf_zero.device import kinds
 from hf_zero.distributed import process_group, rank_status
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.world_group import get_world_group
 from hf_zero.offload.placement import Placement
 from hf_zero.zero.backward import AccumulationWindow, Backward, Counters
 from hf_zero.zero.gather.model_patches import Override, Patches, Techniques, refuse_foreign_step
@@ -124,6 +125,8 @@ class EngineParts(AroundModel):
             with transaction(), ExitStack() as installed:
                 self.changes = StateChanges(mesh.passes)
                 self._build(plan, mesh, installed)
+                # Before it, a rank could close connections that another is still making to it.
+                get_world_group().all_gather_object(None, "end of making an engine")
                 self._installed = installed.pop_all()
         except BaseException as error:
             # Parameters left sharded can be gathered by another engine, over these process groups.

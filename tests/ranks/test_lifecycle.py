@@ -34,6 +34,7 @@ from hf_zero.loading.shard_only import hold
 from hf_zero.offload.update import Updater
 from hf_zero.zero.access.full import GatheredParameters
 from hf_zero.zero.layout.parameter import ReleasedParameter
+from hf_zero.zero.training_engine import TrainingEngine
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
@@ -111,6 +112,25 @@ class PartlyFrozen(Stack):
     def __init__(self):
         super().__init__()
         self.blocks[1].requires_grad_(False)
+
+
+def test_initialize_returns_once_every_rank_has_made_its_engine(monkeypatch):
+    """A rank that returned could destroy its engine, to which others are still connecting."""
+    build, returned = TrainingEngine._build, threading.Event()
+
+    def slow(engine, plan, mesh, installed):
+        build(engine, plan, mesh, installed)
+        if mesh.rank == 1:
+            early.append(returned.wait(1.0))
+
+    def run(rank, model):
+        start(model, plain_sgd(model), config_of(1))
+        returned.set()
+
+    early: list[bool] = []
+    monkeypatch.setattr(TrainingEngine, "_build", slow)
+    on_ranks(RANKS, run)
+    assert early == [False]
 
 
 def test_off_for_a_reference_and_on_again():
