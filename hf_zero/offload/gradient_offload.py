@@ -74,7 +74,9 @@ class GradientOffload:
 
     @property
     def is_adding(self) -> bool:
-        """Whether a copy is under way that the host must add or cast."""
+        """Whether a copy under way goes to a staging buffer, from which the host adds or casts
+        it.
+        """
         return any(copy.staged is not None for copy in self._copies)
 
     def event(self, gradient: GradientBuffer) -> streams.Event | None:

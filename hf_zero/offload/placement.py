@@ -84,10 +84,9 @@ class PlacementRules:
         )
 
     def offloaded(self, specs: Sequence[ShardSpec]) -> set[str]:
-        """Return the keys of the flat buffers whose states are offloaded.
-
-        The first ones in the model stay on the device: their gradients are ready last, and the next
-        forward needs them first.
+        """Return the keys of the flat buffers whose states are offloaded: the last ones of the
+        model. The first ones, with at most ``1 - ratio`` of all elements, stay on the device: their
+        gradients are ready last, and the next forward needs them first.
         """
         if not self._optimizer.on:
             return set()

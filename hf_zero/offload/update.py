@@ -202,8 +202,9 @@ class Updater:
         return [event for event in events if event is not None]
 
     def _begun_at_once(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return ``units``, with the first two swapped if the gradients of the first, usually the
-        model's first unit, are the last to arrive: the thread can begin at once.
+        """Return ``units``, the first two swapped if the gradients of the first were sent to the
+        host last: the thread then has work while they arrive. Unchanged where gathers fix the
+        order.
         """
         if (
             self._gathers is not None

@@ -135,7 +135,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
         grads = parts.gradients()
         if at == 0:
             return [cls._squares(group, *args) for args in zip(parts.weights, grads, parts.places)]
-        cls._keep(group, parts)
+        cls._update_factors(group, parts)
         norms = [torch.linalg.vector_norm(update) for update in cls._updates(group, parts, grads)]
         return [norm.double().square().reshape(1) for norm in norms]
 
@@ -190,8 +190,10 @@ class FactoredOptimizer(WholeTensorOptimizer):
         return sums
 
     @classmethod
-    def _keep(cls, group: ParamGroup, parts: Parts) -> None:
-        """Add the sums of this step to the factors of each part."""
+    def _update_factors(cls, group: ParamGroup, parts: Parts) -> None:
+        """Update the factors of each part: moving averages of the row and column means of this
+        step's squared gradients, or of the squares of a vector.
+        """
         for weight, state, shape, step, sums in zip(
             parts.weights, parts.factors, parts.shapes, parts.steps, parts.results[0]
         ):

@@ -40,10 +40,9 @@ _LOW64 = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Bf16State:
-    """What is kept in bf16: the master weights of parameters that compute in bf16 (``masters``),
-    the states of the optimizer that have a number for each element (``moments``); ``seed`` of the
-    rounding. ``kahan``: the rounding errors of master weights are kept, as the state
-    :data:`COMPENSATION`.
+    """State in bf16: the master weights of parameters that compute in bf16 (``masters``), the
+    optimizer's per-element states (``moments``); ``seed`` of the rounding. ``kahan``: the rounding
+    errors of master weights are kept, as the state :data:`COMPENSATION`.
     """
 
     masters: bool
@@ -53,8 +52,8 @@ class Bf16State:
 
     @classmethod
     def of(cls, settings: ZeroConfig, optimizer: object) -> Bf16State | None:
-        """Return what ``settings`` ask for, or an ``optimizer`` of torchao by
-        ``bf16_stochastic_round``; None: all is kept in fp32.
+        """Return the state to keep in bf16 by section ``bf16`` of ``settings`` or by torchao's
+        ``bf16_stochastic_round``; None: none, or another precision.
         """
         if settings.precision != "bf16":
             return None
@@ -142,7 +141,7 @@ class Bf16State:
         self, segments: Sequence[Segment], states: MutableMapping[Tensor, ParamState], number: int
     ) -> Iterator[None]:
         """Context in which ``segments`` have their master weights, and ``states`` their states, in
-        fp32. After it they are in bf16 again, in the same memory, those that it has created, too.
+        fp32. Afterwards these are in bf16 again, in the same memory, as are states created in it.
         """
         narrow: dict[Segment, ParamState] = {}
         for segment in segments:
@@ -174,8 +173,8 @@ class Bf16State:
 
 
 def _split(values: Tensor, weights: Tensor, errors: Tensor) -> None:
-    """Write ``values`` into ``weights``, to nearest, and what that leaves into ``errors``. Their
-    sum, rounded, gives the weights again.
+    """Write ``values`` (fp32) into ``weights`` (bf16, to nearest) and the rounding errors into
+    ``errors`` (bf16), such that ``weights + errors`` rounds to ``weights``.
     """
     weights.copy_(values)
     exact = weights.float() + (values - weights.float()).bfloat16()

@@ -155,16 +155,17 @@ class BoundOptimizer:
         return self._fused.ready and self._fused.takes(self._table.stepped)
 
     def repeats_launch(self) -> bool:
-        """Whether the next :meth:`step` launches what that of another step did, as far as the
-        optimizer knows.
+        """Whether a captured graph can replay the next :meth:`step`: hf-zero's kernel updates every
+        segment on the device, with settings read from device memory.
         """
         table, fused = self._table, self._fused
         separate = table.excluded or table.offloaded_stand_ins
         return fused.ready and not separate and fused.repeats(table.stepped)
 
     def prepare_launch(self, shards: Mapping[str, Tensor]) -> list[Tensor]:
-        """Write what the host decides of the next :meth:`step` with ``shards``, which is launched
-        from a graph, to the device; return the tensors from outside that it uses.
+        """Write the group settings and kernel tables of the next captured :meth:`step` to the
+        device. Return the tensors outside the graph that it reads or writes; the graph is valid for
+        their addresses only.
         """
         table = self._table
         return self._fused.prepare(table.device.regions, table.stepped, shards)
@@ -203,9 +204,10 @@ class BoundOptimizer:
     ) -> set[str]:
         """Make one update from the gradients of the flat buffers.
 
-        fp32 gradients are divided by ``grad_scale`` in place; 16-bit ones are first cast into
-        memory that lives as long as the step. Parameters that are ``unused`` in their flat buffer
-        are skipped: weight, state and step count stay.
+        The kernels of ``fused.py`` read gradients of any float dtype and leave them unchanged. The
+        optimizer's own step divides fp32 gradients by ``grad_scale`` in place, and casts 16-bit
+        ones into memory that lives as long as the step. Parameters that are ``unused`` in their
+        flat buffer are skipped: weight, state and step count stay.
 
         Args:
             grad_scale: 0-dim tensor that the gradients are divided by (loss scale and clipping in
@@ -263,8 +265,9 @@ class BoundOptimizer:
         number: int,
         hooks: bool = True,
     ) -> set[str] | None:
-        """Step the segments ``of_step``, those of ``flats``; None: all. Return the keys of
-        ``shards`` that have been written, None if nothing may change.
+        """Step the segments that ``of_step`` returns, which are those of ``flats``; None: all.
+        Return the keys of ``shards`` that were written; None if the host has read ``found_inf`` and
+        it forbids the step.
         """
         table, fused = self._table, self._fused
         segments = table.stepped if of_step is None else of_step()
@@ -338,8 +341,9 @@ class BoundOptimizer:
         return counted
 
     def move_to_device(self, moved: Mapping[str, Callable[[], None]]) -> None:
-        """Move the states of some flat buffers back to the device for good. ``moved``: key of a
-        flat buffer -> a function that moves its masters there.
+        """Move the optimizer state of some flat buffers from their offload tier to the device,
+        until the engine ends. ``moved``: key of a flat buffer -> function that moves its master
+        weights and gradient memory.
         """
         flats = {flat.key: flat for flat in self._flats}
         scalars, apart, factors = self.scalars(), self.apart(), self.factors.held()
@@ -390,7 +394,8 @@ class BoundOptimizer:
         ``flat.owned`` on; create state of these elements that does not exist yet.
 
         Elements whose group keeps no such state (SGD's momentum may be on in one group only) are
-        skipped. As in torch, a momentum that is switched off keeps its state; zeros are none.
+        skipped. As in torch, a momentum that is switched off keeps its state; where it has none,
+        values that are all zeros create none.
 
         Raises:
             UnsupportedOptimizerError: no group keeps a state of that name.
@@ -441,9 +446,10 @@ class BoundOptimizer:
                 self._table.state_of(segment).put(segment, name, at, values)
 
     def create_offloaded(self, flat: Flat) -> bool:
-        """Create the offloaded state of ``flat`` as of before the first step, where there is none.
-        That resets arrays, so a load begins with it: ``load_state_dict`` of torch drops entries.
-        Return whether all of it was there already, as of before the first step.
+        """Create the missing state of the offloaded ``flat``, with its values before a first step;
+        return whether all of its segments already had state with such values. A load calls this
+        first, because creation overwrites storage, and torch's ``load_state_dict`` has dropped
+        entries.
         """
         offloaded = self._table.offloaded
         segments = offloaded.segments(flat) if flat.offloaded else []
@@ -481,9 +487,10 @@ class BoundOptimizer:
         names: Mapping[str, str],
         gather: Callable[[list[GroupReport]], list[list[GroupReport]]],
     ) -> dict[str, ParameterNumbers]:
-        """Return the numbers of each parameter that a group has, as far as known on any rank.
+        """Return the scalar states (step count) of this rank's parameters that have a group, merged
+        over the ranks; None for one never stepped.
 
-        ``names``: this rank's names -> those of the whole model. ``gather`` returns its argument of
+        ``names``: this rank's names -> names in the whole model. ``gather`` returns its argument of
         every rank (collective).
         """
         local_numbers = [
@@ -568,8 +575,8 @@ class BoundOptimizer:
         return {**packed, "state": {}, "param_groups": groups}
 
     def version(self) -> tuple[Hashable, ...]:
-        """Return values of which one differs once anything but a step has changed the state of a
-        segment: a load, an in-place write, another tensor in its place.
+        """Return a value that changes with every load, in-place write or replacement of optimizer
+        state. A step may change it, too.
         """
         entries = dict.values(self.optimizer.state)  # without the wait for an update under way
         values = [value for entry in entries for value in entry.values()]

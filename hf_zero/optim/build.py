@@ -372,9 +372,9 @@ def twin_of(optimizer: torch.optim.Optimizer) -> object:
 
 
 def refused(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return, by key, the reasons why ``initialize`` refuses ``values``, the values of a
-    configuration by path, parameters of the optimizer and the scheduler included. The value
-    ``"auto"`` is not refused; its name may be.
+    """Return, by key, why ``initialize`` refuses some of ``values`` (path in the configuration ->
+    value), parameters of optimizer and scheduler included. ``"auto"`` is accepted for every
+    parameter that exists.
     """
     by_section = refusals(values)
     for section, name_of, check in (

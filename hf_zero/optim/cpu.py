@@ -31,7 +31,7 @@ class CPUAdam(CPUOptimizer):
         lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW, except that
             ``weight_decay`` defaults to 0.
         adamw_mode: whether weight decay is decoupled from the gradient.
-        moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+        moments: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"dynamic8"``.
         bias_correction: whether to correct the moments for their start at zero.
 
     Raises:
@@ -104,7 +104,7 @@ class CPULion(CPUOptimizer):
     Args:
         params: parameters in CPU memory, in fp32 or 16 bits, or groups of them.
         lr, betas, weight_decay, maximize: as in :class:`hf_zero.optim.Lion`.
-        moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+        moments: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"dynamic8"``.
 
     Raises:
         ConfigError: a setting out of range.

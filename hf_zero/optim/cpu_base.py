@@ -24,8 +24,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CPUOptimizer(torch.optim.Optimizer):
-    """An optimizer of parameters in CPU memory: one parameter at a time, one pass over memory each.
-    Parameters in 16 bits get fp32 master weights of their own, the state ``master``.
+    """An optimizer of parameters in CPU memory, or on any device with ``moments="dynamic8"``: it
+    updates one parameter at a time, in one pass over memory. Parameters in 16 bits get fp32 master
+    weights of their own, the state ``master``.
 
     A subclass lists in ``kept`` the states that a group's ``moments`` setting applies to, and
     whether they are signed. In memory they are fp32 tensors, bf16 tensors or
@@ -61,8 +62,8 @@ class CPUOptimizer(torch.optim.Optimizer):
         closure.
 
         Raises:
-            UnsupportedOptimizerError: a parameter that is not fp32, bf16 or fp16, or not in CPU
-                memory, or a sparse gradient.
+            UnsupportedOptimizerError: a parameter that is not fp32, bf16 or fp16, or neither in CPU
+                memory nor in a group with ``moments="dynamic8"``, or a sparse gradient.
         """
         loss = None
         if closure is not None:

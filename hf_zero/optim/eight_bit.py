@@ -51,8 +51,9 @@ WRAPPED = "__bnb_optimizer_quant_state__"  # entry of bitsandbytes' state dicts 
 
 
 def own_names(state: ParamState, signed_names: Mapping[str, bool]) -> None:
-    """Replace what bitsandbytes or torchao keeps for a parameter by the states of a class of this
-    package, ``signed_names``; state of other classes stays.
+    """Convert a parameter's 8-bit state of bitsandbytes or torchao in place to ``Blocks`` under
+    this package's state names (the keys of ``signed_names``; value: whether signed). Other state
+    keeps its values.
 
     Raises:
         UnsupportedOptimizerError: codes of another map than the dynamic one.
@@ -82,8 +83,8 @@ def own_names(state: ParamState, signed_names: Mapping[str, bool]) -> None:
 
 
 def state_dict_in_own_names(state_dict: StateDict, signed: Mapping[str, bool]) -> StateDict:
-    """Return ``state_dict``, which bitsandbytes or this package has saved, with states in numbers
-    under the names of this package.
+    """Return ``state_dict``, of bitsandbytes or this package, with 8-bit states decoded to tensors
+    of the parameter's shape, under this package's names.
     """
     states = {}
     for index, saved in state_dict["state"].items():

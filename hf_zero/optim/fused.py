@@ -45,8 +45,8 @@ _MOMENTS = {"flat_adam": ("exp_avg", "exp_avg_sq"), "flat_lion": ("exp_avg",)}
 
 @dataclass(frozen=True)
 class _Launch:
-    """Parts whose masters, gradients and copies share the same storages; ``segment`` and ``part``
-    are the first of them.
+    """One kernel launch, over segment parts whose master weights, gradients and shards lie in the
+    same storages; ``segment``, ``part``: the first, by which these are found.
     """
 
     segment: Segment
@@ -56,7 +56,9 @@ class _Launch:
 
 @dataclass(eq=False)
 class _Tables:
-    """What is on the device for a launch over some segments, and the values it was made from."""
+    """Device tables of the launches over one set of segments; ``numbers`` and ``key``: the host
+    values that they were made from.
+    """
 
     settings: Tensor | None = None
     numbers: list[list[float]] = field(default_factory=list)
@@ -150,8 +152,8 @@ class FusedStep:
         )
 
     def repeats(self, segments: Sequence[Segment]) -> bool:
-        """Whether the next step over all of ``segments`` launches what that of another step did,
-        with settings from the device.
+        """Whether a launch over all of ``segments`` can be replayed from a graph: the kernel takes
+        it, and the segments of a group share a step counter.
         """
         if self._counts_by_segment or not self.takes(segments):
             return False
@@ -164,8 +166,8 @@ class FusedStep:
         shards: Mapping[str, Tensor],
     ) -> list[Tensor]:
         """Write the settings of the next step over ``segments`` to the device, with the tables of
-        its launches if a place has changed; return the tensors from outside that a captured launch
-        of this step reads and writes.
+        its launches if a storage or offset has changed; return the tensors outside the graph that a
+        captured launch of this step reads or writes.
         """
         if not self._in_arenas(segments):
             self._move_to_arenas(regions, segments)

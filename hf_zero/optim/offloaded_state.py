@@ -266,8 +266,8 @@ class OffloadedState:
         self.create(segment)
 
     def begin_first_steps(self) -> None:
-        """Give segments that were not stepped yet the state from before a first step of now: that
-        of ASGD and Rprop holds the learning rate, which a schedule or a load may have set since.
+        """Renew the initial state of segments that were not stepped yet: ASGD's and Rprop's
+        contains the learning rate, which a schedule or a load may have changed since.
         """
         first_values: dict[tuple[int, torch.dtype], ParamState] = {}
         for segment in self._fresh:

@@ -202,9 +202,9 @@ class SegmentTable:
         return divided
 
     def begin(self, segments: Iterable[Segment]) -> None:
-        """Create the state of ``segments`` that are stepped for the first time where the step does
-        not begin it as here: where it begins with other numbers than zero and is kept in bf16
-        (offloaded state begins rounded, too), or where only the optimizer's constructor makes it.
+        """Create the state of ``segments`` before their first step where torch's step would not: if
+        bf16 state has a nonzero initial value, which is then rounded as in offloaded state, or if
+        torch creates state in the constructor (Adagrad).
         """
         rounded = self._widens and self.device.begins_rounded
         for segment in segments if rounded or self.by_constructor else ():
